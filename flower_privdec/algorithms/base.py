@@ -1,0 +1,97 @@
+"""What an algorithm is: a program of steps over rows, with an exchange between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from flower_privdec.cohort import Cohort
+
+
+@dataclass
+class State:
+    """Everything a cohort remembers between two steps; complete at every exchange.
+
+    Attributes:
+        peers: int64 [m], the global id of each row.
+        round_index: the round under way, from 0.
+        at: the place in the algorithm's program that comes next.
+        rows: named tensors whose first axis is the peer, each [m, ...].
+    """
+
+    peers: np.ndarray
+    round_index: int = 0
+    at: int = 0
+    rows: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Exchange: each named row i becomes Σ_j W[i, j] row_j, with the round's mixing matrix W."""
+
+    names: tuple[str, ...]
+
+
+Step = Callable[["Cohort", State], None]
+
+
+class Algorithm:
+    """A decentralized algorithm, written once over rows.
+
+    Only an exchange crosses rows. The row law holds for every step: step(state)[i] == step(state[i:i+1]).
+
+    Attributes:
+        name: what a scenario calls it.
+        weights: the mixing weights its theory needs, or None when it exchanges nothing.
+        program: steps and exchanges of one round, in order.
+        slots: how many [m, d] buffers its state holds (for memory estimates).
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
+    program: ClassVar[tuple[Step | Mix, ...]]
+    slots: ClassVar[int] = 1
+
+    def initial(self, cohort: Cohort) -> dict[str, Tensor]:
+        """Return the rows before round 0: every peer starts at the same parameters."""
+        return {"x": cohort.initial.expand(len(cohort.peers), -1).clone()}
+
+    def debiased(self, rows: dict[str, Tensor]) -> Tensor:
+        """Return each peer's model, [m, d]."""
+        return rows["x"]
+
+    def network_mean(self, rows: dict[str, Tensor]) -> Tensor:
+        """Return the mean of the network's models, [d]: Σ_i x_i / Σ_i w_i, which mixing conserves."""
+        total = rows["x"].sum(0)
+        return total / (rows["w"].sum() if "w" in rows else len(rows["x"]))
+
+
+def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Mix | None:
+    """Run steps up to the next exchange, or to the end of the round.
+
+    Returns:
+        The exchange the caller has to perform (it then adds one to `state.at`), or None when the
+        round ended; `state.round_index` then names the next round.
+    """
+    program = algorithm.program
+    while state.at < len(program):
+        item = program[state.at]
+        if isinstance(item, Mix):
+            return item
+        item(cohort, state)
+        state.at += 1
+    state.at = 0
+    state.round_index += 1
+    return None
+
+
+def push_weights(cohort: Cohort) -> Tensor:
+    """Return the push-sum weights before round 0: one for every peer, [m]."""
+    return torch.ones(len(cohort.peers), dtype=cohort.dtype, device=cohort.device)

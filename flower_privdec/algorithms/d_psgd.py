@@ -1,0 +1,47 @@
+"""Decentralized parallel SGD by gossip over undirected (or regular directed) graphs."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from flower_privdec.algorithms.base import Algorithm, Mix, State
+from flower_privdec.cohort import Cohort
+
+
+def gradient(cohort: Cohort, state: State) -> None:
+    """Keep the step -γ g̃_i(x_i), taken at the model before mixing."""
+    step = state.rows["step"].zero_()
+    cohort.add_step_(step, state.rows["x"], state.round_index)
+
+
+def apply_step(cohort: Cohort, state: State) -> None:
+    """Add the kept step to the mixed model."""
+    state.rows["x"].add_(state.rows["step"])
+
+
+class DPSGD(Algorithm):
+    """Gossip models and descend: with W doubly stochastic, round k at peer i is
+
+        x_i^{k+1} = Σ_j W_ij x_j^k - γ g̃_i(x_i^k; ξ_i^k)
+
+    Privacy: where the scenario has a privacy section, g̃ is clipped per example and noised (one
+    release a round and peer).
+
+    Deviations from the paper: none without privacy.
+
+    Source: Lian et al. 2017, Algorithm 1, lines 2 to 6.
+    """
+
+    name: ClassVar[str] = "d-psgd"
+    summary: ClassVar[str] = "decentralized parallel SGD (gossip, doubly stochastic weights)"
+    weights = "doubly-stochastic"
+    program = (gradient, Mix(("x",)), apply_step)
+    slots = 2
+
+    def initial(self, cohort: Cohort) -> dict[str, Tensor]:
+        """Return x_i^0 = x^0 and room for the step."""
+        rows = super().initial(cohort)
+        return rows | {"step": torch.zeros_like(rows["x"])}

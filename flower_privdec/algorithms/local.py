@@ -1,0 +1,25 @@
+"""Training alone: what a peer reaches without collaboration."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from flower_privdec.algorithms.base import Algorithm, State
+from flower_privdec.cohort import Cohort
+
+
+def descend(cohort: Cohort, state: State) -> None:
+    """Take x_i ← x_i - γ g̃_i(x_i), in place."""
+    cohort.add_step_(state.rows["x"], state.rows["x"], state.round_index)
+
+
+class Local(Algorithm):
+    """Descend on one's own data and exchange nothing: x_i^{k+1} = x_i^k - γ g̃_i(x_i^k; ξ_i^k).
+
+    The baseline every exchange has to beat at the same privacy. Source: none needed.
+    """
+
+    name: ClassVar[str] = "local"
+    summary: ClassVar[str] = "every peer alone (no exchange): the baseline"
+    weights = None
+    program = (descend,)

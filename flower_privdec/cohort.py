@@ -1,0 +1,130 @@
+"""A cohort: the peers one process hosts, and all that their steps need beside the state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.data import PeerData
+from flower_privdec.gradients import GradientKernel
+from flower_privdec.mixing import Mixing
+from flower_privdec.participation import Participation
+from flower_privdec.privacy.ledger import CohortLedger
+from flower_privdec.privacy.plan import PrivacyPlan
+from flower_privdec.randomness import NoiseSource
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """γ of each peer: constant, then falling linearly to 0 over the last `decay` share of the rounds.
+
+    Attributes:
+        base: float64 [n_peers].
+        decay: share of the rounds, at the end, over which the rate falls.
+        rounds: K.
+    """
+
+    base: np.ndarray
+    decay: float
+    rounds: int
+
+    def at(self, round_index: int) -> np.ndarray:
+        """Return γ of every peer in a round, [n_peers]."""
+        falling = self.decay * self.rounds
+        if falling <= 0 or self.rounds - round_index > falling:
+            return self.base
+        return np.asarray(self.base * (self.rounds - round_index) / falling)
+
+
+@dataclass
+class Cohort:
+    """The peers of one process.
+
+    Attributes:
+        peers: int64 [m], their global ids, ascending.
+        n_peers: how many peers the whole network has.
+        initial: [d], the parameters every peer starts from.
+        plan, ledger: the privacy plan of the whole network and these peers' ledgers; None without privacy.
+    """
+
+    peers: np.ndarray
+    n_peers: int
+    initial: Tensor
+    kernel: GradientKernel
+    data: PeerData
+    mixing: Mixing | None
+    participation: Participation
+    noise: NoiseSource
+    learning_rate: LearningRate
+    plan: PrivacyPlan | None = None
+    ledger: CohortLedger | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the parameters' number type."""
+        return self.initial.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the parameters live."""
+        return self.initial.device
+
+    def tensor(self, values: np.ndarray) -> Tensor:
+        """Return per-peer numbers as a tensor on the cohort's device."""
+        return torch.as_tensor(values, dtype=self.dtype, device=self.device)
+
+    def active(self, round_index: int) -> np.ndarray:
+        """Return which rows take a step in a round, bool [m]: participating, and within budget.
+
+        The ledger is charged here, before any example is read.
+        """
+        active = self.participation.active(round_index)[self.peers]
+        if self.ledger is None:
+            return active
+        self.ledger.reserve(round_index)
+        return np.asarray(active & self.ledger.allowed(round_index))
+
+    def add_step_(self, out: Tensor, params: Tensor, round_index: int, divisor: Tensor | None = None) -> None:
+        """Add -γ g̃ to `out` for every active row, in place: the private stochastic step.
+
+            g̃_i = (Σ_b clip(∇f_i(params_i / divisor_i; b), C) + N(0, (σ C)² I)) / E|batch|
+
+        Args:
+            out: [m, d]; may be `params` itself.
+            params: [m, d].
+            round_index: the round, which keys batch and noise.
+            divisor: [m], push weights, or None for 1.
+
+        Privacy: one release per active peer, charged to its ledger first; add-or-remove nothing else.
+        """
+        active = self.active(round_index)
+        if active.all():
+            self._step_rows_(out, params, round_index, divisor, self.peers)
+        elif active.any():
+            rows = torch.as_tensor(np.flatnonzero(active), device=self.device)
+            part = out[rows]
+            point = part if out is params else params[rows]
+            self._step_rows_(
+                part, point, round_index, None if divisor is None else divisor[rows], self.peers[active]
+            )
+            out[rows] = part
+
+    def _step_rows_(
+        self, out: Tensor, params: Tensor, round_index: int, divisor: Tensor | None, peers: np.ndarray
+    ) -> None:
+        step = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[peers]
+        clip = self.plan.clip_norm(round_index)[peers] if self.plan else None
+        self.kernel.add_clipped_(
+            out,
+            params,
+            self.data.batch(round_index, peers),
+            None if clip is None else self.tensor(clip),
+            self.tensor(-step),
+            divisor,
+        )
+        if self.plan is not None and clip is not None:
+            std = step * clip * self.plan.noise_multiplier(round_index)[peers]
+            self.noise.add_(out, self.tensor(std), round_index, peers)

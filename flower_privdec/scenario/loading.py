@@ -1,0 +1,211 @@
+"""Read a scenario file; say where, what and why when something in it is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.scenario.schema import Scenario
+
+Location = tuple[int | str, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose 1e-5 is a number (YAML 1.2) and whose mappings refuse a repeated key."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _compose(text: str, where: str) -> tuple[Any, dict[Location, int]]:
+    """Parse YAML into plain data and the line on which every key stands."""
+    lines: dict[Location, int] = {}
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        _note_lines(node, (), lines, where)
+        data = loader.construct_document(node) if node is not None else None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "unreadable"
+        raise ScenarioError(f"{where}{line}: not valid YAML ({problem}); mend the line") from error
+    finally:
+        loader.dispose()
+    if not isinstance(data, dict):
+        raise ScenarioError(
+            f"{where}: a scenario is a mapping of sections (name, n_peers, data, ...), not {data!r}"
+        )
+    return data, lines
+
+
+def _note_lines(node: yaml.Node | None, path: Location, lines: dict[Location, int], where: str) -> None:
+    if node is None:
+        return
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = (*path, key.value)
+            if here in lines:
+                raise ScenarioError(
+                    f"{where}:{key.start_mark.line + 1}: key '{key.value}' stands twice; keep one"
+                )
+            lines[here] = key.start_mark.line + 1
+            _note_lines(value, here, lines, where)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _note_lines(value, (*path, index), lines, where)
+
+
+def _override(data: dict[str, Any], setting: str) -> Location:
+    """Apply one `key.path=value` (the value is YAML) and return its location."""
+    key, equals, text = setting.partition("=")
+    if not equals or not key.strip():
+        raise ScenarioError(f"--set {setting}: must read key.path=value, as in --set privacy.epsilon=1")
+    path = tuple(key.strip().split("."))
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ScenarioError(f"--set {setting}: the value is not valid YAML; quote it") from error
+    section = data
+    for part in path[:-1]:
+        if not isinstance(section.get(part), dict):
+            section[part] = {}
+        section = section[part]
+    section[path[-1]] = value
+    return path
+
+
+def _place(loc: Location, lines: dict[Location, int], overrides: Iterable[Location], where: str) -> str:
+    """Return `file:line: ` or `--set: ` for a location, by its nearest known parent."""
+    for path in overrides:
+        if loc and loc[: len(path)] == path[: len(loc)]:
+            return "--set: "
+    for end in range(len(loc), -1, -1):
+        if loc[:end] in lines:
+            return f"{where}:{lines[loc[:end]]}: "
+    return f"{where}: "
+
+
+def _clean(loc: Location) -> Location:
+    """Drop what pydantic adds to a location: the tags of unions."""
+    tags = {("privacy", "section"), ("privacy", "none")}
+    return tuple(part for i, part in enumerate(loc) if i != 1 or (loc[0], part) not in tags)
+
+
+def _model_at(loc: Location) -> type[BaseModel]:
+    """Return the section model a location lies in."""
+    model: type[BaseModel] = Scenario
+    for part in loc:
+        field = model.model_fields.get(str(part))
+        found = _section_of(field.annotation) if field else None
+        if found is None:
+            break
+        model = found
+    return model
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in getattr(annotation, "__args__", ()):
+        if (found := _section_of(inner)) is not None:
+            return found
+    return None
+
+
+def _sentence(error: Any, loc: Location) -> str:
+    """Say the value, the rule and the remedy of one of pydantic's findings."""
+    name = ".".join(map(str, loc)) or "scenario"
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = list(_model_at(loc[:-1]).model_fields)
+        close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.0)
+        return f"unknown key '{name}'; did you mean '{close[0]}'? (valid keys: {', '.join(known)})"
+    if kind == "missing":
+        return f"'{name}' is missing; add it"
+    if kind == "value_error":
+        message = str(context.get("error"))
+        if not loc:
+            return message
+        return f"{name}={error['input']!r} {message}" if message.startswith("must") else f"{name}: {message}"
+    value = f"{name}={error['input']!r}"
+    if loc == ("privacy",):
+        return f"{value} must be none, or a section with epsilon and delta"
+    if kind == "literal_error":
+        close = difflib.get_close_matches(
+            str(error["input"]), re.findall(r"'([^']+)'", context["expected"]), n=1
+        )
+        hint = f"; did you mean '{close[0]}'?" if close else ""
+        return f"{value} must be one of {context['expected']}{hint}"
+    rule = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", ">=")
+    rule = rule.replace("less than or equal to", "<=").replace("greater than", ">").replace("less than", "<")
+    return f"{value} must be {rule.removeprefix('a valid ')}"
+
+
+def _explain(
+    error: ValidationError, lines: dict[Location, int], overrides: list[Location], where: str
+) -> ScenarioError:
+    """Turn pydantic's findings into one line: the first, and how many more."""
+    findings = error.errors()
+    first = min(findings, key=lambda item: (item["type"] != "extra_forbidden", len(item["loc"]) == 0))
+    loc = _clean(first["loc"])
+    sentence = _sentence(first, loc)
+    if not loc:  # a rule across sections: its message begins with the key it blames
+        loc = tuple(re.split(r"[ =]", sentence)[0].split("."))
+    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    return ScenarioError(_place(loc, lines, overrides, where) + sentence + more)
+
+
+def parse_scenario(text: str, *, where: str = "scenario", overrides: Iterable[str] = ()) -> Scenario:
+    """Read a scenario from YAML text.
+
+    Args:
+        text: the YAML.
+        where: what to call the text in an error (a path).
+        overrides: `key.path=value` settings laid over it, each value YAML.
+
+    Raises:
+        ScenarioError: with the line, the value, the rule and, for an unknown key, the nearest valid one.
+    """
+    data, lines = _compose(text, where)
+    paths = [_override(data, setting) for setting in overrides]
+    try:
+        return Scenario.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error, lines, paths, where) from error
+
+
+def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:
+    """Read a scenario file; see `parse_scenario`."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(
+            f"{path}: cannot be read as a scenario file ({error}); give the path of a YAML file"
+        ) from error
+    return parse_scenario(text, where=str(path), overrides=overrides)
+
+
+def to_yaml(scenario: Scenario) -> str:
+    """Return the scenario with every default visible, as YAML that reads back to the same scenario."""
+    data = json.loads(scenario.model_dump_json(exclude_none=True))
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
+
+
+def scenario_hash(scenario: Scenario) -> str:
+    """Return a hash of everything that decides the run's numbers (not threads, nor memory)."""
+    data = json.loads(scenario.model_dump_json(exclude={"compute": {"threads", "memory_mib"}}))
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,273 @@
+"""Sections of a scenario file as strict pydantic models; unknown keys and wrong types are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, model_validator
+from pydantic.types import Discriminator
+
+
+class Section(BaseModel):
+    """One mapping of the scenario file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+def _per_peer(value: Any) -> Any:
+    """Accept one number for every peer or a list with one number a peer."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if not numbers or any(isinstance(x, bool) or not isinstance(x, int | float) for x in numbers):
+        raise ValueError("must be a number, or a list with one number for each peer")
+    if any(not 0 < x < float("inf") for x in numbers):
+        raise ValueError("must be > 0 and finite (for every peer)")
+    return tuple(float(x) for x in numbers) if isinstance(value, list | tuple) else float(value)
+
+
+PerPeer = Annotated[float | tuple[float, ...], BeforeValidator(_per_peer)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+ModelName = Literal[
+    "linear",
+    "softmax",
+    "mlp",
+    "cnn-small",
+    "cnn-dyn-d2p",
+    "cnn-pdsl",
+    "cnn-feddeper",
+    "resnet18-gn",
+    "module",
+]
+TopologyName = Literal[
+    "directed-exponential",
+    "directed-exponential-full",
+    "directed-ring",
+    "ring",
+    "complete",
+    "bipartite",
+    "star",
+    "torus",
+    "random-regular",
+    "erdos-renyi",
+    "small-world",
+    "edge-list",
+    "random-edges",
+    "server",
+]
+
+
+class PartitionSection(Section):
+    """How the training examples are dealt out to the peers."""
+
+    kind: Literal["iid", "dirichlet", "shards", "pathological", "sizes"] = "iid"
+    alpha: Positive | None = None
+    shards_per_peer: Count | None = None
+    classes_per_peer: Count | None = None
+    sizes: list[Positive] | None = None
+
+    @model_validator(mode="after")
+    def _needs_its_option(self) -> PartitionSection:
+        needed = {
+            "dirichlet": "alpha",
+            "shards": "shards_per_peer",
+            "pathological": "classes_per_peer",
+            "sizes": "sizes",
+        }
+        for kind, option in needed.items():
+            given = getattr(self, option) is not None
+            if given and kind != self.kind:
+                raise ValueError(f"{option} belongs to kind {kind}, not to {self.kind}: remove it")
+            if not given and kind == self.kind:
+                raise ValueError(f"kind {kind} needs {option}: add it")
+        return self
+
+
+class BatchSection(Section):
+    """How a peer draws its examples in a round."""
+
+    sampling: Literal["poisson", "uniform", "shuffle", "full"] = "poisson"
+    size: Count | None = None
+
+    @model_validator(mode="after")
+    def _size_where_it_counts(self) -> BatchSection:
+        if self.sampling == "full" and self.size is not None:
+            raise ValueError("sampling full takes every local example: remove size")
+        if self.sampling != "full" and self.size is None:
+            raise ValueError(f"sampling {self.sampling} needs size (examples a round): add it")
+        return self
+
+
+class DataSection(Section):
+    """Which data, how much of it, and how it is dealt and drawn."""
+
+    dataset: Literal["digits", "breast-cancer", "mnist", "fashion-mnist", "cifar10", "npz"]
+    root: str | None = None
+    samples: Count | None = None
+    test_samples: Count | None = None
+    partition: PartitionSection = PartitionSection()
+    batch: BatchSection
+
+
+class ModelSection(Section):
+    """The model every peer trains."""
+
+    name: ModelName = "module"
+    init: Literal["default", "zeros"] = "default"
+    hidden: list[Count] | None = None
+    activation: Literal["relu", "tanh"] | None = None
+    module: str | None = None
+    arguments: dict[str, Any] = {}
+    loss: Literal["cross-entropy", "logistic", "hinge", "squared-hinge"] = "cross-entropy"
+
+    @model_validator(mode="after")
+    def _options_of_the_model(self) -> ModelSection:
+        if (self.name == "module") != (self.module is not None):
+            raise ValueError("give either a model's name, or module: package.module:factory")
+        if self.name != "mlp" and (self.hidden is not None or self.activation is not None):
+            raise ValueError(
+                f"hidden and activation belong to the model mlp, not to {self.name}: remove them"
+            )
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """Return what `build_model` takes beside the name."""
+        given = {"hidden": self.hidden, "activation": self.activation, "module": self.module}
+        options = {key: value for key, value in given.items() if value is not None}
+        return options | ({"arguments": self.arguments} if self.module else {})
+
+
+class SGDSection(Section):
+    """Stochastic gradient steps: sgp, privsgp, d-psgd and local."""
+
+    name: Literal["sgp", "privsgp", "d-psgd", "local"]
+    learning_rate: PerPeer
+    learning_rate_decay: Annotated[float, Field(ge=0, le=1)] = (
+        0.0  # share of the rounds, at the end, of linear decay
+    )
+
+
+class TopologySection(Section):
+    """Who can send to whom, and with which weights it is mixed."""
+
+    name: TopologyName = "directed-exponential"
+    weights: Literal["auto", "column-stochastic", "metropolis", "doubly-stochastic"] = "auto"
+    degree: Count | None = None
+    probability: Fraction | None = None
+    rewire: Annotated[float, Field(ge=0, le=1)] | None = None
+    edges: Count | None = None
+    file: str | None = None
+    directed: bool | None = None
+    rows: Count | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options given for the graph itself."""
+        return self.model_dump(exclude={"name", "weights"}, exclude_none=True)
+
+
+class ParticipationSection(Section):
+    """Who is active in a round."""
+
+    kind: Literal["all", "uniform"] = "all"
+    fraction: Fraction | None = None
+
+    @model_validator(mode="after")
+    def _fraction_of_uniform(self) -> ParticipationSection:
+        if (self.kind == "uniform") != (self.fraction is not None):
+            raise ValueError("kind uniform needs fraction, kind all takes none")
+        return self
+
+
+class PrivacySection(Section):
+    """Each peer's budget, clipping and noise."""
+
+    epsilon: PerPeer | None = None
+    delta: Annotated[PerPeer, BeforeValidator(lambda value: _below_one(value))]
+    clip_norm: PerPeer = 1.0
+    noise_multiplier: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    calibration: Literal["rigorous"] = "rigorous"
+    ledger: str | None = None
+
+    @model_validator(mode="after")
+    def _budget_or_noise(self) -> PrivacySection:
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError("give epsilon (a budget the noise is solved for), noise_multiplier, or both")
+        return self
+
+
+def _below_one(value: Any) -> Any:
+    """Refuse a delta of 1 or more, for one number or for a list."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if any(isinstance(x, int | float) and x >= 1 for x in numbers):
+        raise ValueError("must be < 1 (well below one over the number of examples)")
+    return value
+
+
+def _privacy_tag(value: Any) -> str:
+    return "none" if isinstance(value, str) else "section"
+
+
+PrivacyChoice = Annotated[
+    Annotated[Literal["none"], Tag("none")] | Annotated[PrivacySection, Tag("section")],
+    Discriminator(_privacy_tag),
+]
+
+
+class EvaluationSection(Section):
+    """When the models are tried on the public test set (and a checkpoint is written)."""
+
+    every: Count = 20
+
+
+class ComputeSection(Section):
+    """Where and how the numbers are computed."""
+
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "float64"] = "float32"
+    threads: Count = 1
+    generator: Literal["auto", "fast", "torch"] = "auto"
+    memory_mib: Annotated[int, Field(ge=16)] = 1024
+
+
+class Scenario(Section):
+    """One experiment, complete."""
+
+    name: str
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
+    n_peers: Count
+    rounds: Count
+    data: DataSection
+    model: ModelSection
+    algorithm: SGDSection
+    topology: TopologySection = TopologySection()
+    participation: ParticipationSection = ParticipationSection()
+    privacy: PrivacyChoice
+    evaluation: EvaluationSection = EvaluationSection()
+    compute: ComputeSection = ComputeSection()
+
+    @model_validator(mode="after")
+    def _one_number_a_peer(self) -> Scenario:
+        lists = {"algorithm.learning_rate": self.algorithm.learning_rate}
+        if isinstance(self.privacy, PrivacySection):
+            for key in ("epsilon", "delta", "clip_norm"):
+                lists[f"privacy.{key}"] = getattr(self.privacy, key)
+        for key, value in lists.items():
+            if isinstance(value, tuple) and len(value) != self.n_peers:
+                raise ValueError(
+                    f"{key} lists {len(value)} numbers for n_peers={self.n_peers}: give one a peer"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _a_graph_needs_two(self) -> Scenario:
+        if self.n_peers == 1 and self.algorithm.name != "local":
+            raise ValueError(
+                f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
+                "one peer has nobody to exchange with; use algorithm local, or more peers"
+            )
+        return self
+
+    @property
+    def private(self) -> PrivacySection | None:
+        """Return the privacy section, or None when there is no privacy."""
+        return self.privacy if isinstance(self.privacy, PrivacySection) else None
