@@ -1,0 +1,184 @@
+"""The command `privdec`: run, show and plan scenarios, look at graphs and reports."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flower_privdec.errors import PrivdecError, RunError
+
+app = typer.Typer(
+    help="Private decentralized learning: peers train together, each with its own differential-privacy guarantee.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML).")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the scenario, as privacy.epsilon=1."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+class Runtime(StrEnum):
+    """Where the peers run."""
+
+    engine = "engine"
+    flower = "flower"
+
+
+class FlowerMode(StrEnum):
+    """How Flower hosts the peers."""
+
+    cohort = "cohort"
+    relay = "relay"
+
+
+@app.command()
+def run(
+    scenario: ScenarioFile,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME")
+    ] = None,
+    settings: Settings = None,
+    runtime: Annotated[Runtime, typer.Option(help="In this process, or by `flwr run`.")] = Runtime.engine,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    mode: Annotated[
+        FlowerMode, typer.Option(help="flower: all peers in one SuperNode, or one each.")
+    ] = FlowerMode.cohort,
+    supernodes: Annotated[int | None, typer.Option(min=1, help="flower: how many SuperNodes.")] = None,
+    cpus: Annotated[int, typer.Option(min=1, help="flower: CPUs for each ClientApp.")] = 1,
+    gpus: Annotated[float, typer.Option(min=0, help="flower: GPUs for each ClientApp.")] = 0.0,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write OUT/tensorboard as well.")
+    ] = False,
+) -> None:
+    """Train: run a scenario to its end and leave metrics, models, ledgers and a summary."""
+    from flower_privdec import console
+    from flower_privdec.experiment import Experiment
+    from flower_privdec.scenario import load_scenario
+
+    loaded = load_scenario(scenario, settings or ())
+    folder = out or Path("runs") / loaded.name
+    experiment = Experiment.build(loaded)
+    with console.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
+        if runtime is Runtime.engine:
+            from flower_privdec.runtime.run import run as run_engine
+
+            summary = run_engine(experiment, folder, resume=resume, on_metrics=on_metrics)
+        else:
+            from flower_privdec.runtime.flower.launcher import flower_run
+
+            summary = flower_run(
+                loaded,
+                folder,
+                mode=mode.value,
+                n_supernodes=supernodes,
+                cpus=cpus,
+                gpus=gpus,
+                resume=resume,
+                on_metrics=on_metrics,
+            )
+    console.print_summary(summary, folder)
+
+
+@app.command()
+def show(scenario: ScenarioFile, settings: Settings = None) -> None:
+    """Print a scenario with every default visible."""
+    from flower_privdec.scenario import load_scenario, to_yaml
+
+    typer.echo(to_yaml(load_scenario(scenario, settings or ())), nl=False)
+
+
+@app.command("list")
+def list_parts(as_json: Json = False) -> None:
+    """List algorithms, topologies, models and datasets."""
+    from flower_privdec import console
+
+    console.print_parts(as_json)
+
+
+@app.command()
+def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = False) -> None:
+    """Say what a run would cost: noise, ε over the rounds, memory and time; run nothing."""
+    from flower_privdec import console, planner
+    from flower_privdec.experiment import Experiment
+    from flower_privdec.scenario import load_scenario
+
+    console.print_plan(planner.make_plan(Experiment.build(load_scenario(scenario, settings or ()))), as_json)
+
+
+@app.command()
+def topology(
+    scenario: ScenarioFile,
+    settings: Settings = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a picture (.png, .svg or .pdf) of the graph.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Describe the graph: edges, spectral gap, rounds until jointly connected; draw it."""
+    from flower_privdec import console, graphs
+    from flower_privdec.scenario import load_scenario
+
+    console.print_topology(graphs.describe(load_scenario(scenario, settings or ()), out), as_json)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `privdec run` left.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write a self-contained HTML page about one run, or comparing several."""
+    from flower_privdec import console
+    from flower_privdec import report as reporting
+
+    summaries = reporting.write_report(runs, out)
+    console.print_comparison(summaries)
+    typer.echo(f"report: {out}")
+
+
+@app.command()
+def bench(
+    workloads: Annotated[
+        list[str] | None, typer.Argument(metavar="[W1 W2 W3 W4]", help="Which workloads.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(min=3, help="Timed rounds of each variant.")] = 15,
+    extras: Annotated[
+        bool, typer.Option("--all", help="Also Opacus, vmap, gloo, relay and scaling.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure the engine against a plain loop over peers, side by side in one process."""
+    from flower_privdec import bench as benchmark
+
+    benchmark.main(workloads or [], device=device, rounds=rounds, extras=extras, as_json=as_json)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line: 0 done, 1 the run failed, 2 the input is wrong (nothing was written)."""
+    try:
+        result: Any = app(arguments, standalone_mode=False)
+    except PrivdecError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1 if isinstance(error, RunError) else 2)
+    except KeyboardInterrupt:
+        typer.echo("interrupted: `privdec run ... --resume` goes on from the last checkpoint", err=True)
+        sys.exit(130)
+    except typer.Exit as leaving:
+        sys.exit(leaving.exit_code)
+    except Exception as error:
+        show = getattr(error, "show", None)  # click's usage errors know how to print themselves
+        if show is None:
+            raise
+        show()
+        sys.exit(getattr(error, "exit_code", 2))
+    sys.exit(result if isinstance(result, int) else 0)

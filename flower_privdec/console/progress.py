@@ -1,0 +1,150 @@
+"""A run under way: a bar on a terminal, a few plain lines elsewhere, TensorBoard where asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.scenario import Scenario
+from flower_privdec.wording import duration, epsilon_text, number, percent
+
+Metrics = dict[str, Any]
+PLAIN_LINES = 10
+
+
+class _View(Protocol):
+    def __call__(self, metrics: Metrics) -> None: ...
+
+
+@contextmanager
+def progress(
+    scenario: Scenario, folder: Path, *, tensorboard: bool = False, console: Console | None = None
+) -> Iterator[Callable[[Metrics], None]]:
+    """Show a run's progress on stderr while the context lasts; write nothing before the first metrics.
+
+    Args:
+        scenario: the run's.
+        folder: the run's; TensorBoard's files go to its folder tensorboard.
+        tensorboard: write scalars for TensorBoard as well.
+        console: where to print; stderr by default.
+
+    Yields:
+        What to call with each evaluation's metrics (a line of metrics.jsonl).
+
+    Raises:
+        ScenarioError: when TensorBoard is asked for and not installed.
+    """
+    console = console or Console(stderr=True, highlight=False, markup=False)
+    with ExitStack() as stack:
+        views: list[_View] = []
+        if tensorboard:
+            views.append(stack.enter_context(_tensorboard(folder)))
+        views.append(stack.enter_context(_bar(scenario, console) if console.is_terminal else _plain(scenario, console)))
+
+        def on_metrics(metrics: Metrics) -> None:
+            for view in views:
+                view(metrics)
+
+        yield on_metrics
+
+
+def _values(metrics: Metrics) -> str:
+    return (
+        f"accuracy {percent(metrics['accuracy']['mean_model'])}  "
+        f"consensus distance {number(metrics['consensus_distance'])}  ε {epsilon_text(metrics['epsilon'])}"
+    )
+
+
+class _Clock:
+    """Time left, from the rounds done since this process began; a resumed run begins in the middle."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.rounds, self.every = scenario.rounds, scenario.evaluation.every
+        self.began, self.first_round = time.monotonic(), -1
+
+    def left(self, round_index: int) -> str:
+        if self.first_round < 0:
+            self.first_round = (round_index - 1) // self.every * self.every
+        pace = (time.monotonic() - self.began) / max(round_index - self.first_round, 1)
+        return duration(pace * (self.rounds - round_index))
+
+
+@contextmanager
+def _bar(scenario: Scenario, console: Console) -> Iterator[_View]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[values]}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    clock = _Clock(scenario)
+    with Progress(*columns, console=console, expand=True) as bar:
+        task = bar.add_task(scenario.name, total=scenario.rounds, values="", left="")
+
+        def show(metrics: Metrics) -> None:
+            done = metrics["round"]
+            left = f"{clock.left(done)} left" if done < scenario.rounds else "done"
+            bar.update(task, completed=done, values=_values(metrics), left=left)
+
+        yield show
+
+
+@contextmanager
+def _plain(scenario: Scenario, console: Console) -> Iterator[_View]:
+    tenths_shown, clock = 0, _Clock(scenario)
+    width = len(str(scenario.rounds))
+
+    def show(metrics: Metrics) -> None:
+        nonlocal tenths_shown
+        left, tenths = clock.left(metrics["round"]), PLAIN_LINES * metrics["round"] // scenario.rounds
+        if tenths > tenths_shown:
+            tenths_shown = tenths
+            tail = "done" if metrics["round"] == scenario.rounds else f"{left} left"
+            line = f"{scenario.name}: round {metrics['round']:{width}d}/{scenario.rounds}  {_values(metrics)}  {tail}"
+            console.print(line, soft_wrap=True)
+
+    yield show
+
+
+@contextmanager
+def _tensorboard(folder: Path) -> Iterator[_View]:
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ScenarioError(
+            "--tensorboard needs the package tensorboard, which is not installed; "
+            "pip install 'flower-privdec[tensorboard]', or leave the option out"
+        )
+    writers: list[Any] = []
+
+    def show(metrics: Metrics) -> None:
+        if not writers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            first: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=metrics["round"])  # type: ignore[no-untyped-call]
+            writers.append(first)
+        for name, value in scalars(metrics).items():
+            writers[0].add_scalar(name, value, metrics["round"])
+        writers[0].flush()
+
+    try:
+        yield show
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+def scalars(metrics: Metrics) -> dict[str, float]:
+    """Return a line of metrics as named numbers: nested names joined by a slash, infinities left out."""
+    named = {f"accuracy/{key}": value for key, value in metrics["accuracy"].items()}
+    named |= {f"loss/{key}": value for key, value in metrics["loss"].items()}
+    named |= {key: metrics[key] for key in ("consensus_distance", "epsilon", "seconds")}
+    return {key: float(value) for key, value in named.items() if float(value) < float("inf")}

@@ -1,0 +1,121 @@
+"""Load a dataset by name, whole or a keyed random subset of it."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.data import npz, readers
+from flower_privdec.data.readers import Rows, Source, Split
+from flower_privdec.errors import ScenarioError
+from flower_privdec.randomness import keyed_generator
+
+DATASETS: dict[str, str] = {
+    "digits": "1,440 + 357 handwritten digits 8x8, 10 classes; embedded (scikit-learn)",
+    "breast-cancer": "448 + 121 tumours, 30 measures, 2 classes; embedded (scikit-learn)",
+    "mnist": "60,000 + 10,000 digits 28x28, 10 classes; root has MNIST/raw",
+    "fashion-mnist": "60,000 + 10,000 pieces of clothing 28x28, 10 classes; root has FashionMNIST/raw",
+    "cifar10": "50,000 + 10,000 colour images 32x32, 10 classes; root has cifar-10-batches-py",
+    "npz": "your own: root is an .npz file with x_train, y_train, x_test, y_test",
+}
+_READERS: dict[str, Callable[[str | None], Source]] = {
+    "digits": readers.read_digits,
+    "breast-cancer": readers.read_breast_cancer,
+    "mnist": readers.read_mnist,
+    "fashion-mnist": readers.read_fashion_mnist,
+    "cifar10": readers.read_cifar10,
+    "npz": npz.read_npz,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A dataset in memory: private training examples and a public test set.
+
+    Attributes:
+        name: its name in DATASETS.
+        x_train, x_test: features, float32 [N, *input_shape].
+        y_train, y_test: classes, int64 [N], of 0..n_classes-1.
+        n_classes: the number of classes, public.
+        fingerprint: BLAKE2b of the training examples used, in hexadecimal: what a ledger is kept for. A hash
+            of private data lets an observer confirm a guess of all of it: keep it on the machine.
+    """
+
+    name: str
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    n_classes: int
+    fingerprint: str
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one example's features."""
+        return tuple(self.x_train.shape[1:])
+
+
+def load_dataset(
+    name: str,
+    root: str | None = None,
+    *,
+    samples: int | None = None,
+    seed: int = 0,
+    test_samples: int | None = None,
+) -> Dataset:
+    """Load a dataset.
+
+    Args:
+        name: a key of DATASETS.
+        root: the folder that torchvision's layout is in, or the .npz file; the embedded datasets need none.
+        samples: take so many training examples, chosen by a generator keyed by `seed`; None takes all.
+        seed: the scenario's seed.
+        test_samples: the same for the test set.
+
+    Returns:
+        The dataset; one float32 copy of the features it uses, scaled by public constants only.
+
+    Raises:
+        ScenarioError: the name, root, file or a number is wrong; the message has the remedy.
+    """
+    if name not in _READERS:
+        near = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(DATASETS)}"
+        raise ScenarioError(f"data.dataset={name} is unknown: {hint}")
+    source = _READERS[name](root)
+    x_train, y_train = _take(source.train, samples, seed, "samples", name)
+    x_test, y_test = _take(source.test, test_samples, seed, "test_samples", name)
+    if x_train.shape[1:] != x_test.shape[1:]:
+        raise ScenarioError(
+            f"data.root={root} has training examples of shape {list(x_train.shape[1:])} and test examples of "
+            f"shape {list(x_test.shape[1:])}: they must be equal; mend the file"
+        )
+    mark = fingerprint(x_train, y_train)
+    return Dataset(name, x_train, y_train, x_test, y_test, source.n_classes, mark)
+
+
+def _take(split: Split, count: int | None, seed: int, key: str, name: str) -> tuple[Tensor, Tensor]:
+    total = len(split.labels)
+    rows: Rows = slice(None)
+    if count is not None and not 1 <= count <= total:
+        raise ScenarioError(
+            f"data.{key}={count} must be 1 to {total}, what {name} has: change it or leave it out"
+        )
+    if count is not None and count < total:
+        chosen = keyed_generator(seed, f"data.{key}").choice(total, count, replace=False, shuffle=False)
+        rows = np.sort(chosen)
+    return split.read(rows), torch.from_numpy(split.labels[rows])
+
+
+def fingerprint(x: Tensor, y: Tensor) -> str:
+    """Return the BLAKE2b hash, 32 hexadecimal digits, of examples in their order."""
+    digest = hashlib.blake2b(repr((tuple(x.shape), str(x.dtype))).encode(), digest_size=16)
+    digest.update(x.numpy().data)
+    digest.update(y.numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,152 @@
+"""Read a user's own data: an .npz file of arrays, or of JPEG images laid end to end."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.data.readers import (
+    PLAIN_PIXELS,
+    Rows,
+    Source,
+    Split,
+    channels_first,
+    class_labels,
+    one_line,
+    require,
+    scale_pixels,
+)
+from flower_privdec.errors import ScenarioError
+
+_ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+_JPEG = tuple(f"{part}_{kind}" for part in ("train", "test") for kind in ("jpeg", "offset", "label"))
+
+
+def read_npz(root: str | None) -> Source:
+    """Read an .npz file: x_train, y_train, x_test, y_test, or {train,test}_{jpeg,offset,label}.
+
+    8-bit images ([N, H, W] or [N, H, W, C]) are scaled by PLAIN_PIXELS; every other array is taken as it is.
+    Labels -1 and +1 become 0 and 1. The labels that occur are taken for public.
+    JPEG images are a re-encoding: near the originals they were made from, not equal; say so of any result.
+    """
+    if root is None or not Path(root).is_file():
+        raise ScenarioError(
+            f"data.root={root} is no file: dataset npz needs the path of an .npz with {', '.join(_ARRAYS)}"
+        )
+    arrays = _open_npz(root)
+    if "train_jpeg" in arrays:
+        train, test = (_jpeg_split(arrays, part, root) for part in ("train", "test"))
+    else:
+        train, test = (_array_split(arrays, part, root) for part in ("train", "test"))
+    return _binary_labels(train, test, root)
+
+
+def _open_npz(root: str) -> dict[str, np.ndarray]:
+    """Return the arrays of one of the two forms; never unpickles."""
+    damaged = f"data.root={root} cannot be read as .npz: "
+    try:
+        file = np.load(root, allow_pickle=False)
+        if not isinstance(file, np.lib.npyio.NpzFile):
+            raise ScenarioError(damaged + "it holds a single array; save several with numpy.savez")
+        with file:
+            names = _JPEG if "train_jpeg" in file.files else _ARRAYS
+            if missing := [name for name in names if name not in file.files]:
+                raise ScenarioError(
+                    f"data.root={root} lacks {', '.join(missing)}: it must hold {', '.join(names)}"
+                )
+            return {name: np.asarray(file[name]) for name in names}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ScenarioError(damaged + one_line(error)) from error
+
+
+def _array_split(arrays: dict[str, np.ndarray], part: str, root: str) -> Split:
+    x, name = arrays[f"x_{part}"], f"x_{part} in {root}"
+    labels = class_labels(arrays[f"y_{part}"], f"y_{part} in {root}", minimum=-1)
+    if x.dtype.kind not in "buif" or x.ndim < 2:
+        raise ScenarioError(
+            f"{name} is {x.dtype} {list(x.shape)}: it must be numbers of shape [examples, ...]"
+        )
+    if len(x) != len(labels):
+        raise ScenarioError(f"{name} has {len(x)} rows for {len(labels)} labels: there must be one for each")
+    if x.dtype == np.uint8 and (x.ndim == 3 or (x.ndim == 4 and x.shape[-1] in (1, 3))):
+        images = channels_first(torch.from_numpy(x))
+        return Split(labels, lambda rows: scale_pixels(images[rows], PLAIN_PIXELS))
+    return Split(labels, lambda rows: _finite(x[rows], name))
+
+
+def _finite(x: np.ndarray, name: str) -> Tensor:
+    with np.errstate(over="ignore"):
+        tensor = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+    if not bool(torch.isfinite(tensor).all()):
+        raise ScenarioError(
+            f"{name} holds NaN or infinity in float32: every feature must be finite; mend the file"
+        )
+    return tensor
+
+
+def _jpeg_split(arrays: dict[str, np.ndarray], part: str, root: str) -> Split:
+    stream, offset = arrays[f"{part}_jpeg"], arrays[f"{part}_offset"]
+    labels = class_labels(arrays[f"{part}_label"], f"{part}_label in {root}", minimum=-1)
+    right = stream.dtype == np.uint8 and stream.ndim == 1 and offset.dtype.kind in "ui" and offset.ndim == 1
+    if not right or len(offset) != len(labels) + 1:
+        raise ScenarioError(
+            f"{part}_jpeg in {root} must be one row of bytes (uint8) with {len(labels) + 1} offsets for its "
+            f"{len(labels)} labels: got {stream.dtype} {list(stream.shape)} and {len(offset)} offsets"
+        )
+    offset = offset.astype(np.int64)
+    if offset[0] < 0 or offset[-1] > len(stream) or bool((np.diff(offset) <= 0).any()):
+        raise ScenarioError(
+            f"{part}_offset in {root} must increase from >= 0 to <= {len(stream)}: mend the file"
+        )
+    return Split(labels, lambda rows: _decode(stream, offset, rows, f"{part}_jpeg in {root}"))
+
+
+def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Tensor:
+    """Decode some JPEG images to [N, 3, H, W]."""
+    pillow = require("PIL.Image", "an .npz of JPEG images", "pip install pillow")
+    chosen = np.arange(len(offset) - 1)[rows]
+    images: np.ndarray | None = None
+    for position, row in enumerate(chosen):
+        try:
+            with pillow.open(
+                io.BytesIO(stream[offset[row] : offset[row + 1]].tobytes()), formats=["JPEG"]
+            ) as image:
+                pixels = np.asarray(image.convert("RGB"))
+        except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
+            raise ScenarioError(
+                f"image {row} of {name} is no JPEG: {one_line(error)}; mend the file"
+            ) from error
+        if images is None:
+            images = np.empty((len(chosen), *pixels.shape), np.uint8)
+        if pixels.shape != images.shape[1:]:
+            raise ScenarioError(f"image {row} of {name} is {pixels.shape}: all must be {images.shape[1:]}")
+        images[position] = pixels
+    return scale_pixels(channels_first(torch.from_numpy(images)), PLAIN_PIXELS)
+
+
+def _binary_labels(train: Split, test: Split, root: str) -> Source:
+    """Map labels -1 and +1 to 0 and 1, and check that the classes are 0..C-1."""
+    classes = np.union1d(train.labels, test.labels)
+    if classes[0] == -1:
+        if not np.isin(classes, (-1, 1)).all():
+            raise ScenarioError(
+                f"labels {_some(classes)} in {root}: with -1 the only other label is +1; renumber"
+            )
+        train, test = (Split((part.labels > 0).astype(np.int64), part.read) for part in (train, test))
+        classes = np.arange(2)
+    if len(classes) < 2 or not np.array_equal(classes, np.arange(len(classes))):
+        raise ScenarioError(
+            f"labels {_some(classes)} in {root}: they must be 0..C-1, none missing, C >= 2; renumber"
+        )
+    return Source(train, test, len(classes))
+
+
+def _some(classes: np.ndarray) -> str:
+    listed = ", ".join(str(label) for label in classes[:8])
+    return listed if len(classes) <= 8 else f"{listed}, ..."

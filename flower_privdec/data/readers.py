@@ -1,0 +1,190 @@
+"""Read the formats that datasets come in: labels first, features only of the rows that are asked for.
+
+No statistic of a private example is computed here: features are scaled by constants that were public before
+the data was opened, so that reading costs no privacy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.randomness import keyed_generator
+
+Rows = np.ndarray | slice
+
+# Constants published with each benchmark (mean and deviation of its pixels in [0, 1]), never recomputed.
+MNIST_PIXELS = ((0.1307,), (0.3081,))
+FASHION_PIXELS = ((0.2860,), (0.3530,))
+CIFAR10_PIXELS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+# Any other 8-bit image: mid-grey is 0, black is -2, white is 2.
+PLAIN_PIXELS = ((0.5,), (0.25,))
+
+# The decade of each measure of a cell nucleus, in pixels or as a ratio: radius, texture, perimeter, area,
+# smoothness, compactness, concavity, concave points, symmetry, fractal dimension; standard errors a decade
+# lower.
+NUCLEUS_DECADES = (10.0, 10.0, 100.0, 1000.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
+DIGITS_TRAIN, BREAST_CANCER_TRAIN = 1440, 448  # 8 peers of 180, and of 56
+SPLIT_SEED = 1797  # of the embedded datasets' train/test split: the same in every scenario
+
+
+@dataclass(frozen=True)
+class Split:
+    """Half a dataset: all labels (int64), and a way to read the features of some rows (float32)."""
+
+    labels: np.ndarray
+    read: Callable[[Rows], Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened dataset whose features have not been converted yet."""
+
+    train: Split
+    test: Split
+    n_classes: int
+
+
+def require(module: str, purpose: str, remedy: str) -> Any:
+    """Import an optional module, or raise ScenarioError with the remedy."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = error.name or module
+        raise ScenarioError(f"{purpose} needs {missing}, which is not installed: {remedy}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's text on one line, cut at 200 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def scale_pixels(images: Tensor, constants: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
+    """Convert 8-bit images [N, C, H, W] to (v / 255 - mean) / std in one float32 tensor."""
+    mean, std = (torch.tensor(part).view(-1, 1, 1) * 255 for part in constants)
+    x = images.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    return x.sub_(mean).div_(std)
+
+
+def _embedded(x: np.ndarray, labels: np.ndarray, n_train: int, name: str) -> Source:
+    """Split an embedded dataset by one fixed permutation."""
+    order = keyed_generator(SPLIT_SEED, f"split {name}").permutation(len(labels))
+    tensor = torch.from_numpy(x.astype(np.float32))
+
+    def split(rows: np.ndarray) -> Split:
+        part = tensor[torch.from_numpy(rows)]
+        return Split(labels[rows].astype(np.int64), lambda chosen: part[chosen])
+
+    return Source(split(order[:n_train]), split(order[n_train:]), int(labels.max()) + 1)
+
+
+def read_digits(_root: str | None) -> Source:
+    """Read scikit-learn's 1,797 digits: [1, 8, 8], counts of 0 to 16 scaled to [0, 1]."""
+    bunch = _sklearn("digits").load_digits()
+    return _embedded(bunch.images[:, None] / 16.0, bunch.target, DIGITS_TRAIN, "digits")
+
+
+def nucleus_features(x: np.ndarray) -> np.ndarray:
+    """Transform the 30 measures of breast-cancer: log2(0.1 + x / decade), the doublings from a round number.
+
+    Each value depends on its own example and on NUCLEUS_DECADES only. Standardising by the training set's
+    mean and deviation would publish both: a release that no ledger counts.
+    """
+    decades = np.array(NUCLEUS_DECADES)
+    return np.asarray(np.log2(0.1 + x / np.concatenate([decades, decades / 10, decades])))
+
+
+def read_breast_cancer(_root: str | None) -> Source:
+    """Read scikit-learn's 569 tumours: [30] by `nucleus_features`."""
+    bunch = _sklearn("breast-cancer").load_breast_cancer()
+    return _embedded(nucleus_features(bunch.data), bunch.target, BREAST_CANCER_TRAIN, "breast-cancer")
+
+
+def _sklearn(name: str) -> Any:
+    return require("sklearn.datasets", f"data.dataset={name}", "pip install scikit-learn")
+
+
+_IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+_CIFAR = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta")
+
+
+def read_mnist(root: str | None) -> Source:
+    """Read MNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
+    return _torchvision("MNIST", root, "MNIST/raw", _IDX, MNIST_PIXELS)
+
+
+def read_fashion_mnist(root: str | None) -> Source:
+    """Read FashionMNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
+    return _torchvision("FashionMNIST", root, "FashionMNIST/raw", _IDX, FASHION_PIXELS)
+
+
+def read_cifar10(root: str | None) -> Source:
+    """Read cifar-10-batches-py/ under `root` (torchvision unpickles it, after its checksums): [3, 32, 32]."""
+    return _torchvision("CIFAR10", root, "cifar-10-batches-py", _CIFAR, CIFAR10_PIXELS)
+
+
+def _torchvision(
+    kind: str,
+    root: str | None,
+    folder: str,
+    files: tuple[str, ...],
+    constants: tuple[tuple[float, ...], tuple[float, ...]],
+) -> Source:
+    if root is None:
+        raise ScenarioError(
+            f"data.root is missing: {kind} is read from ROOT/{folder}; give that root, or use digits"
+        )
+    for file in files:
+        if not (Path(root) / folder / file).is_file():
+            raise ScenarioError(
+                f"data.root={root} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
+                f"{kind}; point it there (from where the command runs), or use digits, which needs no file"
+            )
+    parts = [_torchvision_split(kind, root, train, constants) for train in (True, False)]
+    return Source(parts[0], parts[1], 10)
+
+
+def _torchvision_split(
+    kind: str, root: str, train: bool, constants: tuple[tuple[float, ...], tuple[float, ...]]
+) -> Split:
+    datasets = require("torchvision.datasets", f"data.dataset={kind}", "pip install torchvision")
+    try:
+        data = getattr(datasets, kind)(root, train=train, download=False)
+    except (RuntimeError, OSError, ValueError, AssertionError, KeyError, IndexError, EOFError) as error:
+        raise ScenarioError(
+            f"data.root={root} holds a damaged {kind}: {one_line(error)}; unpack it afresh"
+        ) from error
+    labels = class_labels(np.asarray(data.targets), f"{kind}'s labels in {root}")
+    if len(labels) != len(data.data) or labels.max() > 9:
+        raise ScenarioError(
+            f"data.root={root} holds a damaged {kind}: {len(data.data)} images, {len(labels)} labels up to "
+            f"{labels.max()}, and it must have one label of 0..9 for each; unpack it afresh"
+        )
+    images = channels_first(torch.as_tensor(data.data))
+    return Split(labels, lambda rows: scale_pixels(images[rows], constants))
+
+
+def channels_first(images: Tensor) -> Tensor:
+    """View [N, H, W] or [N, H, W, C] images as [N, C, H, W]."""
+    return images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
+
+
+def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
+    """Return labels as int64 [N], refusing what is not a whole number of at least `minimum`."""
+    right = labels.ndim == 1 and len(labels) > 0 and labels.dtype.kind in "buif"
+    if not right or (labels.dtype.kind == "f" and not bool((labels == np.rint(labels)).all())):
+        raise ScenarioError(
+            f"{name} is {labels.dtype} {list(labels.shape)}: it must be whole numbers of shape [N]"
+        )
+    whole = labels.astype(np.int64)
+    if whole.min() < minimum:
+        raise ScenarioError(f"{name} holds {whole.min()}: labels are 0..C-1, or -1 and +1 for two classes")
+    return whole

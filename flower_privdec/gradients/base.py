@@ -1,0 +1,113 @@
+"""What every gradient kernel shares: the protocol, the layout of a row, and the clip coefficient."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+class Examples(Protocol):
+    """A batch for each row: x [m, B, *shape], labels y [m, B], weight [m, B] (0 for padding)."""
+
+    @property
+    def x(self) -> Tensor:
+        """The inputs."""
+        ...
+
+    @property
+    def y(self) -> Tensor:
+        """The labels."""
+        ...
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of each example in its row's sum."""
+        ...
+
+
+class GradientKernel(Protocol):
+    """Clipped gradients of a cohort: row i of every tensor belongs to one peer, and no row looks at another."""
+
+    @property
+    def d(self) -> int:
+        """The number of parameters."""
+        ...
+
+    def add_clipped_(
+        self,
+        out: Tensor,
+        params: Tensor,
+        batch: Examples,
+        clip_norm: Tensor | None,
+        scale: Tensor,
+        divisor: Tensor | None = None,
+    ) -> Tensor:
+        """Add clipped gradient sums in place.
+
+        out[i] += scale[i] * sum_b weight[i, b] * g_ib * min(1, clip_norm[i] / |g_ib|), where g_ib is the gradient
+        of the loss of example b at params[i] / divisor[i] (Abadi et al. 2016, clipping of Alg. 1).
+
+        Args:
+            out: rows [m, d]; may be params itself, for descent in place.
+            params: rows [m, d].
+            batch: one batch for each row.
+            clip_norm: largest L2 norm of one example's gradient, [m]; None does not clip.
+            scale: factor of each row's sum, [m], such as minus the learning rate over the batch size.
+            divisor: push-sum weights [m] that de-bias the parameters; None divides by nothing.
+
+        Returns:
+            The norms [m, B] before clipping.
+
+        Privacy: one example changes a row's sum by at most |scale[i]| * clip_norm[i] (zero-out adjacency). The
+            norms returned are private and must stay on the peer.
+        """
+        ...
+
+    def logits(self, params: Tensor, x: Tensor) -> Tensor:
+        """Return the outputs [m, N, k] of every row's model for shared inputs x [N, *shape]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Where one parameter lies in a row."""
+
+    name: str
+    start: int
+    shape: torch.Size
+
+    @property
+    def stop(self) -> int:
+        """Where it ends."""
+        return self.start + math.prod(self.shape)
+
+    def view(self, rows: Tensor) -> Tensor:
+        """View it in rows [..., d] as [..., *shape], without a copy."""
+        return rows[..., self.start : self.stop].unflatten(-1, self.shape or (1,))
+
+
+def layout(module: nn.Module) -> dict[str, Parameter]:
+    """Return where each of the module's parameters lies in a row, in the order of named_parameters."""
+    found, start = {}, 0
+    for name, parameter in module.named_parameters():
+        found[name] = Parameter(name, start, parameter.shape)
+        start = found[name].stop
+    return found
+
+
+def coefficient(norms: Tensor, weight: Tensor, clip_norm: Tensor | None, scale: Tensor) -> Tensor:
+    """Return scale * weight * min(1, clip_norm / norm) for each example, [m, B]."""
+    factor = weight.to(norms.dtype) * scale.to(norms.dtype)[:, None]
+    if clip_norm is None:
+        return factor
+    return factor.mul_((clip_norm.to(norms.dtype)[:, None] / norms).clamp_(max=1))
+
+
+def row_chunks(m: int, bytes_per_row: int, memory_bytes: int) -> list[slice]:
+    """Cut m rows into slices whose temporaries fit into memory_bytes, one row at least."""
+    size = max(1, memory_bytes // max(1, bytes_per_row))
+    return [slice(start, min(start + size, m)) for start in range(0, m, size)]

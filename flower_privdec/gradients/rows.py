@@ -1,0 +1,119 @@
+"""What the kernels share that work on one row after another."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from flower_privdec.gradients.base import Examples, Parameter, coefficient, layout, row_chunks
+from flower_privdec.gradients.losses import Loss
+
+_LOGIT_TENSORS = 64  # activations alive in a forward pass, as a multiple of the input
+
+
+class Piece(Protocol):
+    """The gradients of b examples in a few parameters, in whatever form is cheap."""
+
+    def squared(self) -> Tensor:
+        """Return each example's squared norm [b]."""
+        ...
+
+    def add_(self, total: Tensor, coefficient: Tensor) -> None:
+        """Add the sum of coefficient[b] times gradient b to total [d]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Gradients of one parameter, written out for each example.
+
+    Attributes:
+        place: where the parameter lies.
+        gradients: [b, ...], in the parameter's shape or one that `order` turns into it.
+        order: turns one gradient [...] into the parameter's shape; None where it already has it.
+    """
+
+    place: Parameter
+    gradients: Tensor
+    order: Callable[[Tensor], Tensor] | None = None
+
+    def squared(self) -> Tensor:
+        """See Piece."""
+        flat = self.gradients.flatten(1)
+        return torch.linalg.vecdot(flat, flat)
+
+    def add_(self, total: Tensor, coefficient: Tensor) -> None:
+        """See Piece."""
+        flat = coefficient @ self.gradients.flatten(1)
+        if self.order is not None:
+            flat = self.order(flat.view(self.gradients.shape[1:])).reshape(-1)
+        total[self.place.start : self.place.stop] += flat
+
+
+class RowKernel(ABC):
+    """A kernel that takes the rows one by one, and a row's examples in parts that fit into memory."""
+
+    def __init__(self, module: nn.Module, loss: Loss, memory_bytes: int) -> None:
+        self._module = copy.deepcopy(module).requires_grad_(False)
+        self._layout = layout(module)
+        self._loss, self._memory = loss, memory_bytes
+        self.d = sum(parameter.numel() for parameter in module.parameters())
+
+    @abstractmethod
+    def _pieces(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[Piece]:
+        """Return the gradients of examples x [b, *shape], y [b] at a point [d]."""
+
+    @abstractmethod
+    def _parts(self, point: Tensor, x: Tensor, y: Tensor) -> Iterable[slice]:
+        """Cut a row's examples into parts that fit into memory."""
+
+    def add_clipped_(
+        self,
+        out: Tensor,
+        params: Tensor,
+        batch: Examples,
+        clip_norm: Tensor | None,
+        scale: Tensor,
+        divisor: Tensor | None = None,
+    ) -> Tensor:
+        """Add clipped gradient sums in place; see GradientKernel."""
+        params, out = params.detach(), out.detach()
+        self._module.to(params)
+        x, norms = batch.x.to(params.dtype), params.new_empty(batch.y.shape)
+        for i in range(params.shape[0]):
+            point = params[i] if divisor is None else params[i] / divisor[i]
+            clip = None if clip_norm is None else clip_norm[i : i + 1]
+            total = torch.zeros_like(point)
+            for part in self._parts(point, x[i], batch.y[i]):
+                pieces = self._pieces(point, x[i, part], batch.y[i, part])
+                norm = torch.stack([piece.squared() for piece in pieces]).sum(0).sqrt_()
+                factor = coefficient(norm[None], batch.weight[i : i + 1, part], clip, scale[i : i + 1])
+                for piece in pieces:
+                    piece.add_(total, factor[0])
+                norms[i, part] = norm
+            out[i].add_(total)
+        return norms
+
+    def logits(self, params: Tensor, x: Tensor) -> Tensor:
+        """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
+        params, x = params.detach(), x.to(params.dtype)
+        self._module.to(params)
+        per_example = _LOGIT_TENSORS * x[:1].numel() * x.element_size()
+        parts = row_chunks(x.shape[0], per_example, self._memory)
+        with torch.no_grad():
+            rows = [torch.cat([self._call(row, x[part]) for part in parts]) for row in params]
+        return torch.stack(rows)
+
+    def _call(self, row: Tensor, x: Tensor) -> Tensor:
+        output: Tensor = functional_call(self._module, self._views(row), (x,))
+        return output
+
+    def _views(self, row: Tensor) -> dict[str, Tensor]:
+        return {name: place.view(row) for name, place in self._layout.items()}

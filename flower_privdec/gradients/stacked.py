@@ -1,0 +1,208 @@
+"""Closed-form gradients of stacks of linear layers, all rows at once, written straight into the rows.
+
+The gradient of one example in a linear layer is the outer product of delta (the derivative in the layer's output)
+and its input a, so its squared norm is |delta|^2 (|a|^2 + 1) with bias (Goodfellow 2015), and a clipped sum over
+examples is one product of deltas scaled by the clip coefficient. Nothing of size m x d is ever made: layers are
+strided views, and a divisor is folded into activations (W a / w) and deltas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from flower_privdec.gradients.base import Examples, Parameter, coefficient, layout, row_chunks
+from flower_privdec.gradients.losses import Loss
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer and the activation after it."""
+
+    weight: Parameter
+    bias: Parameter | None
+    activation: type[nn.Module]
+
+    def forward(self, params: Tensor, a: Tensor, divisor: Tensor | None) -> Tensor:
+        """Return the layer's output [m, B, out] for inputs [m, B, in]."""
+        weight = self.weight.view(params)
+        if self.weight.shape[0] == 1:
+            z = torch.linalg.vecdot(a, weight).unsqueeze(-1)
+        elif a.shape[1] == 1:
+            z = torch.bmm(weight, a.transpose(1, 2)).transpose(1, 2)
+        else:
+            z = torch.bmm(a, weight.transpose(1, 2))
+        if self.bias is not None:
+            z.add_(self.bias.view(params).unsqueeze(1))
+        if divisor is not None:
+            z.div_(divisor[:, None, None])
+        if self.activation is nn.ReLU:
+            return z.relu_()
+        return z.tanh_() if self.activation is nn.Tanh else z
+
+    def backward_(self, delta: Tensor, output: Tensor) -> Tensor:
+        """Turn the derivative in the layer's output into that before its activation, in place."""
+        if self.activation is nn.ReLU:
+            torch.ops.aten.threshold_backward.grad_input(delta, output, 0.0, grad_input=delta)
+        elif self.activation is nn.Tanh:
+            torch.ops.aten.tanh_backward.grad_input(delta, output, grad_input=delta)
+        return delta
+
+    def pull(self, params: Tensor, delta: Tensor, divisor: Tensor | None) -> Tensor:
+        """Return the derivative in the layer's input."""
+        weight = self.weight.view(params)
+        if delta.shape[1] == 1 and self.weight.shape[0] > 1:
+            below = torch.bmm(weight.transpose(1, 2), delta.transpose(1, 2)).transpose(1, 2)
+        else:
+            below = torch.bmm(delta, weight)
+        return below if divisor is None else below.div_(divisor[:, None, None])
+
+    def push_(self, out: Tensor, delta: Tensor, a: Tensor) -> None:
+        """Add sum_b delta_b a_b^T and, for the bias, sum_b delta_b."""
+        weight = self.weight.view(out)
+        if a.shape[1] == 1:
+            weight.addcmul_(delta.transpose(1, 2), a)
+        else:
+            weight.baddbmm_(delta.transpose(1, 2), a)
+        if self.bias is not None:
+            self.bias.view(out).add_(delta.sum(1))
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Every example's gradient, factored: layer l's is deltas[l][i, b] (outer) activations[l][i, b], unclipped.
+
+    Attributes:
+        deltas: for each layer [m, B, out], also the gradient of the bias.
+        activations: for each layer [m, B, in]; the first is a view of the batch.
+        norms: the norms [m, B] of the whole gradients.
+    """
+
+    deltas: list[Tensor]
+    activations: list[Tensor]
+    norms: Tensor
+
+
+class StackedKernel:
+    """The kernel for Sequential stacks of Flatten, Linear, ReLU, Tanh and Identity; see GradientKernel."""
+
+    def __init__(self, module: nn.Module, loss: Loss, memory_bytes: int) -> None:
+        layers = parse_stack(module)
+        if layers is None:
+            raise ValueError("not a stack of linear layers")
+        self.layers = layers
+        self.d = sum(parameter.numel() for parameter in module.parameters())
+        self._loss, self._memory = loss, memory_bytes
+        self._width = 3 * sum(sum(layer.weight.shape) for layer in layers)
+
+    def factors(self, params: Tensor, batch: Examples, divisor: Tensor | None = None) -> Factors:
+        """Return every example's gradient at params / divisor as factors; writes nothing."""
+        with torch.no_grad():
+            a = batch.x.flatten(2).to(params.dtype)
+            inputs = [a]
+            for layer in self.layers:
+                a = layer.forward(params, a, divisor)
+                inputs.append(a)
+            delta = self._loss.derivative(a, batch.y)
+            deltas = []
+            for index in reversed(range(len(self.layers))):
+                deltas.append(self.layers[index].backward_(delta, inputs[index + 1]))
+                if index:
+                    delta = self.layers[index].pull(params, delta, divisor)
+            deltas.reverse()
+            return Factors(deltas, inputs[:-1], self._norms(deltas, inputs))
+
+    def accumulate_(self, out: Tensor, factors: Factors, coefficient: Tensor) -> Tensor:
+        """Add sum_b coefficient[i, b] * gradient[i, b] to out[i], in place, and return out."""
+        with torch.no_grad():
+            for layer, delta, a in zip(self.layers, factors.deltas, factors.activations, strict=True):
+                layer.push_(out, delta * coefficient[..., None], a)
+        return out
+
+    def add_clipped_(
+        self,
+        out: Tensor,
+        params: Tensor,
+        batch: Examples,
+        clip_norm: Tensor | None,
+        scale: Tensor,
+        divisor: Tensor | None = None,
+    ) -> Tensor:
+        """Add clipped gradient sums in place; see GradientKernel."""
+        m, examples = batch.y.shape
+        chunks = row_chunks(m, examples * self._width * params.element_size(), self._memory)
+        norms = []
+        for rows in chunks:
+            part = _Rows(batch.x[rows], batch.y[rows], batch.weight[rows])
+            factors = self.factors(params[rows], part, None if divisor is None else divisor[rows])
+            clip = None if clip_norm is None else clip_norm[rows]
+            factor = coefficient(factors.norms, part.weight, clip, scale[rows])
+            self.accumulate_(out[rows], factors, factor)
+            norms.append(factors.norms)
+        return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+    def logits(self, params: Tensor, x: Tensor) -> Tensor:
+        """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
+        m, size = params.shape[0], self.layers[-1].weight.shape[0]
+        out = params.new_empty(m, x.shape[0], size)
+        per_example = m * self._width * params.element_size()
+        with torch.no_grad():
+            for part in row_chunks(x.shape[0], per_example, self._memory):
+                a = x[part].flatten(1).to(params.dtype).expand(m, -1, -1)
+                for layer in self.layers:
+                    a = layer.forward(params, a, None)
+                out[:, part] = a
+        return out
+
+    def _norms(self, deltas: list[Tensor], inputs: list[Tensor]) -> Tensor:
+        total = torch.zeros_like(deltas[0][..., 0])
+        for layer, delta, a in zip(self.layers, deltas, inputs, strict=False):
+            size = torch.linalg.vecdot(a, a)
+            if layer.bias is not None:
+                size = size + 1
+            total.addcmul_(size, torch.linalg.vecdot(delta, delta))
+        return total.sqrt_()
+
+
+@dataclass(frozen=True)
+class _Rows:
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+
+
+def parse_stack(module: nn.Module) -> list[Layer] | None:
+    """Return the layers of a stack, or None where the module is anything else."""
+    parts = _leaves(module)
+    if parts is None:
+        return None
+    places = {id(parameter): name for name, parameter in module.named_parameters()}
+    where = layout(module)
+    layers: list[Layer] = []
+    for part in parts:
+        if type(part) is nn.Linear:
+            bias = None if part.bias is None else where[places[id(part.bias)]]
+            layers.append(Layer(where[places[id(part.weight)]], bias, nn.Identity))
+        elif type(part) in (nn.ReLU, nn.Tanh):
+            if not layers or layers[-1].activation is not nn.Identity:
+                return None
+            layers[-1] = Layer(layers[-1].weight, layers[-1].bias, type(part))
+    used = [layer.weight.name for layer in layers]
+    return layers if layers and len(set(used)) == len(used) else None
+
+
+def _leaves(module: nn.Module) -> list[nn.Module] | None:
+    """The modules of (nested) Sequentials in order of call, or None where one is of another kind."""
+    if type(module) is nn.Sequential:
+        found: list[nn.Module] = []
+        for child in module:
+            leaves = _leaves(child)
+            if leaves is None:
+                return None
+            found += leaves
+        return found
+    if type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
+        return [module]
+    return [module] if type(module) in (nn.Linear, nn.ReLU, nn.Tanh, nn.Identity) else None

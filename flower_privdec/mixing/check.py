@@ -1,0 +1,72 @@
+"""Checks of mixing: stochasticity, and how fast a graph agrees."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.mixing.matrix import MixingMatrix
+from flower_privdec.mixing.schedule import Mixing
+
+KINDS = {"row": (1,), "column": (0,), "doubly": (0, 1)}
+RANDOM_ROUNDS = 128
+
+
+def check_stochastic(matrix: MixingMatrix, kind: str, tolerance: float = 1e-12) -> None:
+    """Refuse a matrix with a negative weight, or whose rows or columns do not sum to one.
+
+    Args:
+        matrix: with all its rows, if columns are to be summed.
+        kind: "row", "column" or "doubly".
+        tolerance: how far from one a sum may be.
+
+    Raises:
+        ScenarioError: naming the worst sum and the kind of weights to use.
+    """
+    dense = matrix.dense()
+    if dense.size and dense.min() < 0:
+        raise ScenarioError(f"weight={dense.min()} must be >= 0; use weights that are {kind}-stochastic")
+    for axis in KINDS[kind]:
+        sums = dense.sum(axis)
+        worst = int(np.argmax(np.abs(sums - 1)))
+        if abs(sums[worst] - 1) > tolerance:
+            line = "column" if axis == 0 else "row"
+            raise ScenarioError(
+                f"{line} {worst} of the mixing matrix sums to {sums[worst]:.6g}, must be 1; "
+                f"use weights that are {kind}-stochastic on this graph"
+            )
+
+
+def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
+    """Measure how fast a graph agrees: 1 - |lambda_2(W_{K-1} ... W_0)|^(1/K), per round.
+
+    K is the period when the graph has one and everybody is active, and the horizon otherwise. The consensus
+    direction is taken out and the rest rescaled round by round, so that long products do not underflow.
+
+    Args:
+        mixing: the matrices.
+        horizon: rounds of a random graph or participation to multiply; 128 when not given.
+
+    Returns:
+        The gap in [0, 1]: 1 when K rounds reach the exact mean, 0 when they never agree.
+    """
+    n = mixing.n_peers
+    period = mixing.topology.period if mixing.participation.kind == "all" else None
+    rounds = period or horizon or RANDOM_ROUNDS
+    product, log_scale = _centred(torch.eye(n, dtype=torch.float64)), 0.0
+    for k in range(rounds):
+        product = _centred(mixing.matrix(k).apply(product))
+        scale = float(product.abs().max())
+        if scale < 1e-13:
+            return 1.0
+        product, log_scale = product / scale, log_scale + np.log(scale)
+    radius = float(np.abs(np.linalg.eigvals(product.numpy())).max())
+    if radius < n * 1e-15:
+        return 1.0
+    return max(0.0, float(1 - np.exp((np.log(radius) + log_scale) / rounds)))
+
+
+def _centred(rows: torch.Tensor) -> torch.Tensor:
+    """Take the mean over rows off every column: the part that has not agreed yet."""
+    return rows - rows.mean(dim=0)

@@ -1,0 +1,236 @@
+"""Mixing matrices: W[i, j] is the weight that receiver i gives to what j sent.
+
+Each receiver's sum runs in an order that depends on its own row alone (itself first, then by distance), with
+every product rounded before it is added. So the rows of a few receivers give, bit for bit, what the whole
+matrix gives, whichever kernel does the work and however columns are tiled.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from flower_privdec.mixing import kernels
+from flower_privdec.topology.graphs import Peers
+
+
+class MixingMatrix(ABC):
+    """The rows of W for some receivers: `dense()` is [receivers, columns] float64, a column per sender."""
+
+    n_columns: int
+    receivers: Peers
+
+    @property
+    def sources(self) -> Peers:
+        """Return the sorted ids of all whose payloads these rows need."""
+        return np.unique(self._columns())
+
+    @abstractmethod
+    def dense(self) -> npt.NDArray[np.float64]:
+        """Return the weights, [receivers, columns] float64."""
+
+    @abstractmethod
+    def rows(self, peers: npt.ArrayLike) -> MixingMatrix:
+        """Return the rows of some of the receivers, in the order given.
+
+        Args:
+            peers: global ids, each one of `receivers`.
+
+        Raises:
+            ValueError: an id that is not among the receivers.
+        """
+
+    def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Mix: out[i] = sum_j W[i, j] x[j].
+
+        Args:
+            x: a row for each column of W, [columns, ...], floating, on any device.
+            out: where to write, [receivers, ...], contiguous and no part of x; made when not given.
+
+        Returns:
+            out. Weights are float64 and are rounded once to x's dtype.
+
+        Raises:
+            ValueError: shapes that do not fit, an integer payload, or an out that is x.
+        """
+        shape = (len(self.receivers), *x.shape[1:])
+        if x.shape[0] != self.n_columns or not x.is_floating_point():
+            raise ValueError(f"payload {list(x.shape)} {x.dtype} must be floating, {self.n_columns} rows")
+        if out is None:
+            out = x.new_empty(shape)
+        if out.shape != shape or out.dtype != x.dtype or out.data_ptr() == x.data_ptr() != 0:
+            raise ValueError(f"out {list(out.shape)} {out.dtype} must be {list(shape)} {x.dtype}, and not x")
+        if out.numel():
+            self._combine(x.detach().reshape(len(x), -1), out.detach().view(len(out), -1))
+        return out
+
+    def apply_sources(self, payloads: Tensor, out: Tensor | None = None) -> Tensor:
+        """Mix as `apply` does, given only the rows of `sources`, stacked in that order: [sources, ...]."""
+        return self._compact.apply(payloads, out)
+
+    @cached_property
+    def _compact(self) -> MixingMatrix:
+        return self._relabel(self.sources)
+
+    @abstractmethod
+    def _columns(self) -> Peers: ...
+
+    @abstractmethod
+    def _relabel(self, sources: Peers) -> MixingMatrix: ...
+
+    @abstractmethod
+    def _combine(self, x: Tensor, out: Tensor) -> None: ...
+
+    def _positions(self, peers: npt.ArrayLike) -> Peers:
+        wanted = np.atleast_1d(np.asarray(peers, dtype=np.int64))
+        order = np.argsort(self.receivers)
+        where = np.searchsorted(self.receivers, wanted, sorter=order)
+        positions: Peers = order[np.minimum(where, len(order) - 1)]
+        if not np.array_equal(self.receivers[positions], wanted):
+            raise ValueError(f"peers {wanted.tolist()} must all be among the {len(order)} receivers")
+        return positions
+
+
+@dataclass(frozen=True, eq=False)
+class SparseMatrix(MixingMatrix):
+    """Rows in compressed form: receiver r gives weights[s] to columns[s], indptr[r] <= s < indptr[r + 1].
+
+    `halves` marks matrices all of whose rows are half of the receiver's own and half of one other's; the mark
+    passes to their slices, for it decides the rounding.
+    """
+
+    n_columns: int
+    receivers: Peers
+    indptr: Peers
+    columns: Peers
+    weights: npt.NDArray[np.float64]
+    halves: bool
+
+    def dense(self) -> npt.NDArray[np.float64]:
+        """Return the weights, [receivers, columns] float64."""
+        full = np.zeros((len(self.receivers), self.n_columns))
+        full[np.repeat(np.arange(len(self.receivers)), np.diff(self.indptr)), self.columns] = self.weights
+        return full
+
+    def rows(self, peers: npt.ArrayLike) -> SparseMatrix:
+        """Return the rows of some of the receivers, in the order given."""
+        at = self._positions(peers)
+        counts = np.diff(self.indptr)[at]
+        indptr = np.concatenate([[0], np.cumsum(counts)])
+        take = np.repeat(self.indptr[at] - indptr[:-1], counts) + np.arange(indptr[-1])
+        return SparseMatrix(
+            self.n_columns, self.receivers[at], indptr, self.columns[take], self.weights[take], self.halves
+        )
+
+    def _columns(self) -> Peers:
+        return self.columns
+
+    def _relabel(self, sources: Peers) -> SparseMatrix:
+        columns = np.searchsorted(sources, self.columns)
+        return SparseMatrix(len(sources), self.receivers, self.indptr, columns, self.weights, self.halves)
+
+    def _combine(self, x: Tensor, out: Tensor) -> None:
+        if self.halves and self._shift is not None:
+            kernels.halves_shifted(x, out, self._shift)
+        elif self.halves:
+            kernels.halves(x, out, self._slots(x))
+        elif not kernels.fused(x, out, self.indptr, self.columns, self._cast(x), self._widest):
+            kernels.slots(x, out, self._slots(x))
+
+    @cached_property
+    def _widest(self) -> int:
+        return int(np.diff(self.indptr).max())
+
+    @cached_property
+    def _shift(self) -> int | None:
+        """The h of a graph in which all rows, in order, hear the peer h before them."""
+        own, other = self.columns.reshape(-1, 2).T
+        shifts = (own - other) % self.n_columns
+        in_order = len(own) == self.n_columns and np.array_equal(own, np.arange(self.n_columns))
+        return int(shifts[0]) if in_order and (shifts == shifts[0]).all() else None
+
+    @cached_property
+    def _on_device(self) -> dict[tuple[torch.device, torch.dtype], list[kernels.Slot]]:
+        return {}
+
+    @cached_property
+    def _cast_weights(self) -> dict[torch.dtype, npt.NDArray[np.floating]]:
+        return {torch.float64: self.weights, torch.float32: self.weights.astype(np.float32)}
+
+    def _cast(self, x: Tensor) -> npt.NDArray[np.floating]:
+        return self._cast_weights.get(x.dtype, self.weights)
+
+    def _slots(self, x: Tensor) -> list[kernels.Slot]:
+        key = (x.device, x.dtype)
+        if key not in self._on_device:
+            self._on_device[key] = kernels.build_slots(self.indptr, self.columns, self.weights, *key)
+        return self._on_device[key]
+
+
+@dataclass(frozen=True, eq=False)
+class AverageMatrix(MixingMatrix):
+    """Rows that are the plain mean over `members` where `averaged`, and the receiver's own elsewhere.
+
+    The mean is one sum divided once, so that a payload of ones stays exactly one.
+    """
+
+    n_columns: int
+    receivers: Peers
+    members: Peers
+    own: Peers
+    averaged: npt.NDArray[np.bool_]
+
+    def dense(self) -> npt.NDArray[np.float64]:
+        """Return the weights, [receivers, columns] float64."""
+        full = np.zeros((len(self.receivers), self.n_columns))
+        full[np.ix_(self.averaged, self.members)] = 1 / len(self.members)
+        kept = np.flatnonzero(~self.averaged)
+        full[kept, self.own[kept]] = 1
+        return full
+
+    def rows(self, peers: npt.ArrayLike) -> AverageMatrix:
+        """Return the rows of some of the receivers, in the order given."""
+        at = self._positions(peers)
+        return AverageMatrix(
+            self.n_columns, self.receivers[at], self.members, self.own[at], self.averaged[at]
+        )
+
+    def _columns(self) -> Peers:
+        members = self.members[: None if self.averaged.any() else 0]
+        return np.concatenate([members, self.own[~self.averaged]])
+
+    def _relabel(self, sources: Peers) -> AverageMatrix:
+        members = np.searchsorted(sources, self.members)  # those not among the sources are not looked at
+        own = np.where(self.averaged, 0, np.searchsorted(sources, self.own))
+        return AverageMatrix(len(sources), self.receivers, members, own, self.averaged)
+
+    def _combine(self, x: Tensor, out: Tensor) -> None:
+        rows, members, own = self._indices(x.device)
+        if len(rows) < len(out):
+            torch.index_select(x, 0, own, out=out)
+        if len(rows):
+            mean = kernels.mean_row(x, members)
+            if len(rows) == len(out):
+                out.copy_(mean)
+            else:
+                for row in rows:
+                    out[row] = mean
+
+    def _indices(self, device: torch.device) -> tuple[list[int], Tensor | None, Tensor]:
+        """Return the averaged rows, the members (None when they are all columns), and rows' own columns."""
+        if device not in self._on_device:
+            everybody = np.array_equal(self.members, np.arange(self.n_columns))
+            members = None if everybody else torch.from_numpy(self.members).to(device)
+            rows = np.flatnonzero(self.averaged).tolist()
+            self._on_device[device] = (rows, members, torch.from_numpy(self.own).to(device))
+        return self._on_device[device]
+
+    @cached_property
+    def _on_device(self) -> dict[torch.device, tuple[list[int], Tensor | None, Tensor]]:
+        return {}

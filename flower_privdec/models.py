@@ -1,0 +1,297 @@
+"""Models a scenario can name; parameters flattened to one row and back."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.randomness import keyed_generator
+
+Shape = tuple[int, ...]
+ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
+INITS = ("default", "zeros")
+
+
+def build_model(
+    name: str,
+    input_shape: Sequence[int],
+    n_classes: int,
+    *,
+    seed: int,
+    init: str = "default",
+    **options: Any,
+) -> nn.Module:
+    """Build a model on the CPU in float32; the same seed gives the same parameters and leaves torch's alone.
+
+    Args:
+        name: one of MODELS, or "package.module:factory" for the user's own, called with the options.
+        input_shape: shape of one example, [channels, height, width] or [features].
+        n_classes: number of outputs.
+        seed: keys the initial parameters.
+        init: "default" is torch's, "zeros" makes every parameter 0.
+        options: the model's own, such as hidden=[100] for mlp.
+
+    Raises:
+        ScenarioError: an unknown name or option, an input the model cannot take, or see check_model.
+    """
+    if init not in INITS:
+        raise ScenarioError(f"init={init!r} must be one of {', '.join(INITS)}")
+    shape = tuple(int(size) for size in input_shape)
+    if not shape or min(shape) < 1 or n_classes < 1:
+        raise ScenarioError(f"input_shape={list(shape)} and n_classes={n_classes} must be positive")
+    factory = _factory(name, shape, n_classes, options)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(keyed_generator(seed, "model").integers(2**63)))
+        module = factory()
+    check_model(module, name)
+    _check_output(module, name, shape, n_classes)
+    if init == "zeros":
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+    return module
+
+
+def check_model(module: nn.Module, name: str = "model") -> None:
+    """Refuse a model whose gradient for one example depends on the others or on unkeyed random numbers.
+
+    Raises:
+        ScenarioError: batch normalisation, running statistics, dropout, frozen parameters or none at all.
+    """
+    if not isinstance(module, nn.Module):
+        raise ScenarioError(f"model {name!r} must be a torch.nn.Module, not {type(module).__name__}")
+    for path, part in module.named_modules():
+        kind = type(part).__name__
+        if isinstance(part, _BatchNorm) and not isinstance(part, _InstanceNorm):
+            raise ScenarioError(
+                f"model {name!r} uses {kind} ({path}), which mixes the examples of a batch, so that none "
+                "can be clipped alone: use torch.nn.GroupNorm"
+            )
+        if isinstance(part, _InstanceNorm) and part.track_running_stats:
+            raise ScenarioError(f"model {name!r} uses {kind} ({path}) with running statistics: use GroupNorm")
+        if isinstance(part, _DropoutNd) and part.p > 0:
+            raise ScenarioError(
+                f"model {name!r} uses {kind} ({path}), whose random numbers are not keyed by peer and round: "
+                "leave it out"
+            )
+    if not list(module.parameters()):
+        raise ScenarioError(f"model {name!r} has no parameters to train")
+    for path, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            raise ScenarioError(f"model {name!r} has a frozen parameter ({path}): register it as a buffer")
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Return d, the number of parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def flatten(module: nn.Module) -> Tensor:
+    """Return a copy of the parameters as one row [d], in the order of named_parameters."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+def unflatten(module: nn.Module, row: Tensor) -> nn.Module:
+    """Copy one row [d] into the module's parameters and return the module.
+
+    Raises:
+        ScenarioError: a row of another length.
+    """
+    d = parameter_count(module)
+    if row.shape != (d,):
+        raise ScenarioError(f"a row of shape {list(row.shape)} must be [{d}], the number of parameters")
+    with torch.no_grad():
+        parts = torch.split(row, [parameter.numel() for parameter in module.parameters()])
+        for parameter, part in zip(module.parameters(), parts, strict=True):
+            parameter.copy_(part.view_as(parameter))
+    return module
+
+
+def _linear(shape: Shape, n_classes: int, *, bias: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), n_classes, bias=bias))
+
+
+def _mlp(
+    shape: Shape, n_classes: int, *, hidden: Sequence[int] = (100,), activation: str = "relu"
+) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), *_dense(math.prod(shape), hidden, n_classes, activation))
+
+
+def _cnn(
+    shape: Shape,
+    n_classes: int,
+    *,
+    channels: Sequence[int] = (16, 32),
+    kernel: int = 3,
+    hidden: Sequence[int] = (64,),
+    activation: str = "relu",
+    pool: bool = True,
+) -> nn.Module:
+    size, height, width = _image(shape)
+    layers: list[nn.Module] = []
+    for count in channels:
+        layers += [nn.Conv2d(size, count, kernel, padding=kernel // 2), _activation(activation)]
+        layers += [nn.MaxPool2d(2)] if pool else []
+        size, height, width = count, height // (1 + pool), width // (1 + pool)
+    if min(height, width) < 1:
+        raise ScenarioError(f"input_shape={list(shape)} is too small for {len(channels)} poolings of 2 x 2")
+    return nn.Sequential(*layers, nn.Flatten(), *_dense(size * height * width, hidden, n_classes, activation))
+
+
+def _preset(**defaults: Any) -> Callable[..., nn.Module]:
+    def build(shape: Shape, n_classes: int, **options: Any) -> nn.Module:
+        return _cnn(shape, n_classes, **{**defaults, **options})
+
+    return build
+
+
+def _resnet18_gn(shape: Shape, n_classes: int, *, groups: int = 32, width: int = 64) -> nn.Module:
+    channels = _image(shape)[0]
+    if width % groups:
+        raise ScenarioError(f"width={width} must be a multiple of groups={groups}")
+    layers: list[nn.Module] = [_conv_norm(channels, width, 3, 1, groups), nn.ReLU()]
+    size = width
+    for stage in range(4):
+        for stride in (1 if stage == 0 else 2, 1):
+            layers.append(_ResidualBlock(size, width * 2**stage, stride, groups))
+            size = width * 2**stage
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size, n_classes))
+
+
+class _ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with GroupNorm beside a shortcut (He et al. 2016)."""
+
+    def __init__(self, size: int, out: int, stride: int, groups: int) -> None:
+        super().__init__()
+        self.first = _conv_norm(size, out, 3, stride, groups)
+        self.second = _conv_norm(out, out, 3, 1, groups)
+        same = stride == 1 and size == out
+        self.shortcut = nn.Identity() if same else _conv_norm(size, out, 1, stride, groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(torch.relu(self.first(x)))
+        return torch.relu(y + self.shortcut(x))
+
+
+def _conv_norm(size: int, out: int, kernel: int, stride: int, groups: int) -> nn.Sequential:
+    convolution = nn.Conv2d(size, out, kernel, stride, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.GroupNorm(groups, out))
+
+
+def _dense(size: int, hidden: Sequence[int], n_classes: int, activation: str) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for width in hidden:
+        if width < 1:
+            raise ScenarioError(f"hidden={list(hidden)} must be positive widths")
+        layers += [nn.Linear(size, width), _activation(activation)]
+        size = width
+    return [*layers, nn.Linear(size, n_classes)]
+
+
+def _activation(name: str) -> nn.Module:
+    if name not in ACTIVATIONS:
+        raise ScenarioError(f"activation={name!r} must be one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]()
+
+
+def _image(shape: Shape) -> Shape:
+    if len(shape) != 3:
+        raise ScenarioError(
+            f"input_shape={list(shape)} must be [channels, height, width] for a convolutional model: "
+            "use linear or mlp for plain features"
+        )
+    return shape
+
+
+_BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "linear": _linear,
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "cnn-small": _preset(),
+    "cnn-dyn-d2p": _preset(channels=(10, 20), kernel=5, hidden=(50,)),
+    "cnn-pdsl": _preset(hidden=()),
+    "cnn-feddeper": _preset(channels=(32, 64), hidden=(1024, 512)),
+    "resnet18-gn": _resnet18_gn,
+}
+MODELS = {
+    "linear": "softmax regression, or one output for a margin loss (bias)",
+    "mlp": "fully connected (hidden, activation)",
+    "cnn": "convolutions, 2 x 2 max pooling, fully connected (channels, kernel, hidden, activation, pool)",
+    "cnn-small": "two 3x3 convolutions of 16 and 32 channels, fully connected 64",
+    "cnn-dyn-d2p": "Dyn-D2P's shallow CNN: two convolutions and two linear layers (sizes not in the paper)",
+    "cnn-pdsl": "PDSL's CNN for MNIST: two 3x3 convolutions with pooling and one linear layer",
+    "cnn-feddeper": "FedDeper's CNN for MNIST: 32 and 64 3x3 filters, fully connected 1024 and 512",
+    "resnet18-gn": "ResNet-18 with GroupNorm for small images (groups, width)",
+    "module": "your own torch module: factory: package.module:function, called with the other options",
+}
+
+
+def _factory(name: str, shape: Shape, n_classes: int, options: dict[str, Any]) -> Callable[[], nn.Module]:
+    if name == "module" or ":" in name:
+        target = str(options.pop("factory", "")) if name == "module" else name
+        function, arguments = _load(target), options
+    elif name in _BUILDERS:
+        valid = inspect.signature(_cnn if name.startswith("cnn") else _BUILDERS[name]).parameters
+        for option in options:
+            if option not in valid or option in ("shape", "n_classes"):
+                own = ", ".join(key for key in valid if key not in ("shape", "n_classes"))
+                raise ScenarioError(f"model {name!r} has no option {option!r}: its options are {own}")
+        function, arguments = _BUILDERS[name], {"shape": shape, "n_classes": n_classes, **options}
+    else:
+        near = difflib.get_close_matches(name, MODELS, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ScenarioError(f"model {name!r} must be one of {', '.join(MODELS)}{hint}")
+
+    def build() -> nn.Module:
+        try:
+            return function(**arguments)
+        except TypeError as error:
+            raise ScenarioError(f"model {name!r} could not be built with {options}: {error}") from error
+
+    return build
+
+
+def _load(target: str) -> Callable[..., nn.Module]:
+    path, _, attribute = target.partition(":")
+    if not path or not attribute:
+        raise ScenarioError(f"factory={target!r} must be 'package.module:function'")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        function = getattr(importlib.import_module(path), attribute)
+    except ImportError as error:
+        raise ScenarioError(
+            f"factory={target!r}: {error}; it must be importable from where the command runs"
+        ) from error
+    except AttributeError as error:
+        raise ScenarioError(f"factory={target!r}: {path} has no {attribute}") from error
+    if not callable(function):
+        raise ScenarioError(f"factory={target!r} must be a function that returns a torch module")
+    result: Callable[..., nn.Module] = function
+    return result
+
+
+def _check_output(module: nn.Module, name: str, shape: Shape, n_classes: int) -> None:
+    try:
+        with torch.no_grad():
+            output = module(torch.zeros(2, *shape))
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ScenarioError(f"model {name!r} cannot take inputs of shape {list(shape)}: {reason}") from error
+    if output.shape != (2, n_classes):
+        raise ScenarioError(
+            f"model {name!r} turns 2 examples into {list(output.shape)}: it must be [2, {n_classes}]"
+        )

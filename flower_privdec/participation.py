@@ -1,0 +1,93 @@
+"""Who takes part in a round."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.randomness import keyed_generator
+
+PARTICIPATIONS: dict[str, str] = {
+    "all": "everybody, every round",
+    "uniform": "ceil(`fraction` n) peers, drawn uniformly at random each round",
+}
+
+
+class Participation(Protocol):
+    """Says who is active in each round; at least one peer always is."""
+
+    @property
+    def kind(self) -> str:
+        """The name it has in a scenario."""
+
+    @property
+    def n_peers(self) -> int:
+        """How many peers there are."""
+
+    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
+        """Return the mask of active peers, [n_peers]."""
+
+
+@dataclass(frozen=True)
+class Everybody:
+    """Every peer is active in every round."""
+
+    n_peers: int
+    kind: str = "all"
+
+    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
+        """Return a mask of ones, [n_peers]."""
+        return np.ones(self.n_peers, dtype=bool)
+
+
+@dataclass(frozen=True)
+class UniformParticipation:
+    """The same number of peers each round, drawn without replacement; the draw is keyed by (seed, round)."""
+
+    n_peers: int
+    count: int
+    seed: int
+    kind: str = "uniform"
+
+    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
+        """Return the mask of the round's peers, [n_peers]."""
+        mask = np.zeros(self.n_peers, dtype=bool)
+        generator = keyed_generator(self.seed, "participation", round_index)
+        mask[generator.choice(self.n_peers, size=self.count, replace=False, shuffle=False)] = True
+        return mask
+
+
+def build_participation(
+    kind: str, n_peers: int, seed: int = 0, fraction: float | None = None
+) -> Participation:
+    """Build a participation from its name.
+
+    Args:
+        kind: a key of `PARTICIPATIONS`.
+        n_peers: how many peers there are, at least 1.
+        seed: keys the draws.
+        fraction: the share of peers active in a round, in (0, 1]; `uniform` alone takes it.
+
+    Returns:
+        The participation; `uniform` has ceil(fraction n_peers) peers active, so at least one.
+
+    Raises:
+        ScenarioError: an unknown kind, or a fraction missing, out of range or out of place.
+    """
+    if kind not in PARTICIPATIONS:
+        raise ScenarioError(f"participation={kind} is unknown; choose from: {', '.join(PARTICIPATIONS)}")
+    if n_peers < 1:
+        raise ScenarioError(f"n_peers={n_peers} must be >= 1")
+    if kind == "all":
+        if fraction is not None:
+            raise ScenarioError(f"fraction={fraction} has no place in participation all; use kind uniform")
+        return Everybody(n_peers)
+    if fraction is None or not 0 < fraction <= 1:
+        raise ScenarioError(f"fraction={fraction} must be in (0, 1] for participation uniform")
+    count = math.ceil(round(fraction * n_peers, 9))  # 0.07 * 100 is a hair above 7 in floating point
+    return UniformParticipation(n_peers, max(count, 1), seed)

@@ -1,0 +1,196 @@
+"""Curves of runs over their rounds: PNG files beside a run, SVG that follows the page's colours."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.results import Result, read_result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d8dee4", "#fefefe"
+SERIES = ("#2563c9", "#c2410c", "#15803d", "#8b3fc4", "#b4236a", "#0e7490", "#946200", "#57606b")
+DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}  # matplotlib's name: the name in CSS
+PAGE_COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {
+    colour: f"series-{i}" for i, colour in enumerate(SERIES)
+}
+SETTINGS = {
+    "svg.fonttype": "none",
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "lines.linewidth": 1.8,
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One quantity over the rounds.
+
+    Attributes:
+        name: of the file it is written to.
+        title: what it shows.
+        value: reads it from a line of metrics.jsonl.
+        band: reads the least and the most over the peers, where they are known.
+        log: whether the axis is logarithmic.
+        share: whether it is a share, shown in percent.
+    """
+
+    name: str
+    title: str
+    value: Callable[[dict[str, Any]], float]
+    band: Callable[[dict[str, Any]], tuple[float, float]] | None = None
+    log: bool = False
+    share: bool = False
+
+
+CURVES = (
+    Curve(
+        "accuracy",
+        "Test accuracy (line: mean model; band: the peers)",
+        lambda m: 100 * m["accuracy"]["mean_model"],
+        lambda m: (100 * m["accuracy"]["peer_min"], 100 * m["accuracy"]["peer_max"]),
+        share=True,
+    ),
+    Curve("loss", "Test loss of the mean model", lambda m: m["loss"]["mean_model"]),
+    Curve("consensus", "Consensus distance", lambda m: m["consensus_distance"], log=True),
+    Curve("epsilon", "ε spent (largest of the peers)", lambda m: float(m["epsilon"])),
+)
+
+
+@contextmanager
+def drawing(salt: str = "privdec") -> Iterator[None]:
+    """Draw with this package's style; the salt makes identifiers in an SVG unlike another picture's.
+
+    Raises:
+        ScenarioError: when matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ScenarioError("pictures need matplotlib, which is not installed; pip install matplotlib") from error
+    with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": salt}):
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure, in inches; it belongs to no window."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_curve(curve: Curve, results: Sequence[Result], width: float = 6.0, height: float = 3.2) -> Figure | None:
+    """Draw one quantity of one or several runs over their rounds; None when no run has it.
+
+    Call it within `drawing`.
+    """
+    figure = new_figure(width, height)
+    axes = figure.add_subplot()
+    drawn = [_draw_run(axes, curve, result, i) for i, result in enumerate(results)]
+    if not any(drawn):
+        return None
+    axes.set_title(curve.title, loc="left", fontsize=10.5)
+    axes.set_xlabel("round")
+    axes.margins(x=0.01)
+    _set_scale(axes, curve)
+    return figure
+
+
+def line_style(index: int) -> tuple[int, str]:
+    """Return how the curve of a run is drawn: which of the series' colours, and matplotlib's dashes."""
+    return index % len(SERIES), tuple(DASHES)[index // len(SERIES) % len(DASHES)]
+
+
+def _draw_run(axes: Axes, curve: Curve, result: Result, index: int) -> bool:
+    """Draw a run's finite values and say whether there was one."""
+    points = [m for m in result.metrics if abs(curve.value(m)) < float("inf")]
+    if not points:
+        return False
+    series, dash = line_style(index)
+    rounds = [m["round"] for m in points]
+    marker = "o" if len(points) == 1 else ""
+    axes.plot(rounds, [curve.value(m) for m in points], dash, color=SERIES[series], marker=marker)
+    if curve.band is not None:
+        low, high = zip(*map(curve.band, points), strict=True)
+        axes.fill_between(rounds, low, high, color=SERIES[series], alpha=0.16, linewidth=0)
+    return True
+
+
+def _set_scale(axes: Axes, curve: Curve) -> None:
+    positive = [float(y) for line in axes.get_lines() for y in line.get_ydata() if float(y) > 0]
+    if curve.log and positive and max(positive) > 10 * min(positive):
+        axes.set_yscale("log")
+    elif curve.name == "epsilon" or curve.log:
+        axes.set_ylim(bottom=0)
+    if curve.share:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+
+
+def to_svg(figure: Figure, label: str) -> str:
+    """Return a figure as SVG to stand in a page: no size of its own, its colours the page's variables.
+
+    Args:
+        figure: drawn within `drawing`.
+        label: what it shows, for those who cannot see it.
+    """
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", text)  # identifiers that every picture would repeat
+    text = re.sub(r"font: ([\d.]+)px 'DejaVu Sans'[^;\"]*", r"font: \1px var(--font)", text)
+    for colour, name in PAGE_COLOURS.items():
+        text = text.replace(colour, f"var(--{name})")
+    head, rest = text.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-label="{label}">{rest}'
+
+
+def save_run_plots(out: Path) -> list[Path]:
+    """Write accuracy.png, loss.png, consensus.png and epsilon.png to a run's folder plots.
+
+    Args:
+        out: the run's folder, with scenario.yaml and metrics.jsonl.
+
+    Returns:
+        The files written: none for a quantity the run does not have (ε without privacy); none, with a
+        warning in the log, where matplotlib is not installed.
+    """
+    result = read_result(out)
+    written = []
+    try:
+        with drawing():
+            for curve in CURVES:
+                figure = draw_curve(curve, [result])
+                if figure is not None:
+                    (out / "plots").mkdir(exist_ok=True)
+                    path = out / "plots" / f"{curve.name}.png"
+                    figure.savefig(path, dpi=130, facecolor="white")
+                    written.append(path)
+    except ScenarioError as error:
+        logging.getLogger(__name__).warning("no plots in %s: %s", out, error)
+    return written

@@ -1,0 +1,226 @@
+"""The least noise that keeps a budget, found and checked with the accountant that later reports the ε."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.privacy import accounting
+from flower_privdec.privacy.events import ACCOUNTANT, Release, canonical, epoch_rounds
+
+ACCEPTED = 0.995  # a solution spends at least so much of the budget, and at most all of it
+AIM, NEAR = 0.999, 0.998  # where the search aims, and from where on it is content
+SCALE_LIMIT = 1e9  # no search leaves [1 / limit, limit]
+
+_log = logging.getLogger(__name__)
+_solved: dict[str, float] = {}
+
+MakeReleases = Callable[[float], Sequence[Release]]
+
+
+def scale_for_budget(
+    make_releases: MakeReleases, epsilon: float, delta: float, *, cache_dir: Path | str | None = None
+) -> float:
+    """Find the least scale of noise whose releases keep a budget.
+
+    Args:
+        make_releases: the releases at a scale; their ε must fall as the scale grows (as noise multipliers
+            `scale * shape[k]` do, or `shape[k] / mu_0` at scale `1 / mu_0`).
+        epsilon, delta: the budget.
+        cache_dir: where solutions are kept between runs; None is $XDG_CACHE_HOME/flower_privdec, or
+            ~/.cache/flower_privdec. A solution found there is checked like any other.
+
+    Returns:
+        A scale with ACCEPTED * epsilon <= accounting.epsilon(make_releases(scale), delta) <= epsilon.
+
+    Raises:
+        ScenarioError: when ε <= 0 or not finite, δ is not in (0, 1), or no scale spends such a budget.
+    """
+    accounting.check_delta(delta)
+    if not (epsilon > 0 and math.isfinite(epsilon)):
+        raise ScenarioError(f"epsilon={epsilon} must be finite and > 0; for no privacy say privacy: none")
+    question = _question(make_releases, epsilon, delta)
+    key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    if key in _solved:
+        return _solved[key]
+    scale = _read(folder, key, question)
+    if scale is not None:
+        if _accepts(accounting.epsilon(make_releases(scale), delta), epsilon):
+            _solved[key] = scale
+            return scale
+        _log.warning("calibration cache in %s holds a wrong solution; the noise is solved for again", folder)
+    scale = _solved[key] = _solve(make_releases, epsilon, delta)
+    _write(folder, key, question, scale)
+    return scale
+
+
+def noise_multiplier(
+    epsilon: float,
+    delta: float,
+    *,
+    sampling: str,
+    sampling_rate: float,
+    dataset_size: int,
+    batch_size: int,
+    steps: int,
+    cache_dir: Path | str | None = None,
+) -> float:
+    """Find the least noise multiplier with which a peer may take so many steps on a budget.
+
+    Args:
+        epsilon, delta: the budget.
+        sampling, sampling_rate, dataset_size, batch_size: as in `Release`.
+        steps: rounds in which the peer is active (of `shuffle`: consecutive rounds from an epoch's start).
+        cache_dir: as in `scale_for_budget`.
+
+    Returns:
+        Noise std over clip norm; its accountant's ε is at most the budget and at least 99.5 % of it.
+
+    Raises:
+        ScenarioError: when the budget is impossible or the mechanism malformed.
+
+    Privacy: unit one example, adjacency zero-out, one `Release` a step.
+    """
+    if steps < 1:
+        raise ScenarioError(f"steps={steps} must be >= 1 to solve for noise")
+    count = charged_steps(sampling, dataset_size, batch_size, steps)
+
+    def make(noise: float) -> list[Release]:
+        return [Release(sampling, sampling_rate, dataset_size, batch_size, noise, count)]
+
+    return scale_for_budget(make, epsilon, delta, cache_dir=cache_dir)
+
+
+def charged_steps(sampling: str, dataset_size: int, batch_size: int, rounds: int) -> int:
+    """Return how many `Release.steps` so many consecutive rounds cost: epochs begun, of `shuffle`."""
+    return -(-rounds // epoch_rounds(dataset_size, batch_size)) if sampling == "shuffle" else rounds
+
+
+def max_steps(release: Release, epsilon: float, delta: float, *, limit: int = 10**7) -> int:
+    """Find how many steps of a release (`release.steps` ignored) a budget allows.
+
+    Args:
+        limit: an answer that is as good as any larger one.
+
+    Returns:
+        The largest number of steps, up to `limit`, whose ε is within the budget; 0 when one is too many.
+
+    Raises:
+        ScenarioError: when ε <= 0 or δ is not in (0, 1).
+    """
+    accounting.check_delta(delta)
+    if not epsilon > 0:
+        raise ScenarioError(f"epsilon={epsilon} must be > 0")
+
+    def fits(steps: int) -> bool:
+        return accounting.epsilon([release.times(steps)], delta) <= epsilon
+
+    low, high = 0, 1
+    while high < limit and fits(high):
+        low, high = high, min(4 * high, limit)
+    if high == limit and fits(limit):
+        return limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _accepts(spent: float, budget: float) -> bool:
+    return ACCEPTED * budget <= spent <= budget
+
+
+def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
+    """Return an accepted scale: bracket the aim, then regula falsi (Illinois) on log ε over log scale."""
+
+    def excess(log_scale: float) -> float:
+        spent = accounting.epsilon(make_releases(math.exp(log_scale)), delta)
+        return math.log(max(spent, 1e-300) / (AIM * budget)) if math.isfinite(spent) else 700.0
+
+    low, high = _bracket(excess, budget)
+    for _ in range(100):
+        for log_scale, value in (high, low):
+            if math.log(NEAR / AIM) <= value <= math.log(1 / AIM):
+                return math.exp(log_scale)
+        middle = _between(low, high)
+        point = (middle, excess(middle))
+        low, high = (point, high) if point[1] > 0 else (low, point)
+    raise ScenarioError(
+        f"epsilon={budget} cannot be met within 0.5 %: ε jumps over it as the noise grows; change the budget"
+    )
+
+
+def _between(low: tuple[float, float], high: tuple[float, float]) -> float:
+    """Return where the line through two points crosses 0, kept a tenth of the way off both; or the middle."""
+    (x0, f0), (x1, f1) = low, high
+    share = f0 / (f0 - f1) if max(f0, -f1) < 3 else 0.5
+    return x0 + min(max(share, 0.1), 0.9) * (x1 - x0)
+
+
+def _bracket(
+    excess: Callable[[float], float], budget: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return (log scale, excess) with too little noise and with enough."""
+    x = 0.0
+    value = excess(x)
+    step = math.log(2) if value > 0 else -math.log(2)
+    while True:
+        previous, before = x, value
+        x += step
+        if abs(x) > math.log(SCALE_LIMIT):
+            rule = "needs more noise than any" if step > 0 else "is more than these releases can spend at any noise"
+            raise ScenarioError(f"epsilon={budget} {rule}; change the budget, the rounds or the sampling")
+        value = excess(x)
+        if (value > 0) != (before > 0):
+            return ((previous, before), (x, value)) if before > 0 else ((x, value), (previous, before))
+        step *= 1.5
+
+
+def _question(make_releases: MakeReleases, epsilon: float, delta: float) -> dict[str, Any]:
+    """Return what a solution depends on, as JSON: the budget and the releases at two scales."""
+    shapes = [[r.to_json() for r in canonical(make_releases(scale))] for scale in (1.0, 2.0)]
+    return {"accountant": ACCOUNTANT, "epsilon": float(epsilon), "delta": float(delta), "releases": shapes}
+
+
+def default_cache_dir() -> Path:
+    """Return where solutions are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flower_privdec"
+
+
+def _read(folder: Path, key: str, question: dict[str, Any]) -> float | None:
+    """Return a kept solution; None when there is none. One that cannot be read is solved again, and said so."""
+    path = folder / f"calibration-{key}.json"
+    try:
+        entry = json.loads(path.read_text())
+        if entry["question"]["accountant"] != question["accountant"]:
+            raise ValueError("of another accountant")
+        scale = float(entry["scale"])
+        if not (scale > 0 and math.isfinite(scale)):
+            raise ValueError("not a scale")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _log.warning("calibration cache %s cannot be used (%s); the noise is solved for again", path, error)
+        return None
+    return scale
+
+
+def _write(folder: Path, key: str, question: dict[str, Any], scale: float) -> None:
+    """Keep a solution; a folder that cannot be written costs only time, and is said."""
+    summary = {name: question[name] for name in ("accountant", "epsilon", "delta")}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
+            json.dump({"question": summary, "scale": scale}, file)
+        os.replace(file.name, folder / f"calibration-{key}.json")
+    except OSError as error:
+        _log.warning("calibration cache %s cannot be written (%s); the noise is solved for each time", folder, error)

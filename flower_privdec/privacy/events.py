@@ -1,0 +1,203 @@
+"""Releases as data: what one peer publishes in a step, the rounds it pays for, and the event it is.
+
+Unit and adjacency everywhere in this package: one example of one peer, *zero-out*. Two data sets are
+neighbours when one example's clipped gradient is replaced by 0; the peer's number of examples is public.
+Whoever sees every message the peer sends sees no more than these releases (and what it computes from them).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
+from itertools import groupby
+from typing import Any
+
+import dp_accounting
+import numpy as np
+
+from flower_privdec.errors import ScenarioError
+
+SAMPLINGS = ("poisson", "uniform", "shuffle", "full")
+ACCOUNTANT = f"dp-accounting {version('dp-accounting')}, zero-out PLD 1"
+
+
+@dataclass(frozen=True, order=True)
+class Release:
+    """One step's mechanism at one peer, a number of times: a Gaussian sum of clipped gradients of a batch.
+
+    Attributes:
+        sampling: `poisson` (every example with probability q, independently), `uniform` (exactly b of J
+            without replacement, afresh each step), `full` (all J) or `shuffle` (an epoch of disjoint batches).
+        sampling_rate: q in (0, 1], an example's chance to be in a step.
+        dataset_size: J, the peer's number of examples (public).
+        batch_size: b, expected (poisson) or exact.
+        noise_multiplier: noise std over clip norm; 0 is no noise and costs ε = ∞.
+        steps: how many such steps; of `shuffle`, how many epochs, a started one counting whole.
+        accountant: which accountant recorded it; says nothing about the mechanism, so equality ignores it.
+    """
+
+    sampling: str
+    sampling_rate: float
+    dataset_size: int
+    batch_size: int
+    noise_multiplier: float
+    steps: int = 1
+    accountant: str = field(default=ACCOUNTANT, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's numbers are not JSON's
+        if self.sampling not in SAMPLINGS:
+            raise ScenarioError(f"sampling={self.sampling!r} must be one of {', '.join(SAMPLINGS)}")
+        _check("dataset_size", self.dataset_size, self.dataset_size >= 1, ">= 1")
+        _check("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
+        _check("sampling_rate", self.sampling_rate, 0 < self.sampling_rate <= 1, "in (0, 1]")
+        _check("steps", self.steps, self.steps >= 0, ">= 0")
+        noise = self.noise_multiplier
+        _check("noise_multiplier", noise, noise >= 0 and math.isfinite(noise), "finite and >= 0")
+        if self.sampling == "uniform" and not math.isclose(
+            self.sampling_rate, min(1.0, self.batch_size / self.dataset_size), rel_tol=1e-9
+        ):
+            raise ScenarioError(
+                f"sampling_rate={self.sampling_rate} of uniform sampling must be batch_size / dataset_size "
+                f"= {self.batch_size}/{self.dataset_size}; drop one of the three"
+            )
+
+    def times(self, steps: int) -> Release:
+        """Return the same mechanism, `steps` times."""
+        return replace(self, steps=steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the release as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Release:
+        """Return the release a JSON object says; exactly the keys of `to_json`.
+
+        Raises:
+            ScenarioError: when a key is missing or unknown, or a value breaks a rule.
+        """
+        if not isinstance(data, dict) or data.keys() != _KINDS.keys():
+            raise ScenarioError(f"a release must be an object with the keys {', '.join(_KINDS)}")
+        for name, kind in _KINDS.items():
+            accepted = (int, float) if kind is float else kind
+            if not isinstance(data[name], accepted) or isinstance(data[name], bool):
+                raise ScenarioError(f"{name}={data[name]!r} of a release must be a {kind.__name__}")
+        return cls(**data)
+
+    def event(self) -> dp_accounting.DpEvent:
+        """Return the release as dp-accounting's event: what any other accountant can be asked about."""
+        step = dp_accounting.GaussianDpEvent(self.noise_multiplier)
+        if self.sampling == "poisson" and self.sampling_rate < 1:
+            step = dp_accounting.PoissonSampledDpEvent(self.sampling_rate, step)
+        elif self.sampling == "uniform" and self.batch_size < self.dataset_size:
+            step = dp_accounting.SampledWithoutReplacementDpEvent(self.dataset_size, self.batch_size, step)
+        return dp_accounting.SelfComposedDpEvent(step, self.steps)
+
+
+_KINDS: dict[str, type] = {
+    f.name: {"str": str, "int": int, "float": float}[str(f.type)] for f in fields(Release)
+}
+
+
+def _check(name: str, value: float, holds: bool, rule: str) -> None:
+    if not holds:
+        raise ScenarioError(f"{name}={value} must be {rule}")
+
+
+def event(releases: Iterable[Release]) -> dp_accounting.DpEvent:
+    """Return the composition of releases as one dp-accounting event."""
+    return dp_accounting.ComposedDpEvent([r.event() for r in canonical(releases)])
+
+
+def canonical(releases: Iterable[Release]) -> tuple[Release, ...]:
+    """Return releases sorted, equal mechanisms merged into one and empty ones dropped.
+
+    What a composition costs depends on nothing else.
+    """
+    ordered = sorted(r for r in releases if r.steps)
+    groups = groupby(ordered, key=lambda r: r.times(1))
+    return tuple(template.times(sum(r.steps for r in group)) for template, group in groups)
+
+
+@dataclass(frozen=True)
+class Spend:
+    """Rounds of a run that one peer pays for with one release.
+
+    Either a step a round (`release.steps == to_round - from_round`; a ledger may pay any part of it), or an
+    epoch of `shuffle` (`release.steps == 1`), paid whole before its first round.
+
+    Attributes:
+        from_round, to_round: the rounds [from_round, to_round).
+    """
+
+    from_round: int
+    to_round: int
+    release: Release
+
+    def __post_init__(self) -> None:
+        rounds = self.to_round - self.from_round
+        if self.from_round < 0 or rounds < 1 or (self.release.steps != rounds and not self.whole):
+            raise ScenarioError(
+                f"rounds {self.from_round} to {self.to_round} cannot be paid with {self.release.steps} steps; "
+                "give one step a round, or one epoch of shuffle"
+            )
+
+    @property
+    def whole(self) -> bool:
+        """Return whether this is an epoch, which cannot be paid in parts."""
+        return self.release.sampling == "shuffle" and self.release.steps == 1
+
+    def between(self, start: int, stop: int) -> Spend | None:
+        """Return the part of this spend that rounds [start, stop) need, or None."""
+        start, stop = max(start, self.from_round), min(stop, self.to_round)
+        if start >= stop:
+            return None
+        return self if self.whole else Spend(start, stop, self.release.times(stop - start))
+
+
+def epoch_rounds(dataset_size: int, batch_size: int) -> int:
+    """Return how many rounds an epoch of `shuffle` lasts: ceil(J / b)."""
+    return -(-dataset_size // batch_size)
+
+
+def plan_spends(
+    release: Release, active: np.ndarray, noise_multipliers: Sequence[float] | np.ndarray | None = None
+) -> tuple[Spend, ...]:
+    """Lay a peer's releases over the rounds in which it is active.
+
+    Args:
+        release: the mechanism; its `steps` do not matter.
+        active: bool [rounds]. Only active rounds cost; activity itself is public and amplifies nothing.
+        noise_multipliers: [rounds], one for each round, or None for `release.noise_multiplier` always.
+
+    Returns:
+        Spends in order: runs of active rounds of equal noise; of `shuffle`, one for each epoch (rounds
+        [e E, (e + 1) E) with E = `epoch_rounds`) with an active round, at the least noise of its active rounds.
+    """
+    active = np.asarray(active, dtype=bool)
+    if noise_multipliers is None:
+        noise_multipliers = np.full(len(active), release.noise_multiplier)
+    noise = np.asarray(noise_multipliers, dtype=np.float64)
+    if release.sampling == "shuffle":
+        return _epoch_spends(release, active, noise)
+    changed = (active[1:] != active[:-1]) | (noise[1:] != noise[:-1])
+    edges = [0, *(np.flatnonzero(changed) + 1).tolist(), len(active)]
+    return tuple(
+        Spend(a, b, replace(release, noise_multiplier=float(noise[a]), steps=b - a))
+        for a, b in zip(edges, edges[1:], strict=False)
+        if b > a and active[a]
+    )
+
+
+def _epoch_spends(release: Release, active: np.ndarray, noise: np.ndarray) -> tuple[Spend, ...]:
+    length, spends = epoch_rounds(release.dataset_size, release.batch_size), []
+    for start in range(0, len(active), length):
+        stop = min(start + length, len(active))
+        if active[start:stop].any():
+            least = float(noise[start:stop][active[start:stop]].min())
+            spends.append(Spend(start, stop, replace(release, noise_multiplier=least, steps=1)))
+    return tuple(spends)

@@ -1,0 +1,1 @@
+"""Where peers run: in process (engine), under Flower, and over a network."""

@@ -1,0 +1,187 @@
+"""`privdec run --runtime flower`: submit a run to a SuperLink of its own, follow it, and clean up."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flower_privdec import __version__
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.experiment import Experiment
+from flower_privdec.runtime.flower.superlink import CONNECTION, LocalSuperLink, tail
+from flower_privdec.runtime.recorder import OnMetrics, Recorder
+from flower_privdec.scenario import Scenario, to_yaml
+
+PYPROJECT = f"""\
+[project]
+name = "privdec-run"
+version = "{__version__}"
+description = "Runs a scenario with the installed flower_privdec"
+license = "Apache-2.0"
+
+[tool.flwr.app]
+publisher = "privdec"
+
+[tool.flwr.app.components]
+serverapp = "privdec_run.server_app:app"
+clientapp = "privdec_run.client_app:app"
+
+[tool.flwr.app.config]
+scenario = ""
+out = ""
+mode = "cohort"
+base = ""
+resume = false
+"""
+
+MODULES = {
+    "__init__.py": "",
+    "server_app.py": "from flower_privdec.runtime.flower import server_app\n\napp = server_app.app\n",
+    "client_app.py": "from flower_privdec.runtime.flower import client_app\n\napp = client_app.app\n",
+}
+
+
+def flower_run(
+    scenario: Scenario | Experiment,
+    out: Path,
+    *,
+    mode: str = "cohort",
+    n_supernodes: int | None = None,
+    cpus: int = 1,
+    gpus: float = 0.0,
+    resume: bool = False,
+    on_metrics: OnMetrics | None = None,
+) -> dict[str, Any]:
+    """Run a scenario by `flwr run` in Flower's simulation, to its summary.
+
+    Args:
+        scenario: what to train; an experiment spares building it a second time.
+        out: the run's folder.
+        mode: "cohort" (one SuperNode hosts all peers) or "relay" (peers are dealt out to all SuperNodes).
+        n_supernodes: how many SuperNodes; by default one in cohort mode and one a peer in relay mode.
+        cpus, gpus: what each ClientApp gets; where the scenario computes on a GPU and gpus is 0, the
+            ClientApps share one.
+        resume: go on from the checkpoint in `out`.
+        on_metrics: called with each evaluation's metrics.
+
+    Returns:
+        The summary, as written to summary.json.
+
+    Raises:
+        ScenarioError: when the input is wrong; nothing was started or written.
+        RunError: when the run failed.
+    """
+    experiment = scenario if isinstance(scenario, Experiment) else Experiment.build(scenario)
+    nodes = _check_nodes(experiment, mode, n_supernodes)
+    Recorder(experiment, out, "flower", resume)  # refuses a folder that holds another run
+    if gpus == 0 and experiment.device.type == "cuda":
+        gpus = 1 / nodes
+    with LocalSuperLink() as superlink:
+        config: dict[str, str | bool] = {
+            "scenario": str(superlink.folder / "scenario.yaml"),
+            "out": str(out.absolute()),
+            "mode": mode,
+            "base": str(Path.cwd()),
+            "resume": resume,
+        }
+        app = _write_app(superlink.folder, experiment.scenario, config)
+        resources = {
+            "num-supernodes": nodes,
+            "client-resources-num-cpus": cpus,
+            "client-resources-num-gpus": float(gpus),
+        }
+        command = ["flwr", "run", str(app), CONNECTION, "--stream", "-c", str(superlink.folder / "run.toml")]
+        command += ["--federation-config", " ".join(f"{key}={value}" for key, value in resources.items())]
+        _follow(superlink, command, out, resume, on_metrics)
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return summary
+
+
+def _check_nodes(experiment: Experiment, mode: str, n_supernodes: int | None) -> int:
+    """Return how many SuperNodes to simulate."""
+    n_peers = experiment.scenario.n_peers
+    if mode not in ("cohort", "relay"):
+        raise ScenarioError(f"mode={mode!r} must be one of cohort, relay")
+    if n_supernodes is None:
+        return 1 if mode == "cohort" else n_peers
+    if not 1 <= n_supernodes <= n_peers:
+        raise ScenarioError(
+            f"n_supernodes={n_supernodes} must be 1 to n_peers={n_peers}: a SuperNode hosts at least one peer"
+        )
+    return n_supernodes
+
+
+def _write_app(folder: Path, scenario: Scenario, config: dict[str, str | bool]) -> Path:
+    """Write a Flower app that only names the installed package's, with its run-config beside it."""
+    app = folder / "privdec-run"
+    package = app / "privdec_run"
+    package.mkdir(parents=True)
+    (app / "pyproject.toml").write_text(PYPROJECT)
+    for name, text in MODULES.items():
+        (package / name).write_text(text)
+    (folder / "scenario.yaml").write_text(to_yaml(scenario))
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items()]
+    (folder / "run.toml").write_text("".join(lines))
+    return app
+
+
+def _follow(
+    superlink: LocalSuperLink, command: list[str], out: Path, resume: bool, on_metrics: OnMetrics | None
+) -> None:
+    """Submit the run, pass its metrics on while it lasts, and raise when it failed."""
+    log = superlink.folder / "flower.log"
+    progress = _Progress(out / "metrics.jsonl", resume, on_metrics)
+    process = superlink.popen(*command, output=log)
+    try:
+        while process.poll() is None:
+            progress.poll()
+            time.sleep(0.1)
+        progress.poll()
+        _check_completed(superlink, log)
+    finally:
+        process.kill()
+        process.wait()
+        with suppress(OSError):
+            (out / "flower.log").write_bytes(log.read_bytes())
+
+
+class _Progress:
+    """Passes on each line that metrics.jsonl gains, once."""
+
+    def __init__(self, path: Path, resume: bool, on_metrics: OnMetrics | None) -> None:
+        self.path, self.on_metrics = path, on_metrics
+        self.seen = {metrics["round"] for metrics in self._read()} if resume else set()
+
+    def _read(self) -> list[dict[str, Any]]:
+        with suppress(FileNotFoundError):
+            lines = self.path.read_text().split("\n")[:-1]
+            return [json.loads(line) for line in lines]
+        return []
+
+    def poll(self) -> None:
+        if self.on_metrics is None:
+            return
+        for metrics in self._read():
+            if metrics["round"] not in self.seen:
+                self.seen.add(metrics["round"])
+                self.on_metrics(metrics)
+
+
+def _check_completed(superlink: LocalSuperLink, log: Path) -> None:
+    """Ask the SuperLink how the run ended, for `flwr run` does not say.
+
+    Raises:
+        RunError: when it did not complete, with the reason and the end of the log.
+    """
+    listing = superlink.call("flwr", "list", CONNECTION, "--format", "json")
+    runs: list[dict[str, str]] = []
+    with suppress(json.JSONDecodeError):
+        runs = json.loads(listing[listing.index("{") :])["runs"] if "{" in listing else []
+    if not runs:
+        raise RunError(f"`flwr run` did not submit the run:\n{tail(log)}")
+    status = runs[0]["status"]
+    if status != "finished:completed":
+        raise RunError(f"the Flower run ended as {status}: {runs[0]['status-details']}\n{tail(log)}")

@@ -1,0 +1,102 @@
+"""What the messages carry: rows and states as Flower records, exactly and without pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from torch import Tensor
+
+from flower_privdec.algorithms import State
+from flower_privdec.errors import RunError
+
+ORDER, POSITION, ROWS = "order", "position", "rows"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the ServerApp asks of a node in every train message.
+
+    Attributes:
+        scenario: the scenario, as YAML.
+        base: the folder from which the scenario's relative paths start.
+        folder: where the run is kept (cohort mode), or the ledgers (relay mode).
+        until: stop when so many rounds are done.
+        peers: global ids of the peers the node hosts.
+        run_id: names the run in the ledgers (relay mode; in cohort mode the node's own recorder does).
+        resume: go on from the checkpoint in `folder` (cohort mode).
+    """
+
+    scenario: str
+    base: str
+    folder: str
+    until: int
+    peers: list[int]
+    run_id: str = ""
+    resume: bool = False
+
+    def record(self) -> ConfigRecord:
+        """Return the order as a record."""
+        return ConfigRecord(asdict(self))
+
+    @classmethod
+    def of(cls, content: RecordDict) -> Order:
+        """Read the order of a message.
+
+        Raises:
+            RunError: when the message carries none.
+        """
+        if ORDER not in content.config_records:
+            raise RunError("the message has no record 'order': send it with a strategy of flower_privdec")
+        fields = dict(content.config_records[ORDER])
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})  # type: ignore[arg-type]
+
+
+def pack_rows(rows: Mapping[str, Tensor]) -> ArrayRecord:
+    """Return named tensors as a record."""
+    return ArrayRecord(
+        {name: Array(value.detach().cpu().contiguous().numpy()) for name, value in rows.items()}
+    )
+
+
+def unpack_rows(record: ArrayRecord, device: torch.device) -> dict[str, Tensor]:
+    """Return a record's arrays as tensors on a device, bit for bit what was packed."""
+    return {name: torch.from_numpy(array.numpy()).to(device) for name, array in record.items()}
+
+
+def pack_peers(state: State, names: Iterable[str]) -> dict[str, ArrayRecord]:
+    """Return each peer's own rows as a record of its own, so that a router need not open any."""
+    names = tuple(names)
+    return {
+        row_key(peer): pack_rows({name: state.rows[name][i] for name in names})
+        for i, peer in enumerate(state.peers.tolist())
+    }
+
+
+def row_key(peer: int) -> str:
+    """Return the key under which a peer's record travels."""
+    return f"peer-{peer}"
+
+
+def pack_state(state: State, content: RecordDict) -> None:
+    """Put a whole state into a message or a context."""
+    content[ROWS] = pack_rows(state.rows)
+    content[POSITION] = ConfigRecord(
+        {"round": state.round_index, "at": state.at, "peers": state.peers.tolist()}
+    )
+
+
+def unpack_state(content: RecordDict, device: torch.device) -> State | None:
+    """Return the state that `pack_state` put there, or None."""
+    if ROWS not in content.array_records:
+        return None
+    position = content.config_records[POSITION]
+    return State(
+        peers=np.asarray(position["peers"], dtype=np.int64),
+        round_index=int(position["round"]),  # type: ignore[arg-type]
+        at=int(position["at"]),  # type: ignore[arg-type]
+        rows=unpack_rows(content.array_records[ROWS], device),
+    )

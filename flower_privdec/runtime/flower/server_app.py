@@ -1,0 +1,91 @@
+"""The ServerApp: reads the run-config, picks the strategy, and holds no model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.runtime.flower.cohort_run import CohortRun
+from flower_privdec.runtime.flower.relay import Relay
+from flower_privdec.runtime.flower.strategy import Serverless
+from flower_privdec.scenario import Scenario, load_scenario
+
+MODES: dict[str, type[Serverless]] = {"cohort": CohortRun, "relay": Relay}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `flwr run -c 'key=value ...'` may say.
+
+    Attributes:
+        scenario: the scenario, loaded; `scenario` is a path, absolute or from the app's folder or the
+            current one, and `set` holds key=value settings laid over it, with semicolons between them.
+        mode: "cohort" (one SuperNode hosts all peers) or "relay" (peers are dealt out to all SuperNodes).
+        out: the run's folder; by default runs/NAME-RUN_ID.
+        base: the folder from which relative paths in the scenario, and `out`, start; by default the one
+            in which the SuperLink was started.
+        resume: go on from the checkpoint in `out`.
+    """
+
+    scenario: Scenario
+    mode: str
+    out: Path
+    base: Path
+    resume: bool
+
+    @classmethod
+    def read(cls, context: Context, folder: Path) -> Settings:
+        """Read the run-config.
+
+        Args:
+            context: the ServerApp's context.
+            folder: the app's folder.
+
+        Raises:
+            ScenarioError: when a value is wrong.
+        """
+        given = {"mode": "cohort", "out": "", "base": "", "resume": False, "set": ""} | context.run_config
+        base = Path(str(given["base"]) or Path.cwd())
+        if given["mode"] not in MODES:
+            raise ScenarioError(f"mode={given['mode']!r} must be one of {', '.join(MODES)}")
+        overrides = [part for part in str(given["set"]).split(";") if part.strip()]
+        scenario = load_scenario(_find(str(given.get("scenario", "")), folder, base), overrides)
+        return cls(
+            scenario=scenario,
+            mode=str(given["mode"]),
+            out=base / (str(given["out"]) or f"runs/{scenario.name}-{context.run_id}"),
+            base=base,
+            resume=bool(given["resume"]),
+        )
+
+    def strategy(self) -> Serverless:
+        """Return the strategy of the mode."""
+        return MODES[self.mode](self.scenario, self.out, base=self.base, resume=self.resume)
+
+
+def _find(path: str, folder: Path, base: Path) -> Path:
+    """Return where a scenario file is: in the app's folder or where relative paths start."""
+    for place in (folder, base):
+        if path and (place / path).is_file():
+            return place / path
+    raise ScenarioError(
+        f"scenario={path!r} is no file in {folder} or {base}; give an absolute path, -c 'scenario=\"PATH\"'"
+    )
+
+
+def server_app(folder: Path) -> ServerApp:
+    """Return the ServerApp of an app whose scenario files lie in a folder."""
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, context: Context) -> None:
+        Settings.read(context, folder).strategy().start(grid)
+
+    return server
+
+
+app = server_app(Path(__file__).resolve().parents[3])

@@ -1,0 +1,91 @@
+"""Run a scenario in process, from its beginning or from a checkpoint, to its summary."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flower_privdec.experiment import Experiment
+from flower_privdec.runtime.engine import Engine
+from flower_privdec.runtime.recorder import OnMetrics, Recorder
+
+
+class Run:
+    """A scenario under way in this process: rounds, evaluations, checkpoints, then the summary.
+
+    Args:
+        experiment: the scenario, built.
+        out: the run's folder.
+        runtime: what the summary calls it.
+        resume: go on from the folder's checkpoint.
+
+    Raises:
+        ScenarioError: when the folder holds another run, or nothing to resume.
+        BudgetError: when a ledger cannot be trusted or is in use.
+    """
+
+    def __init__(
+        self, experiment: Experiment, out: Path, *, runtime: str = "engine", resume: bool = False
+    ) -> None:
+        torch.set_num_threads(experiment.scenario.compute.threads)
+        self.experiment = experiment
+        self.recorder = Recorder(experiment, out, runtime, resume)
+        self.cohort = self.recorder.open_cohort()
+        self.engine = Engine(experiment.algorithm, self.cohort, self.recorder.start(self.cohort))
+
+    @property
+    def round_index(self) -> int:
+        """Return how many rounds are done."""
+        return self.engine.state.round_index
+
+    def advance(self) -> dict[str, Any]:
+        """Run up to the next evaluation, record it with a checkpoint, and return its metrics."""
+        scenario, state = self.experiment.scenario, self.engine.state
+        every = scenario.evaluation.every
+        until = min(scenario.rounds, (state.round_index // every + 1) * every)
+        started = time.perf_counter()
+        while state.round_index < until:
+            self.engine.round()
+        self.recorder.seconds += time.perf_counter() - started
+        metrics = self.recorder.record(state.rows, state.round_index)
+        self.recorder.save(state, self.cohort)
+        return metrics
+
+    def finish(self) -> dict[str, Any]:
+        """Write models and summary of a run whose rounds are done; return the summary."""
+        return self.recorder.finish(self.engine.state.rows)
+
+    def close(self) -> None:
+        """Let go of the ledgers."""
+        if self.cohort.ledger is not None:
+            self.cohort.ledger.close()
+
+
+def run(
+    experiment: Experiment,
+    out: Path,
+    *,
+    runtime: str = "engine",
+    resume: bool = False,
+    on_metrics: OnMetrics | None = None,
+) -> dict[str, Any]:
+    """Run a scenario to its end.
+
+    Args:
+        on_metrics: called with each evaluation's metrics.
+
+    Returns:
+        The summary, as written to summary.json.
+    """
+    under_way = Run(experiment, out, runtime=runtime, resume=resume)
+    try:
+        while under_way.round_index < experiment.scenario.rounds:
+            metrics = under_way.advance()
+            if on_metrics is not None:
+                on_metrics(metrics)
+        return under_way.finish()
+    finally:
+        under_way.close()

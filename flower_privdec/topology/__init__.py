@@ -1,0 +1,34 @@
+"""Communication graphs: who sends to whom in each round."""
+
+from flower_privdec.topology.build import TOPOLOGIES, build_topology, topology_options
+from flower_privdec.topology.check import check_topology, joint_connectivity
+from flower_privdec.topology.graphs import (
+    CompleteTopology,
+    DirectedExponential,
+    EdgeArray,
+    RandomEdges,
+    StaticTopology,
+    Topology,
+    as_networkx,
+    edge_array,
+    in_neighbors,
+    out_neighbors,
+)
+
+__all__ = [
+    "TOPOLOGIES",
+    "CompleteTopology",
+    "DirectedExponential",
+    "EdgeArray",
+    "RandomEdges",
+    "StaticTopology",
+    "Topology",
+    "as_networkx",
+    "build_topology",
+    "check_topology",
+    "edge_array",
+    "in_neighbors",
+    "joint_connectivity",
+    "out_neighbors",
+    "topology_options",
+]

@@ -1,0 +1,153 @@
+"""How numbers and guarantees are put into words: the same in the terminal, the report and the warnings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+NOTHING = "–"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as a percentage with one decimal: 0.905 is `90.5 %`."""
+    return NOTHING if share is None else f"{100 * share:.1f} %"
+
+
+def peers_range(summary: dict[str, Any]) -> str:
+    """Return the accuracy of the worst and of the best peer's model: `87.0–90.4 %`."""
+    accuracy = summary["accuracy"]
+    return f"{100 * accuracy['peer_min']:.1f}–{percent(accuracy['peer_max'])}" if accuracy else NOTHING
+
+
+def number(value: float | None) -> str:
+    """Return a number with three significant digits."""
+    if value is None:
+        return NOTHING
+    if value != 0 and math.isfinite(value) and 1000 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
+
+
+def epsilon_text(epsilon: float | str | None) -> str:
+    """Return ε with three significant digits, rounded up so that it never says less than it is."""
+    if epsilon is None:
+        return NOTHING
+    value = float(epsilon)
+    if math.isinf(value):
+        return "∞"
+    if value <= 0:
+        return "0"
+    decimals = 2 - math.floor(math.log10(value))
+    rounded = math.ceil(value * 10.0**decimals - 1e-9) / 10.0**decimals
+    return f"{rounded:.{max(decimals, 0)}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time as a person says it: `0.42 s`, `12.3 s`, `3 min 05 s`, `2 h 05 min`."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours} h {minutes_left:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def memory(count: float) -> str:
+    """Return a number of bytes in the largest binary unit that leaves a whole part."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
+
+
+def peer_ranges(peers: Iterable[int]) -> str:
+    """Return peer ids as ranges: `0-5, 9`."""
+    ranges = []
+    for _, run in groupby(enumerate(sorted(peers)), lambda pair: pair[1] - pair[0]):
+        ids = [peer for _, peer in run]
+        ranges.append(f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0]))
+    return ", ".join(ranges)
+
+
+def alike(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[tuple[list[int], dict[str, Any]]]:
+    """Put together the peers whose rows agree on some keys.
+
+    Returns:
+        For each distinct row, in order of its first peer: the peers' ids, and the row.
+    """
+    found: dict[str, tuple[list[int], dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(repr([row.get(key) for key in keys]), ([], row))[0].append(row["peer"])
+    return list(found.values())
+
+
+def epsilon_range(summary: dict[str, Any]) -> str:
+    """Return the ε of a run's peers: one value, or least to most."""
+    values = [float(row["epsilon"]) for row in summary["privacy"]]
+    if not values:
+        return epsilon_text(summary.get("epsilon_so_far"))
+    low, high = epsilon_text(min(values)), epsilon_text(max(values))
+    return low if low == high else f"{low}–{high}"
+
+
+def _span(values: Iterable[float]) -> str:
+    known = sorted(values)
+    low, high = number(known[0]), number(known[-1])
+    return low if low == high else f"{low}–{high}"
+
+
+def guarantee(summary: dict[str, Any]) -> str:
+    """Say each peer's guarantee in one line: ε, δ, unit, adjacency and calibration."""
+    rows = summary["privacy"]
+    if not summary.get("finished", True):
+        return _guarantee_so_far(summary)
+    if all(math.isinf(float(row["epsilon"])) for row in rows):
+        return "ε = ∞ (no privacy)"
+    who = "every peer: " if len(alike(rows, ("epsilon", "delta"))) == 1 else "over the peers: "
+    delta = _span(row["delta"] for row in rows if row["delta"] is not None)
+    facts = ", ".join(
+        f"{key}: {' / '.join(sorted({str(row[key]) for row in rows}))}"
+        for key in ("unit", "adjacency", "calibration")
+    )
+    return f"{who}ε = {epsilon_range(summary)} at δ = {delta} ({facts})"
+
+
+def _guarantee_so_far(summary: dict[str, Any]) -> str:
+    spent = summary["epsilon_so_far"]
+    if spent is None:
+        return "ε is not known before the first evaluation"
+    peer = "" if math.isinf(float(spent)) else ", of the peer that spent most, at the last evaluation"
+    return f"ε = {epsilon_text(spent)}{peer}"
+
+
+def claim(summary: dict[str, Any]) -> str | None:
+    """Say what a paper's formula claims, where a run was calibrated by one."""
+    claimed = [row["claimed_epsilon"] for row in summary["privacy"] if row.get("claimed_epsilon") is not None]
+    return f"the paper's formula claims ε = {_span(claimed)}: a claim, not a guarantee" if claimed else None
+
+
+def meaning(summary: dict[str, Any]) -> str:
+    """Say in a sentence what the guarantee of a run promises to whom."""
+    rows = summary["privacy"]
+    largest = max((float(row["epsilon"]) for row in rows), default=float(summary.get("epsilon_so_far") or 0))
+    if math.isinf(largest):
+        return "Messages and models may reveal anything about the examples they were computed from."
+    whose = "peer's data were" if rows and rows[0]["unit"] == "peer" else "example was"
+    factor = number(math.exp(min(largest, 700.0)))
+    return (
+        f"Even to whoever sees every message and every model, whether any one {whose} used changes the odds "
+        f"of what they see by at most a factor of e^ε = {factor}, except with a probability of about δ."
+    )
+
+
+def headline(summary: dict[str, Any]) -> str:
+    """Say the result of a run in one line."""
+    accuracy = percent(summary["accuracy"]["mean_model"]) if summary["accuracy"] else NOTHING
+    if not summary.get("finished", True):
+        done = f"{summary['rounds_done']} of {summary['rounds']} rounds"
+        return f"unfinished, {done}: mean model {accuracy} on the test set so far, ε = {epsilon_range(summary)}"
+    return f"mean model {accuracy} on the test set, ε = {epsilon_range(summary)}"

@@ -1,0 +1,39 @@
+"""Small scenarios that several tests share."""
+
+from collections.abc import Callable
+
+import pytest
+
+from flower_privdec.experiment import Experiment
+from flower_privdec.scenario import Scenario, parse_scenario
+
+TINY = """\
+name: tiny
+seed: 3
+n_peers: 4
+rounds: 6
+data: {dataset: digits, samples: 240, test_samples: 100, batch: {sampling: poisson, size: 12}}
+model: {name: softmax}
+algorithm: {name: privsgp, learning_rate: 0.5}
+privacy: {epsilon: 3.0, delta: 1.0e-3}
+evaluation: {every: 2}
+compute: {dtype: float64, generator: torch}
+"""
+
+
+@pytest.fixture
+def tiny_text() -> str:
+    """Return the YAML of a scenario that runs in well under a second."""
+    return TINY
+
+
+@pytest.fixture
+def tiny() -> Callable[..., Scenario]:
+    """Return a maker of tiny scenarios: tiny("rounds=3", ...)."""
+    return lambda *settings: parse_scenario(TINY, overrides=settings)
+
+
+@pytest.fixture
+def build(tiny: Callable[..., Scenario]) -> Callable[..., Experiment]:
+    """Return a maker of built tiny experiments."""
+    return lambda *settings: Experiment.build(tiny(*settings))

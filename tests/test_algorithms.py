@@ -1,0 +1,170 @@
+"""The laws every algorithm keeps, and reference trajectories in plain NumPy."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from flower_privdec.algorithms import ALGORITHMS, Mix, State
+from flower_privdec.runtime.engine import Engine
+
+ROUNDS = 6
+GRAPH = {"d-psgd": "topology.name=ring"}
+
+
+def settings_for(name):
+    return [f"algorithm.name={name}", GRAPH.get(name, "topology.name=directed-exponential")]
+
+
+def final_state(experiment, rounds=ROUNDS):
+    cohort = experiment.cohort()
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+    for _ in range(rounds):
+        engine.round()
+    return engine.state
+
+
+def slice_of(state, row):
+    rows = {name: value[row : row + 1].clone() for name, value in state.rows.items()}
+    return State(state.peers[row : row + 1], state.round_index, state.at, rows)
+
+
+@pytest.mark.parametrize("participation", ["kind=all", "kind=uniform"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_row_law_every_step_of_a_row_is_that_row_of_the_step(build, name, participation):
+    extra = ["participation={kind: uniform, fraction: 0.5}"] if participation != "kind=all" else []
+    experiment = build(*settings_for(name), *extra)
+    whole = experiment.cohort()
+    state = experiment.initial_state(whole)
+    engine = Engine(experiment.algorithm, whole, state)
+    for _ in range(3):
+        for item in experiment.algorithm.program:
+            if isinstance(item, Mix):
+                engine._mix(item)
+                continue
+            alone = [slice_of(state, row) for row in range(len(state.peers))]
+            item(whole, state)
+            for row, one in enumerate(alone):
+                item(experiment.cohort(one.peers), one)
+                for key, value in one.rows.items():
+                    torch.testing.assert_close(value[0], state.rows[key][row], rtol=1e-10, atol=1e-12)
+        state.round_index += 1
+
+
+@pytest.mark.parametrize("name", ["sgp", "privsgp"])
+def test_mass_is_conserved_and_push_weights_sum_to_n(build, name):
+    experiment = build(*settings_for(name), "topology.name=star", "algorithm.learning_rate=1e-30")
+    start = experiment.initial.double().sum() * 4
+    state = final_state(experiment)
+    assert float(state.rows["w"].sum()) == pytest.approx(4, abs=1e-12)
+    assert float(state.rows["w"].min()) > 0
+    assert float(state.rows["w"].std()) > 0.01  # the star is not regular: the weights have to differ
+    assert float(state.rows["x"].sum()) == pytest.approx(float(start), rel=1e-12)
+
+
+def test_gossip_conserves_the_mean(build):
+    experiment = build(*settings_for("d-psgd"), "algorithm.learning_rate=1e-30")
+    state = final_state(experiment)
+    torch.testing.assert_close(state.rows["x"].mean(0), experiment.initial, rtol=1e-12, atol=1e-14)
+
+
+def test_local_peers_never_learn_of_each_other(build):
+    together = final_state(build("algorithm.name=local"))
+    experiment = build("algorithm.name=local")
+    cohort = experiment.cohort(np.array([2]))
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+    for _ in range(ROUNDS):
+        engine.round()
+    torch.testing.assert_close(engine.state.rows["x"][0], together.rows["x"][2], rtol=1e-10, atol=1e-12)
+
+
+def test_inactive_peers_take_no_step_and_pay_for_none(build):
+    experiment = build("participation={kind: uniform, fraction: 0.5}", "algorithm.name=local")
+    cohort = experiment.cohort()
+    state = experiment.initial_state(cohort)
+    before = state.rows["x"].clone()
+    Engine(experiment.algorithm, cohort, state).round()
+    moved = (state.rows["x"] != before).any(1).numpy()
+    np.testing.assert_array_equal(moved, experiment.participation.active(0))
+    assert moved.sum() == 2
+
+
+def softmax_gradients(x, weights, bias, labels):
+    """Return the cross-entropy gradient of every example, [b, 10 * 65], weights before bias."""
+    logits = x @ weights.T + bias
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    p[np.arange(len(x)), labels] -= 1
+    return np.concatenate([(p[:, :, None] * x[:, None, :]).reshape(len(x), -1), p], axis=1)
+
+
+class NoiseTape:
+    """Noise that a reference can replay: row i of round k is a fixed normal vector."""
+
+    def __init__(self, dimension):
+        self.dimension = dimension
+
+    def draw(self, round_index, peer):
+        return np.random.default_rng([round_index, int(peer)]).standard_normal(self.dimension)
+
+    def add_(self, out, std, round_index, peers, purpose="noise"):
+        for row, peer in enumerate(peers):
+            out[row] += std[row] * torch.from_numpy(self.draw(round_index, peer))
+
+
+def reference_privsgp(experiment, tape, rounds):
+    """PrivSGP (Alg. 2 of the paper) as its pseudocode reads, clipped per example, in NumPy."""
+    n, rate, clip = 4, 0.5, 1.0
+    x = np.tile(experiment.initial.numpy(), (n, 1))
+    w = np.ones(n)
+    features = experiment.dataset.x_train.double().numpy().reshape(240, -1)
+    labels = experiment.dataset.y_train.numpy()
+    sigma = experiment.plan.noise_multiplier(0)
+    for k in range(rounds):
+        half = x.copy()
+        for i in range(n):
+            z = x[i] / w[i]
+            batch = experiment.sampler.batch(k, [i])
+            rows = experiment.partition[i][batch.index[0][batch.weight[0] > 0]]
+            g = softmax_gradients(features[rows], z[:640].reshape(10, 64), z[640:], labels[rows])
+            g *= np.minimum(1, clip / np.linalg.norm(g, axis=1, keepdims=True))
+            half[i] -= rate * (g.sum(0) + sigma[i] * clip * tape.draw(k, i)) / 12
+        hop = 2 ** (k % 2)  # floor(log2(3)) + 1 = 2
+        p = np.zeros((n, n))
+        for j in range(n):
+            p[j, j] = p[(j + hop) % n, j] = 0.5
+        x, w = p @ half, p @ w
+    return x, w
+
+
+def test_privsgp_follows_the_numpy_reference(build):
+    experiment = build()
+    tape = NoiseTape(650)
+    cohort = experiment.cohort()
+    cohort.noise = tape
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+    for _ in range(ROUNDS):
+        engine.round()
+    x, w = reference_privsgp(experiment, tape, ROUNDS)
+    np.testing.assert_allclose(engine.state.rows["x"].numpy(), x, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(engine.state.rows["w"].numpy(), w, rtol=1e-12)
+
+
+def test_runs_repeat_bit_for_bit_and_follow_the_seed(build):
+    first, again, other = (final_state(build(s)) for s in ("seed=3", "seed=3", "seed=4"))
+    assert torch.equal(first.rows["x"], again.rows["x"])
+    assert not torch.equal(first.rows["x"], other.rows["x"])
+
+
+def test_push_sum_alone_reaches_the_mean_in_log2_n_rounds(build):
+    experiment = build("n_peers=8", "privacy=none", "algorithm.learning_rate=1e-300")
+    cohort = experiment.cohort()
+    state = experiment.initial_state(cohort)
+    state.rows["x"] = torch.from_numpy(np.random.default_rng(0).normal(size=tuple(state.rows["x"].shape)))
+    mean = copy.deepcopy(state.rows["x"]).mean(0)
+    engine = Engine(experiment.algorithm, cohort, state)
+    for _ in range(3):
+        engine.round()
+    error = (experiment.algorithm.debiased(engine.state.rows) - mean).abs().max()
+    assert float(error) < 1e-12

@@ -1,0 +1,289 @@
+"""Sampling: the law of each kind, and batches that no cohort and no order of rounds can change."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from flower_privdec.data import SAMPLINGS, Dataset, LocalBatch, PeerData, Sampler
+from flower_privdec.data.datasets import fingerprint
+from flower_privdec.errors import ScenarioError
+
+SIZES = np.array([12, 30, 7, 25, 19, 40, 8, 16, 33, 21])
+KINDS = list(SAMPLINGS)
+FALSE_ALARM = 1e-7
+
+
+def used(batch: LocalBatch) -> list[list[int]]:
+    """Return each row's positions without its padding, after checking how the padding looks."""
+    assert batch.index.dtype == np.int64
+    assert batch.weight.dtype == np.float32
+    assert batch.index.shape == batch.weight.shape
+    assert set(np.unique(batch.weight)) <= {0.0, 1.0}
+    assert (np.diff(batch.weight, axis=1) <= 0).all()  # padding is at the end
+    assert (batch.index[batch.weight == 0] == 0).all()
+    return [row[weight > 0].tolist() for row, weight in zip(batch.index, batch.weight, strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    round_index=st.integers(0, 3000),
+    peers=st.lists(st.integers(0, 9), min_size=1, max_size=10, unique=True),
+    size=st.integers(1, 7),
+    seed=st.integers(0, 2**128),
+)
+@settings(deadline=None, max_examples=40)
+def test_rows_do_not_depend_on_the_cohort(
+    kind: str, round_index: int, peers: list[int], size: int, seed: int
+) -> None:
+    everyone = used(Sampler(kind, size, SIZES, seed).batch(round_index, np.arange(10)))
+    some = Sampler(kind, size, SIZES, seed).batch(round_index, peers)
+    assert used(some) == [everyone[peer] for peer in peers]
+    assert some.index.shape[1] == max(1, *(len(everyone[peer]) for peer in peers))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(asked=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 2**10 - 1)), min_size=2, max_size=12))
+@settings(deadline=None, max_examples=25)
+def test_rounds_may_be_asked_for_in_any_order(kind: str, asked: list[tuple[int, int]]) -> None:
+    sampler = Sampler(kind, 5, SIZES, 1)
+    for round_index, mask in asked:
+        peers = [peer for peer in range(10) if mask >> peer & 1]
+        fresh = Sampler(kind, 5, SIZES, 1).batch(round_index, peers)
+        assert used(sampler.batch(round_index, peers)) == used(fresh)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_distinct_and_local(kind: str) -> None:
+    sampler = Sampler(kind, 6, SIZES, 3)
+    for round_index in range(200):
+        for peer, row in enumerate(used(sampler.batch(round_index, np.arange(10)))):
+            assert len(set(row)) == len(row)
+            assert row == sorted(row)
+            assert not row or 0 <= row[0] <= row[-1] < SIZES[peer]
+            if kind in ("uniform", "shuffle"):
+                assert len(row) == 6
+
+
+@pytest.mark.parametrize("kind", ["poisson", "uniform", "shuffle"])
+def test_seeds_rounds_and_peers_differ(kind: str) -> None:
+    sizes = np.full(4, 1000)
+    first = used(Sampler(kind, 20, sizes, 1).batch(0, range(4)))
+    other_seed = used(Sampler(kind, 20, sizes, 2).batch(0, range(4)))
+    other_round = used(Sampler(kind, 20, sizes, 1).batch(1, range(4)))
+    rows = [tuple(row) for row in (*first, *other_seed, *other_round)]
+    assert len(set(rows)) == 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_caller_cannot_spoil_the_cache(kind: str) -> None:
+    sampler = Sampler(kind, 5, SIZES, 1)
+    first = sampler.batch(0, np.arange(10))
+    before = used(first)
+    first.index[:] = -5
+    first.weight[:] = 7
+    assert used(sampler.batch(0, np.arange(10))) == before
+
+
+def draws(kind: str, size: int, count: int, n_peers: int, rounds: int) -> list[tuple[int, ...]]:
+    sampler = Sampler(kind, size, [count] * n_peers, 11)
+    return [tuple(row) for k in range(rounds) for row in used(sampler.batch(k, np.arange(n_peers)))]
+
+
+def statistic(seen: Counter[Any], expected: dict[Any, float]) -> float:
+    assert set(seen) <= set(expected)
+    return sum((seen[key] - mean) ** 2 / mean for key, mean in expected.items())
+
+
+def test_poisson_is_an_independent_coin_for_each_example() -> None:
+    count, size, n = 5, 2, 20 * 1000
+    rate = size / count
+    seen = Counter(draws("poisson", size, count, 20, 1000))
+    expected = {
+        subset: n * rate ** len(subset) * (1 - rate) ** (count - len(subset))
+        for k in range(count + 1)
+        for subset in itertools.combinations(range(count), k)
+    }
+    assert min(expected.values()) > 100
+    assert statistic(seen, expected) < chi2.isf(FALSE_ALARM, len(expected) - 1)
+
+
+def test_poisson_rounds_are_independent() -> None:
+    """Consecutive rounds of a block share one stream: an example's coin says nothing about its next one."""
+    count, size, rounds = 8, 2, 4000
+    sampler, coins = Sampler("poisson", size, [count] * 5, 3), np.zeros((rounds, 5, count))
+    for k in range(rounds):
+        for peer, row in enumerate(used(sampler.batch(k, range(5)))):
+            coins[k, peer, row] = 1
+    centred = (coins - 0.25) / np.sqrt(0.25 * 0.75)
+    for lag in (1, 2, 7):
+        products = centred[lag:] * centred[:-lag]
+        assert abs(products.mean() * np.sqrt(products.size)) < 5.5
+    neighbours = centred[1:, :, 0] * centred[:-1, :, -1]  # the last example of a round, the first of the next
+    assert abs(neighbours.mean() * np.sqrt(neighbours.size)) < 5.5
+
+
+@pytest.mark.parametrize(("count", "size"), [(1200, 1), (3750, 64), (60_000, 300)])
+def test_poisson_counts_are_binomial(count: int, size: int) -> None:
+    sampler = Sampler("poisson", size, [count] * 4, 5)
+    counts = np.array([sampler.batch(k, range(4)).weight.sum(axis=1) for k in range(600)])
+    rate, n = size / count, counts.size
+    variance = count * rate * (1 - rate)
+    assert abs(counts.mean() - size) < 5.5 * np.sqrt(variance / n)
+    fourth = variance * (1 + 3 * variance)  # at least the fourth central moment
+    assert abs(((counts - size) ** 2).mean() - variance) < 6 * np.sqrt(fourth / n)
+
+
+def test_poisson_of_everything_is_everything() -> None:
+    assert used(Sampler("poisson", 9, [9, 9], 1).batch(17, [0, 1])) == [list(range(9))] * 2
+
+
+def test_an_empty_cohort_batch_is_one_padded_column() -> None:
+    sampler = Sampler("poisson", 1, [50], 1)
+    batches = [sampler.batch(k, [0]) for k in range(100)]
+    empty = [batch for batch in batches if batch.weight.sum() == 0]
+    assert len(empty) > 10
+    assert all(batch.index.tolist() == [[0]] for batch in empty)
+    assert sampler.batch(3, []).index.shape == (0, 1)
+
+
+def test_uniform_makes_every_set_equally_likely() -> None:
+    for count, size in ((6, 2), (6, 4), (5, 1), (4, 4)):
+        n = 20 * 500
+        subsets = list(itertools.combinations(range(count), size))
+        seen = Counter(draws("uniform", size, count, 20, 500))
+        limit = chi2.isf(FALSE_ALARM, len(subsets) - 1) if len(subsets) > 1 else 1e-9
+        assert statistic(seen, {subset: n / len(subsets) for subset in subsets}) <= limit
+
+
+@pytest.mark.parametrize(("count", "size"), [(12, 4), (10, 3), (300, 2), (5, 5), (9, 1)])
+def test_shuffle_uses_each_example_at_most_once_in_an_epoch(count: int, size: int) -> None:
+    sampler, steps = Sampler("shuffle", size, [count], 1), count // size
+    epochs = [
+        [position for k in range(steps) for position in used(sampler.batch(epoch * steps + k, [0]))[0]]
+        for epoch in range(6)
+    ]
+    for epoch in epochs:
+        assert len(epoch) == len(set(epoch)) == steps * size
+    if 1 < steps:
+        assert len({tuple(epoch) for epoch in epochs}) == 6
+    if count % size:
+        assert (
+            len({frozenset(range(count)) - set(epoch) for epoch in epochs}) > 1
+        )  # not always the same left out
+
+
+def test_full_takes_all_local_examples() -> None:
+    batch = Sampler("full", None, SIZES, 1).batch(5, [2, 5])
+    assert used(batch) == [list(range(7)), list(range(40))]
+
+
+def test_normalizer_and_rate() -> None:
+    for kind in ("poisson", "uniform", "shuffle"):
+        sampler = Sampler(kind, 5, SIZES, 1)
+        np.testing.assert_array_equal(sampler.normalizer, np.full(10, 5.0))
+        np.testing.assert_allclose(sampler.sampling_rate, 5 / SIZES)
+    sampler = Sampler("full", None, SIZES, 1)
+    np.testing.assert_array_equal(sampler.normalizer, SIZES)
+    np.testing.assert_array_equal(sampler.sampling_rate, np.ones(10))
+
+
+@pytest.mark.parametrize("kind", ["poisson", "uniform", "shuffle"])
+def test_a_batch_larger_than_a_peers_data_is_refused(kind: str) -> None:
+    with pytest.raises(
+        ScenarioError, match=r"data.batch.size=8 must be at most 7, what peer 2 holds: .*fewer"
+    ):
+        Sampler(kind, 8, SIZES, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("poisson", 0), ("uniform", None), ("shuffle", 1.5), ("fuller", 3)]
+)
+def test_wrong_kind_or_size_is_refused(kind: str, size: Any) -> None:
+    with pytest.raises(ScenarioError, match=r"data\.batch\.(size|sampling)="):
+        Sampler(kind, size, SIZES, 1)
+
+
+@pytest.mark.parametrize(("round_index", "peers"), [(-1, [0]), (0, [-1])])
+def test_negative_rounds_and_peers_are_refused(round_index: int, peers: list[int]) -> None:
+    for kind in KINDS:
+        with pytest.raises(ValueError, match="must be >= 0"):
+            Sampler(kind, 2, SIZES, 1).batch(round_index, peers)
+
+
+# --- examples on the device
+
+
+def peer_data(kind: str, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> PeerData:
+    dataset, parts = data_and_parts()
+    return PeerData(dataset, parts, Sampler(kind, 5, SIZES, 1), device, dtype, **options)
+
+
+def data_and_parts() -> tuple[Dataset, list[np.ndarray]]:
+    total = int(SIZES.sum()) + 9  # some rows are nobody's
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(total, 2, 3, generator=generator)
+    y = torch.randint(0, 4, (total,), generator=generator)
+    order = np.random.default_rng(1).permutation(total)
+    parts = [np.sort(part) for part in np.split(order, np.cumsum(SIZES))[:-1]]
+    return Dataset("made", x, y, x[:3], y[:3], 4, fingerprint(x, y)), parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_hold_the_sampled_examples(kind: str, dtype: torch.dtype) -> None:
+    dataset, parts = data_and_parts()
+    data = peer_data(kind, dtype=dtype)
+    for round_index in (0, 1, 200):
+        local = data.sampler.batch(round_index, [7, 3])
+        batch = data.batch(round_index, [7, 3])
+        assert batch.x.shape == (*local.index.shape, 2, 3)
+        assert (batch.x.dtype, batch.weight.dtype, batch.y.dtype) == (dtype, dtype, torch.int64)
+        np.testing.assert_array_equal(batch.index.numpy(), local.index)
+        np.testing.assert_array_equal(batch.weight.numpy(), local.weight)
+        for row, peer in enumerate((7, 3)):
+            rows = torch.from_numpy(parts[peer][local.index[row]])
+            assert torch.equal(batch.x[row], dataset.x_train[rows].to(dtype))
+            assert torch.equal(batch.y[row], dataset.y_train[rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_that_holds_a_few_peers_sees_the_same(kind: str) -> None:
+    everyone, few = peer_data(kind), peer_data(kind, peers=[7, 2, 3])
+    for round_index in (0, 5):
+        one, other = everyone.batch(round_index, [3, 7]), few.batch(round_index, [3, 7])
+        assert torch.equal(one.x, other.x)
+        assert torch.equal(one.y, other.y)
+        assert torch.equal(one.weight, other.weight)
+    with pytest.raises(ValueError, match="not held here"):
+        few.batch(0, [3, 4])
+
+
+def test_full_batches_are_gathered_once() -> None:
+    data = peer_data("full")
+    first = data.batch(0, np.arange(10))
+    assert data.batch(9, np.arange(10)) is first
+    assert data.batch(9, [1]).x.shape == (1, 30, 2, 3)
+
+
+def test_the_sampler_must_fit_the_partition() -> None:
+    dataset, parts = data_and_parts()
+    with pytest.raises(ValueError, match="sampler is for peers"):
+        PeerData(dataset, parts[:-1], Sampler("poisson", 5, SIZES, 1), "cpu", torch.float32)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="BATCHES ON CUDA NOT TESTED: no GPU here")
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_on_a_gpu_are_those_on_the_cpu(kind: str) -> None:
+    one, other = peer_data(kind).batch(4, [1, 5]), peer_data(kind, "cuda").batch(4, [1, 5])
+    for name in ("x", "y", "weight", "index"):
+        assert getattr(other, name).is_cuda
+        assert torch.equal(getattr(other, name).cpu(), getattr(one, name))

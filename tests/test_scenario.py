@@ -1,0 +1,106 @@
+"""Scenario files: what is accepted, what is refused, and how it is said."""
+
+import pytest
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.scenario import load_scenario, parse_scenario, scenario_hash, to_yaml
+
+TEXT = """\
+name: tiny
+n_peers: 4
+rounds: 10
+data:
+  dataset: digits
+  batch: {sampling: poisson, size: 16}
+model: {name: softmax}
+algorithm: {name: privsgp, learning_rate: 0.5}
+privacy:
+  epsilon: 3.0
+  delta: 1e-5
+"""
+
+
+def test_defaults_are_visible_and_read_back():
+    scenario = parse_scenario(TEXT)
+    text = to_yaml(scenario)
+    assert "learning_rate_decay: 0.0" in text
+    assert "calibration: rigorous" in text
+    assert parse_scenario(text) == scenario
+
+
+def test_exponent_without_a_point_is_a_number():
+    scenario = parse_scenario(TEXT)
+    assert scenario.private is not None
+    assert scenario.private.delta == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("setting", "parts"),
+    [
+        ("rounds=0", ["rounds=0", ">= 1"]),
+        ("rounds=abc", ["rounds='abc'", "integer"]),
+        ("rounds=1.5", ["rounds=1.5", "integer"]),
+        ("n_peers=1", ["n_peers=1", ">= 2", "local"]),
+        ("algorithm.learning_rate=-1", ["algorithm.learning_rate=-1", "> 0"]),
+        ("algorithm.learnig_rate=1", ["algorithm.learnig_rate", "did you mean 'learning_rate'"]),
+        ("algorithm.name=privsgd", ["algorithm.name='privsgd'", "did you mean 'privsgp'"]),
+        ("privacy.epsilon=0", ["privacy.epsilon=0", "> 0"]),
+        ("privacy.epsilon=[1, 2]", ["privacy.epsilon", "2 numbers", "n_peers=4"]),
+        ("privacy.delta=1", ["privacy.delta=1", "< 1"]),
+        ("privacy.clip_norm=0", ["privacy.clip_norm=0", "> 0"]),
+        ("privacy=maybe", ["privacy='maybe'", "none"]),
+        ("data.partition.kind=dirichlet", ["data.partition", "alpha"]),
+        ("data.partition.alpha=1", ["data.partition", "alpha", "remove"]),
+        ("data.batch.sampling=full", ["data.batch", "size"]),
+        ("participation.kind=uniform", ["participation", "fraction"]),
+        ("model={name: linear, hidden: [3]}", ["model", "hidden"]),
+        ("model={name: module}", ["model", "module"]),
+        ("nonsense", ["--set nonsense", "key.path=value"]),
+    ],
+)
+def test_wrong_values_name_value_rule_and_remedy(setting, parts):
+    with pytest.raises(ScenarioError) as error:
+        parse_scenario(TEXT, overrides=[setting])
+    message = str(error.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_an_unknown_key_names_its_line_and_the_nearest_key():
+    with pytest.raises(
+        ScenarioError, match=r"^tiny\.yaml:10: unknown key 'privacy\.epsilonn'; did you mean 'epsilon'"
+    ):
+        parse_scenario(TEXT.replace("epsilon:", "epsilonn:"), where="tiny.yaml")
+
+
+def test_a_missing_key_is_named_at_its_section():
+    with pytest.raises(ScenarioError, match=r"^s:4: 'data\.batch' is missing"):
+        parse_scenario(TEXT.replace("  batch: {sampling: poisson, size: 16}\n", ""), where="s")
+
+
+def test_a_repeated_key_and_broken_yaml_are_refused_with_their_line():
+    with pytest.raises(ScenarioError, match=r"^s:12: key 'name' stands twice"):
+        parse_scenario(TEXT + "name: again\n", where="s")
+    with pytest.raises(ScenarioError, match=r"^s:13: not valid YAML"):
+        parse_scenario(TEXT + "x: [1\n", where="s")
+    with pytest.raises(ScenarioError, match="mapping"):
+        parse_scenario("- 1\n")
+
+
+def test_none_is_no_privacy_and_lists_give_each_peer_its_own():
+    assert parse_scenario(TEXT, overrides=["privacy=none"]).private is None
+    private = parse_scenario(TEXT, overrides=["privacy.epsilon=[1, 2, 3, 4.5]"]).private
+    assert private is not None
+    assert private.epsilon == (1.0, 2.0, 3.0, 4.5)
+
+
+def test_the_hash_follows_numbers_and_not_threads():
+    base = scenario_hash(parse_scenario(TEXT))
+    assert scenario_hash(parse_scenario(TEXT, overrides=["compute.threads=2"])) == base
+    assert scenario_hash(parse_scenario(TEXT, overrides=["seed=2"])) != base
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ScenarioError, match=r"nowhere\.yaml"):
+        load_scenario(tmp_path / "nowhere.yaml")
