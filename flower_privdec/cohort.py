@@ -83,7 +83,7 @@ class Cohort:
         """
         active = self.participation.active(round_index)[self.peers]
         if self.ledger is None:
-            return active
+            return np.asarray(active)
         self.ledger.reserve(round_index)
         return np.asarray(active & self.ledger.allowed(round_index))
 

@@ -44,7 +44,7 @@ def _build_mixing(scenario: Scenario, algorithm: Algorithm, participation: Parti
     section = scenario.topology
     topology = build_topology(section.name, scenario.n_peers, seed=scenario.seed, **section.options())
     check_topology(topology)
-    weights = section.weights
+    weights: str = section.weights
     if section.name == "server":
         weights = "server"
     elif weights == "auto" and algorithm.weights == "doubly-stochastic":
@@ -137,9 +137,8 @@ class Experiment:
         peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
         ledger = None
         if self.plan is not None and ledger_dir is not None:
-            ledger = CohortLedger.open(
-                ledger_dir, self.dataset.fingerprint, run_id, self.plan.accounts(peers)
-            )
+            accounts = [self.plan.accounts[peer] for peer in peers]
+            ledger = CohortLedger.open(ledger_dir, self.dataset.fingerprint, run_id, accounts)
         return Cohort(
             peers=peers,
             n_peers=scenario.n_peers,

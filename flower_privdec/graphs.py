@@ -29,7 +29,9 @@ NO_GRAPH = "algorithm {} exchanges nothing: there is no graph"
 def build_graph(scenario: Scenario) -> Mixing | None:
     """Return the graph of a scenario with its weights, or None when its algorithm exchanges nothing."""
     section = scenario.participation
-    participation = build_participation(section.kind, scenario.n_peers, scenario.seed, fraction=section.fraction)
+    participation = build_participation(
+        section.kind, scenario.n_peers, scenario.seed, fraction=section.fraction
+    )
     return _build_mixing(scenario, ALGORITHMS[scenario.algorithm.name](), participation)
 
 
@@ -87,7 +89,16 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
 
 
 def _no_graph(scenario: Scenario) -> dict[str, Any]:
-    nothing = ("name", "directed", "period", "weights", "joint_connectivity", "spectral_gap", "edges", "picture")
+    nothing = (
+        "name",
+        "directed",
+        "period",
+        "weights",
+        "joint_connectivity",
+        "spectral_gap",
+        "edges",
+        "picture",
+    )
     return {
         **dict.fromkeys(nothing),
         "n_peers": scenario.n_peers,
@@ -134,14 +145,21 @@ def _draw_round(axes: Axes, topology: Topology, round_index: int, side: float) -
     graph.add_edges_from(topology.edges(round_index).tolist())
     n_peers = topology.n_peers
     place = {
-        peer: (math.sin(2 * math.pi * peer / n_peers), math.cos(2 * math.pi * peer / n_peers)) for peer in graph
+        peer: (math.sin(2 * math.pi * peer / n_peers), math.cos(2 * math.pi * peer / n_peers))
+        for peer in graph
     }
     node_size = min(300.0, (side * 72 * 2 / n_peers) ** 2 / 3)
     edges = graph.number_of_edges()
     style = {"edge_color": SERIES[0], "alpha": max(0.15, min(0.8, 60 / (edges + 1))), "ax": axes}
     if topology.directed and edges <= MOST_ARROWS:
         nx.draw_networkx_edges(
-            graph, place, node_size=node_size, arrowsize=9, connectionstyle="arc3,rad=0.08", arrows=True, **style
+            graph,
+            place,
+            node_size=node_size,
+            arrowsize=9,
+            connectionstyle="arc3,rad=0.08",
+            arrows=True,
+            **style,
         )
     else:
         nx.draw_networkx_edges(graph, place, node_size=node_size, arrows=False, **style)

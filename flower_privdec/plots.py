@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,20 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flower_privdec.errors import ScenarioError
 from flower_privdec.results import Result, read_result
+from flower_privdec.wording import main_accuracy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d8dee4", "#fefefe"
-SERIES = ("#2563c9", "#c2410c", "#15803d", "#8b3fc4", "#b4236a", "#0e7490", "#946200", "#57606b")
+SERIES = ("#2563c9", "#c2410c", "#15803d", "#8b3fc4", "#c2307a", "#8a6100", "#0d9488", "#57606b")
 DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}  # matplotlib's name: the name in CSS
 PAGE_COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {
     colour: f"series-{i}" for i, colour in enumerate(SERIES)
 }
-SETTINGS = {
+SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": ["DejaVu Sans"],
     "font.size": 9.5,
@@ -52,7 +56,7 @@ class Curve:
     Attributes:
         name: of the file it is written to.
         title: what it shows.
-        value: reads it from a line of metrics.jsonl.
+        value: reads it from a line of metrics.jsonl of a run of an algorithm.
         band: reads the least and the most over the peers, where they are known.
         log: whether the axis is logarithmic.
         share: whether it is a share, shown in percent.
@@ -60,7 +64,7 @@ class Curve:
 
     name: str
     title: str
-    value: Callable[[dict[str, Any]], float]
+    value: Callable[[dict[str, Any], str], float]
     band: Callable[[dict[str, Any]], tuple[float, float]] | None = None
     log: bool = False
     share: bool = False
@@ -69,14 +73,14 @@ class Curve:
 CURVES = (
     Curve(
         "accuracy",
-        "Test accuracy (line: mean model; band: the peers)",
-        lambda m: 100 * m["accuracy"]["mean_model"],
+        "Test accuracy (line: mean model; band: the peers' models)",
+        lambda m, algorithm: 100 * (main_accuracy(algorithm, m["accuracy"]) or 0.0),
         lambda m: (100 * m["accuracy"]["peer_min"], 100 * m["accuracy"]["peer_max"]),
         share=True,
     ),
-    Curve("loss", "Test loss of the mean model", lambda m: m["loss"]["mean_model"]),
-    Curve("consensus", "Consensus distance", lambda m: m["consensus_distance"], log=True),
-    Curve("epsilon", "ε spent (largest of the peers)", lambda m: float(m["epsilon"])),
+    Curve("loss", "Test loss of the mean model", lambda m, _: m["loss"]["mean_model"]),
+    Curve("consensus", "Consensus distance", lambda m, _: m["consensus_distance"], log=True),
+    Curve("epsilon", "ε spent (largest of the peers)", lambda m, _: float(m["epsilon"])),
 )
 
 
@@ -90,7 +94,9 @@ def drawing(salt: str = "privdec") -> Iterator[None]:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ScenarioError("pictures need matplotlib, which is not installed; pip install matplotlib") from error
+        raise ScenarioError(
+            "pictures need matplotlib, which is not installed; pip install matplotlib"
+        ) from error
     with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": salt}):
         yield
 
@@ -102,7 +108,9 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_curve(curve: Curve, results: Sequence[Result], width: float = 6.0, height: float = 3.2) -> Figure | None:
+def draw_curve(
+    curve: Curve, results: Sequence[Result], width: float = 6.0, height: float = 3.2
+) -> Figure | None:
     """Draw one quantity of one or several runs over their rounds; None when no run has it.
 
     Call it within `drawing`.
@@ -126,13 +134,14 @@ def line_style(index: int) -> tuple[int, str]:
 
 def _draw_run(axes: Axes, curve: Curve, result: Result, index: int) -> bool:
     """Draw a run's finite values and say whether there was one."""
-    points = [m for m in result.metrics if abs(curve.value(m)) < float("inf")]
+    algorithm = result.scenario.algorithm.name
+    points = [m for m in result.metrics if math.isfinite(curve.value(m, algorithm))]
     if not points:
         return False
     series, dash = line_style(index)
     rounds = [m["round"] for m in points]
     marker = "o" if len(points) == 1 else ""
-    axes.plot(rounds, [curve.value(m) for m in points], dash, color=SERIES[series], marker=marker)
+    axes.plot(rounds, [curve.value(m, algorithm) for m in points], dash, color=SERIES[series], marker=marker)
     if curve.band is not None:
         low, high = zip(*map(curve.band, points), strict=True)
         axes.fill_between(rounds, low, high, color=SERIES[series], alpha=0.16, linewidth=0)
@@ -140,8 +149,9 @@ def _draw_run(axes: Axes, curve: Curve, result: Result, index: int) -> bool:
 
 
 def _set_scale(axes: Axes, curve: Curve) -> None:
-    positive = [float(y) for line in axes.get_lines() for y in line.get_ydata() if float(y) > 0]
-    if curve.log and positive and max(positive) > 10 * min(positive):
+    drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
+    positive = drawn[drawn > 0]
+    if curve.log and len(positive) and positive.max() > 10 * positive.min():
         axes.set_yscale("log")
     elif curve.name == "epsilon" or curve.log:
         axes.set_ylim(bottom=0)
@@ -161,7 +171,7 @@ def to_svg(figure: Figure, label: str) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", text)  # identifiers that every picture would repeat
+    text = re.sub(r' id="[\w.]+_\d+"', "", text)  # identifiers that every picture would repeat
     text = re.sub(r"font: ([\d.]+)px 'DejaVu Sans'[^;\"]*", r"font: \1px var(--font)", text)
     for colour, name in PAGE_COLOURS.items():
         text = text.replace(colour, f"var(--{name})")

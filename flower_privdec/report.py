@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from flower_privdec import __version__
-from flower_privdec.console.views import comparison_row, graph_facts, peers_accuracy
+from flower_privdec.console.views import comparison_row, graph_facts
 from flower_privdec.errors import ScenarioError
-from flower_privdec.graphs import build_graph, connectivity, draw_topology, rounds_shown
-from flower_privdec.plots import CURVES, SERIES, drawing, draw_curve, to_svg
+from flower_privdec.graphs import NO_GRAPH, build_graph, connectivity, draw_topology, rounds_shown
+from flower_privdec.plots import CURVES, DASHES, draw_curve, drawing, line_style, to_svg
 from flower_privdec.results import Result, read_results
 from flower_privdec.scenario import to_yaml
+from flower_privdec.topology import Topology
 from flower_privdec.wording import (
     alike,
     claim,
@@ -21,10 +22,14 @@ from flower_privdec.wording import (
     epsilon_text,
     guarantee,
     headline,
+    is_private,
+    main_accuracy,
     meaning,
     number,
     peer_ranges,
+    peers_range,
     percent,
+    shares_models,
 )
 
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
@@ -71,9 +76,9 @@ def render(results: Sequence[Result]) -> str:
         subtitle=headline(results[0].summary) if single else _best(results),
         cards=_cards(results[0].summary) if single else [],
         curves=_curves(results),
-        n_series=len(SERIES),
+        keys=[_key(i) for i in range(len(results))],
         comparison=[comparison_row(result.summary) for result in results],
-        runs=[_section(result, i) for i, result in enumerate(results)],
+        runs=[_section(result, graph) for result, graph in zip(results, _graphs(results), strict=True)],
         version=__version__,
     )
 
@@ -83,20 +88,45 @@ def _best(results: Sequence[Result]) -> str:
     known = [result for result in results if result.summary["accuracy"]]
     if not known:
         return "no run has been evaluated yet"
-    best = max(known, key=lambda result: float(result.summary["accuracy"]["mean_model"]))
-    return f"best: {best.label}, {headline(best.summary)}"
+    private = [result for result in known if is_private(result.summary)]
+    groups = [("best", known)] + ([("best with privacy", private)] if private else [])
+    winners = {max(group, key=_accuracy).label: name for name, group in groups}
+    summaries = {result.label: result.summary for result in known}
+    return "; ".join(f"{name}: {label}, {headline(summaries[label])}" for label, name in winners.items())
+
+
+def _accuracy(result: Result) -> float:
+    return main_accuracy(result.scenario.algorithm.name, result.summary["accuracy"]) or 0.0
+
+
+def _key(index: int) -> tuple[int, str]:
+    """Return the legend's key of a run: the number of its colour, and its line in CSS."""
+    series, dash = line_style(index)
+    return series, DASHES[dash]
 
 
 def _cards(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the numbers at the head of the page: name, value, and what it is."""
-    accuracy, rows = summary["accuracy"], summary["privacy"]
-    deltas = sorted({row["delta"] for row in rows if row["delta"] is not None})
+    accuracy, rows, shared = summary["accuracy"], summary["privacy"], shares_models(summary["algorithm"])
+    deltas = sorted({row["delta"] for row in rows if row["delta"]})
     return [
-        ("accuracy", percent(accuracy["mean_model"] if accuracy else None), "mean model, test set"),
-        ("peers' models", percent(accuracy["peer_mean"] if accuracy else None), peers_accuracy(summary)),
-        ("ε", epsilon_range(summary), f"δ = {number(deltas[-1])}" if deltas else "no δ"),
+        *(
+            [("accuracy", percent(main_accuracy(summary["algorithm"], accuracy)), "mean model, test set")]
+            if shared
+            else []
+        ),
+        (
+            "peers' models",
+            percent(accuracy["peer_mean"] if accuracy else None),
+            f"mean; {peers_range(summary)} each",
+        ),
+        ("ε", epsilon_range(summary), f"at δ = {number(deltas[-1])}" if deltas else "of the peers"),
         ("consensus distance", number(summary["consensus_distance"]), "root mean square"),
-        ("time", duration(summary["wall_seconds"]), f"{number(summary['peer_steps_per_second'])} peer steps/s"),
+        (
+            "time",
+            duration(summary["wall_seconds"]),
+            f"{number(summary['peer_steps_per_second'])} peer steps/s",
+        ),
     ]
 
 
@@ -111,7 +141,7 @@ def _curves(results: Sequence[Result]) -> list[str]:
     return pictures
 
 
-def _section(result: Result, index: int) -> dict[str, Any]:
+def _section(result: Result, graph: dict[str, Any]) -> dict[str, Any]:
     """Return what the page says about one run."""
     summary = result.summary
     facts = [
@@ -129,9 +159,9 @@ def _section(result: Result, index: int) -> dict[str, Any]:
         "guarantee": guarantee(summary),
         "meaning": meaning(summary),
         "claim": claim(summary),
-        "noise": summary.get("noise"),
+        "noise": summary.get("noise") if is_private(summary) else None,
         "privacy": _privacy_table(summary),
-        "graph": _graph(result, index),
+        "graph": graph,
         "yaml": to_yaml(result.scenario),
         "folder": str(result.folder),
     }
@@ -151,18 +181,38 @@ def _privacy_table(summary: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def _graph(result: Result, index: int) -> dict[str, Any]:
-    """Return a run's graph: its facts and, where it is not too large, its picture."""
+def _graphs(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return each run's graph: its facts and its picture, where an earlier run does not show the same one."""
+    shown_with: dict[str, str] = {}
+    graphs = []
+    for result in results:
+        facts, topology = _graph_facts(result)
+        graph: dict[str, Any] = {"facts": facts, "svg": None, "panels": 0}
+        graphs.append(graph)
+        if topology is None:
+            continue
+        rounds = rounds_shown(topology)
+        key = repr([topology.edges(k).tolist() for k in range(rounds)])
+        if key in shown_with:
+            graph["facts"] += f" (picture: {shown_with[key]})"
+            continue
+        shown_with[key] = result.label
+        with drawing(salt=f"graph-{len(graphs)}"):
+            svg = to_svg(draw_topology(topology), f"the graph {topology.name}")
+        graph.update(svg=svg, panels=rounds)
+    return graphs
+
+
+def _graph_facts(result: Result) -> tuple[str, Topology | None]:
+    """Say what a run's graph is, and return it where there is one to draw."""
     try:
         mixing = build_graph(result.scenario)
     except ScenarioError as error:  # an edge list that has moved since
-        return {"facts": f"cannot be drawn: {error}", "svg": None, "panels": 0}
+        return f"cannot be built here: {error}", None
     if mixing is None:
-        return {"facts": f"{result.scenario.algorithm.name} exchanges nothing: no graph", "svg": None, "panels": 0}
+        return NO_GRAPH.format(result.scenario.algorithm.name), None
     topology = mixing.topology
     facts = f"{topology.name}, {mixing.weights} weights, {graph_facts(connectivity(mixing))}"
     if topology.n_peers > LARGEST_GRAPH:
-        return {"facts": f"{facts} (too large to draw)", "svg": None, "panels": 0}
-    with drawing(salt=f"graph-{index}"):
-        svg = to_svg(draw_topology(topology), f"the graph {topology.name}")
-    return {"facts": facts, "svg": svg, "panels": rounds_shown(topology)}
+        return f"{facts} (too large to draw)", None
+    return facts, topology

@@ -46,7 +46,9 @@ def read_result(folder: Path) -> Result:
     if not folder.is_dir():
         raise ScenarioError(f"{folder}: is not a folder; give a folder that `privdec run` left")
     if not (folder / "scenario.yaml").is_file():
-        raise ScenarioError(f"{folder}: has no scenario.yaml, so it is not a run; give a folder that `privdec run` left")
+        raise ScenarioError(
+            f"{folder}: has no scenario.yaml, so it is not a run; give a folder that `privdec run` left"
+        )
     scenario = load_scenario(folder / "scenario.yaml")
     metrics = _read_metrics(folder / "metrics.jsonl")
     summary = _read_summary(folder / "summary.json") or _unfinished(scenario, metrics)
@@ -60,7 +62,9 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
         labels = [naming(result) for result in results]
         if len(set(labels)) == len(labels):
             break
-    labels = labels if len(set(labels)) == len(labels) else [f"{label} #{i}" for i, label in enumerate(labels, 1)]
+    labels = (
+        labels if len(set(labels)) == len(labels) else [f"{label} #{i}" for i, label in enumerate(labels, 1)]
+    )
     return [
         replace(result, label=label, summary=result.summary | {"label": label})
         for result, label in zip(results, labels, strict=True)
@@ -76,7 +80,9 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
             metrics.append(json.loads(line))
         except ValueError as error:
             if i < len(lines) - 1:
-                raise ScenarioError(f"{path}:{i + 1}: is not a line of JSON ({error}); the file is damaged") from error
+                raise ScenarioError(
+                    f"{path}:{i + 1}: is not a line of JSON ({error}); the file is damaged"
+                ) from error
     return metrics
 
 

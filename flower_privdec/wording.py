@@ -7,12 +7,38 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+from flower_privdec.algorithms import ALGORITHMS
+
 NOTHING = "–"
 
 
 def percent(share: float | None) -> str:
     """Return a share as a percentage with one decimal: 0.905 is `90.5 %`."""
     return NOTHING if share is None else f"{100 * share:.1f} %"
+
+
+def shares_models(algorithm: str) -> bool:
+    """Return whether an algorithm's peers exchange anything, so that there is a mean model to speak of."""
+    known = ALGORITHMS.get(algorithm)
+    return known is None or known.weights is not None
+
+
+def main_accuracy(algorithm: str, accuracy: dict[str, float] | None) -> float | None:
+    """Return the accuracy that counts: the mean model's, or the peers' mean where nothing is exchanged.
+
+    The mean of models that were never exchanged is a model that nobody has.
+    """
+    if accuracy is None:
+        return None
+    return accuracy["mean_model" if shares_models(algorithm) else "peer_mean"]
+
+
+def peers_accuracy(summary: dict[str, Any]) -> str:
+    """Return the accuracy of the peers' own models: `89.0 % (87.0–90.4)`, mean, worst and best."""
+    accuracy = summary["accuracy"]
+    if not accuracy:
+        return NOTHING
+    return f"{percent(accuracy['peer_mean'])} ({peers_range(summary).removesuffix(' %')})"
 
 
 def peers_range(summary: dict[str, Any]) -> str:
@@ -57,11 +83,11 @@ def duration(seconds: float | None) -> str:
 
 def memory(count: float) -> str:
     """Return a number of bytes in the largest binary unit that leaves a whole part."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
             return f"{count:.3g} {unit}"
         count /= 1024
-    return f"{count:.3g} GiB"
+    return f"{count:.3g} TiB"
 
 
 def peer_ranges(peers: Iterable[int]) -> str:
@@ -94,6 +120,11 @@ def epsilon_range(summary: dict[str, Any]) -> str:
     return low if low == high else f"{low}–{high}"
 
 
+def is_private(summary: dict[str, Any]) -> bool:
+    """Return whether some peer of a run has a finite ε."""
+    return epsilon_range(summary) not in ("∞", NOTHING)
+
+
 def _span(values: Iterable[float]) -> str:
     known = sorted(values)
     low, high = number(known[0]), number(known[-1])
@@ -105,7 +136,7 @@ def guarantee(summary: dict[str, Any]) -> str:
     rows = summary["privacy"]
     if not summary.get("finished", True):
         return _guarantee_so_far(summary)
-    if all(math.isinf(float(row["epsilon"])) for row in rows):
+    if not is_private(summary):
         return "ε = ∞ (no privacy)"
     who = "every peer: " if len(alike(rows, ("epsilon", "delta"))) == 1 else "over the peers: "
     delta = _span(row["delta"] for row in rows if row["delta"] is not None)
@@ -136,18 +167,19 @@ def meaning(summary: dict[str, Any]) -> str:
     largest = max((float(row["epsilon"]) for row in rows), default=float(summary.get("epsilon_so_far") or 0))
     if math.isinf(largest):
         return "Messages and models may reveal anything about the examples they were computed from."
-    whose = "peer's data were" if rows and rows[0]["unit"] == "peer" else "example was"
+    whose = "peer's data" if rows and rows[0]["unit"] == "peer" else "example"
     factor = number(math.exp(min(largest, 700.0)))
     return (
-        f"Even to whoever sees every message and every model, whether any one {whose} used changes the odds "
-        f"of what they see by at most a factor of e^ε = {factor}, except with a probability of about δ."
+        f"For whoever sees every message and every model, the use of any one {whose} changes the odds of "
+        f"what they see by at most a factor of e^ε = {factor}, except with a probability of about δ."
     )
 
 
 def headline(summary: dict[str, Any]) -> str:
     """Say the result of a run in one line."""
-    accuracy = percent(summary["accuracy"]["mean_model"]) if summary["accuracy"] else NOTHING
+    whose = "mean model" if shares_models(summary["algorithm"]) else "peers' models alone, on average"
+    result = f"{whose} {percent(main_accuracy(summary['algorithm'], summary['accuracy']))} on the test set"
     if not summary.get("finished", True):
         done = f"{summary['rounds_done']} of {summary['rounds']} rounds"
-        return f"unfinished, {done}: mean model {accuracy} on the test set so far, ε = {epsilon_range(summary)}"
-    return f"mean model {accuracy} on the test set, ε = {epsilon_range(summary)}"
+        return f"unfinished, {done}: {result} so far, ε = {epsilon_range(summary)}"
+    return f"{result}, ε = {epsilon_range(summary)}"

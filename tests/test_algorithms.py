@@ -129,7 +129,7 @@ def reference_privsgp(experiment, tape, rounds):
             rows = experiment.partition[i][batch.index[0][batch.weight[0] > 0]]
             g = softmax_gradients(features[rows], z[:640].reshape(10, 64), z[640:], labels[rows])
             g *= np.minimum(1, clip / np.linalg.norm(g, axis=1, keepdims=True))
-            half[i] -= rate * (g.sum(0) + sigma[i] * clip * tape.draw(k, i)) / 12
+            half[i] -= rate * (g.sum(0) - sigma[i] * clip * tape.draw(k, i)) / 12  # -N and N are alike
         hop = 2 ** (k % 2)  # floor(log2(3)) + 1 = 2
         p = np.zeros((n, n))
         for j in range(n):

@@ -290,8 +290,10 @@ def test_push_sum_alone_reaches_the_exact_mean_in_m_rounds(m: int) -> None:
     assert (x / push_weight[:, None] - mean).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_push_sum_reaches_the_mean_on_every_graph_with_some_of_the_peers(name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["directed-exponential", "directed-ring", "star", "erdos-renyi", "random-edges"]
+)
+def test_push_sum_reaches_the_mean_with_only_some_peers_active(name: str) -> None:
     mix = mixing(name, "column-stochastic", fraction=0.75)
     x, push_weight = payload(12, 4), torch.ones(12, dtype=torch.float64)
     mean = x.mean(0)

@@ -152,8 +152,7 @@ def test_pathological_leaves_out_a_class_that_nobody_drew() -> None:
 
 
 def test_empty_peer_is_named() -> None:
-    parts = refused("leaves peer", "no example", "larger alpha", n_peers=60, kind="dirichlet", alpha=0.01)
-    assert parts is None
+    refused("leaves peer", "no example", "larger alpha", n_peers=60, kind="dirichlet", alpha=0.01)
     refused("leaves peer 1", labels=np.arange(9), n_peers=2, kind="sizes", sizes=[0.5, 0.01])
 
 

@@ -15,6 +15,7 @@ from scipy.stats import chi2
 
 from flower_privdec.data import SAMPLINGS, Dataset, LocalBatch, PeerData, Sampler
 from flower_privdec.data.datasets import fingerprint
+from flower_privdec.data.sampling import draw_poisson
 from flower_privdec.errors import ScenarioError
 
 SIZES = np.array([12, 30, 7, 25, 19, 40, 8, 16, 33, 21])
@@ -142,6 +143,26 @@ def test_poisson_counts_are_binomial(count: int, size: int) -> None:
     assert abs(((counts - size) ** 2).mean() - variance) < 6 * np.sqrt(fourth / n)
 
 
+@pytest.mark.parametrize("round_index", [0, 127, 128, 255])
+def test_poisson_has_no_edge_at_the_ends_of_a_block(round_index: int) -> None:
+    n_peers, count = 4000, 6
+    seen = np.zeros(count)
+    for row in used(Sampler("poisson", 2, [count] * n_peers, 8).batch(round_index, range(n_peers))):
+        seen[row] += 1
+    deviation = (seen - n_peers / 3) / np.sqrt(n_peers * (1 / 3) * (2 / 3))
+    assert np.abs(deviation).max() < 5.5
+
+
+def test_poisson_draws_on_when_more_are_hit_than_expected() -> None:
+    class EveryCoin:
+        def geometric(self, rate: float, size: int) -> np.ndarray:
+            return np.ones(size, np.int64)
+
+    counts, positions = draw_poisson(EveryCoin(), 30, 40, 0.01)  # type: ignore[arg-type]
+    assert counts.tolist() == [40] * 30
+    assert positions.tolist() == list(range(40)) * 30
+
+
 def test_poisson_of_everything_is_everything() -> None:
     assert used(Sampler("poisson", 9, [9, 9], 1).batch(17, [0, 1])) == [list(range(9))] * 2
 
@@ -173,7 +194,7 @@ def test_shuffle_uses_each_example_at_most_once_in_an_epoch(count: int, size: in
     ]
     for epoch in epochs:
         assert len(epoch) == len(set(epoch)) == steps * size
-    if 1 < steps:
+    if steps > 1:
         assert len({tuple(epoch) for epoch in epochs}) == 6
     if count % size:
         assert (

@@ -9,12 +9,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario
-from flower_privdec.wording import duration, epsilon_text, number, percent
+from flower_privdec.wording import duration, epsilon_text, main_accuracy, number, percent
 
 Metrics = dict[str, Any]
 PLAIN_LINES = 10
@@ -47,7 +49,9 @@ def progress(
         views: list[_View] = []
         if tensorboard:
             views.append(stack.enter_context(_tensorboard(folder)))
-        views.append(stack.enter_context(_bar(scenario, console) if console.is_terminal else _plain(scenario, console)))
+        views.append(
+            stack.enter_context(_bar(scenario, console) if console.is_terminal else _plain(scenario, console))
+        )
 
         def on_metrics(metrics: Metrics) -> None:
             for view in views:
@@ -56,9 +60,10 @@ def progress(
         yield on_metrics
 
 
-def _values(metrics: Metrics) -> str:
+def _values(scenario: Scenario, metrics: Metrics) -> str:
+    accuracy = main_accuracy(scenario.algorithm.name, metrics["accuracy"])
     return (
-        f"accuracy {percent(metrics['accuracy']['mean_model'])}  "
+        f"accuracy {percent(accuracy)}  "
         f"consensus distance {number(metrics['consensus_distance'])}  ε {epsilon_text(metrics['epsilon'])}"
     )
 
@@ -79,23 +84,24 @@ class _Clock:
 
 @contextmanager
 def _bar(scenario: Scenario, console: Console) -> Iterator[_View]:
-    columns = (
-        TextColumn("{task.description}"),
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[values]}"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
+        expand=True,
     )
-    clock = _Clock(scenario)
-    with Progress(*columns, console=console, expand=True) as bar:
-        task = bar.add_task(scenario.name, total=scenario.rounds, values="", left="")
+    task = bar.add_task(scenario.name, total=scenario.rounds, left="")
+    values, clock = Text(style="dim"), _Clock(scenario)
 
-        def show(metrics: Metrics) -> None:
-            done = metrics["round"]
-            left = f"{clock.left(done)} left" if done < scenario.rounds else "done"
-            bar.update(task, completed=done, values=_values(metrics), left=left)
+    def show(metrics: Metrics) -> None:
+        done = metrics["round"]
+        left = f"{clock.left(done)} left" if done < scenario.rounds else "done"
+        bar.update(task, completed=done, left=left)
+        values.plain = _values(scenario, metrics)
 
+    with Live(Group(bar, values), console=console, refresh_per_second=8):
         yield show
 
 
@@ -110,8 +116,8 @@ def _plain(scenario: Scenario, console: Console) -> Iterator[_View]:
         if tenths > tenths_shown:
             tenths_shown = tenths
             tail = "done" if metrics["round"] == scenario.rounds else f"{left} left"
-            line = f"{scenario.name}: round {metrics['round']:{width}d}/{scenario.rounds}  {_values(metrics)}  {tail}"
-            console.print(line, soft_wrap=True)
+            where = f"{scenario.name}: round {metrics['round']:{width}d}/{scenario.rounds}"
+            console.print(f"{where}  {_values(scenario, metrics)}  {tail}", soft_wrap=True)
 
     yield show
 
@@ -129,8 +135,7 @@ def _tensorboard(folder: Path) -> Iterator[_View]:
         if not writers:
             from torch.utils.tensorboard import SummaryWriter
 
-            first: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=metrics["round"])  # type: ignore[no-untyped-call]
-            writers.append(first)
+            writers.append(SummaryWriter(str(folder / "tensorboard"), purge_step=metrics["round"]))
         for name, value in scalars(metrics).items():
             writers[0].add_scalar(name, value, metrics["round"])
         writers[0].flush()

@@ -21,19 +21,21 @@ from flower_privdec.wording import (
     epsilon_text,
     guarantee,
     headline,
+    is_private,
     meaning,
     memory,
     number,
     peer_ranges,
-    peers_range,
+    peers_accuracy,
     percent,
+    shares_models,
 )
 
-PLAIN_WIDTH = 120
-NARROW = 100
+PLAIN_WIDTH = 130
+NARROW = 120
 PLAN_COLUMNS = ("sigma", "noise_multiplier", "epsilon", "epsilon_after_quarters", "delta", "claimed_epsilon")
 LARGEST_PICTURE = 32
-ESSENTIAL = ("run", "algorithm", "ε", "mean model", "each peer's", "time")
+ESSENTIAL = ("run", "algorithm", "ε", "mean model", "peers' models", "time")
 
 
 class _Console(Console):
@@ -83,7 +85,7 @@ def _table(columns: Sequence[tuple[str, str]]) -> Table:
 def print_summary(summary: dict[str, Any], folder: Path) -> None:
     """Print what a finished run reached, at which ε, and where its files lie."""
     console = _console()
-    speed = f"{duration(summary['wall_seconds'])}, {number(summary['peer_steps_per_second'])} peer steps per second"
+    pace = f"{number(summary['peer_steps_per_second'])} peer steps per second"
     network = f"{summary['n_peers']} peers, {summary['rounds']:,} rounds, {summary['runtime']}"
     console.show()
     console.show(f"{summary['name']}: {headline(summary)}", style="bold")
@@ -91,14 +93,17 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         _facts(
             [
                 ("algorithm", f"{summary['algorithm']}, {network}"),
-                ("peers' models", f"{percent(summary['accuracy']['peer_mean'])} mean, {peers_range(summary)} each"),
+                ("peers' models", f"{peers_accuracy(summary)} mean, worst to best"),
                 ("loss", f"{number(summary['loss']['mean_model'])} (mean model, test set)"),
-                ("consensus", f"{number(summary['consensus_distance'])} root mean square distance to the mean model"),
+                (
+                    "consensus",
+                    f"{number(summary['consensus_distance'])} root mean square distance to the mean model",
+                ),
                 ("privacy", guarantee(summary)),
                 ("", meaning(summary)),
                 ("claimed", claim(summary)),
-                ("noise", summary.get("noise")),
-                ("speed", speed),
+                ("noise", summary.get("noise") if is_private(summary) else None),
+                ("speed", f"{duration(summary['wall_seconds'])}, {pace}"),
                 ("files", str(folder)),
             ]
         )
@@ -119,7 +124,7 @@ def print_comparison(summaries: Sequence[dict[str, Any]]) -> None:
 
 def comparison_row(summary: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a run in a comparison, by heading."""
-    finished = summary.get("finished", True)
+    finished, accuracy = summary.get("finished", True), summary["accuracy"]
     done = f"{summary['rounds']:,}" if finished else f"{summary['rounds_done']:,}/{summary['rounds']:,}"
     return {
         "run": summary.get("label", summary["name"]),
@@ -127,8 +132,10 @@ def comparison_row(summary: dict[str, Any]) -> dict[str, str]:
         "peers": str(summary["n_peers"]),
         "rounds": done,
         "ε": epsilon_range(summary),
-        "mean model": percent(summary["accuracy"]["mean_model"] if summary["accuracy"] else None),
-        "each peer's": peers_range(summary),
+        "mean model": percent(accuracy["mean_model"])
+        if accuracy and shares_models(summary["algorithm"])
+        else NOTHING,
+        "peers' models": peers_accuracy(summary),
         "loss": number(summary["loss"]["mean_model"] if summary["loss"] else None),
         "consensus": number(summary["consensus_distance"]),
         "time": duration(summary["wall_seconds"]),
@@ -194,7 +201,11 @@ def _plan_table(plan: dict[str, Any]) -> Table:
 def graph_facts(graph: dict[str, Any]) -> str:
     """Say how well a graph spreads what a peer knows."""
     rounds = graph["joint_connectivity"]
-    joined = "not jointly connected in the rounds looked at" if rounds is None else f"jointly connected in {rounds}"
+    joined = (
+        "not jointly connected in the rounds looked at"
+        if rounds is None
+        else f"jointly connected in {rounds}"
+    )
     unit = "" if rounds is None else " round" if rounds == 1 else " rounds"
     return f"{joined}{unit}, spectral gap {number(graph['spectral_gap'])}"
 
@@ -213,7 +224,10 @@ def print_topology(description: dict[str, Any], as_json: bool) -> None:
     console.show(
         _facts(
             [
-                ("edges", f"{_counts(description['edges_per_round'])} a round ({_period(description['period'])})"),
+                (
+                    "edges",
+                    f"{_counts(description['edges_per_round'])} a round ({_period(description['period'])})",
+                ),
                 ("weights", description["weights"]),
                 ("agreement", graph_facts(description)),
                 ("picture", description["picture"]),
@@ -238,7 +252,7 @@ def _period(period: int | None) -> str:
 
 
 def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], width: int) -> list[str]:
-    """Draw who hears whom: a row a receiver, a column a sender, ● an edge; rounds side by side where they fit.
+    """Draw who hears whom: a row a receiver, a column a sender, ● an edge; rounds side by side.
 
     Args:
         n_peers: at most `LARGEST_PICTURE`, or the picture is too wide for a terminal.
@@ -246,15 +260,18 @@ def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], w
         width: of the terminal, in characters.
     """
     blocks = [_adjacency_block(n_peers, edges, k, many=len(rounds) > 1) for k, edges in enumerate(rounds)]
-    across = max(1, (width + 3) // (len(blocks[0][1]) + 3))
+    wide = max(map(len, blocks[0]))
+    across = max(1, (width + 3) // (wide + 3))
     lines = ["rows hear columns (● an edge)"]
     for start in range(0, len(blocks), across):
-        for parts in zip(*blocks[start : start + across], strict=True):
-            lines.append("   ".join(part.ljust(len(blocks[0][1])) for part in parts).rstrip())
+        for row in zip(*blocks[start : start + across], strict=True):
+            lines.append("   ".join(part.ljust(wide) for part in row).rstrip())
     return lines
 
 
-def _adjacency_block(n_peers: int, edges: Sequence[Sequence[int]], round_index: int, *, many: bool) -> list[str]:
+def _adjacency_block(
+    n_peers: int, edges: Sequence[Sequence[int]], round_index: int, *, many: bool
+) -> list[str]:
     heard = {(receiver, sender) for sender, receiver in edges}
     label = len(str(n_peers - 1))
     lines = [f"{'':{label}} round {round_index}" if many else ""]

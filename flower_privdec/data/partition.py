@@ -189,7 +189,8 @@ def _check_nobody_is_empty(parts: list[np.ndarray], kind: str) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return number and math.isfinite(value)
 
 
 def _whole(name: str, value: Any) -> int:

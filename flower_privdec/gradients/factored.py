@@ -91,7 +91,7 @@ class FactoredKernel(RowKernel):
 
     def _backward(self, point: Tensor, x: Tensor, y: Tensor) -> tuple[list[_Call], Sequence[Tensor]]:
         if self._images and x.ndim == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
+            x = x.to(memory_format=torch.channels_last)
         try:
             with torch.enable_grad():
                 value = self._loss.value(self._call(point, x), y).sum()

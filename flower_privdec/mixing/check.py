@@ -49,7 +49,8 @@ def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
         horizon: rounds of a random graph or participation to multiply; 128 when not given.
 
     Returns:
-        The gap in [0, 1]: 1 when K rounds reach the exact mean, 0 when they never agree.
+        The gap in [0, 1]: 1 when K rounds reach the exact mean, 0 when they leave some peers apart: a random
+        graph of few edges a round needs a longer horizon than the default one.
     """
     n = mixing.n_peers
     period = mixing.topology.period if mixing.participation.kind == "all" else None

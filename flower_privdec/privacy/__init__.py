@@ -1,1 +1,1 @@
-"""Privacy of one peer's releases: what they cost (accounting), how much noise a budget needs (calibration), what was spent (ledger)."""
+"""Privacy of a peer's releases: what they cost, the noise a budget needs, and what was spent."""

@@ -37,7 +37,10 @@ from flower_privdec.privacy.events import Release, canonical
 from flower_privdec.privacy.losses import Losses, compose, gaussian_profile, grid_interval, step_losses
 
 FEWEST_BINS, BIN_WIDTH = 64, 0.01  # at least so many bins; none wider than so much of log σ
-LEAST_SAMPLED_NOISE = 0.01
+LEAST_SAMPLED_NOISE = {
+    "poisson": 0.01,
+    "uniform": 0.0625,
+}  # below: sampling is not credited (e^loss overflows)
 
 
 def epsilon(releases: Iterable[Release], delta: float) -> float:
@@ -80,7 +83,9 @@ def delta(releases: Iterable[Release], epsilon: float) -> float:
 def check_delta(delta: float) -> None:
     """Refuse a δ outside (0, 1)."""
     if not 0 < delta < 1:
-        raise ScenarioError(f"delta={delta} must be in (0, 1); use about one over 10 times the number of examples")
+        raise ScenarioError(
+            f"delta={delta} must be in (0, 1); use about one over 10 times the number of examples"
+        )
 
 
 @lru_cache(maxsize=8192)
@@ -97,29 +102,26 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
 def _plain(release: Release) -> bool:
     """Return whether a step counts as a Gaussian of all examples.
 
-    So does a sampled one of next to no noise: sampling only helps, and its ε is in the thousands anyhow.
+    So does a sampled one of next to no noise: sampling only helps, and its ε is in the hundreds anyhow.
     """
-    return (
-        release.sampling in ("full", "shuffle")
-        or release.sampling_rate >= 1
-        or release.noise_multiplier < LEAST_SAMPLED_NOISE
-    )
+    sampled = release.sampling in LEAST_SAMPLED_NOISE and release.sampling_rate < 1
+    return not sampled or release.noise_multiplier < LEAST_SAMPLED_NOISE[release.sampling]
 
 
 def _gaussian_only(releases: Sequence[Release]) -> float | None:
     """Return σ of one Gaussian that costs at least what all releases do, or None when sampling matters.
 
-    Exactly what they cost when all are plain; beside plain ones of next to no noise the rest may count as plain.
+    Exactly what they cost when all are plain; beside plain ones of next to no noise all may count as plain.
     """
     plain = [r for r in releases if _plain(r)]
-    if len(plain) == len(releases) or (plain and _combined(plain) < LEAST_SAMPLED_NOISE):
+    if len(plain) == len(releases) or (plain and _combined(plain) < min(LEAST_SAMPLED_NOISE.values())):
         return _combined(releases)
     return None
 
 
 def _combined(plain: Iterable[Release]) -> float:
     """Return σ with 1/σ² = Σ 1/σ_k²."""
-    return math.fsum(r.steps / r.noise_multiplier**2 for r in plain) ** -0.5
+    return 1 / math.sqrt(math.fsum(r.steps / r.noise_multiplier**2 for r in plain))
 
 
 @lru_cache(maxsize=8)
@@ -145,13 +147,15 @@ def _pmf(losses: Losses, interval: float) -> DensePLDPmf:
 def _binned(releases: Iterable[Release]) -> list[Release]:
     """Return releases with at most a moderate number of noise multipliers, none raised."""
     out: list[Release] = []
-    for _, group in groupby(releases, key=lambda r: (r.sampling, r.sampling_rate, r.dataset_size, r.batch_size)):
+    for _, group in groupby(
+        releases, key=lambda r: (r.sampling, r.sampling_rate, r.dataset_size, r.batch_size)
+    ):
         out += _bin_noise(list(group))
     return out
 
 
 def _bin_noise(group: list[Release]) -> list[Release]:
-    """Return releases that differ in noise alone with each noise multiplier rounded down to its bin's least."""
+    """Return releases that differ in noise alone, each noise multiplier rounded down to its bin's least."""
     if len(group) <= FEWEST_BINS:
         return group
     logs = np.log([r.noise_multiplier for r in group])

@@ -177,7 +177,11 @@ def _bracket(
         previous, before = x, value
         x += step
         if abs(x) > math.log(SCALE_LIMIT):
-            rule = "needs more noise than any" if step > 0 else "is more than these releases can spend at any noise"
+            rule = (
+                "needs more noise than any"
+                if step > 0
+                else "is more than these releases can spend at any noise"
+            )
             raise ScenarioError(f"epsilon={budget} {rule}; change the budget, the rounds or the sampling")
         value = excess(x)
         if (value > 0) != (before > 0):
@@ -197,7 +201,7 @@ def default_cache_dir() -> Path:
 
 
 def _read(folder: Path, key: str, question: dict[str, Any]) -> float | None:
-    """Return a kept solution; None when there is none. One that cannot be read is solved again, and said so."""
+    """Return a kept solution, or None. One that cannot be read is said to be, and solved for again."""
     path = folder / f"calibration-{key}.json"
     try:
         entry = json.loads(path.read_text())
@@ -223,4 +227,6 @@ def _write(folder: Path, key: str, question: dict[str, Any], scale: float) -> No
             json.dump({"question": summary, "scale": scale}, file)
         os.replace(file.name, folder / f"calibration-{key}.json")
     except OSError as error:
-        _log.warning("calibration cache %s cannot be written (%s); the noise is solved for each time", folder, error)
+        _log.warning(
+            "calibration cache %s cannot be written (%s); the noise is solved for each time", folder, error
+        )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
-from itertools import groupby
+from itertools import pairwise
 from typing import Any
 
 import dp_accounting
@@ -29,7 +29,7 @@ class Release:
 
     Attributes:
         sampling: `poisson` (every example with probability q, independently), `uniform` (exactly b of J
-            without replacement, afresh each step), `full` (all J) or `shuffle` (an epoch of disjoint batches).
+            without replacement, afresh each step), `full` (all J) or `shuffle` (an epoch's disjoint batches).
         sampling_rate: q in (0, 1], an example's chance to be in a step.
         dataset_size: J, the peer's number of examples (public).
         batch_size: b, expected (poisson) or exact.
@@ -67,11 +67,18 @@ class Release:
 
     def times(self, steps: int) -> Release:
         """Return the same mechanism, `steps` times."""
-        return replace(self, steps=steps)
+        other = object.__new__(Release)
+        other.__dict__.update(self.__dict__, steps=int(steps))  # a schedule has thousands: skip the checks
+        return other
+
+    @property
+    def mechanism(self) -> tuple[str, float, int, int, float]:
+        """Return what one step is, whatever the number of steps."""
+        return self.sampling, self.sampling_rate, self.dataset_size, self.batch_size, self.noise_multiplier
 
     def to_json(self) -> dict[str, Any]:
         """Return the release as a JSON object."""
-        return asdict(self)
+        return dict(self.__dict__)
 
     @classmethod
     def from_json(cls, data: Any) -> Release:
@@ -118,9 +125,10 @@ def canonical(releases: Iterable[Release]) -> tuple[Release, ...]:
 
     What a composition costs depends on nothing else.
     """
-    ordered = sorted(r for r in releases if r.steps)
-    groups = groupby(ordered, key=lambda r: r.times(1))
-    return tuple(template.times(sum(r.steps for r in group)) for template, group in groups)
+    totals: dict[tuple[str, float, int, int, float], int] = {}
+    for r in releases:
+        totals[r.mechanism] = totals.get(r.mechanism, 0) + r.steps
+    return tuple(Release(*key, steps) for key, steps in sorted(totals.items()) if steps)
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,7 @@ class Spend:
         rounds = self.to_round - self.from_round
         if self.from_round < 0 or rounds < 1 or (self.release.steps != rounds and not self.whole):
             raise ScenarioError(
-                f"rounds {self.from_round} to {self.to_round} cannot be paid with {self.release.steps} steps; "
+                f"rounds {self.from_round} to {self.to_round} cannot be paid in {self.release.steps} steps; "
                 "give one step a round, or one epoch of shuffle"
             )
 
@@ -156,12 +164,14 @@ class Spend:
         start, stop = max(start, self.from_round), min(stop, self.to_round)
         if start >= stop:
             return None
-        return self if self.whole else Spend(start, stop, self.release.times(stop - start))
+        if self.whole or (start == self.from_round and stop == self.to_round):
+            return self
+        return Spend(start, stop, self.release.times(stop - start))
 
 
 def epoch_rounds(dataset_size: int, batch_size: int) -> int:
-    """Return how many rounds an epoch of `shuffle` lasts: ceil(J / b)."""
-    return -(-dataset_size // batch_size)
+    """Return how many rounds an epoch of `shuffle` lasts: floor(J / b), there is no incomplete batch."""
+    return max(1, dataset_size // batch_size)
 
 
 def plan_spends(
@@ -176,7 +186,7 @@ def plan_spends(
 
     Returns:
         Spends in order: runs of active rounds of equal noise; of `shuffle`, one for each epoch (rounds
-        [e E, (e + 1) E) with E = `epoch_rounds`) with an active round, at the least noise of its active rounds.
+        [e E, (e + 1) E), E = `epoch_rounds`) with an active round, at the least noise of its active rounds.
     """
     active = np.asarray(active, dtype=bool)
     if noise_multipliers is None:
@@ -188,7 +198,7 @@ def plan_spends(
     edges = [0, *(np.flatnonzero(changed) + 1).tolist(), len(active)]
     return tuple(
         Spend(a, b, replace(release, noise_multiplier=float(noise[a]), steps=b - a))
-        for a, b in zip(edges, edges[1:], strict=False)
+        for a, b in pairwise(edges)
         if b > a and active[a]
     )
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy import fft, special
+from scipy import fft, optimize, special
 
 from flower_privdec.privacy.events import Release
 
@@ -30,7 +30,9 @@ COMPOSED_TAIL = 1e-16  # mass of a composition that may lie outside the window; 
 FINEST, COARSEST = 2.0**-22, 2.0**6  # bounds of the grid's interval h
 STEPS_PER_STD = 32  # grid intervals wanted in a standard deviation of one step's loss
 STEPS_PER_RANGE = 2**14  # grid intervals that one step may take before h grows (up to one standard deviation)
-MOST_STEPS = 2**18  # grid intervals that a step's range, or 10 standard deviations of all steps, may take at all
+MOST_STEPS = (
+    2**18
+)  # grid intervals that a step's range, or 10 standard deviations of all steps, may take at all
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,15 @@ class Losses:
 def gaussian_profile(epsilon: np.ndarray, mu: float) -> np.ndarray:
     """Return δ(ε) between N(μ, 1) and N(0, 1): Φ(μ/2 - ε/μ) - e^ε Φ(-μ/2 - ε/μ) (Balle and Wang 2018)."""
     upper = special.ndtr(mu / 2 - epsilon / mu)
-    return np.maximum(0.0, upper - np.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu)))
+    lower = np.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu))
+    return np.asarray(np.maximum(0.0, upper - lower))
 
 
 def _unsampled(epsilon: np.ndarray, q: float) -> np.ndarray:
     """Return log(1 + (e^ε - 1) / q), for ε > log(1 - q): the ε before sampling that becomes this one."""
     small = np.log1p(np.expm1(np.minimum(epsilon, 1.0)) / q)
-    return np.where(epsilon < 1, small, epsilon - math.log(q) + np.log1p(-(1 - q) * np.exp(-np.abs(epsilon))))
+    large = epsilon - math.log(q) + np.log1p(-(1 - q) * np.exp(-np.abs(epsilon)))
+    return np.asarray(np.where(epsilon < 1, small, large))
 
 
 def _sampled(epsilon: float, q: float) -> float:
@@ -68,7 +72,7 @@ def poisson_profiles(q: float, mu: float) -> tuple[Profile, Profile]:
     """
 
     def remove(epsilon: np.ndarray) -> np.ndarray:
-        out = -np.expm1(np.minimum(epsilon, 0.0))
+        out: np.ndarray = -np.expm1(np.minimum(epsilon, 0.0))
         inside = epsilon > math.log1p(-q)
         out[inside] = q * gaussian_profile(_unsampled(epsilon[inside], q), mu)
         return out
@@ -101,7 +105,7 @@ def uniform_profiles(q: float, mu: float) -> tuple[Profile, Profile]:
     most C. A pair of Gaussian mixtures coupled at distance <= t C has D_α <= δ_t(log α), the profile of
     N(t μ, 1) against N(0, 1), by joint convexity. Hence, with μ = C / std,
         remove(α') <= q [(1 - β) δ_2(log α) + β δ_1(log α)]    and    add(α') <= q δ_1(log α),
-    both also at most δ_1(log α') (couple all of S), and for α' < 1 from D_α(P | Q) = 1 - α + α D_{1/α}(Q | P).
+    both also at most δ_1(log α') (couple all of S); α' < 1 follows from D_α(P|Q) = 1 - α + α D_{1/α}(Q|P).
     Each bound is the same function at every step whatever happened before, so it composes.  ∎
     """
 
@@ -109,10 +113,11 @@ def uniform_profiles(q: float, mu: float) -> tuple[Profile, Profile]:
         inner = _unsampled(epsilon, q)
         beta = np.exp(epsilon - inner)
         mixed = (1 - beta) * gaussian_profile(inner, 2 * mu) + beta * gaussian_profile(inner, mu)
-        return np.minimum(q * mixed, gaussian_profile(epsilon, mu))
+        return np.asarray(np.minimum(q * mixed, gaussian_profile(epsilon, mu)))
 
     def add_up(epsilon: np.ndarray) -> np.ndarray:
-        return np.minimum(q * gaussian_profile(_unsampled(epsilon, q), mu), gaussian_profile(epsilon, mu))
+        sampled = q * gaussian_profile(_unsampled(epsilon, q), mu)
+        return np.asarray(np.minimum(sampled, gaussian_profile(epsilon, mu)))
 
     return _mirrored(remove_up, add_up), _mirrored(add_up, remove_up)
 
@@ -121,7 +126,8 @@ def _mirrored(forward: Profile, backward: Profile) -> Profile:
     """Return the profile that is `forward` for ε >= 0 and 1 - e^ε + e^ε backward(-ε) below."""
 
     def profile(epsilon: np.ndarray) -> np.ndarray:
-        mirrored = -np.expm1(np.minimum(epsilon, 0.0)) + np.exp(np.minimum(epsilon, 0.0)) * backward(np.abs(epsilon))
+        below = np.minimum(epsilon, 0.0)
+        mirrored = -np.expm1(below) + np.exp(below) * backward(np.abs(epsilon))
         return np.where(epsilon >= 0, forward(np.abs(epsilon)), mirrored)
 
     return profile
@@ -129,7 +135,7 @@ def _mirrored(forward: Profile, backward: Profile) -> Profile:
 
 def connect_the_dots(profile: Profile, low: float, high: float, interval: float) -> Losses:
     """Return the distribution on the grid whose profile touches `profile` on the grid in [low, high]."""
-    lowest, highest = math.floor(low / interval), max(math.ceil(high / interval), math.floor(low / interval) + 1)
+    lowest, highest = math.floor(low / interval), math.ceil(high / interval)
     deltas = np.minimum.accumulate(profile(np.arange(lowest, highest + 1) * interval))
     slopes = np.diff(deltas) / math.expm1(interval)
     mass = np.empty_like(deltas)
@@ -137,6 +143,23 @@ def connect_the_dots(profile: Profile, low: float, high: float, interval: float)
     mass[1:-1] = slopes[1:] - slopes[:-1] * math.exp(interval)
     mass[-1] = -slopes[-1] * math.exp(interval)
     return Losses(lowest, np.maximum(mass, 0.0), float(deltas[-1]))
+
+
+def convex_minorant(bound: Profile, interval: float) -> Profile:
+    """Return, on a contiguous part of the grid, the largest function below `bound` that is convex in e^ε.
+
+    A profile is convex in e^ε, so a profile below `bound` is below its minorant too. Found by isotonic
+    regression of the slopes (pool adjacent violators), summed from the top, where the numbers are small.
+    """
+
+    def profile(epsilon: np.ndarray) -> np.ndarray:
+        values = bound(epsilon)
+        widths = np.exp(epsilon[:-1]) * math.expm1(interval)
+        slopes = optimize.isotonic_regression(np.diff(values) / widths, weights=widths).x
+        falls = np.append(-slopes * widths, values[-1])
+        return np.asarray(np.minimum(np.cumsum(falls[::-1])[::-1], 1.0))
+
+    return profile
 
 
 @lru_cache(maxsize=256)
@@ -153,7 +176,10 @@ def step_losses(sampling: str, q: float, mu: float, interval: float) -> tuple[Lo
     if sampling not in ("poisson", "uniform") or q >= 1:
         plain = connect_the_dots(lambda e: gaussian_profile(e, mu), -down, up, interval)
         return plain, plain
-    remove, add = poisson_profiles(q, mu) if sampling == "poisson" else uniform_profiles(q, mu)
+    if sampling == "poisson":
+        remove, add = poisson_profiles(q, mu)
+    else:
+        remove, add = (convex_minorant(bound, interval) for bound in uniform_profiles(q, mu))
     return connect_the_dots(remove, -down, up, interval), connect_the_dots(add, -up, down, interval)
 
 

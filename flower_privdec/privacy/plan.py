@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,30 +13,17 @@ from flower_privdec.data import Sampler
 from flower_privdec.participation import Participation
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.calibration import scale_for_budget
-from flower_privdec.privacy.events import Release, Spend, plan_spends
+from flower_privdec.privacy.events import Release, plan_spends
+from flower_privdec.privacy.ledger import Account
 from flower_privdec.scenario.schema import PrivacySection
 
 UNLIMITED = "inf"  # how JSON, which has no infinity, says that there is no bound on ε
 
 
-@dataclass(frozen=True)
-class Account:
-    """One peer's budget and what it means to spend.
-
-    Attributes:
-        epsilon: the budget, or None where only the noise is given.
-        spends: its releases over the rounds, in order.
-    """
-
-    peer: int
-    epsilon: float | None
-    delta: float
-    spends: tuple[Spend, ...]
-
-    def cost(self, rounds: int) -> float:
-        """Return ε of the releases of the first `rounds` rounds."""
-        parts = (spend.between(0, rounds) for spend in self.spends)
-        return epsilon([part.release for part in parts if part is not None], self.delta)
+def cost(account: Account, rounds: int) -> float:
+    """Return ε of what a peer releases in the first `rounds` rounds."""
+    parts = (spend.between(0, rounds) for spend in account.spends)
+    return epsilon([part.release for part in parts if part is not None], account.delta)
 
 
 @dataclass(frozen=True)
@@ -67,14 +53,7 @@ class PrivacyPlan:
 
     def epsilons(self, rounds: int) -> list[float]:
         """Return ε of every peer after so many rounds."""
-        return [account.cost(rounds) for account in self.accounts]
-
-    @cached_property
-    def totals(self) -> list[float]:
-        """Return ε of every peer at the end."""
-        return [
-            epsilon([spend.release for spend in account.spends], account.delta) for account in self.accounts
-        ]
+        return [cost(account, rounds) for account in self.accounts]
 
 
 def _each(value: float | Sequence[float], n_peers: int) -> np.ndarray:
@@ -106,7 +85,7 @@ def build_plan(
         elif budget is not None and active[:, peer].any():
             noise[peer] = _solve(release, active[:, peer], budget, float(deltas[peer]))
         spends = plan_spends(_with_noise(release, noise[peer]), active[:, peer])
-        accounts.append(Account(peer, budget, float(deltas[peer]), spends))
+        accounts.append(Account(peer, spends, budget, float(deltas[peer])))
     return PrivacyPlan(_each(section.clip_norm, n_peers), noise, tuple(accounts))
 
 
@@ -129,12 +108,16 @@ def _solve(release: Release, active: np.ndarray, budget: float, delta: float) ->
     return scale_for_budget(releases, budget, delta)
 
 
-def privacy_rows(plan: PrivacyPlan | None, n_peers: int) -> list[dict[str, Any]]:
-    """Return each peer's guarantee as the summary says it; ε is "inf" where there is none."""
+def privacy_rows(plan: PrivacyPlan | None, epsilons: Sequence[float]) -> list[dict[str, Any]]:
+    """Return each peer's guarantee as the summary says it; ε is "inf" where there is none.
+
+    Args:
+        epsilons: what each peer has spent.
+    """
     if plan is None:
         row = {"epsilon": UNLIMITED, "delta": 0.0, "unit": "example", "adjacency": "zero-out"}
         return [
-            {"peer": peer, **row, "calibration": "none", "claimed_epsilon": None} for peer in range(n_peers)
+            {"peer": peer, **row, "calibration": "none", "claimed_epsilon": None} for peer in range(len(epsilons))
         ]
     return [
         {
@@ -146,5 +129,5 @@ def privacy_rows(plan: PrivacyPlan | None, n_peers: int) -> list[dict[str, Any]]
             "calibration": plan.calibration,
             "claimed_epsilon": None,
         }
-        for account, total in zip(plan.accounts, plan.totals, strict=True)
+        for account, total in zip(plan.accounts, epsilons, strict=True)
     ]

@@ -121,8 +121,13 @@ class Recorder:
         last: dict[str, Any] = json.loads((self.out / "metrics.jsonl").read_text().splitlines()[-1])
         return last
 
-    def finish(self, rows: dict[str, Tensor]) -> dict[str, Any]:
-        """Write the models and the summary, and return the summary."""
+    def finish(self, rows: dict[str, Tensor], cohort: Cohort) -> dict[str, Any]:
+        """Write the models, the plots and the summary, and return the summary.
+
+        Args:
+            rows: the final state's.
+            cohort: of the whole network; its ledgers say what was spent on the data set, over all runs.
+        """
         metrics = self.last_metrics()
         scenario = self.experiment.scenario
         active = sum(int(self.experiment.participation.active(k).sum()) for k in range(scenario.rounds))
@@ -136,7 +141,7 @@ class Recorder:
             "accuracy": metrics["accuracy"],
             "loss": metrics["loss"],
             "consensus_distance": metrics["consensus_distance"],
-            "privacy": privacy_rows(self.experiment.plan, scenario.n_peers),
+            "privacy": privacy_rows(self.experiment.plan, self._spent(cohort)),
             "noise": "simulated: seeded and reproducible, not for deployment",
             "wall_seconds": round(self.seconds, 3),
             "peer_steps_per_second": round(active / max(self.seconds, 1e-9), 1),
@@ -144,6 +149,12 @@ class Recorder:
         self._save_models(rows)
         write_atomically(self.out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         return summary
+
+    def _spent(self, cohort: Cohort) -> list[float]:
+        scenario, plan = self.experiment.scenario, self.experiment.plan
+        if plan is None:
+            return [math.inf] * scenario.n_peers
+        return plan.epsilons(scenario.rounds) if cohort.ledger is None else cohort.ledger.spent_all().tolist()
 
     def _save_models(self, rows: dict[str, Tensor]) -> None:
         experiment = self.experiment

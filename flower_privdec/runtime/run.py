@@ -56,7 +56,7 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Write models and summary of a run whose rounds are done; return the summary."""
-        return self.recorder.finish(self.engine.state.rows)
+        return self.recorder.finish(self.engine.state.rows, self.cohort)
 
     def close(self) -> None:
         """Let go of the ledgers."""

@@ -159,6 +159,8 @@ class TopologySection(Section):
     file: str | None = None
     directed: bool | None = None
     rows: Count | None = None
+    cols: Count | None = None
+    supergraph: TopologyName | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the options given for the graph itself."""

@@ -184,4 +184,5 @@ def _check_completed(superlink: LocalSuperLink, log: Path) -> None:
         raise RunError(f"`flwr run` did not submit the run:\n{tail(log)}")
     status = runs[0]["status"]
     if status != "finished:completed":
-        raise RunError(f"the Flower run ended as {status}: {runs[0]['status-details']}\n{tail(log)}")
+        details = runs[0]["status-details"].removeprefix("Simulation failed with exception: ")
+        raise RunError(f"the Flower run ended as {status}: {details}\nThe log's last lines:\n{tail(log)}")

@@ -128,7 +128,8 @@ class Relay(Serverless):
         return metrics
 
     def _conclude(self) -> None:
-        self.recorder.finish(self.state.rows)
+        with self._ledgers() as cohort:
+            self.recorder.finish(self.state.rows, cohort)
 
 
 def part_of(state: State, peers: np.ndarray) -> State:

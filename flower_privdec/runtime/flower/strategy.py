@@ -55,7 +55,7 @@ class Serverless(Strategy):
     def __init__(
         self, scenario: Scenario, out: Path, *, base: Path | None = None, resume: bool = False
     ) -> None:
-        self.scenario = scenario
+        self.scenario, self._text = scenario, to_yaml(scenario)
         self.base = (base or Path.cwd()).absolute()
         self.out = (self.base / out).absolute()
         self.resume = resume
@@ -91,7 +91,6 @@ class Serverless(Strategy):
         self.nodes = list(zip(found, shares, strict=False))
         os.chdir(self.base)
         messages = self._prepare()
-        self.summary()
         with _short_logs():
             result = super().start(grid, ArrayRecord(), messages, timeout, train_config, evaluate_config)
         self._conclude()
@@ -133,7 +132,7 @@ class Serverless(Strategy):
         return [round_index for round_index in rounds if round_index > after]
 
     def _message(self, node: int, kind: str, peers: np.ndarray, **fields: Any) -> Message:
-        order = Order(to_yaml(self.scenario), str(self.base), peers=peers.tolist(), **fields)
+        order = Order(self._text, str(self.base), peers=peers.tolist(), **fields)
         return Message(RecordDict({ORDER: order.record()}), node, kind)
 
     def _answers(self, replies: Iterable[Message], asked: str) -> dict[int, Message]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from flower_privdec.errors import RunError
-from flower_privdec.runtime.flower.processes import end_family
+from flower_privdec.runtime.flower import keeper
 
 CONNECTION = "privdec"
 
@@ -35,7 +36,7 @@ class LocalSuperLink:
         self.folder = Path(tempfile.mkdtemp(prefix="privdec-"))
         self.home = self.folder / "home"
         self.log = self.folder / "superlink.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._keeper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> LocalSuperLink:
         try:
@@ -56,15 +57,21 @@ class LocalSuperLink:
 
     def popen(self, *arguments: str, output: Path) -> subprocess.Popen[bytes]:
         """Start a Flower command, such as `flwr`, in this SuperLink's surroundings."""
-        command = shutil.which(arguments[0], path=self._environment()["PATH"])
+        return self._popen(self._command(*arguments), output, stdin=subprocess.DEVNULL)
+
+    def _command(self, name: str, *arguments: str) -> list[str]:
+        command = shutil.which(name, path=self._environment()["PATH"])
         if command is None:
-            raise RunError(f"the command {arguments[0]} is not there: install flower-privdec[simulation]")
+            raise RunError(f"the command {name} is not there: install flower-privdec[simulation]")
+        return [command, *arguments]
+
+    def _popen(self, command: list[str], output: Path, stdin: int) -> subprocess.Popen[bytes]:
         with output.open("ab") as file:
             return subprocess.Popen(
-                [command, *arguments[1:]],
+                command,
                 cwd=self.folder,
                 env=self._environment(),
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -106,10 +113,12 @@ class LocalSuperLink:
             f'[superlink]\ndefault = "{CONNECTION}"\n\n'
             f'[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
-        command = f"flower-superlink --insecure --simulation --host 127.0.0.1 --port {port}"
-        self._process = self.popen(*command.split(), output=self.log)
+        options = f"--insecure --simulation --host 127.0.0.1 --port {port}"
+        superlink = self._command("flower-superlink", *options.split())
+        keep = [sys.executable, "-I", keeper.__file__, str(self.folder), *superlink]
+        self._keeper = self._popen(keep, self.log, stdin=subprocess.PIPE)
         deadline = time.monotonic() + 60
-        while self._process.poll() is None and time.monotonic() < deadline:
+        while self._keeper.poll() is None and time.monotonic() < deadline:
             with (
                 suppress(urllib.error.URLError, OSError),
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1),
@@ -119,9 +128,10 @@ class LocalSuperLink:
         return False
 
     def _stop(self) -> None:
-        """End the SuperLink and all its descendants, and remove the folder."""
-        if self._process is not None:
-            end_family(self._process, marker=str(self.home))
+        """Let the keeper end the SuperLink and all its descendants, and remove the folder."""
+        if self._keeper is not None and self._keeper.stdin is not None:
+            self._keeper.stdin.close()
+            self._keeper.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -133,8 +143,8 @@ def _free_port() -> int:
 
 
 def tail(path: Path, lines: int = 12) -> str:
-    """Return the last lines of a log."""
+    """Return the last lines of a log, without colours."""
     with suppress(FileNotFoundError):
-        kept = [line.rstrip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
-        return "\n".join(kept[-lines:])
+        text = re.sub(r"\x1b\[[0-9;]*m", "", path.read_text(errors="replace"))
+        return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-lines:])
     return "(no log)"

@@ -1,10 +1,20 @@
-"""Processes one has started, directly or through others: finding them and ending them, and no others."""
+"""Keeps a server for as long as the process that wants it lives: run as a script, by its file name.
+
+    python keeper.py FOLDER COMMAND...
+
+It starts the command and waits for the end of its own standard input, which comes when the process at
+the other end closes it or dies, however it dies. Then it ends the command and all that descends from it,
+and removes the folder. It imports nothing but the standard library, so that it starts at once.
+"""
 
 from __future__ import annotations
 
 import os
+import select
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +23,7 @@ PROC = Path("/proc")
 
 
 def family(root: int, marker: str) -> set[int]:
-    """Return the ids of a process and all that descends from it.
+    """Return the ids of a process and all that descends from it, without this one.
 
     A process whose parent has ended is no longer known as a descendant; on Linux it is still found by
     its environment.
@@ -23,7 +33,7 @@ def family(root: int, marker: str) -> set[int]:
         marker: text that only these processes have in their environment.
     """
     parents, marked = _scan(marker.encode()) if PROC.is_dir() else (_parents_by_ps(), set())
-    found = {root} | marked
+    found = {root} | marked - {os.getpid()}
     while new := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= new
     return (found - {os.getpid()}) & set(parents)
@@ -44,9 +54,8 @@ def _scan(marker: bytes) -> tuple[dict[int, int], set[int]]:
 
 
 def _parents_by_ps() -> dict[int, int]:
-    listing = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
-    ).stdout
+    command = ["ps", "-A", "-o", "pid=,ppid=,stat="]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rows = [line.split() for line in listing.splitlines()]
     return {int(pid): int(parent) for pid, parent, state in rows if not state.startswith("Z")}
 
@@ -59,16 +68,13 @@ def end_family(root: subprocess.Popen[bytes], marker: str, grace: float = 5.0) -
         marker: as in `family`.
         grace: seconds between asking and insisting.
     """
-    _signal(family(root.pid, marker), signal.SIGTERM)
     deadline = time.monotonic() + grace
-    while (left := family(root.pid, marker)) and time.monotonic() < deadline:
+    _signal(family(root.pid, marker), signal.SIGTERM)
+    while left := family(root.pid, marker):
+        if time.monotonic() > deadline:
+            _signal(left, signal.SIGKILL)
         root.poll()  # reaps it
         time.sleep(0.05)
-    while left:
-        _signal(left, signal.SIGKILL)
-        root.poll()
-        time.sleep(0.05)
-        left = family(root.pid, marker)
     root.wait()
 
 
@@ -76,3 +82,25 @@ def _signal(processes: set[int], number: signal.Signals) -> None:
     for pid in processes:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def keep(folder: str, command: list[str]) -> int:
+    """Run the command until standard input ends or the command does; return its exit status.
+
+    Args:
+        folder: removed at the end; its path stands in the environment of the command.
+        command: what to run.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    wanted = True
+    while wanted and process.poll() is None:
+        ready, _, _ = select.select([sys.stdin], [], [], 0.2)
+        wanted = not ready or bool(os.read(sys.stdin.fileno(), 1024))
+    end_family(process, marker=folder)
+    if not wanted:  # else somebody still has to read the log
+        shutil.rmtree(folder, ignore_errors=True)
+    return process.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(keep(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,1 @@
+"""Quickstart: private training among peers, as a Flower app."""

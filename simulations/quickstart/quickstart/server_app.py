@@ -1,0 +1,20 @@
+"""The ServerApp: it holds no model and averages nothing; it hands out work and routes messages."""
+
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from flower_privdec.runtime.flower.cohort_run import CohortRun
+from flower_privdec.runtime.flower.relay import Relay
+from flower_privdec.runtime.flower.server_app import Settings
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the scenario that the run-config names."""
+    run = Settings.read(context, folder=Path(__file__).resolve().parents[1])
+    strategy = Relay if run.mode == "relay" else CohortRun
+    strategy(run.scenario, run.out, base=run.base, resume=run.resume).start(grid)

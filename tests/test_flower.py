@@ -1,0 +1,340 @@
+"""Flower's runtime without Ray: the ClientApp is called in process by a LocalGrid."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor
+
+from flower_privdec.algorithms import ALGORITHMS, State
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.experiment import Experiment
+from flower_privdec.runtime.flower import keeper, launcher
+from flower_privdec.runtime.flower.client_app import client_app
+from flower_privdec.runtime.flower.cohort_run import CohortRun
+from flower_privdec.runtime.flower.local_grid import LocalGrid
+from flower_privdec.runtime.flower.nodes import find_nodes
+from flower_privdec.runtime.flower.records import pack_rows, pack_state, unpack_rows, unpack_state
+from flower_privdec.runtime.flower.relay import Relay
+from flower_privdec.runtime.flower.server_app import Settings
+from flower_privdec.runtime.run import run
+from flower_privdec.scenario import Scenario, to_yaml
+
+Tiny = Callable[..., Scenario]
+HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "share": (Relay, 2), "uneven share": (Relay, 3)}
+
+
+def run_under_flower(
+    scenario: Scenario, out: Path, host: str, app: ClientApp | None = None, resume: bool = False
+) -> Path:
+    strategy, n_nodes = HOSTS[host]
+    strategy(scenario, out, resume=resume).start(LocalGrid(app or client_app(), n_nodes))
+    return out
+
+
+def final_rows(out: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(out / "checkpoint")
+
+
+def metrics(out: Path) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    ours, theirs = final_rows(one), final_rows(other)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name])
+    for line, expected in zip(metrics(one), metrics(other), strict=True):
+        assert line["round"] == expected["round"]
+        assert line["epsilon"] == expected["epsilon"]
+        assert line["accuracy"] == pytest.approx(expected["accuracy"])
+        assert line["consensus_distance"] == pytest.approx(expected["consensus_distance"])
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_engine_and_flower_follow_one_trajectory(tiny: Tiny, tmp_path: Path, name: str, host: str) -> None:
+    scenario = tiny(f"algorithm.name={name}")
+    run(Experiment.build(scenario), tmp_path / "engine")
+    assert_same_run(run_under_flower(scenario, tmp_path / "flower", host), tmp_path / "engine")
+    summary, expected = (
+        json.loads((tmp_path / folder / "summary.json").read_text()) for folder in ("flower", "engine")
+    )
+    assert summary.keys() == expected.keys()
+    assert (summary["runtime"], summary["privacy"]) == ("flower", expected["privacy"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["compute.dtype=float32", "privacy=none"],
+        ["participation={kind: uniform, fraction: 0.5}"],
+        ["topology.name=server", "participation={kind: uniform, fraction: 0.5}"],
+        ["topology.name=erdos-renyi", "topology.probability=0.6", "algorithm.name=d-psgd"],
+        ["evaluation.every=4"],
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_relay_follows_the_engine(tiny: Tiny, tmp_path: Path, settings: list[str]) -> None:
+    scenario = tiny(*settings)
+    run(Experiment.build(scenario), tmp_path / "engine")
+    assert_same_run(run_under_flower(scenario, tmp_path / "relay", "relay"), tmp_path / "engine")
+
+
+def failing_app(train_messages: int, kind: str) -> ClientApp:
+    """Return a ClientApp that raises at one of its train messages."""
+    good, app, left = client_app(), ClientApp(), [train_messages]
+
+    @app.train(kind)
+    def train(message: Message, context: Context) -> Message:
+        left[0] -= 1
+        if left[0] < 0:
+            raise ValueError("the disk is on fire")
+        return good(message, context)
+
+    for query in ("place", "state"):
+        app.query(query)(good)
+    return app
+
+
+@pytest.mark.parametrize(("host", "kind", "after"), [("relay", "relay", 14), ("cohort", "cohort", 1)])
+def test_failed_run_says_why_and_resumes_where_it_was(
+    tiny: Tiny, tmp_path: Path, host: str, kind: str, after: int
+) -> None:
+    scenario = tiny()
+    with pytest.raises(RunError, match=r"peers? .*failed: the disk is on fire"):
+        run_under_flower(scenario, tmp_path / "flower", host, failing_app(after, kind))
+    assert not (tmp_path / "flower" / "summary.json").exists()
+    run_under_flower(scenario, tmp_path / "flower", host, resume=True)
+    run(Experiment.build(scenario), tmp_path / "engine")
+    assert_same_run(tmp_path / "flower", tmp_path / "engine")
+
+
+def test_relay_goes_on_with_a_run_of_the_engine(tiny: Tiny, tmp_path: Path) -> None:
+    class StopHereError(Exception):
+        pass
+
+    def interrupt(line: dict[str, object]) -> None:
+        if line["round"] == 4:
+            raise StopHereError
+
+    with pytest.raises(StopHereError):
+        run(Experiment.build(tiny()), tmp_path / "both", on_metrics=interrupt)
+    run_under_flower(tiny(), tmp_path / "both", "relay", resume=True)
+    run(Experiment.build(tiny()), tmp_path / "engine")
+    assert_same_run(tmp_path / "both", tmp_path / "engine")
+
+
+def test_node_that_does_not_answer_is_named(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = LocalGrid.send_and_receive
+
+    def lose_one(grid: LocalGrid, messages: list[Message], *, timeout: float | None = None) -> list[Message]:
+        replies = everything(grid, messages, timeout=timeout)
+        return [r for r in replies if r.metadata.message_type != "train.relay"][:3] or replies[:3]
+
+    grid = LocalGrid(client_app(), 4)
+    find_nodes(grid)
+    strategy = Relay(tiny(), tmp_path / "run")
+    everything_found = find_nodes(grid)
+    monkeypatch.setattr("flower_privdec.runtime.flower.strategy.find_nodes", lambda grid: everything_found)
+    monkeypatch.setattr(LocalGrid, "send_and_receive", lose_one)
+    with pytest.raises(RunError, match="no answer from the SuperNode of peer 3"):
+        strategy.start(grid)
+
+
+def test_nodes_are_found_in_the_order_of_their_partitions() -> None:
+    grid = LocalGrid(client_app(), 3)
+    for node, partition in zip(grid.contexts, (2, 0, 1), strict=True):
+        grid.contexts[node].node_config["partition-id"] = partition
+    assert find_nodes(grid) == [101, 102, 100]
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        ({"partition-id": 0, "num-partitions": 2}, "both claim partition 0"),
+        ({"partition-id": 5, "num-partitions": 2}, "must be 0 to 1"),
+        ({}, "--node-config"),
+    ],
+)
+def test_node_with_a_wrong_partition_is_refused(config: dict[str, int], rule: str) -> None:
+    grid = LocalGrid(client_app(), 2)
+    grid.contexts[101].node_config = dict(config)
+    with pytest.raises(RunError, match=rule):
+        find_nodes(grid)
+
+
+def test_missing_nodes_are_counted() -> None:
+    grid = LocalGrid(client_app(), 3)
+    grid.contexts.pop(102)
+    with pytest.raises(RunError, match="2 of 3 SuperNodes"):
+        find_nodes(grid, patience=0.1)
+
+
+class Tampering(LocalGrid):
+    """Changes the rows on their way, as a broken router or another scenario's peer would."""
+
+    def __init__(self, change: Callable[[RecordDict, str], None]) -> None:
+        super().__init__(client_app(), 4)
+        self.change = change
+
+    def _deliver(self, message: Message) -> Message:
+        for key in [key for key in message.content if key.startswith("peer-")]:
+            self.change(message.content, key)
+        return super()._deliver(message)
+
+
+def drop_record(content: RecordDict, key: str) -> None:
+    del content[key]
+
+
+def drop_weight(content: RecordDict, key: str) -> None:
+    del content.array_records[key]["w"]
+
+
+def cut_row(content: RecordDict, key: str) -> None:
+    rows = unpack_rows(content.array_records[key], torch.device("cpu"))
+    content[key] = pack_rows({"x": rows["x"][:-1], "w": rows["w"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (drop_record, "the rows of peer . are missing"),
+        (drop_weight, "'w' of peer . is missing"),
+        (cut_row, r"'x' of peer . is \[649\] torch.float64, not \[650\]"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(
+    tiny: Tiny, tmp_path: Path, change: Callable[[RecordDict, str], None], rule: str
+) -> None:
+    with pytest.raises(RunError, match=rule):
+        Relay(tiny(), tmp_path / "run").start(Tampering(change))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_states_travel_bit_for_bit(dtype: torch.dtype) -> None:
+    values = torch.tensor([[1 / 3, -0.0, 1e-45], [torch.inf, -torch.inf, torch.nan]], dtype=dtype)
+    state = State(np.array([3, 7]), 5, 1, {"x": values, "w": values[:, 0].clone()})
+    content = RecordDict()
+    pack_state(state, content)
+    back = unpack_state(content, torch.device("cpu"))
+    assert back is not None
+    assert (back.peers.tolist(), back.round_index, back.at) == ([3, 7], 5, 1)
+    for name, rows in state.rows.items():
+        assert back.rows[name].dtype == dtype
+        assert back.rows[name].numpy().tobytes() == rows.numpy().tobytes()
+
+
+@pytest.mark.parametrize("method", ["configure_train", "aggregate_train"])
+def test_router_opens_no_rows(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    routed = getattr(Relay, method)
+    calls = []
+
+    def route(strategy: Relay, server_round: int, *arguments: object) -> object:
+        with monkeypatch.context() as patch:
+            patch.delattr("flwr.app.Array.numpy")
+            calls.append(server_round)
+            return routed(strategy, server_round, *arguments)
+
+    monkeypatch.setattr(Relay, method, route)
+    run_under_flower(tiny(), tmp_path / "run", "relay")
+    assert len(calls) == 6 + 3
+
+
+def settings_of(folder: Path, **config: str | bool) -> Settings:
+    return Settings.read(Context(7, 0, {}, RecordDict(), dict(config)), folder)
+
+
+def test_run_config_chooses_the_scenario(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(to_yaml(tiny()))
+    chosen = settings_of(tmp_path, scenario="mine.yaml", set="rounds=3; seed=9", base=str(tmp_path))
+    assert (chosen.scenario.rounds, chosen.scenario.seed, chosen.mode) == (3, 9, "cohort")
+    assert chosen.out == tmp_path / "runs" / "tiny-7"
+
+
+@pytest.mark.parametrize(
+    ("config", "rule"),
+    [
+        ({"scenario": "mine.yaml", "mode": "gossip"}, "must be one of cohort, relay"),
+        ({"scenario": "other.yaml"}, "scenario='other.yaml' is no file"),
+        ({}, "scenario='' is no file"),
+        ({"scenario": "mine.yaml", "set": "rounds=0"}, "rounds=0 must be"),
+    ],
+)
+def test_wrong_run_config_is_refused(tiny: Tiny, tmp_path: Path, config: dict[str, str], rule: str) -> None:
+    (tmp_path / "mine.yaml").write_text(to_yaml(tiny()))
+    with pytest.raises(ScenarioError, match=rule):
+        settings_of(tmp_path, **config)
+
+
+def test_evaluate_fn_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    def evaluate(server_round: int, arrays: ArrayRecord) -> None: ...
+
+    with pytest.raises(RunError, match="no global model"):
+        Relay(tiny(), tmp_path / "run").start(LocalGrid(client_app(), 4), evaluate_fn=evaluate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "rule"),
+    [
+        (["data={dataset: mnist, root: /nowhere, batch: {size: 4}}"], {}, "data.root=/nowhere"),
+        ([], {"mode": "gossip"}, "mode='gossip'"),
+        ([], {"mode": "relay", "n_supernodes": 5}, "n_supernodes=5 must be 1 to n_peers=4"),
+        ([], {"resume": True}, "no checkpoint"),
+    ],
+)
+def test_launcher_refuses_before_anything_starts(
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: list[str],
+    arguments: dict[str, object],
+    rule: str,
+) -> None:
+    started: list[bool] = []
+    monkeypatch.setattr(launcher, "LocalSuperLink", lambda: started.append(True))
+    with pytest.raises(ScenarioError, match=rule):
+        launcher.flower_run(tiny(*settings), tmp_path / "run", **arguments)
+    assert started == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_keeper_ends_what_it_keeps_when_its_user_is_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    script = (
+        "import subprocess, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-I", keeper.__file__, str(folder), sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={"MARK": str(folder), "PATH": "/usr/bin:/bin"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdout.readline()
+    family = keeper.family(process.pid, str(folder))
+    process.stdin.close()
+    process.wait(timeout=20)
+    assert len(family) == 3
+    assert keeper.family(process.pid, str(folder)) == set()
+    assert not folder.exists()
