@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.data import PeerData
+from flower_privdec.data import Batch, PeerData
 from flower_privdec.gradients import GradientKernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
@@ -37,6 +38,40 @@ class LearningRate:
         if falling <= 0 or self.rounds - round_index > falling:
             return self.base
         return np.asarray(self.base * (self.rounds - round_index) / falling)
+
+
+@dataclass(frozen=True)
+class PrivateStep:
+    """What some rows need for one private step, before noise is added.
+
+    Attributes:
+        out, params: [m, d]; add the step to the first, at the second over `divisor`. May be the same tensor.
+        divisor: [m] or None.
+        batch: the round's examples of these rows.
+        clip_norm: [m], or None for no clipping.
+        scale: [m], -γ over the expected batch size.
+        peers: int64 [m], global ids.
+        rows: int64 [m], where these rows stand in the cohort.
+        round_index: the round.
+    """
+
+    out: Tensor
+    params: Tensor
+    divisor: Tensor | None
+    batch: Batch
+    clip_norm: Tensor | None
+    scale: Tensor
+    peers: np.ndarray
+    rows: np.ndarray
+    round_index: int
+
+
+Estimate = Callable[["Cohort", PrivateStep], None]
+
+
+def stochastic_gradient(cohort: Cohort, step: PrivateStep) -> None:
+    """Add scale Σ_b clip(∇f(params / divisor; b)): the plain estimate."""
+    cohort.kernel.add_clipped_(step.out, step.params, step.batch, step.clip_norm, step.scale, step.divisor)
 
 
 @dataclass
@@ -87,7 +122,14 @@ class Cohort:
         self.ledger.reserve(round_index)
         return np.asarray(active & self.ledger.allowed(round_index))
 
-    def add_step_(self, out: Tensor, params: Tensor, round_index: int, divisor: Tensor | None = None) -> None:
+    def add_step_(
+        self,
+        out: Tensor,
+        params: Tensor,
+        round_index: int,
+        divisor: Tensor | None = None,
+        estimate: Estimate = stochastic_gradient,
+    ) -> None:
         """Add -γ g̃ to `out` for every active row, in place: the private stochastic step.
 
             g̃_i = (Σ_b clip(∇f_i(params_i / divisor_i; b), C) + N(0, (σ C)² I)) / E|batch|
@@ -97,34 +139,41 @@ class Cohort:
             params: [m, d].
             round_index: the round, which keys batch and noise.
             divisor: [m], push weights, or None for 1.
+            estimate: adds the step without noise; the sum above unless an algorithm reduces its variance.
 
-        Privacy: one release per active peer, charged to its ledger first; add-or-remove nothing else.
+        Privacy: one release for each active peer (unit: example, adjacency: zero-out), charged to its
+        ledger before an example is read.
         """
         active = self.active(round_index)
         if active.all():
-            self._step_rows_(out, params, round_index, divisor, self.peers)
+            self._step_(out, params, divisor, round_index, np.arange(len(self.peers)), estimate)
         elif active.any():
-            rows = torch.as_tensor(np.flatnonzero(active), device=self.device)
+            chosen = np.flatnonzero(active)
+            rows = torch.as_tensor(chosen, device=self.device)
             part = out[rows]
             point = part if out is params else params[rows]
-            self._step_rows_(
-                part, point, round_index, None if divisor is None else divisor[rows], self.peers[active]
-            )
+            share = None if divisor is None else divisor[rows]
+            self._step_(part, point, share, round_index, chosen, estimate)
             out[rows] = part
 
-    def _step_rows_(
-        self, out: Tensor, params: Tensor, round_index: int, divisor: Tensor | None, peers: np.ndarray
+    def _step_(
+        self,
+        out: Tensor,
+        params: Tensor,
+        divisor: Tensor | None,
+        round_index: int,
+        rows: np.ndarray,
+        estimate: Estimate,
     ) -> None:
-        step = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[peers]
+        peers = self.peers[rows]
+        rate = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[peers]
         clip = self.plan.clip_norm(round_index)[peers] if self.plan else None
-        self.kernel.add_clipped_(
-            out,
-            params,
-            self.data.batch(round_index, peers),
-            None if clip is None else self.tensor(clip),
-            self.tensor(-step),
-            divisor,
+        batch = self.data.batch(round_index, peers)
+        bound = None if clip is None else self.tensor(clip)
+        estimate(
+            self,
+            PrivateStep(out, params, divisor, batch, bound, self.tensor(-rate), peers, rows, round_index),
         )
         if self.plan is not None and clip is not None:
-            std = step * clip * self.plan.noise_multiplier(round_index)[peers]
+            std = rate * clip * self.plan.noise_multiplier(round_index)[peers]
             self.noise.add_(out, self.tensor(std), round_index, peers)

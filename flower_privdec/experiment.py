@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms import ALGORITHMS, Algorithm, State
+from flower_privdec.algorithms import Algorithm, State, build_algorithm
 from flower_privdec.cohort import Cohort, LearningRate
 from flower_privdec.data import Dataset, PeerData, Sampler, load_dataset, partition
 from flower_privdec.errors import ScenarioError
@@ -21,7 +21,7 @@ from flower_privdec.privacy.ledger import CohortLedger
 from flower_privdec.privacy.plan import PrivacyPlan, build_plan
 from flower_privdec.randomness import build_noise
 from flower_privdec.scenario import Scenario
-from flower_privdec.topology import build_topology, check_topology
+from flower_privdec.topology import build_topology
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -37,13 +37,15 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _build_mixing(scenario: Scenario, algorithm: Algorithm, participation: Participation) -> Mixing | None:
-    """Return the graph's mixing weights, or None for an algorithm that exchanges nothing."""
+def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | None, Participation]:
+    """Return the graph's mixing weights (None for an algorithm that exchanges nothing) and who is active."""
+    participation = build_participation(
+        scenario.participation.kind, scenario.n_peers, scenario.seed, fraction=scenario.participation.fraction
+    )
     if algorithm.weights is None:
-        return None
+        return None, participation
     section = scenario.topology
     topology = build_topology(section.name, scenario.n_peers, seed=scenario.seed, **section.options())
-    check_topology(topology)
     weights: str = section.weights
     if section.name == "server":
         weights = "server"
@@ -56,7 +58,7 @@ def _build_mixing(scenario: Scenario, algorithm: Algorithm, participation: Parti
             f"topology.weights='column-stochastic' does not keep the mean of {algorithm.name}: "
             "use auto, metropolis or doubly-stochastic, or a push-sum algorithm such as privsgp"
         )
-    return Mixing(topology, weights, participation)
+    return algorithm.exchange(topology, weights, participation, scenario.seed)
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,8 @@ class Experiment:
             ScenarioError: when a part cannot be had or two parts do not fit.
         """
         device = resolve_device(scenario.compute.device)
-        algorithm = ALGORITHMS[scenario.algorithm.name]()
-        participation = build_participation(
-            scenario.participation.kind,
-            scenario.n_peers,
-            scenario.seed,
-            fraction=scenario.participation.fraction,
-        )
-        mixing = _build_mixing(scenario, algorithm, participation)
+        algorithm = build_algorithm(scenario.algorithm)
+        mixing, participation = build_exchange(scenario, algorithm)
         dataset, parts, sampler = _build_data(scenario)
         plan = (
             build_plan(scenario.private, sampler, participation, scenario.rounds)

@@ -6,11 +6,10 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flower_privdec.algorithms import ALGORITHMS
+from flower_privdec.algorithms import build_algorithm
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment import _build_mixing
+from flower_privdec.experiment import build_exchange
 from flower_privdec.mixing import Mixing, spectral_gap
-from flower_privdec.participation import build_participation
 from flower_privdec.plots import INK, MUTED, PAPER, SERIES, drawing, new_figure
 from flower_privdec.scenario import Scenario
 from flower_privdec.topology import Topology, joint_connectivity
@@ -28,11 +27,7 @@ NO_GRAPH = "algorithm {} exchanges nothing: there is no graph"
 
 def build_graph(scenario: Scenario) -> Mixing | None:
     """Return the graph of a scenario with its weights, or None when its algorithm exchanges nothing."""
-    section = scenario.participation
-    participation = build_participation(
-        section.kind, scenario.n_peers, scenario.seed, fraction=section.fraction
-    )
-    return _build_mixing(scenario, ALGORITHMS[scenario.algorithm.name](), participation)
+    return build_exchange(scenario, build_algorithm(scenario.algorithm))[0]
 
 
 def connectivity(mixing: Mixing) -> dict[str, Any]:
@@ -144,10 +139,7 @@ def _draw_round(axes: Axes, topology: Topology, round_index: int, side: float) -
     graph.add_nodes_from(range(topology.n_peers))
     graph.add_edges_from(topology.edges(round_index).tolist())
     n_peers = topology.n_peers
-    place = {
-        peer: (math.sin(2 * math.pi * peer / n_peers), math.cos(2 * math.pi * peer / n_peers))
-        for peer in graph
-    }
+    place = {peer: (math.sin(2 * math.pi * peer / n_peers), math.cos(2 * math.pi * peer / n_peers)) for peer in graph}
     node_size = min(300.0, (side * 72 * 2 / n_peers) ** 2 / 3)
     edges = graph.number_of_edges()
     style = {"edge_color": SERIES[0], "alpha": max(0.15, min(0.8, 60 / (edges + 1))), "ax": axes}
@@ -163,10 +155,7 @@ def _draw_round(axes: Axes, topology: Topology, round_index: int, side: float) -
         )
     else:
         nx.draw_networkx_edges(graph, place, node_size=node_size, arrows=False, **style)
-    nx.draw_networkx_nodes(
-        graph, place, node_size=node_size, node_color=PAPER, edgecolors=INK, linewidths=0.9, ax=axes
-    )
+    nx.draw_networkx_nodes(graph, place, node_size=node_size, node_color=PAPER, edgecolors=INK, linewidths=0.9, ax=axes)
     if n_peers <= LARGEST_LISTED:
         nx.draw_networkx_labels(graph, place, font_size=8 if n_peers <= 16 else 6, font_color=INK, ax=axes)
-    axes.set_aspect("equal")
-    axes.margins(0.12)
+    axes.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))

@@ -17,7 +17,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.graphs import connectivity
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import evaluation_rounds, json_number
-from flower_privdec.wording import epsilon_text, memory, number, peer_ranges
+from flower_privdec.wording import epsilon_text, memory, number, peer_ranges, setting
 
 TIMED_ROUNDS = 5
 TIMED_SECONDS = 20.0  # a slow model is timed over fewer rounds
@@ -104,9 +104,7 @@ def memory_bytes(experiment: Experiment) -> int:
     rows = max(3, experiment.algorithm.slots + 1) * scenario.n_peers * experiment.initial.numel() * bytes_each
     data = sum(t.nbytes for t in (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test))
     data += dataset.x_train.numel() * bytes_each
-    per_example = math.prod(dataset.input_shape) + 2 * outputs_per_example(
-        experiment.module, dataset.input_shape
-    )
+    per_example = math.prod(dataset.input_shape) + 2 * outputs_per_example(experiment.module, dataset.input_shape)
     batch = int(experiment.sampler.normalizer.sum() * per_example * bytes_each)
     return int(rows + data + min(batch, scenario.compute.memory_mib << 20))
 
@@ -169,9 +167,7 @@ def best_signal(experiment: Experiment) -> float:
     if plan is None or sigma == 0:
         return math.inf
     clip = float(np.median(plan.clip_norm(scenario.rounds // 2)))
-    together = (
-        1.0 if experiment.mixing is None else scenario.n_peers * (scenario.participation.fraction or 1.0)
-    )
+    together = 1.0 if experiment.mixing is None else scenario.n_peers * (scenario.participation.fraction or 1.0)
     return clip * math.sqrt(together * scenario.rounds) / float(sigma * math.sqrt(experiment.initial.numel()))
 
 
@@ -187,7 +183,7 @@ def privacy_warnings(experiment: Experiment) -> list[str]:
     if len(loose):
         first = loose[0]
         found.append(
-            f"δ = {number(float(delta[first]))} >= 1/J = 1/{sizes[first]} (peers "
+            f"δ = {setting(float(delta[first]))} >= 1/J = 1/{sizes[first]} (peers "
             f"{peer_ranges(loose.tolist())}): revealing one example outright "
             f"would be allowed; take δ well below 1/{sizes[loose].max()}"
         )
@@ -218,9 +214,7 @@ def network_warnings(experiment: Experiment, topology: dict[str, Any] | None) ->
         )
     joint = topology["joint_connectivity"] if topology else None
     if joint is not None and joint > scenario.rounds:
-        found.append(
-            f"rounds={scenario.rounds} end before the graph has joined all peers ({joint} rounds): raise it"
-        )
+        found.append(f"rounds={scenario.rounds} end before the graph has joined all peers ({joint} rounds): raise it")
     return found
 
 

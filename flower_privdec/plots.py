@@ -16,7 +16,7 @@ import numpy as np
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.results import Result, read_result
-from flower_privdec.wording import main_accuracy
+from flower_privdec.wording import main_accuracy, main_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,7 @@ class Curve:
     Attributes:
         name: of the file it is written to.
         title: what it shows.
-        value: reads it from a line of metrics.jsonl of a run of an algorithm.
+        value: reads it from a line of metrics.jsonl of a run of an algorithm, or None.
         band: reads the least and the most over the peers, where they are known.
         log: whether the axis is logarithmic.
         share: whether it is a share, shown in percent.
@@ -64,7 +64,7 @@ class Curve:
 
     name: str
     title: str
-    value: Callable[[dict[str, Any], str], float]
+    value: Callable[[dict[str, Any], str], float | None]
     band: Callable[[dict[str, Any]], tuple[float, float]] | None = None
     log: bool = False
     share: bool = False
@@ -78,7 +78,7 @@ CURVES = (
         lambda m: (100 * m["accuracy"]["peer_min"], 100 * m["accuracy"]["peer_max"]),
         share=True,
     ),
-    Curve("loss", "Test loss of the mean model", lambda m, _: m["loss"]["mean_model"]),
+    Curve("loss", "Test loss of the mean model", lambda m, algorithm: main_loss(algorithm, m["loss"])),
     Curve("consensus", "Consensus distance", lambda m, _: m["consensus_distance"], log=True),
     Curve("epsilon", "ε spent (largest of the peers)", lambda m, _: float(m["epsilon"])),
 )
@@ -94,9 +94,7 @@ def drawing(salt: str = "privdec") -> Iterator[None]:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ScenarioError(
-            "pictures need matplotlib, which is not installed; pip install matplotlib"
-        ) from error
+        raise ScenarioError("pictures need matplotlib, which is not installed; pip install matplotlib") from error
     with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": salt}):
         yield
 
@@ -108,9 +106,7 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_curve(
-    curve: Curve, results: Sequence[Result], width: float = 6.0, height: float = 3.2
-) -> Figure | None:
+def draw_curve(curve: Curve, results: Sequence[Result], width: float = 6.0, height: float = 3.2) -> Figure | None:
     """Draw one quantity of one or several runs over their rounds; None when no run has it.
 
     Call it within `drawing`.
@@ -135,15 +131,16 @@ def line_style(index: int) -> tuple[int, str]:
 def _draw_run(axes: Axes, curve: Curve, result: Result, index: int) -> bool:
     """Draw a run's finite values and say whether there was one."""
     algorithm = result.scenario.algorithm.name
-    points = [m for m in result.metrics if math.isfinite(curve.value(m, algorithm))]
+    values = [(m, curve.value(m, algorithm)) for m in result.metrics]
+    points = [(m, value) for m, value in values if value is not None and math.isfinite(value)]
     if not points:
         return False
     series, dash = line_style(index)
-    rounds = [m["round"] for m in points]
+    rounds = [m["round"] for m, _ in points]
     marker = "o" if len(points) == 1 else ""
-    axes.plot(rounds, [curve.value(m, algorithm) for m in points], dash, color=SERIES[series], marker=marker)
+    axes.plot(rounds, [value for _, value in points], dash, color=SERIES[series], marker=marker)
     if curve.band is not None:
-        low, high = zip(*map(curve.band, points), strict=True)
+        low, high = zip(*(curve.band(m) for m, _ in points), strict=True)
         axes.fill_between(rounds, low, high, color=SERIES[series], alpha=0.16, linewidth=0)
     return True
 
@@ -154,7 +151,7 @@ def _set_scale(axes: Axes, curve: Curve) -> None:
     if curve.log and len(positive) and positive.max() > 10 * positive.min():
         axes.set_yscale("log")
     elif curve.name == "epsilon" or curve.log:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * drawn.max() or 1.0)
     if curve.share:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
 

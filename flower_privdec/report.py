@@ -29,10 +29,12 @@ from flower_privdec.wording import (
     peer_ranges,
     peers_range,
     percent,
+    setting,
     shares_models,
 )
 
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
+MOST_EDGES = 2000  # in a round; more are a megabyte of lines
 PRIVACY_COLUMNS = ("epsilon", "claimed_epsilon", "delta", "unit", "adjacency", "calibration")
 
 
@@ -88,11 +90,13 @@ def _best(results: Sequence[Result]) -> str:
     known = [result for result in results if result.summary["accuracy"]]
     if not known:
         return "no run has been evaluated yet"
+    best = max(known, key=_accuracy)
+    said = f"best: {best.label}, {headline(best.summary)}"
     private = [result for result in known if is_private(result.summary)]
-    groups = [("best", known)] + ([("best with privacy", private)] if private else [])
-    winners = {max(group, key=_accuracy).label: name for name, group in groups}
-    summaries = {result.label: result.summary for result in known}
-    return "; ".join(f"{name}: {label}, {headline(summaries[label])}" for label, name in winners.items())
+    if not private or is_private(best.summary):
+        return said
+    best = max(private, key=_accuracy)
+    return f"{said}; best with privacy: {best.label}, {headline(best.summary)}"
 
 
 def _accuracy(result: Result) -> float:
@@ -118,9 +122,9 @@ def _cards(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
         (
             "peers' models",
             percent(accuracy["peer_mean"] if accuracy else None),
-            f"mean; {peers_range(summary)} each",
+            f"mean ({peers_range(summary)})",
         ),
-        ("ε", epsilon_range(summary), f"at δ = {number(deltas[-1])}" if deltas else "of the peers"),
+        ("ε", epsilon_range(summary), f"at δ = {setting(deltas[-1])}" if deltas else "of the peers"),
         ("consensus distance", number(summary["consensus_distance"]), "root mean square"),
         (
             "time",
@@ -173,8 +177,8 @@ def _privacy_table(summary: dict[str, Any]) -> list[list[str]]:
         [
             peer_ranges(peers),
             epsilon_text(row["epsilon"]),
-            number(row["claimed_epsilon"]),
-            number(row["delta"]),
+            setting(row["claimed_epsilon"]),
+            setting(row["delta"]),
             *(str(row[key]) for key in ("unit", "adjacency", "calibration")),
         ]
         for peers, row in alike(summary["privacy"], PRIVACY_COLUMNS)
@@ -213,6 +217,6 @@ def _graph_facts(result: Result) -> tuple[str, Topology | None]:
         return NO_GRAPH.format(result.scenario.algorithm.name), None
     topology = mixing.topology
     facts = f"{topology.name}, {mixing.weights} weights, {graph_facts(connectivity(mixing))}"
-    if topology.n_peers > LARGEST_GRAPH:
+    if topology.n_peers > LARGEST_GRAPH or len(topology.edges(0)) > MOST_EDGES:
         return f"{facts} (too large to draw)", None
     return facts, topology

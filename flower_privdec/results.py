@@ -62,9 +62,7 @@ def read_results(folders: Sequence[Path]) -> list[Result]:
         labels = [naming(result) for result in results]
         if len(set(labels)) == len(labels):
             break
-    labels = (
-        labels if len(set(labels)) == len(labels) else [f"{label} #{i}" for i, label in enumerate(labels, 1)]
-    )
+    labels = labels if len(set(labels)) == len(labels) else [f"{label} #{i}" for i, label in enumerate(labels, 1)]
     return [
         replace(result, label=label, summary=result.summary | {"label": label})
         for result, label in zip(results, labels, strict=True)
@@ -80,9 +78,7 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
             metrics.append(json.loads(line))
         except ValueError as error:
             if i < len(lines) - 1:
-                raise ScenarioError(
-                    f"{path}:{i + 1}: is not a line of JSON ({error}); the file is damaged"
-                ) from error
+                raise ScenarioError(f"{path}:{i + 1}: is not a line of JSON ({error}); the file is damaged") from error
     return metrics
 
 

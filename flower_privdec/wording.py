@@ -33,6 +33,11 @@ def main_accuracy(algorithm: str, accuracy: dict[str, float] | None) -> float | 
     return accuracy["mean_model" if shares_models(algorithm) else "peer_mean"]
 
 
+def main_loss(algorithm: str, loss: dict[str, float] | None) -> float | None:
+    """Return the mean model's loss, or None where peers exchange nothing and nobody has that model."""
+    return loss["mean_model"] if loss and shares_models(algorithm) else None
+
+
 def peers_accuracy(summary: dict[str, Any]) -> str:
     """Return the accuracy of the peers' own models: `89.0 % (87.0–90.4)`, mean, worst and best."""
     accuracy = summary["accuracy"]
@@ -48,12 +53,22 @@ def peers_range(summary: dict[str, Any]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with three significant digits."""
+    """Return a measured number with three significant digits: `0.450`, `12.3`, `3,120`, `1.20e-5`."""
     if value is None:
         return NOTHING
-    if value != 0 and math.isfinite(value) and 1000 <= abs(value) < 1e6:
+    if 1000 <= abs(value) < 1e6:
         return f"{value:,.0f}"
-    return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
+    return _exponent(f"{value:#.3g}".removesuffix(".")) if value else "0"
+
+
+def setting(value: float | None) -> str:
+    """Return a number as somebody chose it: `0.001`, `1e-5`, `3`."""
+    return NOTHING if value is None else _exponent(f"{value:g}")
+
+
+def _exponent(text: str) -> str:
+    mantissa, e, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if e else text
 
 
 def epsilon_text(epsilon: float | str | None) -> str:
@@ -127,7 +142,7 @@ def is_private(summary: dict[str, Any]) -> bool:
 
 def _span(values: Iterable[float]) -> str:
     known = sorted(values)
-    low, high = number(known[0]), number(known[-1])
+    low, high = setting(known[0]), setting(known[-1])
     return low if low == high else f"{low}–{high}"
 
 
@@ -139,12 +154,16 @@ def guarantee(summary: dict[str, Any]) -> str:
     if not is_private(summary):
         return "ε = ∞ (no privacy)"
     who = "every peer: " if len(alike(rows, ("epsilon", "delta"))) == 1 else "over the peers: "
-    delta = _span(row["delta"] for row in rows if row["delta"] is not None)
     facts = ", ".join(
-        f"{key}: {' / '.join(sorted({str(row[key]) for row in rows}))}"
-        for key in ("unit", "adjacency", "calibration")
+        f"{key}: {' / '.join(sorted({str(row[key]) for row in rows}))}" for key in ("unit", "adjacency", "calibration")
     )
-    return f"{who}ε = {epsilon_range(summary)} at δ = {delta} ({facts})"
+    return f"{who}{budget(summary)} ({facts})"
+
+
+def budget(summary: dict[str, Any]) -> str:
+    """Return ε of a run's peers and the δ it holds at: `ε = 2.99 at δ = 1e-5`."""
+    deltas = [row["delta"] for row in summary["privacy"] if row["delta"]]
+    return f"ε = {epsilon_range(summary)}" + (f" at δ = {_span(deltas)}" if deltas else "")
 
 
 def _guarantee_so_far(summary: dict[str, Any]) -> str:
@@ -181,5 +200,5 @@ def headline(summary: dict[str, Any]) -> str:
     result = f"{whose} {percent(main_accuracy(summary['algorithm'], summary['accuracy']))} on the test set"
     if not summary.get("finished", True):
         done = f"{summary['rounds_done']} of {summary['rounds']} rounds"
-        return f"unfinished, {done}: {result} so far, ε = {epsilon_range(summary)}"
-    return f"{result}, ε = {epsilon_range(summary)}"
+        return f"unfinished, {done}: {result} so far, {budget(summary)}"
+    return f"{result}, {budget(summary)}"

@@ -53,33 +53,18 @@ def test_peer_ranges_name_every_peer_once(peers: set[int]) -> None:
 
 
 def test_numbers_times_and_sizes_read_well() -> None:
-    assert [wording.number(x) for x in (1e-5, 0.0213, 90.5, 12345.6, None)] == [
-        "1e-5",
-        "0.0213",
-        "90.5",
-        "12,346",
-        "–",
-    ]
-    assert [wording.duration(x) for x in (0.42, 9.999, 185, 7500)] == [
-        "0.42 s",
-        "10.0 s",
-        "3 min 05 s",
-        "2 h 05 min",
-    ]
-    assert [wording.memory(x) for x in (512, 1536, 5 << 20, 3 << 40)] == [
-        "512 B",
-        "1.5 KiB",
-        "5 MiB",
-        "3 TiB",
-    ]
+    assert [wording.setting(x) for x in (1e-5, 0.001, 3.0, None)] == ["1e-5", "0.001", "3", "–"]
+    numbers = [wording.number(x) for x in (1.2e-5, 0.45, 20, 123.4, 12345.6, 0, None)]
+    assert numbers == ["1.20e-5", "0.450", "20.0", "123", "12,346", "0", "–"]
+    times = [wording.duration(x) for x in (0.42, 9.999, 185, 7500)]
+    assert times == ["0.42 s", "10.0 s", "3 min 05 s", "2 h 05 min"]
+    sizes = [wording.memory(x) for x in (512, 1536, 5 << 20, 3 << 40)]
+    assert sizes == ["512 B", "1.5 KiB", "5 MiB", "3 TiB"]
 
 
 def test_equal_guarantees_are_one_line() -> None:
     said = wording.guarantee(summary_of(small_scenario()))
-    assert (
-        said
-        == "every peer: ε = 2.00 at δ = 0.001 (unit: example, adjacency: zero-out, calibration: rigorous)"
-    )
+    assert said == "every peer: ε = 2.00 at δ = 0.001 (unit: example, adjacency: zero-out, calibration: rigorous)"
 
 
 def test_unequal_guarantees_are_a_range() -> None:
@@ -96,9 +81,7 @@ def test_a_claimed_epsilon_is_called_a_claim() -> None:
 
 
 def test_no_privacy_says_so() -> None:
-    summary = summary_of(
-        small_scenario("privacy=none"), [privacy_row(0, "inf", delta=0.0, calibration="none")]
-    )
+    summary = summary_of(small_scenario("privacy=none"), [privacy_row(0, "inf", delta=0.0, calibration="none")])
     assert wording.guarantee(summary) == "ε = ∞ (no privacy)"
     assert not wording.is_private(summary)
     assert "may reveal anything" in wording.meaning(summary)
@@ -114,7 +97,7 @@ def test_summary_shows_result_privacy_and_folder(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     for text in (
         "small: mean model 90.0 %",
-        "88.0 % (85.0–89.0)",
+        "88.0 % on average, 85.0–89.0 % from worst to best",
         "every peer: ε = 2.00",
         "4.00 s",
         "runs/small",
@@ -129,7 +112,8 @@ def test_peers_that_exchange_nothing_are_judged_by_their_own_models(
     summary = summary_of(small_scenario("algorithm.name=local"))
     console.print_summary(summary, Path("runs/alone"))
     assert "peers' models alone, on average 88.0 %" in capsys.readouterr().out
-    assert comparison_row(summary)["mean model"] == "–"
+    row = comparison_row(summary)
+    assert (row["mean model"], row["peers' models"], row["loss"]) == ("–", "88.0 % (85.0–89.0)", "–")
 
 
 def test_comparison_has_a_row_a_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +159,7 @@ def test_progress_on_a_terminal_is_a_bar(tmp_path: Path) -> None:
         on_metrics(metrics_line(20, epsilon="inf"))
         on_metrics(metrics_line(40, epsilon="inf"))
     shown = file.getvalue()
-    for text in ("[odd]", "40/40", "accuracy 90.0 %", "consensus distance 0.025", "ε ∞", "done"):
+    for text in ("[odd]", "40/40", "accuracy 90.0 %", "consensus distance 0.0250", "ε ∞", "done"):
         assert text in shown
 
 
@@ -186,16 +170,12 @@ def test_scalars_leave_infinity_out() -> None:
     assert unlimited["accuracy/mean_model"] == 0.9
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed"
-)
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="the extra tensorboard is not installed")
 def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown_on, _ = _plain()
-    with console.progress(
-        small_scenario(), tmp_path / "run", tensorboard=True, console=shown_on
-    ) as on_metrics:
+    with console.progress(small_scenario(), tmp_path / "run", tensorboard=True, console=shown_on) as on_metrics:
         assert not (tmp_path / "run").exists()
         for k in (10, 20):
             on_metrics(metrics_line(k, accuracy=k / 100))

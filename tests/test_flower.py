@@ -30,7 +30,13 @@ from flower_privdec.runtime.run import run
 from flower_privdec.scenario import Scenario, to_yaml
 
 Tiny = Callable[..., Scenario]
-HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "share": (Relay, 2), "uneven share": (Relay, 3)}
+HOSTS = {
+    "cohort": (CohortRun, 1),
+    "relay": (Relay, 4),
+    "share": (Relay, 2),
+    "uneven": (Relay, 3),
+    "spare": (Relay, 6),
+}
 
 
 def run_under_flower(
@@ -299,6 +305,8 @@ def test_evaluate_fn_is_refused(tiny: Tiny, tmp_path: Path) -> None:
         ([], {"mode": "gossip"}, "mode='gossip'"),
         ([], {"mode": "relay", "n_supernodes": 5}, "n_supernodes=5 must be 1 to n_peers=4"),
         ([], {"resume": True}, "no checkpoint"),
+        ([], {"cpus": 10_000}, "cpus=10000 must be"),
+        ([], {"gpus": 64.0}, "gpus=64.0 must be at most"),
     ],
 )
 def test_launcher_refuses_before_anything_starts(

@@ -26,7 +26,7 @@ BROKEN_CLIENT = """\
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from flower_privdec.runtime.flower.client_app import answer_place, answer_state
+from flower_privdec.runtime.flower.client_app import answer_place
 
 app = ClientApp()
 app.query("place")(answer_place)
@@ -75,7 +75,7 @@ def test_failing_client_app_fails_the_run(
     tiny: Tiny, tmp_path: Path, nothing_left: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(launcher_modules(), "client_app.py", BROKEN_CLIENT)
-    with pytest.raises(RunError, match=r"the SuperNode of peers 0 to 1 .*failed: the disk is on fire"):
+    with pytest.raises(RunError, match=r"the SuperNode of peers . to . .*failed: the disk is on fire"):
         flower_run(tiny(), tmp_path / "flower", mode="relay", n_supernodes=2)
     assert not (tmp_path / "flower" / "summary.json").exists()
     assert "the disk is on fire" in (tmp_path / "flower" / "flower.log").read_text()

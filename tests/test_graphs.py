@@ -49,7 +49,7 @@ def test_text_shows_facts_and_picture(capsys: pytest.CaptureFixture[str]) -> Non
     console.print_topology(graphs.describe(small_scenario()), as_json=False)
     shown = capsys.readouterr().out
     assert "4 a round (repeating after 2 rounds)" in shown
-    assert "jointly connected in 2 rounds, spectral gap 1" in shown
+    assert "jointly connected in 2 rounds, spectral gap 1.00" in shown
     assert shown.count("●") == 1 + 8  # the legend, and four edges in each of two rounds
 
 

@@ -59,9 +59,7 @@ def test_epsilon_grows_by_quarters_up_to_the_budget(build: Build) -> None:
         assert row["delta"] == 1e-3
 
 
-def test_without_privacy_epsilon_is_infinite_and_said(
-    build: Build, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_privacy_epsilon_is_infinite_and_said(build: Build, capsys: pytest.CaptureFixture[str]) -> None:
     plan = make_plan(build("privacy=none", "algorithm.name=local"))
     assert plan["peers"][0]["epsilon"] == "inf"
     assert plan["peers"][0]["sigma"] == [0.0, 0.0, 0.0]
@@ -89,9 +87,7 @@ def test_memory_counts_state_and_data(build: Build) -> None:
     assert memory_bytes(large) - memory_bytes(small) >= 3 * 4 * d * each
 
 
-@pytest.mark.parametrize(
-    ("hidden", "outputs"), [([100], 784 + 100 + 100 + 10), ([5, 6], 784 + 5 + 5 + 6 + 6 + 10)]
-)
+@pytest.mark.parametrize(("hidden", "outputs"), [([100], 784 + 100 + 100 + 10), ([5, 6], 784 + 5 + 5 + 6 + 6 + 10)])
 def test_outputs_of_all_layers_are_counted(hidden: list[int], outputs: int) -> None:
     module = build_model("mlp", (1, 28, 28), 10, seed=1, hidden=hidden)
     assert outputs_per_example(module, (1, 28, 28)) == outputs

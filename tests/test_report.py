@@ -16,9 +16,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.report import write_report
 from flower_privdec.results import read_results
 
-FETCHING = re.compile(
-    r'(?:src|href|action|data)="(?!#)|url\((?!#)|@import|<(?:script|link|img|iframe|object|base)\b'
-)
+FETCHING = re.compile(r'(?:src|href|action|data)="(?!#)|url\((?!#)|@import|<(?:script|link|img|iframe|object|base)\b')
 
 
 class _Page(HTMLParser):
@@ -60,7 +58,7 @@ def test_page_of_one_run_shows_its_result_curves_graph_and_scenario(tmp_path: Pa
     shown = " ".join(page.text)
     for expected in (
         "small",
-        "mean model 90.0 % on the test set, ε = 2.00",
+        "mean model 90.0 % on the test set, ε = 2.00 at δ = 0.001",
         "every peer: ε = 2.00 at δ = 0.001",
         "jointly connected in 2 rounds",
         "Test accuracy",
@@ -109,6 +107,7 @@ def test_several_runs_are_compared_in_one_table(tmp_path: Path) -> None:
     page = _Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     shown = " ".join(page.text)
     assert "3 runs compared" in shown
+    assert "best: small, mean model 90.0 %" in shown
     assert "algorithm local exchanges nothing" in shown
     assert "ε = ∞ (no privacy)" in shown
     assert "(picture: small)" in shown  # the same graph is drawn once
@@ -212,3 +211,13 @@ def test_a_summary_is_returned_as_it_stands(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a")
     (summary,) = write_report([folder], tmp_path / "page.html")
     assert json.loads((folder / "summary.json").read_text()).items() <= summary.items()
+
+
+def test_a_run_without_exchange_has_its_peers_accuracy_and_no_loss(tmp_path: Path) -> None:
+    (result,) = read_results([make_run(tmp_path / "a", "algorithm.name=local")])
+    accuracy, loss = plots.CURVES[0], plots.CURVES[1]
+    with plots.drawing():
+        figure = plots.draw_curve(accuracy, [result])
+        assert figure is not None
+        assert figure.axes[0].get_lines()[0].get_ydata() == pytest.approx([88.0] * 4)
+        assert plots.draw_curve(loss, [result]) is None

@@ -1,10 +1,37 @@
 """The algorithms by name; a paper's algorithm is a named composition of the four parts."""
 
+from flower_privdec.algorithms.adp2_sgd import ADP2SGD
 from flower_privdec.algorithms.base import Algorithm, Mix, State, advance
-from flower_privdec.algorithms.d_psgd import DPSGD
-from flower_privdec.algorithms.local import Local
+from flower_privdec.algorithms.d_psgd import DP2SGD, DPSGD
+from flower_privdec.algorithms.dyn_d2p import ConstD2P, DynCD2P, DynD2P, DynMuD2P
+from flower_privdec.algorithms.local import DPSGDCentral, Local
+from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP, PrivSGP
+from flower_privdec.scenario.algorithms import GradientSection
 
-ALGORITHMS: dict[str, type[Algorithm]] = {cls.name: cls for cls in (SGP, PrivSGP, DPSGD, Local)}
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    cls.name: cls
+    for cls in (
+        SGP,
+        PrivSGP,
+        PrivSGPVR,
+        DynD2P,
+        DynCD2P,
+        DynMuD2P,
+        ConstD2P,
+        DPSGD,
+        DP2SGD,
+        ADP2SGD,
+        Local,
+        DPSGDCentral,
+    )
+}
 
-__all__ = ["ALGORITHMS", "Algorithm", "Mix", "State", "advance"]
+
+def build_algorithm(section: GradientSection) -> Algorithm:
+    """Return the algorithm an `algorithm` section names."""
+    name: str = section.name  # type: ignore[attr-defined]
+    return ALGORITHMS[name](section)
+
+
+__all__ = ["ALGORITHMS", "Algorithm", "Mix", "State", "advance", "build_algorithm"]

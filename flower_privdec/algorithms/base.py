@@ -10,6 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.mixing import Mixing
+from flower_privdec.participation import Participation
+from flower_privdec.scenario.algorithms import GradientSection
+from flower_privdec.topology import Topology
+
 if TYPE_CHECKING:
     from flower_privdec.cohort import Cohort
 
@@ -56,8 +61,17 @@ class Algorithm:
     name: ClassVar[str]
     summary: ClassVar[str]
     weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
-    program: ClassVar[tuple[Step | Mix, ...]]
+    program: tuple[Step | Mix, ...]
     slots: ClassVar[int] = 1
+
+    def __init__(self, section: GradientSection) -> None:
+        self.section = section
+
+    def exchange(
+        self, topology: Topology, weights: str, participation: Participation, seed: int
+    ) -> tuple[Mixing, Participation]:
+        """Return the mixing over a graph and who is active, as the scenario says unless an algorithm differs."""
+        return Mixing(topology, weights, participation), participation
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return the rows before round 0: every peer starts at the same parameters."""

@@ -45,3 +45,15 @@ class DPSGD(Algorithm):
         """Return x_i^0 = x^0 and room for the step."""
         rows = super().initial(cohort)
         return rows | {"step": torch.zeros_like(rows["x"])}
+
+
+class DP2SGD(DPSGD):
+    """Gossip models with clipped and noised gradients: d-psgd with privacy, composed over all rounds.
+
+    Deviations from the paper: noise solved by the exact accountant, not by basic composition.
+
+    Source: Yu et al. 2021 (DP²-SGD); the update is D-PSGD's.
+    """
+
+    name = "dp2-sgd"
+    summary = "D-PSGD with clipped and noised gradients (DP²-SGD)"

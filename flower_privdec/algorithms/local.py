@@ -23,3 +23,10 @@ class Local(Algorithm):
     summary: ClassVar[str] = "every peer alone (no exchange): the baseline"
     weights = None
     program = (descend,)
+
+
+class DPSGDCentral(Local):
+    """Descend on pooled data at one peer: DP-SGD, the centralized reference. Source: Abadi et al. 2016, Alg. 1."""
+
+    name = "dp-sgd"
+    summary = "one peer with all data (DP-SGD): the centralized reference"

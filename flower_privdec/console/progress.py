@@ -49,9 +49,7 @@ def progress(
         views: list[_View] = []
         if tensorboard:
             views.append(stack.enter_context(_tensorboard(folder)))
-        views.append(
-            stack.enter_context(_bar(scenario, console) if console.is_terminal else _plain(scenario, console))
-        )
+        views.append(stack.enter_context(_bar(scenario, console) if console.is_terminal else _plain(scenario, console)))
 
         def on_metrics(metrics: Metrics) -> None:
             for view in views:

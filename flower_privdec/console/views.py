@@ -22,12 +22,15 @@ from flower_privdec.wording import (
     guarantee,
     headline,
     is_private,
+    main_loss,
     meaning,
     memory,
     number,
     peer_ranges,
     peers_accuracy,
+    peers_range,
     percent,
+    setting,
     shares_models,
 )
 
@@ -85,6 +88,8 @@ def _table(columns: Sequence[tuple[str, str]]) -> Table:
 def print_summary(summary: dict[str, Any], folder: Path) -> None:
     """Print what a finished run reached, at which ε, and where its files lie."""
     console = _console()
+    loss = main_loss(summary["algorithm"], summary["loss"])
+    average = percent(summary["accuracy"]["peer_mean"])
     pace = f"{number(summary['peer_steps_per_second'])} peer steps per second"
     network = f"{summary['n_peers']} peers, {summary['rounds']:,} rounds, {summary['runtime']}"
     console.show()
@@ -93,8 +98,8 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         _facts(
             [
                 ("algorithm", f"{summary['algorithm']}, {network}"),
-                ("peers' models", f"{peers_accuracy(summary)} mean, worst to best"),
-                ("loss", f"{number(summary['loss']['mean_model'])} (mean model, test set)"),
+                ("peers' models", f"{average} on average, {peers_range(summary)} from worst to best"),
+                ("loss", None if loss is None else f"{number(loss)} (mean model, test set)"),
                 (
                     "consensus",
                     f"{number(summary['consensus_distance'])} root mean square distance to the mean model",
@@ -132,11 +137,9 @@ def comparison_row(summary: dict[str, Any]) -> dict[str, str]:
         "peers": str(summary["n_peers"]),
         "rounds": done,
         "ε": epsilon_range(summary),
-        "mean model": percent(accuracy["mean_model"])
-        if accuracy and shares_models(summary["algorithm"])
-        else NOTHING,
+        "mean model": percent(accuracy["mean_model"]) if accuracy and shares_models(summary["algorithm"]) else NOTHING,
         "peers' models": peers_accuracy(summary),
-        "loss": number(summary["loss"]["mean_model"] if summary["loss"] else None),
+        "loss": number(main_loss(summary["algorithm"], summary["loss"])),
         "consensus": number(summary["consensus_distance"]),
         "time": duration(summary["wall_seconds"]),
     }
@@ -192,20 +195,16 @@ def _plan_table(plan: dict[str, Any]) -> Table:
             number(row["noise_multiplier"]),
             sigma[0] if len(set(sigma)) == 1 else ", ".join(sigma),
             ", ".join(map(epsilon_text, row["epsilon_after_quarters"])),
-            number(row["delta"]),
+            setting(row["delta"]),
         ]
-        table.add_row(*cells, *([number(row["claimed_epsilon"])] if claimed else []))
+        table.add_row(*cells, *([setting(row["claimed_epsilon"])] if claimed else []))
     return table
 
 
 def graph_facts(graph: dict[str, Any]) -> str:
     """Say how well a graph spreads what a peer knows."""
     rounds = graph["joint_connectivity"]
-    joined = (
-        "not jointly connected in the rounds looked at"
-        if rounds is None
-        else f"jointly connected in {rounds}"
-    )
+    joined = "not jointly connected in the rounds looked at" if rounds is None else f"jointly connected in {rounds}"
     unit = "" if rounds is None else " round" if rounds == 1 else " rounds"
     return f"{joined}{unit}, spectral gap {number(graph['spectral_gap'])}"
 
@@ -269,9 +268,7 @@ def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], w
     return lines
 
 
-def _adjacency_block(
-    n_peers: int, edges: Sequence[Sequence[int]], round_index: int, *, many: bool
-) -> list[str]:
+def _adjacency_block(n_peers: int, edges: Sequence[Sequence[int]], round_index: int, *, many: bool) -> list[str]:
     heard = {(receiver, sender) for sender, receiver in edges}
     label = len(str(n_peers - 1))
     lines = [f"{'':{label}} round {round_index}" if many else ""]

@@ -99,6 +99,18 @@ class PeerData:
             self._full = (key, self._gather(peers, self.sampler.batch(round_index, peers)))
         return self._full[1]
 
+    def examples(self, peers: Sequence[int] | np.ndarray, start: int, stop: int) -> Batch:
+        """Return the local examples [start, stop) of some peers; weight 0 where a peer has none there."""
+        peers = np.asarray(peers, dtype=np.int64)
+        positions = np.broadcast_to(np.arange(start, stop), (len(peers), stop - start))
+        inside = positions < self.sampler.partition_sizes[peers][:, None]
+        return self._gather(peers, LocalBatch(np.where(inside, positions, 0), inside.astype(np.float32)))
+
+    def block(self, peers: Sequence[int] | np.ndarray, numbers: np.ndarray) -> Batch:
+        """Return one fixed batch of each peer, as `Sampler.block` numbers them."""
+        peers = np.asarray(peers, dtype=np.int64)
+        return self._gather(peers, self.sampler.block(peers, numbers))
+
     def _gather(self, peers: np.ndarray, local: LocalBatch) -> Batch:
         start = self._start.take(peers)
         if len(start) and int(start.min()) < 0:

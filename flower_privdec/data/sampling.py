@@ -18,6 +18,7 @@ SAMPLINGS: dict[str, str] = {
     "uniform": "exactly size distinct local examples, drawn afresh each round",
     "shuffle": "consecutive batches of size from each epoch's permutation, no incomplete one",
     "full": "all local examples",
+    "blocks": "one of count // size fixed batches (examples of equal position modulo that number), at random",
 }
 # A generator is keyed for a block of rounds, because keying costs more than one small batch. The block's
 # length depends on the batch size alone, so that the numbers do not depend on the cohort.
@@ -76,6 +77,8 @@ class Sampler:
         self.size = _checked_size(kind, size, self.partition_sizes) if kind != "full" else 0
         self.normalizer = counts.copy() if kind == "full" else np.full_like(counts, self.size)
         self.sampling_rate = self.normalizer / counts
+        if kind == "blocks":
+            self.sampling_rate = 1 / self.blocks(np.arange(len(counts)))
         self._rounds = max(1, min(_BLOCK_ROUNDS, _BLOCK_EXAMPLES // max(1, self.size)))
         self._block = _Block(-1, len(counts), self._rounds)
 
@@ -95,12 +98,29 @@ class Sampler:
             raise ValueError(f"round {round_index} and peers {peers} must be >= 0")
         if self.kind == "full":
             return _everything(self.partition_sizes[peers])
+        if self.kind == "blocks":
+            return self.block(peers, self._drawn_blocks(round_index, peers))
         number, step = divmod(int(round_index), self._rounds)
         rows = self._rows_of_block(number, peers)
         counts = self._block.counts[step].take(rows)
         width = int(counts.max(initial=1))
         index = self._block.index[step, :, :width].take(rows, axis=0)
         return LocalBatch(index, (np.arange(width) < counts[:, None]).astype(np.float32))
+
+    def blocks(self, peers: np.ndarray) -> np.ndarray:
+        """Return into how many fixed batches each peer's examples fall, int64 [m]: floor(J / b)."""
+        return np.asarray(self.partition_sizes[peers] // max(1, self.size))
+
+    def block(self, peers: np.ndarray, numbers: np.ndarray) -> LocalBatch:
+        """Return one fixed batch of each peer: positions j, j + c, j + 2 c, ... for batch j of c."""
+        counts = self.blocks(peers)
+        index = numbers[:, None] + counts[:, None] * np.arange(self.size)
+        return LocalBatch(index, np.ones(index.shape, np.float32))
+
+    def _drawn_blocks(self, round_index: int, peers: np.ndarray) -> np.ndarray:
+        counts = self.blocks(peers)
+        draws = [keyed_generator(self.seed, "blocks", round_index, int(peer)) for peer in peers]
+        return np.array([g.integers(count) for g, count in zip(draws, counts, strict=True)])
 
     def _rows_of_block(self, number: int, peers: np.ndarray) -> np.ndarray:
         """Return the rows of the cached block that hold some peers, drawing those not yet there."""

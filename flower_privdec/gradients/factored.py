@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.base import row_chunks
@@ -94,10 +95,12 @@ class FactoredKernel(RowKernel):
             x = x.to(memory_format=torch.channels_last)
         try:
             with torch.enable_grad():
-                value = self._loss.value(self._call(point, x), y).sum()
+                outputs = self._outputs(point, x)
             calls = list(self._calls)
-            outputs = [call.output for call in calls]
-            return calls, torch.autograd.grad(value, outputs, materialize_grads=True, allow_unused=True)
+            sources = [call.output for call in calls]
+            start = self._loss.derivative(outputs.detach(), y)
+            deltas = torch.autograd.grad(outputs, sources, start, materialize_grads=True, allow_unused=True)
+            return calls, deltas
         finally:
             self._calls.clear()
 
@@ -130,9 +133,10 @@ class FactoredKernel(RowKernel):
 
     def _plain(self, point: Tensor, x: Tensor, y: Tensor) -> Tensor:
         leaf = point.detach().clone().requires_grad_()
+        views = {name: place.view(leaf) for name, place in self._layout.items()}
         try:
             with torch.enable_grad():
-                value = self._loss.value(self._call(leaf, x[None]), y[None]).sum()
+                value = self._loss.value(functional_call(self._module, views, (x[None],)), y[None]).sum()
             return torch.autograd.grad(value, [leaf], materialize_grads=True, allow_unused=True)[0]
         finally:
             self._calls.clear()

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flower_privdec.gradients.base import Parameter
+from flower_privdec.gradients.base import Parameter, row_chunks
 from flower_privdec.gradients.rows import Piece, Stored
 
 _WRITE_COST = 8  # writing an element of a gradient and reading it again costs about 8 multiplications
+_CACHED_BYTES = 2**19  # patches cut at once
 _WIDE = 8  # from so many channels on, patches are cut from channels-last images
 
 
@@ -31,13 +32,13 @@ class Outer:
         place: where the weight lies.
         u: inputs [b, T, K].
         delta: derivatives in the outputs [b, T, O].
-        order: turns a gradient [K, O] into the weight's shape.
+        order: turns a gradient [O, K] into the weight's shape; None where it has it.
     """
 
     place: Parameter
     u: Tensor
     delta: Tensor
-    order: Callable[[Tensor], Tensor]
+    order: Callable[[Tensor], Tensor] | None
 
     def squared(self) -> Tensor:
         """See Piece."""
@@ -51,15 +52,10 @@ class Outer:
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
         """See Piece."""
         scaled = (self.delta * coefficient[:, None, None]).flatten(0, 1)
-        self.place.view(total).add_(self.order(self.u.flatten(0, 1).t() @ scaled))
-
-    def cheapest(self) -> Piece:
-        """Return the gradients in the form, factors or written out, that costs less."""
-        _, t, k = self.u.shape
-        o = self.delta.shape[2]
-        if t * t * (k + o) <= _WRITE_COST * k * o:
-            return self
-        return Stored(self.place, torch.bmm(self.u.transpose(1, 2), self.delta), self.order)
+        if self.order is None:
+            self.place.view(total).addmm_(scaled.t(), self.u.flatten(0, 1))
+        else:
+            self.place.view(total).add_(self.order(scaled.t() @ self.u.flatten(0, 1)))
 
 
 def is_supported(layer: nn.Module) -> bool:
@@ -75,11 +71,25 @@ def weight_piece(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: l
         normal = [functional.group_norm(x, layer.num_groups, eps=layer.eps) for x in xs]
         sums = [_sum_positions(delta * x) for x, delta in zip(normal, deltas, strict=True)]
         return Stored(place, torch.stack(sums).sum(0))
-    if isinstance(layer, nn.Conv2d):
-        u, delta = [_patches(layer, x) for x in xs], [delta.permute(0, 2, 3, 1) for delta in deltas]
-    else:
-        u, delta = xs, deltas
-    return Outer(place, _join(u), _join(delta), _order(layer)).cheapest()
+    deltas = [_flat(layer, delta) for delta in deltas]
+    windows = [_windows(layer, x) if isinstance(layer, nn.Conv2d) else x for x in xs]
+    t, o = sum(delta.shape[1] for delta in deltas), deltas[0].shape[2]
+    k, order = layer.weight.numel() // o, _order(layer)
+    if t * t * (k + o) <= _WRITE_COST * k * o:
+        return Outer(place, torch.cat([_patches(layer, x) for x in windows], 1), torch.cat(deltas, 1), order)
+    written = _written(layer, windows[0], deltas[0], k)
+    for x, delta in zip(windows[1:], deltas[1:], strict=True):
+        written += _written(layer, x, delta, k)
+    return Stored(place, written, lambda g: g.t() if order is None else order(g.t()))
+
+
+def _written(layer: nn.Module, windows: Tensor, delta: Tensor, k: int) -> Tensor:
+    """Write out gradients [b, K, O], cutting patches for as many examples at a time as stay in the cache."""
+    b, t, o = delta.shape
+    out = delta.new_empty(b, k, o)
+    for part in row_chunks(b, t * k * delta.element_size(), _CACHED_BYTES):
+        torch.bmm(_patches(layer, windows[part]).transpose(1, 2), delta[part], out=out[part])
+    return out
 
 
 def bias_piece(layer: nn.Module, place: Parameter, deltas: list[Tensor]) -> Piece:
@@ -91,10 +101,11 @@ def bias_piece(layer: nn.Module, place: Parameter, deltas: list[Tensor]) -> Piec
     return Stored(place, sums[0] if len(sums) == 1 else torch.stack(sums).sum(0))
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    """Join [b, ..., K] along their positions: [b, T, K]."""
-    flat = [part.reshape(part.shape[0], -1, part.shape[-1]) for part in parts]
-    return flat[0] if len(flat) == 1 else torch.cat(flat, 1)
+def _flat(layer: nn.Module, delta: Tensor) -> Tensor:
+    """Lay out derivatives as [b, T, O]."""
+    if isinstance(layer, nn.Conv2d):
+        delta = delta.permute(0, 2, 3, 1)
+    return delta.reshape(delta.shape[0], -1, delta.shape[-1])
 
 
 def _sum_positions(delta: Tensor) -> Tensor:
@@ -102,30 +113,37 @@ def _sum_positions(delta: Tensor) -> Tensor:
     return delta if delta.ndim == 2 else delta.sum(tuple(range(2, delta.ndim)))
 
 
-def _order(layer: nn.Module) -> Callable[[Tensor], Tensor]:
-    """How a gradient [K, O] becomes the weight's shape; K runs as in _patches."""
+def _order(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """How a gradient [O, K] becomes the weight's shape; K runs as in _patches."""
     if not isinstance(layer, nn.Conv2d):
-        return torch.t
-    shape = layer.weight.shape
-    if shape[1] >= _WIDE:
-        return lambda g: g.view(*shape[2:], shape[1], shape[0]).permute(3, 2, 0, 1)
-    return lambda g: g.t().reshape(shape)
+        return None
+    o, c, *kernel = layer.weight.shape
+    if c >= _WIDE:
+        return lambda g: g.reshape(o, *kernel, c).permute(0, 3, 1, 2)
+    return lambda g: g.reshape(o, c, *kernel)
 
 
-def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """Cut images [b, C, H, W] into patches [b, T, K]: K runs over rows, columns, channels, or channels first."""
-    x = functional.pad(x, _padding(layer)).contiguous(
-        memory_format=torch.channels_last if x.shape[1] >= _WIDE else torch.contiguous_format
-    )
-    (b, c), (kh, kw), (dh, dw) = x.shape[:2], layer.kernel_size, layer.dilation
-    sh, sw = layer.stride
+def _windows(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """View padded images [b, C, H, W] as overlapping windows: [b, T.., rows, columns, C], or channels first."""
+    wide = x.shape[1] >= _WIDE
+    x = functional.pad(x, _padding(layer))
+    x = x.contiguous(memory_format=torch.channels_last if wide else torch.contiguous_format)
+    (b, c), (kh, kw), (dh, dw), (sh, sw) = x.shape[:2], layer.kernel_size, layer.dilation, layer.stride
     oh, ow = (x.shape[2] - dh * (kh - 1) - 1) // sh + 1, (x.shape[3] - dw * (kw - 1) - 1) // sw + 1
     s0, s1, s2, s3 = x.stride()
-    if c >= _WIDE:
-        sizes, strides = (b, oh, ow, kh, kw, c), (s0, sh * s2, sw * s3, dh * s2, dw * s3, s1)
-        return x.as_strided(sizes, strides).reshape(b, oh * ow, kh * kw * c)
-    sizes, strides = (b, c, kh, kw, oh, ow), (s0, s1, dh * s2, dw * s3, sh * s2, sw * s3)
-    return x.as_strided(sizes, strides).reshape(b, c * kh * kw, oh * ow).transpose(1, 2)
+    if wide:
+        return x.as_strided((b, oh, ow, kh, kw, c), (s0, sh * s2, sw * s3, dh * s2, dw * s3, s1))
+    return x.as_strided((b, c, kh, kw, oh, ow), (s0, s1, dh * s2, dw * s3, sh * s2, sw * s3))
+
+
+def _patches(layer: nn.Module, windows: Tensor) -> Tensor:
+    """Copy windows into patches [b, T, K]; the inputs of a linear layer are patches as they are."""
+    b = windows.shape[0]
+    if not isinstance(layer, nn.Conv2d):
+        return windows.reshape(b, -1, windows.shape[-1])
+    if layer.in_channels >= _WIDE:
+        return windows.reshape(b, windows.shape[1] * windows.shape[2], -1)
+    return windows.reshape(b, windows.shape[1] * windows.shape[2] * windows.shape[3], -1).transpose(1, 2)
 
 
 def _padding(layer: nn.Conv2d) -> list[int]:

@@ -29,7 +29,8 @@ class VmapKernel(RowKernel):
         return self._loss.value(output, y[None]).sum()
 
     def _pieces(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[Piece]:
-        gradients = self._gradients(self._views(point), x, y)
+        views = {name: place.view(point) for name, place in self._layout.items()}
+        gradients = self._gradients(views, x, y)
         return [Stored(self._layout[name], gradient) for name, gradient in gradients.items()]
 
     def _parts(self, point: Tensor, x: Tensor, y: Tensor) -> list[slice]:

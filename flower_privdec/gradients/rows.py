@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from flower_privdec.gradients.base import Examples, Parameter, coefficient, layout, row_chunks
 from flower_privdec.gradients.losses import Loss
@@ -63,15 +62,17 @@ class RowKernel(ABC):
     def __init__(self, module: nn.Module, loss: Loss, memory_bytes: int) -> None:
         self._module = copy.deepcopy(module).requires_grad_(False)
         self._layout = layout(module)
+        self._parameters = dict(self._module.named_parameters())
         self._loss, self._memory = loss, memory_bytes
         self.d = sum(parameter.numel() for parameter in module.parameters())
+        self._release()
 
     @abstractmethod
     def _pieces(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[Piece]:
         """Return the gradients of examples x [b, *shape], y [b] at a point [d]."""
 
     @abstractmethod
-    def _parts(self, point: Tensor, x: Tensor, y: Tensor) -> Iterable[slice]:
+    def _parts(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[slice]:
         """Cut a row's examples into parts that fit into memory."""
 
     def add_clipped_(
@@ -89,16 +90,19 @@ class RowKernel(ABC):
         x, norms = batch.x.to(params.dtype), params.new_empty(batch.y.shape)
         for i in range(params.shape[0]):
             point = params[i] if divisor is None else params[i] / divisor[i]
-            clip = None if clip_norm is None else clip_norm[i : i + 1]
-            total = torch.zeros_like(point)
-            for part in self._parts(point, x[i], batch.y[i]):
+            parts = self._parts(point, x[i], batch.y[i])
+            total = out[i] if len(parts) == 1 else torch.zeros_like(point)
+            for part in parts:
                 pieces = self._pieces(point, x[i, part], batch.y[i, part])
-                norm = torch.stack([piece.squared() for piece in pieces]).sum(0).sqrt_()
-                factor = coefficient(norm[None], batch.weight[i : i + 1, part], clip, scale[i : i + 1])
+                norms[i, part] = torch.stack([piece.squared() for piece in pieces]).sum(0).sqrt_()
+                clip = None if clip_norm is None else clip_norm[i : i + 1]
+                here = slice(i, i + 1), part
+                factor = coefficient(norms[here], batch.weight[here], clip, scale[i : i + 1])
                 for piece in pieces:
                     piece.add_(total, factor[0])
-                norms[i, part] = norm
-            out[i].add_(total)
+            if len(parts) > 1:
+                out[i].add_(total)
+        self._release()
         return norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
@@ -108,12 +112,18 @@ class RowKernel(ABC):
         per_example = _LOGIT_TENSORS * x[:1].numel() * x.element_size()
         parts = row_chunks(x.shape[0], per_example, self._memory)
         with torch.no_grad():
-            rows = [torch.cat([self._call(row, x[part]) for part in parts]) for row in params]
+            rows = [torch.cat([self._outputs(row, x[part]) for part in parts]) for row in params]
+        self._release()
         return torch.stack(rows)
 
-    def _call(self, row: Tensor, x: Tensor) -> Tensor:
-        output: Tensor = functional_call(self._module, self._views(row), (x,))
-        return output
+    def _outputs(self, row: Tensor, x: Tensor) -> Tensor:
+        """Run the module at a row, which its parameters then share memory with."""
+        for name, parameter in self._parameters.items():
+            parameter.data = self._layout[name].view(row)
+        outputs: Tensor = self._module(x)
+        return outputs
 
-    def _views(self, row: Tensor) -> dict[str, Tensor]:
-        return {name: place.view(row) for name, place in self._layout.items()}
+    def _release(self) -> None:
+        """Let go of the rows."""
+        for parameter in self._parameters.values():
+            parameter.data = parameter.new_empty(0)

@@ -95,7 +95,8 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
     if any(r.noise_multiplier == 0 for r in releases):
         return math.inf
     if (sigma := _gaussian_only(releases)) is not None:
-        return float(get_epsilon_gaussian(sigma, delta))
+        with np.errstate(divide="ignore"):  # log δ = -∞ of next to no loss
+            return float(get_epsilon_gaussian(sigma, delta))
     return float(_composition(releases).get_epsilon_for_delta(delta))
 
 

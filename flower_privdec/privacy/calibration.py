@@ -140,14 +140,14 @@ def _accepts(spent: float, budget: float) -> bool:
 
 
 def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
-    """Return an accepted scale: bracket the aim, then regula falsi (Illinois) on log ε over log scale."""
+    """Return an accepted scale: bracket the aim, then regula falsi on log ε over log scale."""
 
     def excess(log_scale: float) -> float:
         spent = accounting.epsilon(make_releases(math.exp(log_scale)), delta)
         return math.log(max(spent, 1e-300) / (AIM * budget)) if math.isfinite(spent) else 700.0
 
     low, high = _bracket(excess, budget)
-    for _ in range(100):
+    while high[0] - low[0] > 1e-7:
         for log_scale, value in (high, low):
             if math.log(NEAR / AIM) <= value <= math.log(1 / AIM):
                 return math.exp(log_scale)
@@ -155,7 +155,8 @@ def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
         point = (middle, excess(middle))
         low, high = (point, high) if point[1] > 0 else (low, point)
     raise ScenarioError(
-        f"epsilon={budget} cannot be met within 0.5 %: ε jumps over it as the noise grows; change the budget"
+        f"epsilon={budget} cannot be met within 0.5 %: at delta={delta} ε jumps over it as the noise grows "
+        "(is delta above an example's chance to be used at all?); lower delta or change epsilon"
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import resource
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -269,7 +270,7 @@ def _check_same_plan(ledger: Ledger, run: str, plan: Sequence[Spend]) -> None:
     for payment in ledger.payments:
         for rounds, release in payment.parts if payment.run == run else ():
             for a, b in rounds:
-                at = int(np.searchsorted(starts, a, side="right")) - 1
+                at = bisect_right(starts, a) - 1
                 spend = plan[at] if at >= 0 else None
                 if spend is None or b > spend.to_round or spend.release.mechanism != release.mechanism:
                     raise BudgetError(

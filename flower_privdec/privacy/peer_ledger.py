@@ -153,6 +153,8 @@ class Ledger:
 
     def append(self, payment: Payment) -> None:
         """Write a payment, whole or not at all, without a look at the budget; it counts after `sync`."""
+        if self._appended[1]:
+            self.sync()  # one that an interrupt kept from it
         bodies = [payment.to_json()] if self._hashes else [self._header, payment.to_json()]
         content, hashes = chained(bodies, self.head)
         self._appended = ([payment], hashes)

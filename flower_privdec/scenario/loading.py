@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -99,30 +99,41 @@ def _place(loc: Location, lines: dict[Location, int], overrides: Iterable[Locati
 
 
 def _clean(loc: Location) -> Location:
-    """Drop what pydantic adds to a location: the tags of unions."""
-    tags = {("privacy", "section"), ("privacy", "none")}
-    return tuple(part for i, part in enumerate(loc) if i != 1 or (loc[0], part) not in tags)
+    """Drop what pydantic adds to a location: which form of a section was meant."""
+    forms = {"privacy": ("section", "none"), "algorithm": ALGORITHM_NAMES}
+    return tuple(part for i, part in enumerate(loc) if i != 1 or part not in forms.get(str(loc[0]), ()))
 
 
 def _model_at(loc: Location) -> type[BaseModel]:
-    """Return the section model a location lies in."""
+    """Return the section model in which pydantic's location lies."""
     model: type[BaseModel] = Scenario
     for part in loc:
+        if part in ALGORITHM_NAMES:
+            model = ALGORITHM_NAMES[str(part)]
+            continue
         field = model.model_fields.get(str(part))
-        found = _section_of(field.annotation) if field else None
-        if found is None:
-            break
-        model = found
+        found = _sections_of(field.annotation) if field else []
+        model = found[0] if found else model
     return model
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def _sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """Return the section models a field may hold."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in getattr(annotation, "__args__", ()):
-        if (found := _section_of(inner)) is not None:
-            return found
-    return None
+        return [annotation]
+    return [model for inner in getattr(annotation, "__args__", ()) for model in _sections_of(inner)]
+
+
+ALGORITHM_NAMES = {
+    name: section
+    for section in _sections_of(Scenario.model_fields["algorithm"].annotation)
+    for name in get_args(section.model_fields["name"].annotation)
+}
+
+
+def _nearest(word: object, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(word), list(known), n=1)
+    return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def _sentence(error: Any, loc: Location) -> str:
@@ -130,10 +141,16 @@ def _sentence(error: Any, loc: Location) -> str:
     name = ".".join(map(str, loc)) or "scenario"
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        known = list(_model_at(loc[:-1]).model_fields)
+        known = list(_model_at(error["loc"][:-1]).model_fields)
         close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.0)
         return f"unknown key '{name}'; did you mean '{close[0]}'? (valid keys: {', '.join(known)})"
-    if kind == "missing":
+    if kind == "union_tag_invalid":
+        tags = ", ".join(ALGORITHM_NAMES)
+        return (
+            f"{name}.name='{context['tag']}' must be one of {tags}{_nearest(context['tag'], ALGORITHM_NAMES)}"
+        )
+    if kind in ("missing", "union_tag_not_found"):
+        name = name if kind == "missing" else f"{name}.name"
         return f"'{name}' is missing; add it"
     if kind == "value_error":
         message = str(context.get("error"))
@@ -144,10 +161,7 @@ def _sentence(error: Any, loc: Location) -> str:
     if loc == ("privacy",):
         return f"{value} must be none, or a section with epsilon and delta"
     if kind == "literal_error":
-        close = difflib.get_close_matches(
-            str(error["input"]), re.findall(r"'([^']+)'", context["expected"]), n=1
-        )
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        hint = _nearest(error["input"], re.findall(r"'([^']+)'", context["expected"]))
         return f"{value} must be one of {context['expected']}{hint}"
     rule = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", ">=")
     rule = rule.replace("less than or equal to", "<=").replace("greater than", ">").replace("less than", "<")

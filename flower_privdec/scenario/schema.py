@@ -4,30 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic.types import Discriminator
 
+from flower_privdec.scenario.algorithms import AlgorithmSection, DynSection, VRSection
+from flower_privdec.scenario.fields import Count, Fraction, NonNegative, PerPeer, Positive, Section
 
-class Section(BaseModel):
-    """One mapping of the scenario file."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
-
-
-def _per_peer(value: Any) -> Any:
-    """Accept one number for every peer or a list with one number a peer."""
-    numbers = value if isinstance(value, list | tuple) else [value]
-    if not numbers or any(isinstance(x, bool) or not isinstance(x, int | float) for x in numbers):
-        raise ValueError("must be a number, or a list with one number for each peer")
-    if any(not 0 < x < float("inf") for x in numbers):
-        raise ValueError("must be > 0 and finite (for every peer)")
-    return tuple(float(x) for x in numbers) if isinstance(value, list | tuple) else float(value)
-
-
-PerPeer = Annotated[float | tuple[float, ...], BeforeValidator(_per_peer)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
 ModelName = Literal[
     "linear",
     "softmax",
@@ -86,7 +68,7 @@ class PartitionSection(Section):
 class BatchSection(Section):
     """How a peer draws its examples in a round."""
 
-    sampling: Literal["poisson", "uniform", "shuffle", "full"] = "poisson"
+    sampling: Literal["poisson", "uniform", "shuffle", "full", "blocks"] = "poisson"
     size: Count | None = None
 
     @model_validator(mode="after")
@@ -117,7 +99,7 @@ class ModelSection(Section):
     hidden: list[Count] | None = None
     activation: Literal["relu", "tanh"] | None = None
     module: str | None = None
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
     loss: Literal["cross-entropy", "logistic", "hinge", "squared-hinge"] = "cross-entropy"
 
     @model_validator(mode="after")
@@ -135,16 +117,6 @@ class ModelSection(Section):
         given = {"hidden": self.hidden, "activation": self.activation, "module": self.module}
         options = {key: value for key, value in given.items() if value is not None}
         return options | ({"arguments": self.arguments} if self.module else {})
-
-
-class SGDSection(Section):
-    """Stochastic gradient steps: sgp, privsgp, d-psgd and local."""
-
-    name: Literal["sgp", "privsgp", "d-psgd", "local"]
-    learning_rate: PerPeer
-    learning_rate_decay: Annotated[float, Field(ge=0, le=1)] = (
-        0.0  # share of the rounds, at the end, of linear decay
-    )
 
 
 class TopologySection(Section):
@@ -180,20 +152,47 @@ class ParticipationSection(Section):
         return self
 
 
+class ScheduleSection(Section):
+    """Clip norms and noise that change over the rounds, C_k and the shape of σ_k of Dyn-D2P (Zhu et al.).
+
+    Either rho_c and rho_mu: C_k = clip_norm ρ_c^{-k/K} and σ_k = C_k / (μ_0 ρ_μ^{k/K}) (Alg. 1). Or lists
+    (Alg. 2): clip_norms as factors of clip_norm, and noise, the shape of σ_k, whose scale is solved for;
+    one number a round, or fewer, which are joined by straight lines.
+    """
+
+    rho_c: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    rho_mu: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    clip_norms: list[Positive] | None = None
+    noise: list[Positive] | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> ScheduleSection:
+        lists = self.clip_norms is not None or self.noise is not None
+        if lists and (self.rho_c, self.rho_mu) != (1.0, 1.0):
+            raise ValueError("give rho_c and rho_mu, or the lists clip_norms and noise, not both")
+        return self
+
+
 class PrivacySection(Section):
     """Each peer's budget, clipping and noise."""
 
     epsilon: PerPeer | None = None
     delta: Annotated[PerPeer, BeforeValidator(lambda value: _below_one(value))]
     clip_norm: PerPeer = 1.0
-    noise_multiplier: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    calibration: Literal["rigorous"] = "rigorous"
+    schedule: ScheduleSection | None = None
+    noise_multiplier: NonNegative | None = None
+    calibration: Literal["rigorous", "paper"] = "rigorous"
+    c_2: Positive = 1.0  # the constant of PrivSGP-VR's eq. 11; calibration paper alone uses it
     ledger: str | None = None
 
     @model_validator(mode="after")
     def _budget_or_noise(self) -> PrivacySection:
         if self.epsilon is None and self.noise_multiplier is None:
             raise ValueError("give epsilon (a budget the noise is solved for), noise_multiplier, or both")
+        if self.calibration == "paper" and (self.epsilon is None or self.noise_multiplier is not None):
+            raise ValueError(
+                "calibration paper computes the noise from epsilon: give epsilon, and no noise_multiplier"
+            )
         return self
 
 
@@ -240,7 +239,7 @@ class Scenario(Section):
     rounds: Count
     data: DataSection
     model: ModelSection
-    algorithm: SGDSection
+    algorithm: AlgorithmSection
     topology: TopologySection = TopologySection()
     participation: ParticipationSection = ParticipationSection()
     privacy: PrivacyChoice
@@ -261,8 +260,37 @@ class Scenario(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_schedule(self) -> Scenario:
+        private = self.private
+        if private is None or not isinstance(self.algorithm, DynSection):
+            return self
+        if private.schedule is not None:
+            raise ValueError(
+                f"privacy.schedule: {self.algorithm.name} has a schedule of its own; use privsgp with it"
+            )
+        if "clip_norm" in private.model_fields_set:
+            raise ValueError(
+                f"privacy.clip_norm: {self.algorithm.name} has its own; give it in the algorithm section"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _blocks_go_together(self) -> Scenario:
+        blocks = isinstance(self.algorithm, VRSection) and self.algorithm.table == "blocks"
+        if blocks != (self.data.batch.sampling == "blocks"):
+            raise ValueError(
+                "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_graph_needs_two(self) -> Scenario:
-        if self.n_peers == 1 and self.algorithm.name != "local":
+        alone = self.algorithm.name in ("local", "dp-sgd")
+        if self.algorithm.name == "dp-sgd" and self.n_peers > 1:
+            raise ValueError(
+                f"n_peers={self.n_peers} must be 1 for dp-sgd, the centralized reference; use local for more"
+            )
+        if self.n_peers == 1 and not alone:
             raise ValueError(
                 f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
                 "one peer has nobody to exchange with; use algorithm local, or more peers"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from flower_privdec import __version__
 from flower_privdec.errors import RunError, ScenarioError
@@ -76,9 +79,8 @@ def flower_run(
     """
     experiment = scenario if isinstance(scenario, Experiment) else Experiment.build(scenario)
     nodes = _check_nodes(experiment, mode, n_supernodes)
+    gpus = _check_resources(experiment, nodes, cpus, gpus)
     Recorder(experiment, out, "flower", resume)  # refuses a folder that holds another run
-    if gpus == 0 and experiment.device.type == "cuda":
-        gpus = 1 / nodes
     with LocalSuperLink() as superlink:
         config: dict[str, str | bool] = {
             "scenario": str(superlink.folder / "scenario.yaml"),
@@ -91,7 +93,7 @@ def flower_run(
         resources = {
             "num-supernodes": nodes,
             "client-resources-num-cpus": cpus,
-            "client-resources-num-gpus": float(gpus),
+            "client-resources-num-gpus": gpus,
         }
         command = ["flwr", "run", str(app), CONNECTION, "--stream", "-c", str(superlink.folder / "run.toml")]
         command += ["--federation-config", " ".join(f"{key}={value}" for key, value in resources.items())]
@@ -112,6 +114,19 @@ def _check_nodes(experiment: Experiment, mode: str, n_supernodes: int | None) ->
             f"n_supernodes={n_supernodes} must be 1 to n_peers={n_peers}: a SuperNode hosts at least one peer"
         )
     return n_supernodes
+
+
+def _check_resources(experiment: Experiment, nodes: int, cpus: int, gpus: float) -> float:
+    """Return how much of a GPU each ClientApp gets; refuse what this machine does not have."""
+    have = os.cpu_count() or 1
+    if not 1 <= cpus <= have:
+        raise ScenarioError(f"cpus={cpus} must be 1 to {have}, the CPUs of this machine; give fewer")
+    if gpus > torch.cuda.device_count():
+        raise ScenarioError(
+            f"gpus={gpus} must be at most {torch.cuda.device_count()}, the GPUs of this machine; give fewer"
+        )
+    shared = gpus == 0 and experiment.device.type == "cuda"
+    return 1 / nodes if shared else float(gpus)
 
 
 def _write_app(folder: Path, scenario: Scenario, config: dict[str, str | bool]) -> Path:

@@ -133,7 +133,7 @@ class Serverless(Strategy):
 
     def _message(self, node: int, kind: str, peers: np.ndarray, **fields: Any) -> Message:
         order = Order(self._text, str(self.base), peers=peers.tolist(), **fields)
-        return Message(RecordDict({ORDER: order.record()}), node, kind)
+        return Message(RecordDict({ORDER: order.record()}), node, kind, ttl=A_MONTH)
 
     def _answers(self, replies: Iterable[Message], asked: str) -> dict[int, Message]:
         names = {node: f"the SuperNode of {name_peers(peers)} ({asked})" for node, peers in self.nodes}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -99,6 +98,8 @@ class LocalSuperLink:
             "FLWR_DISABLE_UPDATE_CHECK": "1",
             "FLWR_TELEMETRY_ENABLED": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            "NO_PROXY": "127.0.0.1,localhost",
+            "no_proxy": "127.0.0.1,localhost",
             "PYTHONUNBUFFERED": "1",
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         }
@@ -117,12 +118,10 @@ class LocalSuperLink:
         superlink = self._command("flower-superlink", *options.split())
         keep = [sys.executable, "-I", keeper.__file__, str(self.folder), *superlink]
         self._keeper = self._popen(keep, self.log, stdin=subprocess.PIPE)
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         deadline = time.monotonic() + 60
         while self._keeper.poll() is None and time.monotonic() < deadline:
-            with (
-                suppress(urllib.error.URLError, OSError),
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1),
-            ):
+            with suppress(OSError), direct.open(f"http://127.0.0.1:{port}/health", timeout=1):
                 return True
             time.sleep(0.1)
         return False

@@ -1,0 +1,61 @@
+"""Variance reduction from a snapshot of the model (SVRG) instead of a table."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.algorithms.base import State
+from flower_privdec.cohort import Cohort, PrivateStep
+
+CHUNK = 1024  # examples of a peer at a time in a full gradient
+
+
+def initial(x: Tensor) -> dict[str, Tensor]:
+    """Return the rows a snapshot needs: the model it was taken at, its step, and whether there is one."""
+    return {"snapshot": x.clone(), "anchor": torch.zeros_like(x), "anchored": x.new_zeros(len(x))}
+
+
+def full_gradient(cohort: Cohort, step: PrivateStep) -> None:
+    """Add scale b (1/J) Σ_j clip(∇f(z; j)): the gradient of all local examples."""
+    sizes = cohort.data.sampler.partition_sizes[step.peers]
+    scale = step.scale * cohort.tensor(cohort.data.sampler.normalizer[step.peers] / sizes)
+    for start in range(0, int(sizes.max()), CHUNK):
+        batch = cohort.data.examples(step.peers, start, min(start + CHUNK, int(sizes.max())))
+        cohort.kernel.add_clipped_(step.out, step.params, batch, step.clip_norm, scale, step.divisor)
+
+
+def corrected_gradient(state: State, every: int, cohort: Cohort, step: PrivateStep) -> None:
+    """Add scale Σ_b [clip(∇f(z; b)) - clip(∇f(snapshot; b))] and the anchor, -γ times the noised full gradient."""
+    rows = torch.as_tensor(step.rows, device=cohort.device)
+    taken = step.round_index - step.round_index % every
+    rates = cohort.learning_rate
+    ratio = cohort.tensor((rates.at(step.round_index) / rates.at(taken))[step.peers])
+    cohort.kernel.add_clipped_(step.out, step.params, step.batch, step.clip_norm, step.scale, step.divisor)
+    back = -step.scale * state.rows["anchored"][rows]
+    cohort.kernel.add_clipped_(step.out, state.rows["snapshot"][rows], step.batch, step.clip_norm, back)
+    step.out.addcmul_(ratio.unsqueeze(1), state.rows["anchor"][rows])
+
+
+def descend(cohort: Cohort, state: State, every: int) -> None:
+    """Take a step of SVRG at z = x / w: a snapshot every so many rounds, a corrected gradient between them.
+
+        every m rounds: s ← z, μ ← (1/J) Σ_j clip(∇f(s; j)) + noise, x ← x - γ μ
+        otherwise:      x ← x - γ [(1/b) Σ_{j in S} (clip(∇f(z; j)) - clip(∇f(s; j))) + μ + noise]
+
+    Source: Johnson and Zhang 2013, with clipping and noise; the releases are `privacy.mechanisms.Snapshot`.
+    """
+    x, w, k = state.rows["x"], state.rows["w"], state.round_index
+    if k % every:
+        cohort.add_step_(x, x, k, divisor=w, estimate=partial(corrected_gradient, state, every))
+        return
+    active = torch.as_tensor(np.flatnonzero(cohort.active(k)), device=cohort.device)
+    anchor = torch.zeros_like(x)
+    cohort.add_step_(anchor, x, k, divisor=w, estimate=full_gradient)
+    state.rows["snapshot"][active] = (x / w.unsqueeze(1))[active]
+    state.rows["anchor"][active] = anchor[active]
+    state.rows["anchored"][active] = 1.0
+    x.add_(anchor)

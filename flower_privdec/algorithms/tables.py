@@ -1,0 +1,261 @@
+"""Memories of past gradients for variance reduction: dense, factored, by blocks, and a snapshot.
+
+Each offers the SAGA estimate of eq. 6 of PrivSGP-VR (Zhu et al.), over a batch S of expected size b,
+
+    g = (1/b) Σ_{j in S} (g_j - table_j) + mean(table),    then    table_j ← g_j for j in S,
+
+with g_j the clipped gradient of example j now and table_j the one of the last round that used it. They
+differ in what they keep. The state they keep is rows of the cohort's state, so that a checkpoint has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.cohort import Cohort, PrivateStep
+from flower_privdec.data import Batch
+from flower_privdec.errors import ScenarioError
+from flower_privdec.gradients import Factors, StackedKernel
+from flower_privdec.gradients.base import coefficient
+
+FILL = 256  # examples at a time when a table is filled at the starting point
+
+Rows = dict[str, Tensor]
+
+
+class Table(Protocol):
+    """A memory of gradients."""
+
+    @staticmethod
+    def initial(cohort: Cohort, x: Tensor) -> Rows:
+        """Return the rows of the memory, filled with clipped gradients at x [m, d]."""
+
+    @staticmethod
+    def add_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
+        """Add scale b g to step.out and remember the batch's gradients."""
+
+    @staticmethod
+    def floats(sizes: np.ndarray, d: int, widths: list[tuple[int, int]], batch: int) -> int:
+        """Return how many numbers the memory takes for peers of so many examples.
+
+        Args:
+            sizes: examples of each peer.
+            d: parameters.
+            widths: (inputs, outputs) of each linear layer.
+            batch: examples in a block.
+        """
+
+
+def _ones(cohort: Cohort, count: int) -> Tensor:
+    return torch.ones(count, dtype=cohort.dtype, device=cohort.device)
+
+
+def _clip(cohort: Cohort, peers: np.ndarray) -> Tensor | None:
+    """Return the clip norm before round 0."""
+    return None if cohort.plan is None else cohort.tensor(cohort.plan.clip_norm(0)[peers])
+
+
+def _fills(cohort: Cohort) -> Iterator[tuple[int, Batch]]:
+    longest = int(cohort.data.sampler.partition_sizes[cohort.peers].max())
+    for start in range(0, longest, FILL):
+        yield start, cohort.data.examples(cohort.peers, start, min(start + FILL, longest))
+
+
+def _slot(batch: Batch, b: int) -> Batch:
+    return Batch(*(part[:, b : b + 1] for part in (batch.x, batch.y, batch.weight, batch.index)))
+
+
+def _add_mean_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
+    """Add scale b mean(table) to out."""
+    whole = step.scale * cohort.tensor(cohort.data.sampler.normalizer[step.peers])
+    step.out.addcmul_(whole.unsqueeze(1), state["table.mean"][_index(cohort, step.rows)])
+
+
+def _index(cohort: Cohort, rows: np.ndarray) -> Tensor | slice:
+    """Return rows as an index; everything as a slice, which copies nothing."""
+    return slice(None) if len(rows) == len(cohort.peers) else torch.as_tensor(rows, device=cohort.device)
+
+
+def _per_example(cohort: Cohort, peers: np.ndarray) -> Tensor:
+    return 1 / cohort.tensor(cohort.data.sampler.partition_sizes[peers].astype(np.float64))
+
+
+class Dense:
+    """Every example's gradient written out, [m, J, d]: any model, much memory; the oracle of the others."""
+
+    @staticmethod
+    def initial(cohort: Cohort, x: Tensor) -> Rows:
+        """Fill the table at x."""
+        longest = int(cohort.data.sampler.partition_sizes[cohort.peers].max())
+        table = x.new_zeros(len(x), longest, x.shape[1])
+        clip, one = _clip(cohort, cohort.peers), _ones(cohort, len(x))
+        for start, batch in _fills(cohort):
+            for b in range(batch.y.shape[1]):
+                cohort.kernel.add_clipped_(table[:, start + b], x, _slot(batch, b), clip, one)
+        return {"table": table, "table.mean": table.sum(1) * _per_example(cohort, cohort.peers).unsqueeze(1)}
+
+    @staticmethod
+    def add_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
+        """Take one example of the batch after the other."""
+        point = step.params.clone() if step.out is step.params else step.params
+        _add_mean_(state, cohort, step)
+        rows = torch.as_tensor(step.rows, device=cohort.device)
+        share, one = _per_example(cohort, step.peers).unsqueeze(1), _ones(cohort, len(rows))
+        for b in range(step.batch.y.shape[1]):
+            slot = _slot(step.batch, b)
+            now = torch.zeros_like(point)
+            cohort.kernel.add_clipped_(now, point, slot, step.clip_norm, one, step.divisor)
+            used = slot.weight[:, 0] > 0
+            where = (rows[used], slot.index[used, 0])
+            change = now[used] - state["table"][where]
+            step.out[used] += step.scale[used].unsqueeze(1) * change
+            state["table.mean"][rows[used]] += share[used] * change
+            state["table"][where] = now[used]
+
+    @staticmethod
+    def floats(sizes: np.ndarray, d: int, widths: list[tuple[int, int]], batch: int) -> int:
+        """Return n (J + 1) d."""
+        return len(sizes) * (int(sizes.max()) + 1) * d
+
+
+class Factored:
+    """Every example's deltas and hidden activations, from which its gradient follows exactly.
+
+    For stacks of linear layers the gradient of layer l is delta_l (outer) a_l, where a_0 is the example
+    itself and need not be kept. The clip coefficient is folded into the deltas.
+    """
+
+    @staticmethod
+    def initial(cohort: Cohort, x: Tensor) -> Rows:
+        """Fill the table at x."""
+        kernel = stacked(cohort)
+        longest = int(cohort.data.sampler.partition_sizes[cohort.peers].max())
+        rows = {"table.mean": torch.zeros_like(x)}
+        for number, layer in enumerate(kernel.layers):
+            out, inner = layer.weight.shape
+            rows[f"table.delta{number}"] = x.new_zeros(len(x), longest, out)
+            if number:
+                rows[f"table.input{number}"] = x.new_zeros(len(x), longest, inner)
+        share = _per_example(cohort, cohort.peers)
+        for start, batch in _fills(cohort):
+            stop = start + batch.y.shape[1]
+            factors = _folded(kernel.factors(x, batch), batch, _clip(cohort, cohort.peers))
+            for name, value in _named(factors):
+                rows[name][:, start:stop] = value
+            kernel.accumulate_(rows["table.mean"], factors, share.unsqueeze(1).expand_as(batch.weight))
+        return rows
+
+    @staticmethod
+    def add_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
+        """Take the whole batch at once: new factors in, old factors out."""
+        kernel, batch = stacked(cohort), step.batch
+        new = _folded(kernel.factors(step.params, batch, step.divisor), batch, step.clip_norm)
+        rows = torch.as_tensor(step.rows, device=cohort.device)
+        where = (rows.unsqueeze(1), batch.index)
+        old = _joined(new, [(state[name][where] if name in state else None) for name, _ in _all(new)])
+        _add_mean_(state, cohort, step)
+        weight = batch.weight * step.scale.unsqueeze(1)
+        share = batch.weight * _per_example(cohort, step.peers).unsqueeze(1)
+        mean = state["table.mean"][rows] if len(rows) < len(cohort.peers) else state["table.mean"]
+        for factors, sign in ((new, 1), (old, -1)):
+            kernel.accumulate_(step.out, factors, sign * weight)
+            kernel.accumulate_(mean, factors, sign * share)
+        if mean is not state["table.mean"]:
+            state["table.mean"][rows] = mean
+        used = batch.weight > 0
+        place = (rows.unsqueeze(1).expand_as(batch.index)[used], batch.index[used])
+        for name, value in _named(new):
+            state[name][place] = value[used]
+
+    @staticmethod
+    def floats(sizes: np.ndarray, d: int, widths: list[tuple[int, int]], batch: int) -> int:
+        """Return n (J Σ_l (outputs + hidden inputs) + d)."""
+        each = sum(out for _, out in widths) + sum(inner for inner, _ in widths[1:])
+        return len(sizes) * (int(sizes.max()) * each + d)
+
+
+def stacked(cohort: Cohort) -> StackedKernel:
+    """Return the kernel of a stack of linear layers, or refuse any other model."""
+    if not isinstance(cohort.kernel, StackedKernel):
+        raise ScenarioError(
+            "algorithm.table='factored' needs a stack of linear layers (linear or mlp); "
+            "use snapshot, blocks or dense for this model"
+        )
+    return cohort.kernel
+
+
+def _folded(factors: Factors, batch: Batch, clip_norm: Tensor | None) -> Factors:
+    """Return factors whose deltas carry the clip coefficient."""
+    ones = torch.ones_like(batch.weight[:, 0])
+    clip = coefficient(factors.norms, torch.ones_like(batch.weight), clip_norm, ones).unsqueeze(-1)
+    return Factors([delta * clip for delta in factors.deltas], factors.activations, factors.norms)
+
+
+def _all(factors: Factors) -> list[tuple[str, Tensor]]:
+    deltas = [(f"table.delta{number}", value) for number, value in enumerate(factors.deltas)]
+    return deltas + [(f"table.input{number}", value) for number, value in enumerate(factors.activations)]
+
+
+def _named(factors: Factors) -> list[tuple[str, Tensor]]:
+    """Return what a table keeps of factors: all but the examples themselves."""
+    return [item for item in _all(factors) if item[0] != "table.input0"]
+
+
+def _joined(like: Factors, values: list[Tensor | None]) -> Factors:
+    """Return factors from kept values, in the order of `_all`; the examples come from `like`."""
+    layers = len(like.deltas)
+    deltas = [value for value in values[:layers] if value is not None]
+    inputs = [like.activations[0], *(value for value in values[layers + 1 :] if value is not None)]
+    return Factors(deltas, inputs, like.norms)
+
+
+class Blocks:
+    """One mean gradient for each fixed mini-batch, [m, J / b, d]; needs sampling `blocks`.
+
+    The block to use is drawn uniformly and every example of it is used, so an entry stands for b examples.
+    """
+
+    @staticmethod
+    def initial(cohort: Cohort, x: Tensor) -> Rows:
+        """Fill the table at x, block by block."""
+        sampler = cohort.data.sampler
+        counts = sampler.blocks(cohort.peers)
+        table = x.new_zeros(len(x), int(counts.max()), x.shape[1])
+        clip, share = _clip(cohort, cohort.peers), 1 / cohort.tensor(sampler.normalizer[cohort.peers])
+        for block in range(int(counts.max())):
+            batch = cohort.data.block(cohort.peers, np.minimum(block, counts - 1))
+            cohort.kernel.add_clipped_(table[:, block], x, batch, clip, share)
+            table[torch.as_tensor(counts <= block), block] = 0
+        return {
+            "table": table,
+            "table.mean": table.sum(1) / cohort.tensor(counts.astype(np.float64)).unsqueeze(1),
+        }
+
+    @staticmethod
+    def add_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
+        """Exchange the drawn block's entry."""
+        sampler = cohort.data.sampler
+        counts = sampler.blocks(step.peers)
+        size = cohort.tensor(sampler.normalizer[step.peers])
+        now = torch.zeros_like(step.params)
+        cohort.kernel.add_clipped_(now, step.params, step.batch, step.clip_norm, 1 / size, step.divisor)
+        _add_mean_(state, cohort, step)
+        rows = torch.as_tensor(step.rows, device=cohort.device)
+        where = (rows, step.batch.index[:, 0] % torch.as_tensor(counts, device=cohort.device))
+        change = now - state["table"][where]
+        step.out.addcmul_((step.scale * size).unsqueeze(1), change)
+        state["table.mean"][rows] += change / cohort.tensor(counts.astype(np.float64)).unsqueeze(1)
+        state["table"][where] = now
+
+    @staticmethod
+    def floats(sizes: np.ndarray, d: int, widths: list[tuple[int, int]], batch: int) -> int:
+        """Return n (J / b + 1) d."""
+        return len(sizes) * (int(sizes.max()) // max(1, batch) + 1) * d
+
+
+TABLES: dict[str, type[Table]] = {"factored": Factored, "blocks": Blocks, "dense": Dense}

@@ -1,0 +1,131 @@
+"""The papers' own noise formulas, for comparison: their ε is a claim, and the accountant's stands beside it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy import optimize, special
+
+from flower_privdec.errors import ScenarioError
+
+
+def moments_sigma(
+    epsilon: float,
+    delta: float,
+    *,
+    rounds: int,
+    dataset_size: int,
+    clip_norm: float,
+    c_2: float,
+    factor: float = 3.0,
+) -> float:
+    """Return σ = factor c_2 G sqrt(K log(1/δ)) / (J ε), the noise std on the averaged gradient.
+
+    Args:
+        factor: 3 for a gradient with a table, whose norm is at most 3 G; 1 for a plain one (Abadi et al. 2016).
+
+    Source: PrivSGP-VR (Zhu et al.), Theorem 2, eq. 11.
+    """
+    return factor * c_2 * clip_norm * math.sqrt(rounds * math.log(1 / delta)) / (dataset_size * epsilon)
+
+
+def gdp_delta(mu: float, epsilon: float) -> float:
+    """Return δ = Φ(-ε/μ + μ/2) - e^ε Φ(-ε/μ - μ/2). Source: Dyn-D2P, Proposition 2, eq. 4."""
+    upper = special.log_ndtr(-epsilon / mu + mu / 2)
+    lower = epsilon + special.log_ndtr(-epsilon / mu - mu / 2)
+    return float(-math.exp(upper) * math.expm1(lower - upper))
+
+
+def gdp_mu(epsilon: float, delta: float) -> float:
+    """Return μ_tot of a budget: the solution of eq. 4."""
+
+    def excess(log_mu: float) -> float:
+        return math.log(max(gdp_delta(math.exp(log_mu), epsilon), 1e-300)) - math.log(delta)
+
+    return math.exp(optimize.brentq(excess, math.log(1e-6), math.log(1e3), xtol=1e-14, rtol=1e-14))
+
+
+def gdp_mu_0(mu_total: float, rate: float, rounds: int, rho_mu: float) -> float:
+    """Return μ_0 with μ_tot² = p² Σ_k (exp((μ_0 ρ_μ^{k/K})²) - 1); ρ_μ = 1 gives μ̄ of eq. 9.
+
+    Args:
+        mu_total: μ_tot.
+        rate: p, 1/J for one example a step.
+        rounds: K.
+        rho_mu: ρ_μ >= 1.
+
+    Source: Dyn-D2P (Zhu et al.), Proposition 3 with eq. 7: eq. 8, and eq. 9.
+    """
+    growth = rho_mu ** (2 * np.arange(rounds) / rounds)
+    goal = 2 * math.log(mu_total / rate)
+
+    def excess(log_square: float) -> float:
+        exponents = math.exp(log_square) * growth
+        top = float(exponents.max())
+        if top > 500:
+            return top
+        return math.log(float(np.expm1(exponents).sum())) - goal
+
+    low, high = -60.0, math.log(500 / float(growth.max()))
+    if excess(low) > 0 or excess(high) < 0:
+        raise ScenarioError(
+            f"calibration paper: eq. 8 has no solution for μ_tot={mu_total:.4g} over {rounds} rounds at rate {rate:.4g}; "
+            "change the budget or the rounds"
+        )
+    return math.exp(optimize.brentq(excess, low, high, xtol=1e-14, rtol=1e-14) / 2)
+
+
+def proposition_4(mu_total: float, rate: float, noise_shape: np.ndarray) -> float:
+    """Return σ̃ = (p / μ_tot) sqrt(2 Σ_k (C_k / σ̃_k)²), the scale of a general schedule.
+
+    Args:
+        noise_shape: σ̃_k / C_k, [rounds].
+
+    Raises:
+        ScenarioError: where some μ_k = C_k / (σ̃ σ̃_k) > 1, for which its proof (e^x - 1 <= 2 x) does not hold.
+
+    Source: Dyn-D2P (Zhu et al.), Proposition 4, eq. 10.
+    """
+    scale = rate / mu_total * math.sqrt(2 * float((noise_shape**-2.0).sum()))
+    largest = float((1 / (scale * noise_shape)).max())
+    if largest > 1:
+        raise ScenarioError(
+            f"calibration paper: Proposition 4 needs every μ_k <= 1 and the largest here is {largest:.4g}; "
+            "lower privacy.epsilon, take more rounds, or use calibration rigorous"
+        )
+    return scale
+
+
+def optimal_rounds(
+    *,
+    smoothness: float,
+    gradient_bound_squared: float,
+    initial_gap: float,
+    heterogeneity: float,
+    initial_norm_squared: float,
+    dataset_size: float,
+    dimension: int,
+    c_2: float,
+    epsilons: np.ndarray,
+    deltas: np.ndarray,
+) -> float:
+    """Return K* = (13 F0 + 6 L |x0|² + 18 L b²) J² n / (216 L d c_2² G² Σ_i log(1/δ_i) / ε_i²).
+
+    Args:
+        smoothness: L.
+        gradient_bound_squared: G².
+        initial_gap: F0 = f(x0) - f*.
+        heterogeneity: b².
+        initial_norm_squared: |x0|².
+        dataset_size: J.
+        dimension: d.
+        c_2: the constant of eq. 11.
+        epsilons, deltas: budgets of the n peers.
+
+    Source: PrivSGP-VR (Zhu et al.), Corollary 1, eq. 12.
+    """
+    error = 13 * initial_gap + 6 * smoothness * initial_norm_squared + 18 * smoothness * heterogeneity
+    privacy = float((np.log(1 / deltas) / epsilons**2).sum())
+    noise = 216 * smoothness * dimension * c_2**2 * gradient_bound_squared * privacy
+    return error * dataset_size**2 * len(epsilons) / noise

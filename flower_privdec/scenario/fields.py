@@ -1,0 +1,30 @@
+"""What every section of a scenario shares: strictness, and the kinds of numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """One mapping of the scenario file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+def _per_peer(value: Any) -> Any:
+    """Accept one number for every peer or a list with one number a peer."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if not numbers or any(isinstance(x, bool) or not isinstance(x, int | float) for x in numbers):
+        raise ValueError("must be a number, or a list with one number for each peer")
+    if any(not 0 < x < float("inf") for x in numbers):
+        raise ValueError("must be > 0 and finite (for every peer)")
+    return tuple(float(x) for x in numbers) if isinstance(value, list | tuple) else float(value)
+
+
+PerPeer = Annotated[float | tuple[float, ...], BeforeValidator(_per_peer)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
