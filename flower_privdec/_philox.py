@@ -113,15 +113,19 @@ def _add_tile(normals, out, std, first, round_index, peer, purpose, k0, k1):  # 
 
 
 @_inline
-def _add_tiles(normals, out, std, peers, key, start, stop):  # type: ignore[no-untyped-def]
-    """Add to tiles start..stop, counted row by row; key = (round, purpose, low and high word of the seed)."""
-    tiles = (out.shape[1] + TILE - 1) // TILE
+def _add_tiles(normals, out, shape, std, peers, key, start, stop):  # type: ignore[no-untyped-def]
+    """Add to tiles start..stop, counted row by row.
+
+    out is flat, shape = (columns, elements from row to row), key = (round, purpose, low and high word of the seed).
+    """
+    d, stride = shape
+    tiles = (d + TILE - 1) // TILE
     spare = np.zeros(TILE, out.dtype)
     for item in range(start, stop):
         i, j = item // tiles, item % tiles
         if std[i] == 0:
             continue
-        row = out[i, j * TILE : (j + 1) * TILE]
+        row = out[i * stride + j * TILE : i * stride + min(d, (j + 1) * TILE)]
         if row.size == TILE:
             _add_tile(normals, row, std[i], _u8(j * LANES), key[0], peers[i], key[1], key[2], key[3])
         else:
@@ -131,12 +135,12 @@ def _add_tiles(normals, out, std, peers, key, start, stop):  # type: ignore[no-u
 
 
 @_entry
-def add_normals32(out, std, peers, key, start, stop):  # type: ignore[no-untyped-def]
+def add_normals32(out, shape, std, peers, key, start, stop):  # type: ignore[no-untyped-def]
     """Add std[i] * N(0, I) to tiles start..stop of float32 rows."""
-    _add_tiles(normals32, out, std, peers, key, start, stop)
+    _add_tiles(normals32, out, shape, std, peers, key, start, stop)
 
 
 @_entry
-def add_normals64(out, std, peers, key, start, stop):  # type: ignore[no-untyped-def]
+def add_normals64(out, shape, std, peers, key, start, stop):  # type: ignore[no-untyped-def]
     """Add std[i] * N(0, I) to tiles start..stop of float64 rows."""
-    _add_tiles(normals64, out, std, peers, key, start, stop)
+    _add_tiles(normals64, out, shape, std, peers, key, start, stop)

@@ -44,9 +44,7 @@ class FlowerMode(StrEnum):
 @app.command()
 def run(
     scenario: ScenarioFile,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME")] = None,
     settings: Settings = None,
     runtime: Annotated[Runtime, typer.Option(help="In this process, or by `flwr run`.")] = Runtime.engine,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
@@ -56,9 +54,7 @@ def run(
     supernodes: Annotated[int | None, typer.Option(min=1, help="flower: how many SuperNodes.")] = None,
     cpus: Annotated[int, typer.Option(min=1, help="flower: CPUs for each ClientApp.")] = 1,
     gpus: Annotated[float, typer.Option(min=0, help="flower: GPUs for each ClientApp.")] = 0.0,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write OUT/tensorboard as well.")
-    ] = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUT/tensorboard as well.")] = False,
 ) -> None:
     """Train: run a scenario to its end and leave metrics, models, ledgers and a summary."""
     from flower_privdec import console
@@ -119,9 +115,7 @@ def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = Fals
 def topology(
     scenario: ScenarioFile,
     settings: Settings = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write a picture (.png, .svg or .pdf) of the graph.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg or .pdf) of the graph.")] = None,
     as_json: Json = False,
 ) -> None:
     """Describe the graph: edges, spectral gap, rounds until jointly connected; draw it."""
@@ -147,14 +141,10 @@ def report(
 
 @app.command()
 def bench(
-    workloads: Annotated[
-        list[str] | None, typer.Argument(metavar="[W1 W2 W3 W4]", help="Which workloads.")
-    ] = None,
+    workloads: Annotated[list[str] | None, typer.Argument(metavar="[W1 W2 W3 W4]", help="Which workloads.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(min=3, help="Timed rounds of each variant.")] = 15,
-    extras: Annotated[
-        bool, typer.Option("--all", help="Also Opacus, vmap, gloo, relay and scaling.")
-    ] = False,
+    extras: Annotated[bool, typer.Option("--all", help="Also Opacus, vmap, gloo, relay and scaling.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure the engine against a plain loop over peers, side by side in one process."""

@@ -31,9 +31,7 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ScenarioError(
-            "compute.device='cuda' needs a GPU that torch can use and none is here; use cpu or auto"
-        )
+        raise ScenarioError("compute.device='cuda' needs a GPU that torch can use and none is here; use cpu or auto")
     return torch.device(name)
 
 
@@ -90,19 +88,13 @@ class Experiment:
         algorithm = build_algorithm(scenario.algorithm)
         mixing, participation = build_exchange(scenario, algorithm)
         dataset, parts, sampler = _build_data(scenario)
-        plan = (
-            build_plan(scenario.private, sampler, participation, scenario.rounds)
-            if scenario.private
-            else None
-        )
+        plan = build_plan(scenario.private, sampler, participation, scenario.rounds) if scenario.private else None
         module = _build_module(scenario, dataset)
         dtype = DTYPES[scenario.compute.dtype]
         kernel = build_kernel(
             module.to(device, dtype), scenario.model.loss, memory_bytes=scenario.compute.memory_mib << 20
         )
-        rate = np.broadcast_to(
-            np.asarray(scenario.algorithm.learning_rate, dtype=np.float64), (scenario.n_peers,)
-        )
+        rate = np.broadcast_to(np.asarray(scenario.algorithm.learning_rate, dtype=np.float64), (scenario.n_peers,))
         return cls(
             scenario=scenario,
             dataset=dataset,
@@ -181,6 +173,4 @@ def _build_module(scenario: Scenario, dataset: Dataset) -> torch.nn.Module:
     section = scenario.model
     outputs = resolve_loss(section.loss).n_outputs(dataset.n_classes)
     name = "linear" if section.name == "softmax" else section.name
-    return build_model(
-        name, dataset.input_shape, outputs, seed=scenario.seed, init=section.init, **section.options()
-    )
+    return build_model(name, dataset.input_shape, outputs, seed=scenario.seed, init=section.init, **section.options())

@@ -124,9 +124,7 @@ def _linear(shape: Shape, n_classes: int, *, bias: bool = True) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), n_classes, bias=bias))
 
 
-def _mlp(
-    shape: Shape, n_classes: int, *, hidden: Sequence[int] = (100,), activation: str = "relu"
-) -> nn.Module:
+def _mlp(shape: Shape, n_classes: int, *, hidden: Sequence[int] = (100,), activation: str = "relu") -> nn.Module:
     return nn.Sequential(nn.Flatten(), *_dense(math.prod(shape), hidden, n_classes, activation))
 
 
@@ -292,6 +290,4 @@ def _check_output(module: nn.Module, name: str, shape: Shape, n_classes: int) ->
         reason = str(error).splitlines()[0]
         raise ScenarioError(f"model {name!r} cannot take inputs of shape {list(shape)}: {reason}") from error
     if output.shape != (2, n_classes):
-        raise ScenarioError(
-            f"model {name!r} turns 2 examples into {list(output.shape)}: it must be [2, {n_classes}]"
-        )
+        raise ScenarioError(f"model {name!r} turns 2 examples into {list(output.shape)}: it must be [2, {n_classes}]")

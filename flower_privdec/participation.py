@@ -62,9 +62,7 @@ class UniformParticipation:
         return mask
 
 
-def build_participation(
-    kind: str, n_peers: int, seed: int = 0, fraction: float | None = None
-) -> Participation:
+def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float | None = None) -> Participation:
     """Build a participation from its name.
 
     Args:

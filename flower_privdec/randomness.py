@@ -46,9 +46,7 @@ def keyed_generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
 class NoiseSource(Protocol):
     """Gaussian noise for the rows of a cohort."""
 
-    def add_(
-        self, out: Tensor, std: Tensor, round_index: int, peers: np.ndarray, purpose: str = "noise"
-    ) -> None:
+    def add_(self, out: Tensor, std: Tensor, round_index: int, peers: np.ndarray, purpose: str = "noise") -> None:
         """Add noise in place: out[i] += std[i] * N(0, I), keyed by (seed, purpose, round_index, peers[i]).
 
         Args:
@@ -115,24 +113,28 @@ class FastNoise:
         self._pool: ThreadPoolExecutor | None = None
         self._pool_size = 0
 
-    def add_(
-        self, out: Tensor, std: Tensor, round_index: int, peers: np.ndarray, purpose: str = "noise"
-    ) -> None:
+    def add_(self, out: Tensor, std: Tensor, round_index: int, peers: np.ndarray, purpose: str = "noise") -> None:
         """Add noise in place; see NoiseSource."""
         _check_rows(out, std, peers, purpose, self._n_peers)
         if not 0 <= round_index < 2**32:
             raise ScenarioError(f"round_index={round_index} must be >= 0 and < 2**32")
-        target = out.detach() if out.is_contiguous() else out.detach().contiguous()
+        if out.numel() == 0:
+            return
+        rows = out.detach()
+        if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
+            rows = rows.contiguous()
+        (m, d), stride = rows.shape, rows.stride(0)
         key = (round_index, _digest(purpose, 4), self._seed & 0xFFFFFFFF, self._seed >> 32)
         arrays = (
-            target.numpy(),
+            rows.as_strided(((m - 1) * stride + d,), (1,)).numpy(),
+            (d, stride),
             std.detach().to(out.dtype).contiguous().numpy(),
             np.ascontiguousarray(peers, dtype=np.uint64),
             tuple(np.uint64(word) for word in key),
         )
-        self._run(self._kernels[out.dtype], arrays, out.shape[0] * -(-out.shape[1] // self._tile))
-        if target.data_ptr() != out.data_ptr():
-            out.detach().copy_(target)
+        self._run(self._kernels[out.dtype], arrays, m * -(-d // self._tile))
+        if rows.data_ptr() != out.data_ptr():
+            out.detach().copy_(rows)
 
     def _run(self, kernel: Any, arrays: tuple[Any, ...], tiles: int) -> None:
         threads = min(torch.get_num_threads(), max(1, tiles * self._tile // 2**16))
@@ -170,9 +172,7 @@ class TorchNoise:
         self._generator = torch.Generator(self._device)
         self._caches: dict[tuple[str, torch.dtype, int], _Cache] = {}
 
-    def add_(
-        self, out: Tensor, std: Tensor, round_index: int, peers: np.ndarray, purpose: str = "noise"
-    ) -> None:
+    def add_(self, out: Tensor, std: Tensor, round_index: int, peers: np.ndarray, purpose: str = "noise") -> None:
         """Add noise in place; see NoiseSource."""
         _check_rows(out, std, peers, purpose, self._n_peers)
         with torch.no_grad():
@@ -181,9 +181,7 @@ class TorchNoise:
             else:
                 self._add_long(out, std.tolist(), round_index, peers, purpose)
 
-    def _add_long(
-        self, out: Tensor, std: list[float], round_index: int, peers: np.ndarray, purpose: str
-    ) -> None:
+    def _add_long(self, out: Tensor, std: list[float], round_index: int, peers: np.ndarray, purpose: str) -> None:
         d = out.shape[1]
         size = min(d, _SCRATCH if self._device.type == "cpu" else 64 * _SCRATCH)
         scratch = torch.empty(size, dtype=out.dtype, device=self._device)
@@ -233,9 +231,7 @@ def _check_rows(out: Tensor, std: Tensor, peers: np.ndarray, purpose: str, n_pee
     if purpose not in NOISE_PURPOSES:
         raise ScenarioError(f"purpose={purpose!r} must be one of {', '.join(NOISE_PURPOSES)}")
     if out.ndim != 2 or out.dtype not in (torch.float32, torch.float64):
-        raise ScenarioError(
-            f"noise is added to rows [m, d] of float32 or float64, not {out.dtype} {list(out.shape)}"
-        )
+        raise ScenarioError(f"noise is added to rows [m, d] of float32 or float64, not {out.dtype} {list(out.shape)}")
     if std.shape != out.shape[:1] or peers.shape != (out.shape[0],):
         raise ScenarioError(f"std {list(std.shape)} and peers {list(peers.shape)} must be [{out.shape[0]}]")
     if len(peers) and not (peers.min() >= 0 and peers.max() < n_peers):

@@ -16,6 +16,7 @@ from flower_privdec.scenario import to_yaml
 from flower_privdec.topology import Topology
 from flower_privdec.wording import (
     alike,
+    budget,
     claim,
     duration,
     epsilon_range,
@@ -111,27 +112,21 @@ def _key(index: int) -> tuple[int, str]:
 
 def _cards(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the numbers at the head of the page: name, value, and what it is."""
-    accuracy, rows, shared = summary["accuracy"], summary["privacy"], shares_models(summary["algorithm"])
-    deltas = sorted({row["delta"] for row in rows if row["delta"]})
-    return [
-        *(
-            [("accuracy", percent(main_accuracy(summary["algorithm"], accuracy)), "mean model, test set")]
-            if shared
-            else []
-        ),
-        (
-            "peers' models",
-            percent(accuracy["peer_mean"] if accuracy else None),
-            f"mean ({peers_range(summary)})",
-        ),
-        ("ε", epsilon_range(summary), f"at δ = {setting(deltas[-1])}" if deltas else "of the peers"),
+    accuracy, pace = summary["accuracy"], summary["peer_steps_per_second"]
+    cards = [
+        ("accuracy", percent(main_accuracy(summary["algorithm"], accuracy)), "mean model, test set"),
+        ("peers' models", percent(accuracy and accuracy["peer_mean"]), f"mean ({peers_range(summary)})"),
+        ("ε", epsilon_range(summary), _epsilon_note(summary)),
         ("consensus distance", number(summary["consensus_distance"]), "root mean square"),
-        (
-            "time",
-            duration(summary["wall_seconds"]),
-            f"{number(summary['peer_steps_per_second'])} peer steps/s",
-        ),
+        ("time", duration(summary["wall_seconds"]), f"{number(pace)} peer steps/s" if pace else "so far"),
     ]
+    return cards if shares_models(summary["algorithm"]) else cards[1:]
+
+
+def _epsilon_note(summary: dict[str, Any]) -> str:
+    if not is_private(summary):
+        return "no privacy" if summary["accuracy"] else "not known yet"
+    return budget(summary).partition(" at ")[2] or "so far"
 
 
 def _curves(results: Sequence[Result]) -> list[str]:
@@ -152,9 +147,10 @@ def _section(result: Result, graph: dict[str, Any]) -> dict[str, Any]:
         ("algorithm", summary["algorithm"]),
         ("peers", str(summary["n_peers"])),
         ("rounds", f"{summary['rounds']:,}"),
-        ("runtime", summary["runtime"] or "unfinished"),
         ("seed", str(summary["seed"])),
     ]
+    if result.finished:
+        facts.append(("runtime", summary["runtime"]))
     return {
         "label": result.label,
         "headline": headline(summary),

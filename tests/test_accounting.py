@@ -52,9 +52,7 @@ def gaussian_delta(eps: float, mu: float) -> float:
     return float(stats.norm.cdf(mu / 2 - eps / mu) - math.exp(eps) * stats.norm.cdf(-mu / 2 - eps / mu))
 
 
-def other_epsilon(
-    event: dp_accounting.DpEvent, target: float, relation: NeighboringRelation, accountant=None
-):
+def other_epsilon(event: dp_accounting.DpEvent, target: float, relation: NeighboringRelation, accountant=None):
     accountant = accountant or PLDAccountant(relation, 1e-4)
     accountant.compose(event)
     return accountant.get_epsilon(target)
@@ -185,9 +183,7 @@ def exact_batches(others: np.ndarray, batch: int, z: float, noise: float, x: np.
 def test_uniform_bound_holds_for_every_data_set_and_is_tight_for_some(size, batch, noise):
     x = np.linspace(-10 * noise - size, 10 * noise + size, 8001)
     eps = np.arange(-100, 101) * 2.0**-6
-    bounds = [
-        losses.convex_minorant(f, 2.0**-6)(eps) for f in losses.uniform_profiles(batch / size, 1 / noise)
-    ]
+    bounds = [losses.convex_minorant(f, 2.0**-6)(eps) for f in losses.uniform_profiles(batch / size, 1 / noise)]
     tightest = 0.0
     for ups in range(size):
         for downs in range(size - ups):
@@ -223,9 +219,7 @@ def test_uniform_bound_holds_for_two_steps_together():
 )
 def test_uniform_is_between_poisson_and_every_other_known_bound(size, batch, noise, steps):
     found = epsilon([uniform(size, batch, noise, steps)], 1e-5)
-    halved = dp_accounting.SampledWithoutReplacementDpEvent(
-        size, batch, dp_accounting.GaussianDpEvent(noise / 2)
-    )
+    halved = dp_accounting.SampledWithoutReplacementDpEvent(size, batch, dp_accounting.GaussianDpEvent(noise / 2))
     many = dp_accounting.SelfComposedDpEvent(halved, steps)
     replace_one = other_epsilon(many, 1e-5, REPLACE, RdpAccountant(neighboring_relation=REPLACE))
     assert epsilon([poisson(batch / size, noise, steps)], 1e-5) < found < replace_one

@@ -111,9 +111,7 @@ def test_another_process_cannot_open_a_ledger_in_use(tmp_path):
         "except BudgetError as error: print(error)\n"
     )
     with Ledger.open(tmp_path, DATA, 0, None, DELTA):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert "in use by another run" in done.stdout
 
 
@@ -165,9 +163,7 @@ def test_a_changed_ledger_is_refused_by_file_line_and_remedy(written, change, li
     changed = b"".join(change(lines))
     assert changed != b"".join(lines)
     written.write_bytes(changed)
-    with pytest.raises(
-        BudgetError, match=f"{written.name} line {line}: .*{what}.*; restore it from a backup"
-    ):
+    with pytest.raises(BudgetError, match=f"{written.name} line {line}: .*{what}.*; restore it from a backup"):
         reopen(written)
     assert written.read_bytes() == changed
     with pytest.raises(BudgetError, match=f"line {line}"):
@@ -480,9 +476,7 @@ def test_a_crash_anywhere_never_counts_too_little(tmp_path, monkeypatch, block, 
         disk.lose_power(folder, part)
         for a in accounts:
             with Ledger.open(folder, DATA, a.peer, None, DELTA) as found:
-                paid = {
-                    k for p in found.payments for rounds, _ in p.parts for x, y in rounds for k in range(x, y)
-                }
+                paid = {k for p in found.payments for rounds, _ in p.parts for x, y in rounds for k in range(x, y)}
                 assert paid >= {k for s in a.spends for k in range(s.from_round, s.to_round) if k <= ran}
         run_rounds(folder, "a", accounts, 12, block, start=max(ran, 0))
         for a in accounts:

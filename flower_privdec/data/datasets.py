@@ -104,9 +104,7 @@ def _take(split: Split, count: int | None, seed: int, key: str, name: str) -> tu
     total = len(split.labels)
     rows: Rows = slice(None)
     if count is not None and not 1 <= count <= total:
-        raise ScenarioError(
-            f"data.{key}={count} must be 1 to {total}, what {name} has: change it or leave it out"
-        )
+        raise ScenarioError(f"data.{key}={count} must be 1 to {total}, what {name} has: change it or leave it out")
     if count is not None and count < total:
         chosen = keyed_generator(seed, f"data.{key}").choice(total, count, replace=False, shuffle=False)
         rows = np.sort(chosen)

@@ -57,9 +57,7 @@ def _open_npz(root: str) -> dict[str, np.ndarray]:
         with file:
             names = _JPEG if "train_jpeg" in file.files else _ARRAYS
             if missing := [name for name in names if name not in file.files]:
-                raise ScenarioError(
-                    f"data.root={root} lacks {', '.join(missing)}: it must hold {', '.join(names)}"
-                )
+                raise ScenarioError(f"data.root={root} lacks {', '.join(missing)}: it must hold {', '.join(names)}")
             return {name: np.asarray(file[name]) for name in names}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ScenarioError(damaged + one_line(error)) from error
@@ -69,9 +67,7 @@ def _array_split(arrays: dict[str, np.ndarray], part: str, root: str) -> Split:
     x, name = arrays[f"x_{part}"], f"x_{part} in {root}"
     labels = class_labels(arrays[f"y_{part}"], f"y_{part} in {root}", minimum=-1)
     if x.dtype.kind not in "buif" or x.ndim < 2:
-        raise ScenarioError(
-            f"{name} is {x.dtype} {list(x.shape)}: it must be numbers of shape [examples, ...]"
-        )
+        raise ScenarioError(f"{name} is {x.dtype} {list(x.shape)}: it must be numbers of shape [examples, ...]")
     if len(x) != len(labels):
         raise ScenarioError(f"{name} has {len(x)} rows for {len(labels)} labels: there must be one for each")
     if x.dtype == np.uint8 and (x.ndim == 3 or (x.ndim == 4 and x.shape[-1] in (1, 3))):
@@ -84,9 +80,7 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
     with np.errstate(over="ignore"):
         tensor = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     if not bool(torch.isfinite(tensor).all()):
-        raise ScenarioError(
-            f"{name} holds NaN or infinity in float32: every feature must be finite; mend the file"
-        )
+        raise ScenarioError(f"{name} holds NaN or infinity in float32: every feature must be finite; mend the file")
     return tensor
 
 
@@ -101,9 +95,7 @@ def _jpeg_split(arrays: dict[str, np.ndarray], part: str, root: str) -> Split:
         )
     offset = offset.astype(np.int64)
     if offset[0] < 0 or offset[-1] > len(stream) or bool((np.diff(offset) <= 0).any()):
-        raise ScenarioError(
-            f"{part}_offset in {root} must increase from >= 0 to <= {len(stream)}: mend the file"
-        )
+        raise ScenarioError(f"{part}_offset in {root} must increase from >= 0 to <= {len(stream)}: mend the file")
     return Split(labels, lambda rows: _decode(stream, offset, rows, f"{part}_jpeg in {root}"))
 
 
@@ -114,14 +106,10 @@ def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Te
     images: np.ndarray | None = None
     for position, row in enumerate(chosen):
         try:
-            with pillow.open(
-                io.BytesIO(stream[offset[row] : offset[row + 1]].tobytes()), formats=["JPEG"]
-            ) as image:
+            with pillow.open(io.BytesIO(stream[offset[row] : offset[row + 1]].tobytes()), formats=["JPEG"]) as image:
                 pixels = np.asarray(image.convert("RGB"))
         except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
-            raise ScenarioError(
-                f"image {row} of {name} is no JPEG: {one_line(error)}; mend the file"
-            ) from error
+            raise ScenarioError(f"image {row} of {name} is no JPEG: {one_line(error)}; mend the file") from error
         if images is None:
             images = np.empty((len(chosen), *pixels.shape), np.uint8)
         if pixels.shape != images.shape[1:]:
@@ -135,15 +123,11 @@ def _binary_labels(train: Split, test: Split, root: str) -> Source:
     classes = np.union1d(train.labels, test.labels)
     if classes[0] == -1:
         if not np.isin(classes, (-1, 1)).all():
-            raise ScenarioError(
-                f"labels {_some(classes)} in {root}: with -1 the only other label is +1; renumber"
-            )
+            raise ScenarioError(f"labels {_some(classes)} in {root}: with -1 the only other label is +1; renumber")
         train, test = (Split((part.labels > 0).astype(np.int64), part.read) for part in (train, test))
         classes = np.arange(2)
     if len(classes) < 2 or not np.array_equal(classes, np.arange(len(classes))):
-        raise ScenarioError(
-            f"labels {_some(classes)} in {root}: they must be 0..C-1, none missing, C >= 2; renumber"
-        )
+        raise ScenarioError(f"labels {_some(classes)} in {root}: they must be 0..C-1, none missing, C >= 2; renumber")
     return Source(train, test, len(classes))
 
 

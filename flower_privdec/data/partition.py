@@ -56,9 +56,7 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
         raise ScenarioError(f"data.partition.kind={kind} is unknown: {hint}")
     _check_options(kind, options)
     if not 1 <= _whole("n_peers", n_peers) <= len(labels):
-        raise ScenarioError(
-            f"n_peers={n_peers} must be 1 to {len(labels)}, the number of training examples: lower it"
-        )
+        raise ScenarioError(f"n_peers={n_peers} must be 1 to {len(labels)}, the number of training examples: lower it")
     parts = _KINDS[kind](labels, n_peers, seed, **options)
     _check_nobody_is_empty(parts, kind)
     return [np.sort(part).astype(np.int64, copy=False) for part in parts]
@@ -79,9 +77,7 @@ def _shuffled(labels: np.ndarray, seed: int) -> np.ndarray:
 
 def _counts(sizes: Sequence[float], n_peers: int, total: int) -> np.ndarray:
     """Turn counts, or shares of the whole, into counts; a share's is exact to less than one example."""
-    numeric = isinstance(sizes, Sequence | np.ndarray) and all(
-        _is_number(size) and size > 0 for size in sizes
-    )
+    numeric = isinstance(sizes, Sequence | np.ndarray) and all(_is_number(size) and size > 0 for size in sizes)
     if not numeric or len(sizes) != n_peers:
         raise ScenarioError(f"data.partition.sizes={sizes} must be {n_peers} numbers > 0, one for each peer")
     values = np.array(sizes, dtype=np.float64)
@@ -106,8 +102,7 @@ def _shards(labels: np.ndarray, n_peers: int, seed: int, shards_per_peer: int) -
     most = len(labels) // n_peers
     if not 1 <= _whole("data.partition.shards_per_peer", shards_per_peer) <= most:
         raise ScenarioError(
-            f"data.partition.shards_per_peer={shards_per_peer} must be 1 to {most}, what a peer "
-            f"gets at most: change it"
+            f"data.partition.shards_per_peer={shards_per_peer} must be 1 to {most}, what a peer gets at most: change it"
         )
     return _by_flwr("ShardPartitioner", labels, n_peers, seed, num_shards_per_partition=int(shards_per_peer))
 
@@ -178,14 +173,8 @@ def _check_nobody_is_empty(parts: list[np.ndarray], kind: str) -> None:
     empty = [peer for peer, part in enumerate(parts) if len(part) == 0]
     if empty:
         more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
-        remedy = (
-            "a larger alpha or fewer peers"
-            if kind == "dirichlet"
-            else "larger sizes, more data or fewer peers"
-        )
-        raise ScenarioError(
-            f"data.partition.kind={kind} leaves peer {empty[0]}{more} no example: use {remedy}"
-        )
+        remedy = "a larger alpha or fewer peers" if kind == "dirichlet" else "larger sizes, more data or fewer peers"
+        raise ScenarioError(f"data.partition.kind={kind} leaves peer {empty[0]}{more} no example: use {remedy}")
 
 
 def _is_number(value: Any) -> bool:

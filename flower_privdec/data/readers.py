@@ -139,9 +139,7 @@ def _torchvision(
     constants: tuple[tuple[float, ...], tuple[float, ...]],
 ) -> Source:
     if root is None:
-        raise ScenarioError(
-            f"data.root is missing: {kind} is read from ROOT/{folder}; give that root, or use digits"
-        )
+        raise ScenarioError(f"data.root is missing: {kind} is read from ROOT/{folder}; give that root, or use digits")
     for file in files:
         if not (Path(root) / folder / file).is_file():
             raise ScenarioError(
@@ -159,9 +157,7 @@ def _torchvision_split(
     try:
         data = getattr(datasets, kind)(root, train=train, download=False)
     except (RuntimeError, OSError, ValueError, AssertionError, KeyError, IndexError, EOFError) as error:
-        raise ScenarioError(
-            f"data.root={root} holds a damaged {kind}: {one_line(error)}; unpack it afresh"
-        ) from error
+        raise ScenarioError(f"data.root={root} holds a damaged {kind}: {one_line(error)}; unpack it afresh") from error
     labels = class_labels(np.asarray(data.targets), f"{kind}'s labels in {root}")
     if len(labels) != len(data.data) or labels.max() > 9:
         raise ScenarioError(
@@ -181,9 +177,7 @@ def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
     """Return labels as int64 [N], refusing what is not a whole number of at least `minimum`."""
     right = labels.ndim == 1 and len(labels) > 0 and labels.dtype.kind in "buif"
     if not right or (labels.dtype.kind == "f" and not bool((labels == np.rint(labels)).all())):
-        raise ScenarioError(
-            f"{name} is {labels.dtype} {list(labels.shape)}: it must be whole numbers of shape [N]"
-        )
+        raise ScenarioError(f"{name} is {labels.dtype} {list(labels.shape)}: it must be whole numbers of shape [N]")
     whole = labels.astype(np.int64)
     if whole.min() < minimum:
         raise ScenarioError(f"{name} holds {whole.min()}: labels are 0..C-1, or -1 and +1 for two classes")

@@ -53,9 +53,7 @@ class Sampler:
     J_i // size rounds.
     """
 
-    def __init__(
-        self, kind: str, size: int | None, partition_sizes: Sequence[int] | np.ndarray, seed: int
-    ) -> None:
+    def __init__(self, kind: str, size: int | None, partition_sizes: Sequence[int] | np.ndarray, seed: int) -> None:
         """Check the batch size against every peer's examples.
 
         Args:
@@ -68,9 +66,7 @@ class Sampler:
             ScenarioError: kind or size is wrong, or a peer holds fewer examples than `size`.
         """
         if kind not in SAMPLINGS:
-            raise ScenarioError(
-                f"data.batch.sampling={kind} is unknown: choose one of {', '.join(SAMPLINGS)}"
-            )
+            raise ScenarioError(f"data.batch.sampling={kind} is unknown: choose one of {', '.join(SAMPLINGS)}")
         self.kind, self.seed = kind, seed
         self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
         counts = self.partition_sizes.astype(np.float64)
@@ -147,9 +143,7 @@ class Sampler:
         steps = count // self.size
         first = number * self._rounds
         epochs = np.arange(first // steps, (first + self._rounds - 1) // steps + 1)
-        orders = [
-            keyed_generator(self.seed, "shuffle", int(epoch), peer).permutation(count) for epoch in epochs
-        ]
+        orders = [keyed_generator(self.seed, "shuffle", int(epoch), peer).permutation(count) for epoch in epochs]
         batches = np.concatenate([order[: steps * self.size].reshape(steps, self.size) for order in orders])
         start = first - int(epochs[0]) * steps
         chosen = np.sort(batches[start : start + self._rounds], axis=1)
@@ -169,9 +163,7 @@ def _checked_size(kind: str, size: int | None, counts: np.ndarray) -> int:
     return int(size)
 
 
-def draw_poisson(
-    generator: np.random.Generator, rounds: int, count: int, rate: float
-) -> tuple[np.ndarray, np.ndarray]:
+def draw_poisson(generator: np.random.Generator, rounds: int, count: int, rate: float) -> tuple[np.ndarray, np.ndarray]:
     """Draw Poisson samples of several rounds at once.
 
     Poisson sampling is one independent coin of chance `rate` for each (round, example). Laid end to end these

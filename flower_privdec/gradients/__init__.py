@@ -57,9 +57,7 @@ def build_kernel(
     if kind == "auto":
         kind = "stacked" if parse_stack(module) else "factored" if can_factor(module) else "vmap"
     if kind == "stacked" and not parse_stack(module):
-        raise ScenarioError(
-            "gradients='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto"
-        )
+        raise ScenarioError("gradients='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto")
     if kind == "factored" and not can_factor(module):
         raise ScenarioError(
             "gradients='factored' needs every parameter in a Linear, Conv2d (groups=1) or GroupNorm layer: use auto"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 
-class Examples(Protocol):
-    """A batch for each row: x [m, B, *shape], labels y [m, B], weight [m, B] (0 for padding)."""
+class Inputs(Protocol):
+    """Examples for each row: x [m, B, *shape] and labels y [m, B]."""
 
     @property
     def x(self) -> Tensor:
@@ -22,6 +22,10 @@ class Examples(Protocol):
     def y(self) -> Tensor:
         """The labels."""
         ...
+
+
+class Examples(Inputs, Protocol):
+    """A batch for each row: inputs with a weight [m, B], 0 for padding."""
 
     @property
     def weight(self) -> Tensor:
@@ -87,7 +91,7 @@ class Parameter:
 
     def view(self, rows: Tensor) -> Tensor:
         """View it in rows [..., d] as [..., *shape], without a copy."""
-        return rows[..., self.start : self.stop].unflatten(-1, self.shape or (1,))
+        return rows.narrow(-1, self.start, self.stop - self.start).view(*rows.shape[:-1], *self.shape)
 
 
 def layout(module: nn.Module) -> dict[str, Parameter]:

@@ -38,10 +38,7 @@ class _Call:
 def can_factor(module: nn.Module) -> bool:
     """Return whether every parameter lies in a layer whose gradients can be factored."""
     covered = {
-        id(parameter)
-        for part in module.modules()
-        if is_supported(part)
-        for parameter in part.parameters(recurse=False)
+        id(parameter) for part in module.modules() if is_supported(part) for parameter in part.parameters(recurse=False)
     }
     named = list(module.named_parameters(remove_duplicate=False))
     shared = len(named) > len({id(parameter) for _, parameter in named})

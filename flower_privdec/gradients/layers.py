@@ -95,9 +95,7 @@ def _written(layer: nn.Module, windows: Tensor, delta: Tensor, k: int) -> Tensor
 def bias_piece(layer: nn.Module, place: Parameter, deltas: list[Tensor]) -> Piece:
     """Return the gradients of a layer's bias."""
     last = isinstance(layer, nn.Linear)
-    sums = [
-        delta.flatten(1, -2).sum(1) if last and delta.ndim > 2 else _sum_positions(delta) for delta in deltas
-    ]
+    sums = [delta.flatten(1, -2).sum(1) if last and delta.ndim > 2 else _sum_positions(delta) for delta in deltas]
     return Stored(place, sums[0] if len(sums) == 1 else torch.stack(sums).sum(0))
 
 

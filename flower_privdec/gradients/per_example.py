@@ -80,7 +80,5 @@ class LoopKernel:
 def example_gradient(model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
     """Return the gradient [d] of one example's loss by one backward pass."""
     value = loss.value(model(x[None]), y[None]).sum()
-    gradients = torch.autograd.grad(
-        value, list(model.parameters()), materialize_grads=True, allow_unused=True
-    )
+    gradients = torch.autograd.grad(value, list(model.parameters()), materialize_grads=True, allow_unused=True)
     return torch.cat([gradient.flatten() for gradient in gradients])

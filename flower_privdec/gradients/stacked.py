@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.gradients.base import Examples, Parameter, coefficient, layout, row_chunks
+from flower_privdec.gradients.base import Examples, Inputs, Parameter, coefficient, layout, row_chunks
 from flower_privdec.gradients.losses import Loss
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer and the activation after it."""
+    """A linear layer and the activation after it. A single example a row is a column, which is faster."""
 
     weight: Parameter
     bias: Parameter | None
@@ -27,15 +27,11 @@ class Layer:
 
     def forward(self, params: Tensor, a: Tensor, divisor: Tensor | None) -> Tensor:
         """Return the layer's output [m, B, out] for inputs [m, B, in]."""
-        weight = self.weight.view(params)
-        if self.weight.shape[0] == 1:
-            z = torch.linalg.vecdot(a, weight).unsqueeze(-1)
-        elif a.shape[1] == 1:
-            z = torch.bmm(weight, a.transpose(1, 2)).transpose(1, 2)
+        weight, bias = self.weight.view(params), None if self.bias is None else self.bias.view(params)
+        if a.shape[1] == 1:
+            z = _product(None if bias is None else bias.unsqueeze(2), weight, a.transpose(1, 2)).transpose(1, 2)
         else:
-            z = torch.bmm(a, weight.transpose(1, 2))
-        if self.bias is not None:
-            z.add_(self.bias.view(params).unsqueeze(1))
+            z = _product(None if bias is None else bias.unsqueeze(1), a, weight.transpose(1, 2))
         if divisor is not None:
             z.div_(divisor[:, None, None])
         if self.activation is nn.ReLU:
@@ -53,7 +49,7 @@ class Layer:
     def pull(self, params: Tensor, delta: Tensor, divisor: Tensor | None) -> Tensor:
         """Return the derivative in the layer's input."""
         weight = self.weight.view(params)
-        if delta.shape[1] == 1 and self.weight.shape[0] > 1:
+        if delta.shape[1] == 1:
             below = torch.bmm(weight.transpose(1, 2), delta.transpose(1, 2)).transpose(1, 2)
         else:
             below = torch.bmm(delta, weight)
@@ -61,13 +57,16 @@ class Layer:
 
     def push_(self, out: Tensor, delta: Tensor, a: Tensor) -> None:
         """Add sum_b delta_b a_b^T and, for the bias, sum_b delta_b."""
-        weight = self.weight.view(out)
         if a.shape[1] == 1:
-            weight.addcmul_(delta.transpose(1, 2), a)
+            self.weight.view(out).addcmul_(delta.transpose(1, 2), a)
         else:
-            weight.baddbmm_(delta.transpose(1, 2), a)
+            self.weight.view(out).baddbmm_(delta.transpose(1, 2), a)
         if self.bias is not None:
-            self.bias.view(out).add_(delta.sum(1))
+            self.bias.view(out).add_(delta[:, 0] if a.shape[1] == 1 else delta.sum(1))
+
+
+def _product(bias: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    return torch.bmm(left, right) if bias is None else torch.baddbmm(bias, left, right)
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class StackedKernel:
         self._loss, self._memory = loss, memory_bytes
         self._width = 3 * sum(sum(layer.weight.shape) for layer in layers)
 
-    def factors(self, params: Tensor, batch: Examples, divisor: Tensor | None = None) -> Factors:
+    def factors(self, params: Tensor, batch: Inputs, divisor: Tensor | None = None) -> Factors:
         """Return every example's gradient at params / divisor as factors; writes nothing."""
         with torch.no_grad():
             a = batch.x.flatten(2).to(params.dtype)
@@ -132,16 +131,16 @@ class StackedKernel:
     ) -> Tensor:
         """Add clipped gradient sums in place; see GradientKernel."""
         m, examples = batch.y.shape
-        chunks = row_chunks(m, examples * self._width * params.element_size(), self._memory)
-        norms = []
-        for rows in chunks:
-            part = _Rows(batch.x[rows], batch.y[rows], batch.weight[rows])
+        norms = params.new_empty(m, examples)
+        per_row = examples * self._width * params.element_size()
+        for rows in row_chunks(m, per_row, self._memory):
+            part = _Rows(batch.x[rows], batch.y[rows])
             factors = self.factors(params[rows], part, None if divisor is None else divisor[rows])
             clip = None if clip_norm is None else clip_norm[rows]
-            factor = coefficient(factors.norms, part.weight, clip, scale[rows])
+            factor = coefficient(factors.norms, batch.weight[rows], clip, scale[rows])
             self.accumulate_(out[rows], factors, factor)
-            norms.append(factors.norms)
-        return norms[0] if len(norms) == 1 else torch.cat(norms)
+            norms[rows] = factors.norms
+        return norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
         """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
@@ -157,20 +156,19 @@ class StackedKernel:
         return out
 
     def _norms(self, deltas: list[Tensor], inputs: list[Tensor]) -> Tensor:
-        total = torch.zeros_like(deltas[0][..., 0])
+        parts = []
         for layer, delta, a in zip(self.layers, deltas, inputs, strict=False):
-            size = torch.linalg.vecdot(a, a)
+            size = torch.linalg.vector_norm(a, dim=-1)
             if layer.bias is not None:
-                size = size + 1
-            total.addcmul_(size, torch.linalg.vecdot(delta, delta))
-        return total.sqrt_()
+                size = torch.hypot(size, torch.ones_like(size))
+            parts.append(size.mul_(torch.linalg.vector_norm(delta, dim=-1)))
+        return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
 
 
 @dataclass(frozen=True)
 class _Rows:
     x: Tensor
     y: Tensor
-    weight: Tensor
 
 
 def parse_stack(module: nn.Module) -> list[Layer] | None:

@@ -33,9 +33,7 @@ class Slot(NamedTuple):
     weights: Tensor
 
 
-def build_slots(
-    indptr: Array, columns: Array, weights: Array, device: torch.device, dtype: torch.dtype
-) -> list[Slot]:
+def build_slots(indptr: Array, columns: Array, weights: Array, device: torch.device, dtype: torch.dtype) -> list[Slot]:
     """Turn compressed rows into slots; the first has all receivers, the s-th those with more than s terms."""
     counts = np.diff(indptr)
     built = []

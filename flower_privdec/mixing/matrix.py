@@ -197,9 +197,7 @@ class AverageMatrix(MixingMatrix):
     def rows(self, peers: npt.ArrayLike) -> AverageMatrix:
         """Return the rows of some of the receivers, in the order given."""
         at = self._positions(peers)
-        return AverageMatrix(
-            self.n_columns, self.receivers[at], self.members, self.own[at], self.averaged[at]
-        )
+        return AverageMatrix(self.n_columns, self.receivers[at], self.members, self.own[at], self.averaged[at])
 
     def _columns(self) -> Peers:
         members = self.members[: None if self.averaged.any() else 0]

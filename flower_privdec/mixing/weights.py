@@ -19,9 +19,7 @@ WEIGHTS: dict[str, str] = {
 }
 
 Degrees = npt.NDArray[np.int64]
-Rule = Callable[
-    [EdgeArray, int], npt.NDArray[np.float64]
-]  # a weight for each peer itself, then for each edge
+Rule = Callable[[EdgeArray, int], npt.NDArray[np.float64]]  # a weight for each peer itself, then for each edge
 
 
 def mixing_matrix(
@@ -110,9 +108,7 @@ def _doubly_stochastic(edges: EdgeArray, n_peers: int) -> npt.NDArray[np.float64
     return _rest_to_itself(edges, n_peers, np.full(len(edges), 1 / (largest + 1)))
 
 
-def _rest_to_itself(
-    edges: EdgeArray, n_peers: int, share: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
+def _rest_to_itself(edges: EdgeArray, n_peers: int, share: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return np.concatenate([1 - np.bincount(edges[:, 1], weights=share, minlength=n_peers), share])
 
 

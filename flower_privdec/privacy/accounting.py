@@ -83,9 +83,7 @@ def delta(releases: Iterable[Release], epsilon: float) -> float:
 def check_delta(delta: float) -> None:
     """Refuse a δ outside (0, 1)."""
     if not 0 < delta < 1:
-        raise ScenarioError(
-            f"delta={delta} must be in (0, 1); use about one over 10 times the number of examples"
-        )
+        raise ScenarioError(f"delta={delta} must be in (0, 1); use about one over 10 times the number of examples")
 
 
 @lru_cache(maxsize=8192)
@@ -148,9 +146,7 @@ def _pmf(losses: Losses, interval: float) -> DensePLDPmf:
 def _binned(releases: Iterable[Release]) -> list[Release]:
     """Return releases with at most a moderate number of noise multipliers, none raised."""
     out: list[Release] = []
-    for _, group in groupby(
-        releases, key=lambda r: (r.sampling, r.sampling_rate, r.dataset_size, r.batch_size)
-    ):
+    for _, group in groupby(releases, key=lambda r: (r.sampling, r.sampling_rate, r.dataset_size, r.batch_size)):
         out += _bin_noise(list(group))
     return out
 

@@ -167,9 +167,7 @@ def _between(low: tuple[float, float], high: tuple[float, float]) -> float:
     return x0 + min(max(share, 0.1), 0.9) * (x1 - x0)
 
 
-def _bracket(
-    excess: Callable[[float], float], budget: float
-) -> tuple[tuple[float, float], tuple[float, float]]:
+def _bracket(excess: Callable[[float], float], budget: float) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return (log scale, excess) with too little noise and with enough."""
     x = 0.0
     value = excess(x)
@@ -178,11 +176,7 @@ def _bracket(
         previous, before = x, value
         x += step
         if abs(x) > math.log(SCALE_LIMIT):
-            rule = (
-                "needs more noise than any"
-                if step > 0
-                else "is more than these releases can spend at any noise"
-            )
+            rule = "needs more noise than any" if step > 0 else "is more than these releases can spend at any noise"
             raise ScenarioError(f"epsilon={budget} {rule}; change the budget, the rounds or the sampling")
         value = excess(x)
         if (value > 0) != (before > 0):
@@ -228,6 +222,4 @@ def _write(folder: Path, key: str, question: dict[str, Any], scale: float) -> No
             json.dump({"question": summary, "scale": scale}, file)
         os.replace(file.name, folder / f"calibration-{key}.json")
     except OSError as error:
-        _log.warning(
-            "calibration cache %s cannot be written (%s); the noise is solved for each time", folder, error
-        )
+        _log.warning("calibration cache %s cannot be written (%s); the noise is solved for each time", folder, error)

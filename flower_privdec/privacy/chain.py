@@ -156,9 +156,7 @@ def payments(bodies: Sequence[Body], path: Path) -> list[Payment]:
         BudgetError: when the first line is not this format's, or another is no payment.
     """
     if bodies and bodies[0].get("format") != FORMAT:
-        raise BudgetError(
-            f"{path} line 1: not a ledger of format {FORMAT}; read it with the version that wrote it"
-        )
+        raise BudgetError(f"{path} line 1: not a ledger of format {FORMAT}; read it with the version that wrote it")
     found = []
     for number, body in enumerate(bodies[1:], start=2):
         try:

@@ -105,9 +105,7 @@ class Release:
         return dp_accounting.SelfComposedDpEvent(step, self.steps)
 
 
-_KINDS: dict[str, type] = {
-    f.name: {"str": str, "int": int, "float": float}[str(f.type)] for f in fields(Release)
-}
+_KINDS: dict[str, type] = {f.name: {"str": str, "int": int, "float": float}[str(f.type)] for f in fields(Release)}
 
 
 def _check(name: str, value: float, holds: bool, rule: str) -> None:

@@ -77,9 +77,7 @@ class CohortLedger:
         self._paid = [ledger.paid_until(run) for ledger in self._ledgers]
         self.limits = np.array(self._settle(), dtype=np.int64)
         self._allowed = _Allowed(self._plans, self.limits, self._rounds)
-        self._reserved = min(
-            (due[0].from_round for due in self._due(self._rounds).values()), default=self._rounds
-        )
+        self._reserved = min((due[0].from_round for due in self._due(self._rounds).values()), default=self._rounds)
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="ledger")
         self._last_write: tuple[int, float, float] | None = None  # its round, when it ended, how long it took
 
@@ -286,7 +284,5 @@ def _allow_open_files(count: int) -> None:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise BudgetError(
-            f"{count} ledgers need {needed} open files and {hard} are allowed; raise `ulimit -n`"
-        )
+        raise BudgetError(f"{count} ledgers need {needed} open files and {hard} are allowed; raise `ulimit -n`")
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

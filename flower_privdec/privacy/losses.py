@@ -30,9 +30,7 @@ COMPOSED_TAIL = 1e-16  # mass of a composition that may lie outside the window; 
 FINEST, COARSEST = 2.0**-22, 2.0**6  # bounds of the grid's interval h
 STEPS_PER_STD = 32  # grid intervals wanted in a standard deviation of one step's loss
 STEPS_PER_RANGE = 2**14  # grid intervals that one step may take before h grows (up to one standard deviation)
-MOST_STEPS = (
-    2**18
-)  # grid intervals that a step's range, or 10 standard deviations of all steps, may take at all
+MOST_STEPS = 2**18  # grid intervals that a step's range, or 10 standard deviations of all steps, may take at all
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,7 @@ class Ledger:
         head: the number of lines and the last line's hash.
     """
 
-    def __init__(
-        self, path: Path, dataset_fingerprint: str, peer: int, budget: float | None, delta: float
-    ) -> None:
+    def __init__(self, path: Path, dataset_fingerprint: str, peer: int, budget: float | None, delta: float) -> None:
         """Open and lock a file in a folder that exists; see `open`."""
         check_delta(delta)
         self.path, self.budget, self.delta = path, budget, delta
@@ -92,9 +90,7 @@ class Ledger:
     @property
     def _descriptor(self) -> int:
         if self._fd is None:
-            raise BudgetError(
-                f"{self.path} is closed, or could not be written; open it again before another step"
-            )
+            raise BudgetError(f"{self.path} is closed, or could not be written; open it again before another step")
         return self._fd
 
     @property
@@ -109,9 +105,7 @@ class Ledger:
             BudgetError: when it is shorter, or says something else there.
         """
         if length > len(self._hashes):
-            raise BudgetError(
-                f"{self.path} has {len(self._hashes)} lines where the checkpoint saw {length}; {RESTORE}"
-            )
+            raise BudgetError(f"{self.path} has {len(self._hashes)} lines where the checkpoint saw {length}; {RESTORE}")
         if length > 0 and self._hashes[length - 1] != digest:
             raise BudgetError(f"{self.path} line {length}: not the line that the checkpoint saw; {RESTORE}")
 
@@ -204,9 +198,7 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         sync_folder(folder.parent)
     except OSError as error:
-        raise BudgetError(
-            f"{folder} cannot be made ({error.strerror}); give another ledger folder"
-        ) from error
+        raise BudgetError(f"{folder} cannot be made ({error.strerror}); give another ledger folder") from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -222,16 +214,12 @@ def _open_locked(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise BudgetError(
-            f"{path} cannot be opened ({error.strerror}); give another ledger folder"
-        ) from error
+        raise BudgetError(f"{path} cannot be opened ({error.strerror}); give another ledger folder") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
-        raise BudgetError(
-            f"{path} is in use by another run; wait for its end or give another ledger folder"
-        ) from None
+        raise BudgetError(f"{path} is in use by another run; wait for its end or give another ledger folder") from None
     return fd
 
 

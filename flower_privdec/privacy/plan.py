@@ -60,9 +60,7 @@ def _each(value: float | Sequence[float], n_peers: int) -> np.ndarray:
     return np.broadcast_to(np.asarray(value, dtype=np.float64), (n_peers,))
 
 
-def build_plan(
-    section: PrivacySection, sampler: Sampler, participation: Participation, rounds: int
-) -> PrivacyPlan:
+def build_plan(section: PrivacySection, sampler: Sampler, participation: Participation, rounds: int) -> PrivacyPlan:
     """Solve every peer's noise from its budget, for the rounds in which it is active.
 
     Who is active is public and decided beforehand, so a peer's noise is solved for its own number of
@@ -96,9 +94,7 @@ def _template(sampler: Sampler, peer: int) -> Release:
 
 
 def _with_noise(release: Release, noise_multiplier: float) -> Release:
-    return Release(
-        release.sampling, release.sampling_rate, release.dataset_size, release.batch_size, noise_multiplier
-    )
+    return Release(release.sampling, release.sampling_rate, release.dataset_size, release.batch_size, noise_multiplier)
 
 
 def _solve(release: Release, active: np.ndarray, budget: float, delta: float) -> float:
@@ -116,9 +112,7 @@ def privacy_rows(plan: PrivacyPlan | None, epsilons: Sequence[float]) -> list[di
     """
     if plan is None:
         row = {"epsilon": UNLIMITED, "delta": 0.0, "unit": "example", "adjacency": "zero-out"}
-        return [
-            {"peer": peer, **row, "calibration": "none", "claimed_epsilon": None} for peer in range(len(epsilons))
-        ]
+        return [{"peer": peer, **row, "calibration": "none", "claimed_epsilon": None} for peer in range(len(epsilons))]
     return [
         {
             "peer": account.peer,

@@ -58,9 +58,7 @@ class Recorder:
         if resume and path.exists():
             return load_checkpoint(path, self.scenario_hash, self.experiment.device)
         if (self.out / "scenario.yaml").exists():
-            remedy = (
-                "give --resume to go on with it, or another --out" if path.exists() else "give another --out"
-            )
+            remedy = "give --resume to go on with it, or another --out" if path.exists() else "give another --out"
             raise ScenarioError(f"{self.out} already holds a run; {remedy}")
         if self.out.exists() and not self.out.is_dir():
             raise ScenarioError(f"{self.out} is not a folder; give another --out")
@@ -90,9 +88,7 @@ class Recorder:
     def _forget_metrics_after(self, round_index: int) -> None:
         path = self.out / "metrics.jsonl"
         with suppress(FileNotFoundError):
-            lines = [
-                line for line in path.read_text().splitlines() if json.loads(line)["round"] <= round_index
-            ]
+            lines = [line for line in path.read_text().splitlines() if json.loads(line)["round"] <= round_index]
             write_atomically(path, "".join(line + "\n" for line in lines).encode())
 
     def save(self, state: State, cohort: Cohort | None) -> None:

@@ -27,9 +27,7 @@ class Run:
         BudgetError: when a ledger cannot be trusted or is in use.
     """
 
-    def __init__(
-        self, experiment: Experiment, out: Path, *, runtime: str = "engine", resume: bool = False
-    ) -> None:
+    def __init__(self, experiment: Experiment, out: Path, *, runtime: str = "engine", resume: bool = False) -> None:
         torch.set_num_threads(experiment.scenario.compute.threads)
         self.experiment = experiment
         self.recorder = Recorder(experiment, out, runtime, resume)

@@ -44,9 +44,7 @@ def _compose(text: str, where: str) -> tuple[Any, dict[Location, int]]:
     finally:
         loader.dispose()
     if not isinstance(data, dict):
-        raise ScenarioError(
-            f"{where}: a scenario is a mapping of sections (name, n_peers, data, ...), not {data!r}"
-        )
+        raise ScenarioError(f"{where}: a scenario is a mapping of sections (name, n_peers, data, ...), not {data!r}")
     return data, lines
 
 
@@ -58,9 +56,7 @@ def _note_lines(node: yaml.Node | None, path: Location, lines: dict[Location, in
         for key, value in node.value:
             here = (*path, key.value)
             if here in lines:
-                raise ScenarioError(
-                    f"{where}:{key.start_mark.line + 1}: key '{key.value}' stands twice; keep one"
-                )
+                raise ScenarioError(f"{where}:{key.start_mark.line + 1}: key '{key.value}' stands twice; keep one")
             lines[here] = key.start_mark.line + 1
             _note_lines(value, here, lines, where)
     elif isinstance(node, yaml.SequenceNode):
@@ -146,9 +142,7 @@ def _sentence(error: Any, loc: Location) -> str:
         return f"unknown key '{name}'; did you mean '{close[0]}'? (valid keys: {', '.join(known)})"
     if kind == "union_tag_invalid":
         tags = ", ".join(ALGORITHM_NAMES)
-        return (
-            f"{name}.name='{context['tag']}' must be one of {tags}{_nearest(context['tag'], ALGORITHM_NAMES)}"
-        )
+        return f"{name}.name='{context['tag']}' must be one of {tags}{_nearest(context['tag'], ALGORITHM_NAMES)}"
     if kind in ("missing", "union_tag_not_found"):
         name = name if kind == "missing" else f"{name}.name"
         return f"'{name}' is missing; add it"

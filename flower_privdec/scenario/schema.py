@@ -107,9 +107,7 @@ class ModelSection(Section):
         if (self.name == "module") != (self.module is not None):
             raise ValueError("give either a model's name, or module: package.module:factory")
         if self.name != "mlp" and (self.hidden is not None or self.activation is not None):
-            raise ValueError(
-                f"hidden and activation belong to the model mlp, not to {self.name}: remove them"
-            )
+            raise ValueError(f"hidden and activation belong to the model mlp, not to {self.name}: remove them")
         return self
 
     def options(self) -> dict[str, Any]:
@@ -190,9 +188,7 @@ class PrivacySection(Section):
         if self.epsilon is None and self.noise_multiplier is None:
             raise ValueError("give epsilon (a budget the noise is solved for), noise_multiplier, or both")
         if self.calibration == "paper" and (self.epsilon is None or self.noise_multiplier is not None):
-            raise ValueError(
-                "calibration paper computes the noise from epsilon: give epsilon, and no noise_multiplier"
-            )
+            raise ValueError("calibration paper computes the noise from epsilon: give epsilon, and no noise_multiplier")
         return self
 
 
@@ -254,9 +250,7 @@ class Scenario(Section):
                 lists[f"privacy.{key}"] = getattr(self.privacy, key)
         for key, value in lists.items():
             if isinstance(value, tuple) and len(value) != self.n_peers:
-                raise ValueError(
-                    f"{key} lists {len(value)} numbers for n_peers={self.n_peers}: give one a peer"
-                )
+                raise ValueError(f"{key} lists {len(value)} numbers for n_peers={self.n_peers}: give one a peer")
         return self
 
     @model_validator(mode="after")
@@ -265,22 +259,16 @@ class Scenario(Section):
         if private is None or not isinstance(self.algorithm, DynSection):
             return self
         if private.schedule is not None:
-            raise ValueError(
-                f"privacy.schedule: {self.algorithm.name} has a schedule of its own; use privsgp with it"
-            )
+            raise ValueError(f"privacy.schedule: {self.algorithm.name} has a schedule of its own; use privsgp with it")
         if "clip_norm" in private.model_fields_set:
-            raise ValueError(
-                f"privacy.clip_norm: {self.algorithm.name} has its own; give it in the algorithm section"
-            )
+            raise ValueError(f"privacy.clip_norm: {self.algorithm.name} has its own; give it in the algorithm section")
         return self
 
     @model_validator(mode="after")
     def _blocks_go_together(self) -> Scenario:
         blocks = isinstance(self.algorithm, VRSection) and self.algorithm.table == "blocks"
         if blocks != (self.data.batch.sampling == "blocks"):
-            raise ValueError(
-                "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other"
-            )
+            raise ValueError("data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other")
         return self
 
     @model_validator(mode="after")

@@ -47,9 +47,7 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
     if isinstance(n_peers, bool) or not isinstance(n_peers, int | np.integer) or n_peers < 1:
         raise ScenarioError(f"n_peers={n_peers!r} must be a whole number >= 1")
     if n_peers == 1:
-        raise ScenarioError(
-            f"n_peers=1 on topology {name}: a graph needs at least 2 peers; use algorithm local"
-        )
+        raise ScenarioError(f"n_peers=1 on topology {name}: a graph needs at least 2 peers; use algorithm local")
     _refuse_unknown_options(name, builder, options)
     return builder(name, int(n_peers), seed, **options)
 
@@ -143,9 +141,7 @@ def _star(name: str, n_peers: int, seed: int) -> Topology:
     return _static(name, nx.star_graph(n_peers - 1))
 
 
-def _torus(
-    name: str, n_peers: int, seed: int, *, rows: int | None = None, cols: int | None = None
-) -> Topology:
+def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols: int | None = None) -> Topology:
     sides = [_whole(key, value, 2) for key, value in (("rows", rows), ("cols", cols)) if value is not None]
     if not sides:
         sides = [max((r for r in range(2, math.isqrt(n_peers) + 1) if n_peers % r == 0), default=0)]
@@ -168,9 +164,7 @@ def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = 4) -> T
         raise ScenarioError(f"degree={degree} must be < n_peers={n_peers}: a peer has only that many others")
     if degree * n_peers % 2:
         raise ScenarioError(f"degree={degree} times n_peers={n_peers} must be even; change one of them by 1")
-    return _draw_connected(
-        name, seed, lambda key: nx.random_regular_graph(degree, n_peers, seed=key), "raise degree"
-    )
+    return _draw_connected(name, seed, lambda key: nx.random_regular_graph(degree, n_peers, seed=key), "raise degree")
 
 
 def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = 0.5) -> Topology:

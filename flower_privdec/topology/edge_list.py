@@ -40,9 +40,7 @@ def _pair(words: list[str], where: str, n_peers: int) -> tuple[int, int]:
         raise ScenarioError(f"{where}: {' '.join(words)!r} must be two peer ids, `sender receiver`")
     sender, receiver = (int(word) for word in words)
     if max(sender, receiver) >= n_peers:
-        raise ScenarioError(
-            f"{where}: peer {max(sender, receiver)} must be < n_peers={n_peers}; ids start at 0"
-        )
+        raise ScenarioError(f"{where}: peer {max(sender, receiver)} must be < n_peers={n_peers}; ids start at 0")
     if sender == receiver:
         raise ScenarioError(f"{where}: peer {sender} sends to itself; leave it out, self weights are implied")
     return sender, receiver

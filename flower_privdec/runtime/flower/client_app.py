@@ -123,9 +123,7 @@ def _finish_exchange(experiment: Experiment, state: State, content: RecordDict) 
     state.at += 1
 
 
-def _receive(
-    state: State, exchange: Mix, matrix: MixingMatrix, content: RecordDict
-) -> dict[int, dict[str, Tensor]]:
+def _receive(state: State, exchange: Mix, matrix: MixingMatrix, content: RecordDict) -> dict[int, dict[str, Tensor]]:
     """Return the rows of every source, by peer; refuse what is missing or does not fit."""
     own = {peer: i for i, peer in enumerate(state.peers.tolist())}
     here = f"peers {state.peers.tolist()}, round {state.round_index}"

@@ -60,7 +60,7 @@ def _parents_by_ps() -> dict[int, int]:
     return {int(pid): int(parent) for pid, parent, state in rows if not state.startswith("Z")}
 
 
-def end_family(root: subprocess.Popen[bytes], marker: str, grace: float = 5.0) -> None:
+def end_family(root: subprocess.Popen[bytes], marker: str, grace: float = 3.0) -> None:
     """End a process and all its descendants: ask, wait, then insist.
 
     Args:

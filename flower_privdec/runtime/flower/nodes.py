@@ -37,9 +37,7 @@ def find_nodes(grid: Grid, patience: float = 300.0) -> list[int]:
             partitions |= {node: place for node, (place, _) in places.items()}
             wanted = max(total for _, total in places.values())
         elif time.monotonic() > deadline:
-            raise RunError(
-                f"{len(partitions)} of {wanted} SuperNodes are there after {patience:.0f} s; start them all"
-            )
+            raise RunError(f"{len(partitions)} of {wanted} SuperNodes are there after {patience:.0f} s; start them all")
         else:
             time.sleep(0.05)
     return _in_order(partitions, wanted)
@@ -47,9 +45,7 @@ def find_nodes(grid: Grid, patience: float = 300.0) -> list[int]:
 
 def _ask_places(grid: Grid, nodes: list[int], timeout: float) -> dict[int, tuple[int, int]]:
     messages = [Message(RecordDict(), node, QUERY_PLACE) for node in nodes]
-    replies = answered(
-        grid.send_and_receive(messages, timeout=timeout), {node: f"SuperNode {node}" for node in nodes}
-    )
+    replies = answered(grid.send_and_receive(messages, timeout=timeout), {node: f"SuperNode {node}" for node in nodes})
     places = {}
     for node, reply in replies.items():
         place = reply.content.config_records[PLACE]

@@ -57,9 +57,7 @@ class Order:
 
 def pack_rows(rows: Mapping[str, Tensor]) -> ArrayRecord:
     """Return named tensors as a record."""
-    return ArrayRecord(
-        {name: Array(value.detach().cpu().contiguous().numpy()) for name, value in rows.items()}
-    )
+    return ArrayRecord({name: Array(value.detach().cpu().contiguous().numpy()) for name, value in rows.items()})
 
 
 def unpack_rows(record: ArrayRecord, device: torch.device) -> dict[str, Tensor]:
@@ -84,9 +82,7 @@ def row_key(peer: int) -> str:
 def pack_state(state: State, content: RecordDict) -> None:
     """Put a whole state into a message or a context."""
     content[ROWS] = pack_rows(state.rows)
-    content[POSITION] = ConfigRecord(
-        {"round": state.round_index, "at": state.at, "peers": state.peers.tolist()}
-    )
+    content[POSITION] = ConfigRecord({"round": state.round_index, "at": state.at, "peers": state.peers.tolist()})
 
 
 def unpack_state(content: RecordDict, device: torch.device) -> State | None:

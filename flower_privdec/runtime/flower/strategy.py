@@ -52,9 +52,7 @@ class Serverless(Strategy):
         resume: go on from the checkpoint in `out`.
     """
 
-    def __init__(
-        self, scenario: Scenario, out: Path, *, base: Path | None = None, resume: bool = False
-    ) -> None:
+    def __init__(self, scenario: Scenario, out: Path, *, base: Path | None = None, resume: bool = False) -> None:
         self.scenario, self._text = scenario, to_yaml(scenario)
         self.base = (base or Path.cwd()).absolute()
         self.out = (self.base / out).absolute()
@@ -83,9 +81,7 @@ class Serverless(Strategy):
             RunError: when a node fails or does not answer.
         """
         if evaluate_fn is not None:
-            raise RunError(
-                "evaluate_fn has no global model to evaluate here; read metrics.jsonl in the folder"
-            )
+            raise RunError("evaluate_fn has no global model to evaluate here; read metrics.jsonl in the folder")
         found = find_nodes(grid)
         shares = np.array_split(np.arange(self.scenario.n_peers), self._hosts(len(found)))
         self.nodes = list(zip(found, shares, strict=False))
