@@ -88,7 +88,7 @@ class Experiment:
         algorithm = build_algorithm(scenario.algorithm)
         mixing, participation = build_exchange(scenario, algorithm)
         dataset, parts, sampler = _build_data(scenario)
-        plan = build_plan(scenario.private, sampler, participation, scenario.rounds) if scenario.private else None
+        plan = build_plan(scenario, scenario.private, sampler, participation) if scenario.private else None
         module = _build_module(scenario, dataset)
         dtype = DTYPES[scenario.compute.dtype]
         kernel = build_kernel(

@@ -25,7 +25,7 @@ GENERATORS = {
 }
 _PURPOSE_SLOTS = 8  # room for more purposes without moving the others' seeds
 _BLOCK = 2**13  # rows shorter than this are drawn several rounds at a time
-_SCRATCH = 2**16  # elements of a long row drawn at a time on a CPU (256 kB in float32)
+_SCRATCH = 2**17  # elements of a long row drawn at a time on a CPU (512 kB in float32)
 
 
 def keyed_generator(seed: int, purpose: str, *key: int) -> np.random.Generator:
@@ -162,7 +162,7 @@ class TorchNoise:
     """One stream per (purpose, block of rounds, peer) of a torch.Generator, on any device.
 
     torch keeps 32 bits of a CPU generator's seed, so the triples are numbered and mapped to seeds one to one.
-    Short rows are drawn for 2**13 // d consecutive rounds at once; long ones through a scratch of 256 kB.
+    Short rows are drawn for 2**13 // d consecutive rounds at once; long ones through a scratch of 512 kB.
     """
 
     def __init__(self, seed: int, n_peers: int, device: torch.device | str = "cpu") -> None:

@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.base import row_chunks
+from flower_privdec.gradients.chain import Call, Chain, parse_chain
 from flower_privdec.gradients.layers import bias_piece, is_supported, weight_piece
 from flower_privdec.gradients.losses import Loss
 from flower_privdec.gradients.rows import Piece, RowKernel
@@ -25,9 +26,9 @@ _TOLERANCE = 1e-3
 _GRAPH = 3  # a captured tensor stands for so many in the backward pass
 
 
-@dataclass
-class _Call:
-    """One call of a layer in a forward pass."""
+@dataclass(frozen=True)
+class _Hooked:
+    """One call of a layer, as its forward hook sees it."""
 
     name: str
     layer: nn.Module
@@ -56,7 +57,9 @@ class FactoredKernel(RowKernel):
         super().__init__(module, loss, memory_bytes)
         self._images = False
         self._example_bytes: int | None = None
-        self._calls: list[_Call] = []
+        self._hooked: list[_Hooked] = []
+        steps = parse_chain(self._module)
+        self._chain = None if steps is None else Chain(steps)
         for name, part in self._module.named_modules():
             if getattr(part, "inplace", False):
                 part.inplace = False
@@ -68,38 +71,39 @@ class FactoredKernel(RowKernel):
         def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             if torch.is_grad_enabled():
                 output = output if output.requires_grad else output.requires_grad_()
-                self._calls.append(_Call(name, layer, inputs[0].detach(), output))
+                self._hooked.append(_Hooked(name, layer, inputs[0].detach(), output))
             return output
 
         return record
 
     def _pieces(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[Piece]:
-        calls, derivatives = self._backward(point, x, y)
+        calls = self._calls(point, x, y)
         pieces: list[Piece] = []
         for name in dict.fromkeys(call.name for call in calls):
-            same = [index for index, call in enumerate(calls) if call.name == name]
-            layer, prefix = calls[same[0]].layer, f"{name}." if name else ""
-            deltas = [derivatives[index] for index in same]
+            same = [call for call in calls if call.name == name]
+            layer, prefix, deltas = same[0].layer, f"{name}." if name else "", [call.delta for call in same]
             weight, bias = self._layout.get(f"{prefix}weight"), self._layout.get(f"{prefix}bias")
             if weight is not None:
-                pieces.append(weight_piece(layer, weight, [calls[index].x for index in same], deltas))
+                pieces.append(weight_piece(layer, weight, [call.x for call in same], deltas))
             if bias is not None:
                 pieces.append(bias_piece(layer, bias, deltas))
         return pieces
 
-    def _backward(self, point: Tensor, x: Tensor, y: Tensor) -> tuple[list[_Call], Sequence[Tensor]]:
+    def _calls(self, point: Tensor, x: Tensor, y: Tensor) -> list[Call]:
         if self._images and x.ndim == 4:
             x = x.to(memory_format=torch.channels_last)
+        if self._chain is not None:
+            self._load(point)
+            return self._chain.calls(x, lambda outputs: self._loss.derivative(outputs, y))
         try:
             with torch.enable_grad():
                 outputs = self._outputs(point, x)
-            calls = list(self._calls)
-            sources = [call.output for call in calls]
-            start = self._loss.derivative(outputs.detach(), y)
+            hooked, start = list(self._hooked), self._loss.derivative(outputs.detach(), y)
+            sources = [call.output for call in hooked]
             deltas = torch.autograd.grad(outputs, sources, start, materialize_grads=True, allow_unused=True)
-            return calls, deltas
+            return [Call(h.name, h.layer, h.x, delta) for h, delta in zip(hooked, deltas, strict=True)]
         finally:
-            self._calls.clear()
+            self._hooked.clear()
 
     def _parts(self, point: Tensor, x: Tensor, y: Tensor) -> list[slice]:
         if self._example_bytes is None:
@@ -123,17 +127,16 @@ class FactoredKernel(RowKernel):
                     "at a time (a layer's weight used outside the layer, or examples that depend on each other); "
                     "set gradients to vmap"
                 )
-        calls, _ = self._backward(point, x, y)
-        captured = sum(call.x.nbytes + call.output.nbytes for call in calls)
+        captured = sum(call.x.nbytes + call.delta.nbytes for call in self._calls(point, x, y))
         written = sum(t.nbytes for piece in pieces for t in vars(piece).values() if isinstance(t, Tensor))
         return (_GRAPH * captured + written) // x.shape[0]
 
     def _plain(self, point: Tensor, x: Tensor, y: Tensor) -> Tensor:
         leaf = point.detach().clone().requires_grad_()
-        views = {name: place.view(leaf) for name, place in self._layout.items()}
         try:
             with torch.enable_grad():
+                views = {name: place.view(leaf) for name, place in self._layout.items()}
                 value = self._loss.value(functional_call(self._module, views, (x[None],)), y[None]).sum()
             return torch.autograd.grad(value, [leaf], materialize_grads=True, allow_unused=True)[0]
         finally:
-            self._calls.clear()
+            self._hooked.clear()

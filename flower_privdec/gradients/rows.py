@@ -75,6 +75,7 @@ class RowKernel(ABC):
     def _parts(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[slice]:
         """Cut a row's examples into parts that fit into memory."""
 
+    @torch.no_grad()
     def add_clipped_(
         self,
         out: Tensor,
@@ -91,7 +92,8 @@ class RowKernel(ABC):
         for i in range(params.shape[0]):
             point = params[i] if divisor is None else params[i] / divisor[i]
             parts = self._parts(point, x[i], batch.y[i])
-            total = out[i] if len(parts) == 1 else torch.zeros_like(point)
+            direct = len(parts) == 1 or divisor is not None  # nothing reads the row again, which may be out
+            total = out[i] if direct else torch.zeros_like(point)
             for part in parts:
                 pieces = self._pieces(point, x[i, part], batch.y[i, part])
                 norms[i, part] = torch.stack([piece.squared() for piece in pieces]).sum(0).sqrt_()
@@ -100,7 +102,7 @@ class RowKernel(ABC):
                 factor = coefficient(norms[here], batch.weight[here], clip, scale[i : i + 1])
                 for piece in pieces:
                     piece.add_(total, factor[0])
-            if len(parts) > 1:
+            if not direct:
                 out[i].add_(total)
         self._release()
         return norms
@@ -116,10 +118,13 @@ class RowKernel(ABC):
         self._release()
         return torch.stack(rows)
 
-    def _outputs(self, row: Tensor, x: Tensor) -> Tensor:
-        """Run the module at a row, which its parameters then share memory with."""
+    def _load(self, row: Tensor) -> None:
+        """Let the module's parameters share memory with a row."""
         for name, parameter in self._parameters.items():
             parameter.data = self._layout[name].view(row)
+
+    def _outputs(self, row: Tensor, x: Tensor) -> Tensor:
+        self._load(row)
         outputs: Tensor = self._module(x)
         return outputs
 

@@ -37,10 +37,14 @@ from flower_privdec.privacy.events import Release, canonical
 from flower_privdec.privacy.losses import Losses, compose, gaussian_profile, grid_interval, step_losses
 
 FEWEST_BINS, BIN_WIDTH = 64, 0.01  # at least so many bins; none wider than so much of log σ
-LEAST_SAMPLED_NOISE = {
+LEAST_SAMPLED_NOISE = {  # below, sampling is not credited (e^loss overflows)
     "poisson": 0.01,
     "uniform": 0.0625,
-}  # below: sampling is not credited (e^loss overflows)
+    "poisson-table": 0.02,
+    "uniform-table": 0.02,
+    "blocks-table": 0.02,
+}
+TABLE_CLIP = 2.0  # what one example can move a step with a table, at most, in clip norms
 
 
 def epsilon(releases: Iterable[Release], delta: float) -> float:
@@ -119,8 +123,13 @@ def _gaussian_only(releases: Sequence[Release]) -> float | None:
 
 
 def _combined(plain: Iterable[Release]) -> float:
-    """Return σ with 1/σ² = Σ 1/σ_k²."""
-    return 1 / math.sqrt(math.fsum(r.steps / r.noise_multiplier**2 for r in plain))
+    """Return σ with 1/σ² = Σ 1/σ_k², noise being over what one example can move."""
+    return 1 / math.sqrt(math.fsum(r.steps * (_moves(r) / r.noise_multiplier) ** 2 for r in plain))
+
+
+def _moves(release: Release) -> float:
+    """Return how far one example can move a step, in clip norms."""
+    return TABLE_CLIP if release.sampling.endswith("-table") and release.sampling_rate < 1 else 1.0
 
 
 @lru_cache(maxsize=8)

@@ -16,10 +16,11 @@ from typing import Any
 
 import dp_accounting
 import numpy as np
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 
 from flower_privdec.errors import ScenarioError
 
-SAMPLINGS = ("poisson", "uniform", "shuffle", "full")
+SAMPLINGS = ("poisson", "uniform", "shuffle", "full", "poisson-table", "uniform-table", "blocks-table")
 ACCOUNTANT = f"dp-accounting {version('dp-accounting')}, zero-out PLD 1"
 
 
@@ -29,7 +30,9 @@ class Release:
 
     Attributes:
         sampling: `poisson` (every example with probability q, independently), `uniform` (exactly b of J
-            without replacement, afresh each step), `full` (all J) or `shuffle` (an epoch's disjoint batches).
+            without replacement, afresh each step), `full` (all J) or `shuffle` (an epoch's disjoint batches);
+            `poisson-table`, `uniform-table` and `blocks-table` (one of 1/q fixed batches) for a step of variance
+            reduction, g - table + mean(table), which every example enters: `losses.table_sensitivities`.
         sampling_rate: q in (0, 1], an example's chance to be in a step.
         dataset_size: J, the peer's number of examples (public).
         batch_size: b, expected (poisson) or exact.
@@ -100,6 +103,9 @@ class Release:
         step = dp_accounting.GaussianDpEvent(self.noise_multiplier)
         if self.sampling == "poisson" and self.sampling_rate < 1:
             step = dp_accounting.PoissonSampledDpEvent(self.sampling_rate, step)
+        elif self.sampling.endswith("-table"):
+            q = self.sampling_rate
+            step = MixtureOfGaussiansDpEvent(self.noise_multiplier, [q, 2 - q], [1 - q, q])
         elif self.sampling == "uniform" and self.batch_size < self.dataset_size:
             step = dp_accounting.SampledWithoutReplacementDpEvent(self.dataset_size, self.batch_size, step)
         return dp_accounting.SelfComposedDpEvent(step, self.steps)

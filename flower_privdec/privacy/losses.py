@@ -160,22 +160,95 @@ def convex_minorant(bound: Profile, interval: float) -> Profile:
     return profile
 
 
+def table_sensitivities(q: float) -> tuple[float, float]:
+    """Return how far one example can move a step with a table, in clip norms: (not drawn, drawn) = (q, 2 - q).
+
+    Proof. Over the batch S, each of J examples with probability q = b / J, and clip norm C, b times the step is
+        Σ_{j in S} (g_j - t_j) + q Σ_j t_j,    |g_j|, |t_j| <= C,
+    t_j being the table's gradient of example j. What example z adds is q t_z when it is not drawn, of norm at
+    most q C, and g_z - (1 - q) t_z when it is, of norm at most (2 - q) C. Zeroing z removes just that.
+    t_z depends on when z was drawn before, which is hidden. But whether z is drawn now is independent of that
+    and of everything published so far; so, given what was published, the step is a mixture over the hidden past
+    of (1 - q) N(v_0, σ²) + q N(v_1, σ²) with |v_0| <= q C, |v_1| <= (2 - q) C, against N(0, σ²), around
+    what the other examples add. The profile is jointly convex, so no mixture exceeds its worst component,
+    which is the one-dimensional one with both at their bounds (mixture-of-Gaussians mechanisms, Choquette-Choo
+    et al. 2023, arXiv:2310.15526). The bound is the same whatever was published, so it composes.  ∎
+
+    This is why PrivSGP-VR's amplification by 1/J (Theorem 2) does not hold as claimed: every step shows q t_z.
+    """
+    return q, 2 - q
+
+
+def mixture_profiles(q: float, low: float, high: float) -> tuple[Profile, Profile]:
+    """Return the exact profiles (remove, add) of P = (1 - q) N(low, 1) + q N(high, 1) against N(0, 1).
+
+    log(P / N) grows with x, so both integrals end where it equals ±ε, found by bisection.
+    """
+
+    def end(epsilon: np.ndarray) -> np.ndarray:
+        left, right = np.full(epsilon.shape, -2 * TAIL), np.full(epsilon.shape, high + 2 * TAIL)
+        for _ in range(60):
+            middle = (left + right) / 2
+            above = mixture_loss(middle, q, low, high) > epsilon
+            left, right = np.where(above, left, middle), np.where(above, middle, right)
+        return np.asarray((left + right) / 2)
+
+    def remove(epsilon: np.ndarray) -> np.ndarray:
+        x = end(epsilon)
+        inside = (1 - q) * special.ndtr(low - x) + q * special.ndtr(high - x)
+        return np.asarray(np.maximum(0.0, inside - np.exp(epsilon + special.log_ndtr(-x))))
+
+    def add(epsilon: np.ndarray) -> np.ndarray:
+        x = end(-epsilon)
+        inside = np.logaddexp(math.log1p(-q) + special.log_ndtr(x - low), math.log(q) + special.log_ndtr(x - high))
+        return np.asarray(np.maximum(0.0, special.ndtr(x) - np.exp(epsilon + inside)))
+
+    return remove, add
+
+
+def mixture_loss(x: np.ndarray, q: float, low: float, high: float) -> np.ndarray:
+    """Return log of ((1 - q) N(low, 1) + q N(high, 1)) / N(0, 1) at x."""
+    return np.logaddexp(math.log1p(-q) + low * x - low * low / 2, math.log(q) + high * x - high * high / 2)
+
+
+def shown_profile(q: float, low: float, high: float) -> Profile:
+    """Return the profile of a step whose choice of examples is public: (1 - q) δ_low + q δ_high.
+
+    It bounds every way of drawing examples that does not look at them, since keeping the choice secret only
+    helps; `uniform-table` and `blocks-table` use it, where all examples of a batch are drawn together.
+    """
+    return lambda epsilon: (1 - q) * gaussian_profile(epsilon, low) + q * gaussian_profile(epsilon, high)
+
+
+MIXTURES: dict[str, Callable[[float], tuple[float, float]]] = {
+    "poisson": lambda q: (0.0, 1.0),
+    "poisson-table": table_sensitivities,
+}
+SHOWN = ("uniform-table", "blocks-table")
+
+
 @lru_cache(maxsize=256)
 def step_losses(sampling: str, q: float, mu: float, interval: float) -> tuple[Losses, Losses]:
     """Return the loss distributions (remove, add) of one step.
 
     Args:
-        sampling: `poisson`, `uniform`, or anything else for a plain Gaussian.
+        sampling: of a `Release`; of `full` and `shuffle` a plain Gaussian.
         q: sampling rate.
         mu: one over the noise multiplier.
         interval: h, the grid's.
     """
     down, up = loss_range(sampling, q, mu)
-    if sampling not in ("poisson", "uniform") or q >= 1:
+    if q >= 1 or sampling in ("full", "shuffle"):
         plain = connect_the_dots(lambda e: gaussian_profile(e, mu), -down, up, interval)
         return plain, plain
     if sampling == "poisson":
         remove, add = poisson_profiles(q, mu)
+    elif sampling in MIXTURES:
+        low, high = MIXTURES[sampling](q)
+        remove, add = mixture_profiles(q, low * mu, high * mu)
+    elif sampling in SHOWN:
+        low, high = table_sensitivities(q)
+        remove = add = shown_profile(q, low * mu, high * mu)
     else:
         remove, add = (convex_minorant(bound, interval) for bound in uniform_profiles(q, mu))
     return connect_the_dots(remove, -down, up, interval), connect_the_dots(add, -up, down, interval)
@@ -184,22 +257,32 @@ def step_losses(sampling: str, q: float, mu: float, interval: float) -> tuple[Lo
 def loss_range(sampling: str, q: float, mu: float) -> tuple[float, float]:
     """Return how far below and above 0 the loss (remove) of one step reaches, but for e^-50 of its mass."""
     reach = mu * mu / 2 + mu * TAIL
-    if sampling == "poisson" and q < 1:
-        return -_sampled(-reach, q), _sampled(reach, q)
-    if sampling == "uniform" and q < 1:
-        return _sampled(reach, q), min(_sampled(2 * mu * mu + 2 * mu * TAIL, q), reach)
-    return reach, reach
+    if q >= 1 or sampling in ("full", "shuffle"):
+        return reach, reach
+    if sampling in MIXTURES:
+        low, high = (mu * part for part in MIXTURES[sampling](q))
+        ends = mixture_loss(np.array([-TAIL, high + TAIL]), q, low, high)
+        return -float(ends[0]), float(ends[1])
+    if sampling in SHOWN:
+        high = mu * table_sensitivities(q)[1]
+        return high * high / 2 + high * TAIL, high * high / 2 + high * TAIL
+    return _sampled(reach, q), min(_sampled(2 * mu * mu + 2 * mu * TAIL, q), reach)
 
 
 def loss_stds(sampling: str, q: float, mu: float) -> tuple[float, float]:
     """Return about how much the loss (remove) of one step varies, without the example and with it."""
-    if sampling not in ("poisson", "uniform") or q >= 1:
+    if q >= 1 or sampling in ("full", "shuffle"):
         return mu, mu
+    low, high = (mu * part for part in MIXTURES.get(sampling, MIXTURES["poisson"])(q))
+    if sampling in SHOWN:
+        low, high = (mu * part for part in table_sensitivities(q))
+        return math.sqrt((1 - q) * low**2 + q * high**2), math.sqrt((1 - q) * low**2 + q * high**2)
     x = np.linspace(-8.0, 8.0, 161)
     weight = np.exp(-x * x / 2) / np.exp(-x * x / 2).sum()
-    there, not_there = (np.logaddexp(math.log1p(-q), math.log(q) + mu * y - mu * mu / 2) for y in (x + mu, x))
-    variance = float(weight @ (not_there - weight @ not_there) ** 2)
-    return math.sqrt(variance), math.sqrt(q * float(weight @ there**2) + variance)
+    drawn, not_drawn, without = (mixture_loss(y, q, low, high) for y in (x + high, x + low, x))
+    variance = float(weight @ (without - weight @ without) ** 2)
+    with_it = q * float(weight @ drawn**2) + (1 - q) * float(weight @ not_drawn**2)
+    return math.sqrt(variance), math.sqrt(with_it)
 
 
 def grid_interval(releases: Sequence[Release]) -> float:

@@ -70,8 +70,8 @@ def gdp_mu_0(mu_total: float, rate: float, rounds: int, rho_mu: float) -> float:
     low, high = -60.0, math.log(500 / float(growth.max()))
     if excess(low) > 0 or excess(high) < 0:
         raise ScenarioError(
-            f"calibration paper: eq. 8 has no solution for μ_tot={mu_total:.4g} over {rounds} rounds at rate {rate:.4g}; "
-            "change the budget or the rounds"
+            f"calibration paper: eq. 8 has no solution for μ_tot={mu_total:.4g} over {rounds} rounds "
+            f"at rate {rate:.4g}; change the budget or the rounds"
         )
     return math.exp(optimize.brentq(excess, low, high, xtol=1e-14, rtol=1e-14) / 2)
 

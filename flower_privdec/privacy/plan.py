@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from flower_privdec.data import Sampler
 from flower_privdec.participation import Participation
+from flower_privdec.privacy import paper
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.calibration import scale_for_budget
-from flower_privdec.privacy.events import Release, plan_spends
 from flower_privdec.privacy.ledger import Account
+from flower_privdec.privacy.mechanisms import Mechanism, build_mechanism
+from flower_privdec.privacy.schedules import Schedule, build_schedule
+from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.algorithms import VRSection, dynamic
 from flower_privdec.scenario.schema import PrivacySection
 
 UNLIMITED = "inf"  # how JSON, which has no infinity, says that there is no bound on ε
@@ -27,29 +31,44 @@ def cost(account: Account, rounds: int) -> float:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """What a paper's formula says of one peer.
+
+    Attributes:
+        epsilon: the ε it claims at the peer's δ.
+        mu_total, mu_0: of Gaussian differential privacy, where the formula uses it.
+    """
+
+    epsilon: float
+    mu_total: float | None = None
+    mu_0: float | None = None
+
+
+@dataclass(frozen=True)
 class PrivacyPlan:
     """Clip norms and noise multipliers of the whole network, and the accounts they are charged to.
 
     Attributes:
-        clip_norms: float64 [n_peers], or [rounds, n_peers] for a schedule.
-        noise_multipliers: likewise, noise std over clip norm.
+        clip_norms: float64 [rounds, n_peers] (a broadcast view where all rounds are alike).
+        noise_multipliers: likewise; noise std over clip norm, of the sum over a batch.
         accounts: one for each peer.
+        claims: what the paper's formula claims, where it made the noise; else None for each peer.
         calibration: how the noise was solved for.
     """
 
     clip_norms: np.ndarray
     noise_multipliers: np.ndarray
     accounts: tuple[Account, ...]
-    calibration: str = "rigorous"
+    claims: tuple[Claim | None, ...]
+    calibration: str
 
     def clip_norm(self, round_index: int) -> np.ndarray:
         """Return the clip norm of every peer in a round, [n_peers]."""
-        return self.clip_norms if self.clip_norms.ndim == 1 else np.asarray(self.clip_norms[round_index])
+        return np.asarray(self.clip_norms[round_index])
 
     def noise_multiplier(self, round_index: int) -> np.ndarray:
         """Return the noise multiplier of every peer in a round, [n_peers]."""
-        noise = self.noise_multipliers
-        return noise if noise.ndim == 1 else np.asarray(noise[round_index])
+        return np.asarray(self.noise_multipliers[round_index])
 
     def epsilons(self, rounds: int) -> list[float]:
         """Return ε of every peer after so many rounds."""
@@ -60,48 +79,94 @@ def _each(value: float | Sequence[float], n_peers: int) -> np.ndarray:
     return np.broadcast_to(np.asarray(value, dtype=np.float64), (n_peers,))
 
 
-def build_plan(section: PrivacySection, sampler: Sampler, participation: Participation, rounds: int) -> PrivacyPlan:
+def build_plan(
+    scenario: Scenario, section: PrivacySection, sampler: Sampler, participation: Participation
+) -> PrivacyPlan:
     """Solve every peer's noise from its budget, for the rounds in which it is active.
 
     Who is active is public and decided beforehand, so a peer's noise is solved for its own number of
     active rounds: activity amplifies nothing and idle rounds cost nothing.
 
     Raises:
-        ScenarioError: when a budget is below what any noise can keep.
+        ScenarioError: when a budget is below what any noise can keep, or a paper's formula does not apply.
     """
-    n_peers = participation.n_peers
-    active = np.stack([participation.active(k) for k in range(rounds)])
+    n_peers, schedule = scenario.n_peers, build_schedule(scenario)
+    active = np.stack([participation.active(k) for k in range(scenario.rounds)])
     deltas = _each(section.delta, n_peers)
-    budgets = None if section.epsilon is None else _each(section.epsilon, n_peers)
-    noise = np.ones(n_peers)
-    accounts = []
+    budgets = [None] * n_peers if section.epsilon is None else _each(section.epsilon, n_peers).tolist()
+    noise = np.empty((scenario.rounds, n_peers))
+    accounts, claims = [], []
     for peer in range(n_peers):
-        release = _template(sampler, peer)
-        budget = None if budgets is None else float(budgets[peer])
-        if section.noise_multiplier is not None:
-            noise[peer] = section.noise_multiplier
-        elif budget is not None and active[:, peer].any():
-            noise[peer] = _solve(release, active[:, peer], budget, float(deltas[peer]))
-        spends = plan_spends(_with_noise(release, noise[peer]), active[:, peer])
-        accounts.append(Account(peer, spends, budget, float(deltas[peer])))
-    return PrivacyPlan(_each(section.clip_norm, n_peers), noise, tuple(accounts))
+        mechanism = build_mechanism(scenario, sampler, peer, schedule.noise_shape)
+        budget, delta = budgets[peer], float(deltas[peer])
+        scale, claim = _scale(section, scenario, schedule, mechanism, active[:, peer], budget, delta)
+        noise[:, peer] = mechanism.noise(scale)
+        account = Account(peer, mechanism.spends(active[:, peer], scale), None if claim else budget, delta)
+        accounts.append(_within_budget(account, scenario.rounds))
+        claims.append(claim)
+    clip = schedule.clip_factor[:, None] * schedule.clip_norm
+    return PrivacyPlan(clip, noise, tuple(accounts), tuple(claims), section.calibration)
 
 
-def _template(sampler: Sampler, peer: int) -> Release:
-    size = int(sampler.partition_sizes[peer])
-    batch = round(float(sampler.normalizer[peer]))
-    return Release(sampler.kind, float(sampler.sampling_rate[peer]), size, batch, 1.0)
+def _within_budget(account: Account, rounds: int) -> Account:
+    """Return the account cut to the rounds its budget allows, where the noise was given and not solved for."""
+    if account.budget is None or cost(account, rounds) <= account.budget:
+        return account
+    low, high = 0, rounds
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(account, middle) <= account.budget else (low, middle)
+    parts = (spend.between(0, low) for spend in account.spends)
+    return replace(account, spends=tuple(part for part in parts if part is not None))
 
 
-def _with_noise(release: Release, noise_multiplier: float) -> Release:
-    return Release(release.sampling, release.sampling_rate, release.dataset_size, release.batch_size, noise_multiplier)
+def _scale(
+    section: PrivacySection,
+    scenario: Scenario,
+    schedule: Schedule,
+    mechanism: Mechanism,
+    active: np.ndarray,
+    budget: float | None,
+    delta: float,
+) -> tuple[float, Claim | None]:
+    """Return the scale of one peer's noise, and the claim where a paper's formula gave it."""
+    if section.noise_multiplier is not None:
+        return section.noise_multiplier, None
+    if budget is None or not active.any():
+        return 1.0, None
+    if section.calibration == "paper":
+        return _paper_scale(section, scenario, schedule, mechanism, int(active.sum()), budget, delta)
+    return scale_for_budget(lambda scale: mechanism.releases(active, scale), budget, delta), None
 
 
-def _solve(release: Release, active: np.ndarray, budget: float, delta: float) -> float:
-    def releases(scale: float) -> list[Release]:
-        return [spend.release for spend in plan_spends(_with_noise(release, scale), active)]
-
-    return scale_for_budget(releases, budget, delta)
+def _paper_scale(
+    section: PrivacySection,
+    scenario: Scenario,
+    schedule: Schedule,
+    mechanism: Mechanism,
+    rounds: int,
+    budget: float,
+    delta: float,
+) -> tuple[float, Claim]:
+    """Return the scale by eq. 11 (PrivSGP-VR), eq. 8 and 9, or Proposition 4 (Dyn-D2P)."""
+    release = mechanism.release
+    if schedule.constant and dynamic(scenario.algorithm) is None:
+        factor = 3.0 if isinstance(scenario.algorithm, VRSection) else 1.0
+        sigma = paper.moments_sigma(
+            budget,
+            delta,
+            rounds=rounds,
+            dataset_size=release.dataset_size,
+            clip_norm=1.0,
+            c_2=section.c_2,
+            factor=factor,
+        )
+        return sigma * release.batch_size, Claim(budget)
+    total = paper.gdp_mu(budget, delta)
+    if schedule.exponential is None:
+        return paper.proposition_4(total, release.sampling_rate, schedule.noise_shape), Claim(budget, total)
+    mu_0 = paper.gdp_mu_0(total, release.sampling_rate, rounds, schedule.exponential[1])
+    return 1 / mu_0, Claim(budget, total, mu_0)
 
 
 def privacy_rows(plan: PrivacyPlan | None, epsilons: Sequence[float]) -> list[dict[str, Any]]:
@@ -121,7 +186,7 @@ def privacy_rows(plan: PrivacyPlan | None, epsilons: Sequence[float]) -> list[di
             "unit": "example",
             "adjacency": "zero-out",
             "calibration": plan.calibration,
-            "claimed_epsilon": None,
+            "claimed_epsilon": claim.epsilon if claim else None,
         }
-        for account, total in zip(plan.accounts, epsilons, strict=True)
+        for account, total, claim in zip(plan.accounts, epsilons, plan.claims, strict=True)
     ]

@@ -47,8 +47,8 @@ def build_schedule(scenario: Scenario) -> Schedule:
     if private is None:
         raise ValueError("a scenario without privacy has no schedule")
     rounds, section = scenario.rounds, private.schedule
-    clip, rho_c, rho_mu = dynamic(scenario.algorithm) or (private.clip_norm, 1.0, 1.0)
-    norms = np.broadcast_to(np.asarray(clip, dtype=np.float64), (scenario.n_peers,))
+    clip, rho_c, rho_mu = dynamic(scenario.algorithm) or (None, 1.0, 1.0)
+    norms = np.broadcast_to(np.asarray(clip or private.clip_norm, dtype=np.float64), (scenario.n_peers,))
     if section is not None and (section.clip_norms or section.noise):
         factor = _stretch(section.clip_norms or [1.0], rounds, "clip_norms")
         sigma = _stretch(section.noise or [1.0], rounds, "noise")

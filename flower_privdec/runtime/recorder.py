@@ -19,6 +19,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.evaluation import evaluate
 from flower_privdec.experiment import Experiment
 from flower_privdec.gradients.base import layout
+from flower_privdec.plots import save_run_plots
 from flower_privdec.privacy.plan import UNLIMITED, privacy_rows
 from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_atomically
 from flower_privdec.scenario import scenario_hash, to_yaml
@@ -143,6 +144,7 @@ class Recorder:
             "peer_steps_per_second": round(active / max(self.seconds, 1e-9), 1),
         }
         self._save_models(rows)
+        save_run_plots(self.out)
         write_atomically(self.out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         return summary
 

@@ -36,7 +36,7 @@ class DynD2PSection(GradientSection):
     """Dyn-D2P: a decaying clip norm and a growing per-step budget."""
 
     name: Literal["dyn-d2p"]
-    initial_clip: PerPeer = 1.0
+    initial_clip: PerPeer | None = None  # C_0; by default privacy.clip_norm
     rho_c: Growth = 2.0
     rho_mu: Growth = 2.0
 
@@ -45,7 +45,7 @@ class DynCSection(GradientSection):
     """Dyn[C]-D2P: a decaying clip norm, a constant per-step budget."""
 
     name: Literal["dyn-c-d2p"]
-    initial_clip: PerPeer = 1.0
+    initial_clip: PerPeer | None = None  # C_0; by default privacy.clip_norm
     rho_c: Growth = 2.0
 
 
@@ -53,7 +53,7 @@ class DynMuSection(GradientSection):
     """Dyn[μ]-D2P: a constant clip norm, a growing per-step budget."""
 
     name: Literal["dyn-mu-d2p"]
-    clip_norm: PerPeer = 1.0
+    clip_norm: PerPeer | None = None  # C; by default privacy.clip_norm
     rho_mu: Growth = 2.0
 
 
@@ -61,7 +61,7 @@ class ConstSection(GradientSection):
     """Const-D2P: a constant clip norm and per-step budget."""
 
     name: Literal["const-d2p"]
-    clip_norm: PerPeer = 1.0
+    clip_norm: PerPeer | None = None  # C; by default privacy.clip_norm
 
 
 class AsynchronousSection(GradientSection):
@@ -78,9 +78,9 @@ AlgorithmSection = Annotated[
 ]
 
 
-def dynamic(section: GradientSection) -> tuple[PerPeer, float, float] | None:
-    """Return (clip norm, ρ_c, ρ_μ) of the Dyn-D2P family, or None for another."""
+def dynamic(section: GradientSection) -> tuple[PerPeer | None, float, float] | None:
+    """Return (clip norm or None, ρ_c, ρ_μ) of the Dyn-D2P family, or None for another."""
     if not isinstance(section, DynSection):
         return None
-    clip = getattr(section, "initial_clip", None) or section.clip_norm  # type: ignore[union-attr]
+    clip = getattr(section, "initial_clip", None) or getattr(section, "clip_norm", None)
     return clip, getattr(section, "rho_c", 1.0), getattr(section, "rho_mu", 1.0)

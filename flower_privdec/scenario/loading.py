@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -17,6 +17,8 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.schema import Scenario
 
 Location = tuple[int | str, ...]
+Model = TypeVar("Model", bound=BaseModel)
+SCENARIO = "a scenario is a mapping of sections (name, n_peers, data, ...)"
 
 
 class _Loader(yaml.SafeLoader):
@@ -28,7 +30,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _compose(text: str, where: str) -> tuple[Any, dict[Location, int]]:
+def _compose(text: str, where: str, form: str) -> tuple[Any, dict[Location, int]]:
     """Parse YAML into plain data and the line on which every key stands."""
     lines: dict[Location, int] = {}
     loader = _Loader(text)
@@ -44,7 +46,7 @@ def _compose(text: str, where: str) -> tuple[Any, dict[Location, int]]:
     finally:
         loader.dispose()
     if not isinstance(data, dict):
-        raise ScenarioError(f"{where}: a scenario is a mapping of sections (name, n_peers, data, ...), not {data!r}")
+        raise ScenarioError(f"{where}: {form}, not {data!r}")
     return data, lines
 
 
@@ -94,23 +96,33 @@ def _place(loc: Location, lines: dict[Location, int], overrides: Iterable[Locati
     return f"{where}: "
 
 
-def _clean(loc: Location) -> Location:
-    """Drop what pydantic adds to a location: which form of a section was meant."""
-    forms = {"privacy": ("section", "none"), "algorithm": ALGORITHM_NAMES}
-    return tuple(part for i, part in enumerate(loc) if i != 1 or part not in forms.get(str(loc[0]), ()))
+def _clean(error: Any, data: Any) -> Location:
+    """Return where a finding lies, without what pydantic adds: which form of a section was meant."""
+    loc: Location = error["loc"]
+    path: list[int | str] = []
+    for i, part in enumerate(loc):
+        known = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
+        if known or (error["type"] == "missing" and i == len(loc) - 1):
+            path.append(part)
+        if known:
+            data = data[part]
+    return tuple(path)
 
 
-def _model_at(loc: Location) -> type[BaseModel]:
+def _model_at(loc: Location, root: type[BaseModel]) -> type[BaseModel]:
     """Return the section model in which pydantic's location lies."""
-    model: type[BaseModel] = Scenario
+    models: list[type[BaseModel]] = [root]
     for part in loc:
-        if part in ALGORITHM_NAMES:
-            model = ALGORITHM_NAMES[str(part)]
-            continue
-        field = model.model_fields.get(str(part))
-        found = _sections_of(field.annotation) if field else []
-        model = found[0] if found else model
-    return model
+        field = models[0].model_fields.get(str(part))
+        found = _sections_of(field.annotation) if field else [model for model in models if part in _tags(model)]
+        models = found or models
+    return models[0]
+
+
+def _tags(model: type[BaseModel]) -> tuple[Any, ...]:
+    """Return the names by which a form of a section is told from the others."""
+    field = model.model_fields.get("name") or model.model_fields.get("kind")
+    return get_args(field.annotation) if field else ()
 
 
 def _sections_of(annotation: Any) -> list[type[BaseModel]]:
@@ -120,31 +132,25 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [model for inner in getattr(annotation, "__args__", ()) for model in _sections_of(inner)]
 
 
-ALGORITHM_NAMES = {
-    name: section
-    for section in _sections_of(Scenario.model_fields["algorithm"].annotation)
-    for name in get_args(section.model_fields["name"].annotation)
-}
-
-
 def _nearest(word: object, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(word), list(known), n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
-def _sentence(error: Any, loc: Location) -> str:
+def _sentence(error: Any, loc: Location, root: type[BaseModel]) -> str:
     """Say the value, the rule and the remedy of one of pydantic's findings."""
-    name = ".".join(map(str, loc)) or "scenario"
+    name = ".".join(map(str, loc)) or root.__name__.lower()
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        known = list(_model_at(error["loc"][:-1]).model_fields)
+        known = list(_model_at(error["loc"][:-1], root).model_fields)
         close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.0)
         return f"unknown key '{name}'; did you mean '{close[0]}'? (valid keys: {', '.join(known)})"
     if kind == "union_tag_invalid":
-        tags = ", ".join(ALGORITHM_NAMES)
-        return f"{name}.name='{context['tag']}' must be one of {tags}{_nearest(context['tag'], ALGORITHM_NAMES)}"
+        tags = re.findall(r"'([^']+)'", context["expected_tags"])
+        key, tag = f"{name}.{_unquoted(context['discriminator'])}", context["tag"]
+        return f"{key}='{tag}' must be one of {', '.join(tags)}{_nearest(tag, tags)}"
     if kind in ("missing", "union_tag_not_found"):
-        name = name if kind == "missing" else f"{name}.name"
+        name = name if kind == "missing" else f"{name}.{_unquoted(context['discriminator'])}"
         return f"'{name}' is missing; add it"
     if kind == "value_error":
         message = str(context.get("error"))
@@ -162,18 +168,42 @@ def _sentence(error: Any, loc: Location) -> str:
     return f"{value} must be {rule.removeprefix('a valid ')}"
 
 
+def _unquoted(text: str) -> str:
+    return text.strip("'")
+
+
 def _explain(
-    error: ValidationError, lines: dict[Location, int], overrides: list[Location], where: str
+    error: ValidationError,
+    root: type[BaseModel],
+    data: Any,
+    lines: dict[Location, int],
+    overrides: list[Location],
+    where: str,
 ) -> ScenarioError:
     """Turn pydantic's findings into one line: the first, and how many more."""
     findings = error.errors()
     first = min(findings, key=lambda item: (item["type"] != "extra_forbidden", len(item["loc"]) == 0))
-    loc = _clean(first["loc"])
-    sentence = _sentence(first, loc)
+    loc = _clean(first, data)
+    sentence = _sentence(first, loc, root)
     if not loc:  # a rule across sections: its message begins with the key it blames
         loc = tuple(re.split(r"[ =]", sentence)[0].split("."))
     more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
     return ScenarioError(_place(loc, lines, overrides, where) + sentence + more)
+
+
+def parse_model(root: type[Model], text: str, *, form: str, where: str, overrides: Iterable[str] = ()) -> Model:
+    """Read a strict model from YAML text; see `parse_scenario`.
+
+    Args:
+        root: what the text describes.
+        form: what to say to a text that is not a mapping.
+    """
+    data, lines = _compose(text, where, form)
+    paths = [_override(data, setting) for setting in overrides]
+    try:
+        return root.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error, root, data, lines, paths, where) from error
 
 
 def parse_scenario(text: str, *, where: str = "scenario", overrides: Iterable[str] = ()) -> Scenario:
@@ -187,24 +217,25 @@ def parse_scenario(text: str, *, where: str = "scenario", overrides: Iterable[st
     Raises:
         ScenarioError: with the line, the value, the rule and, for an unknown key, the nearest valid one.
     """
-    data, lines = _compose(text, where)
-    paths = [_override(data, setting) for setting in overrides]
+    return parse_model(Scenario, text, form=SCENARIO, where=where, overrides=overrides)
+
+
+def read_text(path: Path, what: str = "a scenario file") -> str:
+    """Read a text file that a user named.
+
+    Raises:
+        ScenarioError: when it cannot be read.
+    """
     try:
-        return Scenario.model_validate(data)
-    except ValidationError as error:
-        raise _explain(error, lines, paths, where) from error
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"{path}: cannot be read as {what} ({error}); give the path of a YAML file") from error
 
 
 def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:
     """Read a scenario file; see `parse_scenario`."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScenarioError(
-            f"{path}: cannot be read as a scenario file ({error}); give the path of a YAML file"
-        ) from error
-    return parse_scenario(text, where=str(path), overrides=overrides)
+    return parse_scenario(read_text(path), where=str(path), overrides=overrides)
 
 
 def to_yaml(scenario: Scenario) -> str:

@@ -260,8 +260,6 @@ class Scenario(Section):
             return self
         if private.schedule is not None:
             raise ValueError(f"privacy.schedule: {self.algorithm.name} has a schedule of its own; use privsgp with it")
-        if "clip_norm" in private.model_fields_set:
-            raise ValueError(f"privacy.clip_norm: {self.algorithm.name} has its own; give it in the algorithm section")
         return self
 
     @model_validator(mode="after")

@@ -40,6 +40,7 @@ base = ""
 resume = false
 """
 
+APP, RUN_CONFIG = "privdec-run", "run.toml"
 MODULES = {
     "__init__.py": "",
     "server_app.py": "from flower_privdec.runtime.flower import server_app\n\napp = server_app.app\n",
@@ -81,23 +82,11 @@ def flower_run(
     nodes = _check_nodes(experiment, mode, n_supernodes)
     gpus = _check_resources(experiment, nodes, cpus, gpus)
     Recorder(experiment, out, "flower", resume)  # refuses a folder that holds another run
+    resources = {"num-supernodes": nodes, "client-resources-num-cpus": cpus, "client-resources-num-gpus": gpus}
+    config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
     with LocalSuperLink() as superlink:
-        config: dict[str, str | bool] = {
-            "scenario": str(superlink.folder / "scenario.yaml"),
-            "out": str(out.absolute()),
-            "mode": mode,
-            "base": str(Path.cwd()),
-            "resume": resume,
-        }
-        app = _write_app(superlink.folder, experiment.scenario, config)
-        resources = {
-            "num-supernodes": nodes,
-            "client-resources-num-cpus": cpus,
-            "client-resources-num-gpus": gpus,
-        }
-        command = ["flwr", "run", str(app), CONNECTION, "--stream", "-c", str(superlink.folder / "run.toml")]
-        command += ["--federation-config", " ".join(f"{key}={value}" for key, value in resources.items())]
-        _follow(superlink, command, out, resume, on_metrics)
+        _write_app(superlink.folder, experiment.scenario, config)
+        _follow(superlink, resources, _Progress(out / "metrics.jsonl", resume, on_metrics))
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
 
@@ -129,27 +118,25 @@ def _check_resources(experiment: Experiment, nodes: int, cpus: int, gpus: float)
     return 1 / nodes if shared else float(gpus)
 
 
-def _write_app(folder: Path, scenario: Scenario, config: dict[str, str | bool]) -> Path:
+def _write_app(folder: Path, scenario: Scenario, config: dict[str, Any]) -> None:
     """Write a Flower app that only names the installed package's, with its run-config beside it."""
-    app = folder / "privdec-run"
-    package = app / "privdec_run"
+    package = folder / APP / "privdec_run"
     package.mkdir(parents=True)
-    (app / "pyproject.toml").write_text(PYPROJECT)
+    (folder / APP / "pyproject.toml").write_text(PYPROJECT)
     for name, text in MODULES.items():
         (package / name).write_text(text)
     (folder / "scenario.yaml").write_text(to_yaml(scenario))
+    config = {"scenario": str(folder / "scenario.yaml")} | config
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items()]
-    (folder / "run.toml").write_text("".join(lines))
-    return app
+    (folder / RUN_CONFIG).write_text("".join(lines))
 
 
-def _follow(
-    superlink: LocalSuperLink, command: list[str], out: Path, resume: bool, on_metrics: OnMetrics | None
-) -> None:
+def _follow(superlink: LocalSuperLink, resources: dict[str, int | float], progress: _Progress) -> None:
     """Submit the run, pass its metrics on while it lasts, and raise when it failed."""
     log = superlink.folder / "flower.log"
-    progress = _Progress(out / "metrics.jsonl", resume, on_metrics)
-    process = superlink.popen(*command, output=log)
+    command = ["flwr", "run", APP, CONNECTION, "--stream", "--run-config", RUN_CONFIG]
+    given = " ".join(f"{key}={value}" for key, value in resources.items())
+    process = superlink.popen(*command, "--federation-config", given, output=log)
     try:
         while process.poll() is None:
             progress.poll()
@@ -160,7 +147,7 @@ def _follow(
         process.kill()
         process.wait()
         with suppress(OSError):
-            (out / "flower.log").write_bytes(log.read_bytes())
+            (progress.path.parent / "flower.log").write_bytes(log.read_bytes())
 
 
 class _Progress:

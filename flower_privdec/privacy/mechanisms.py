@@ -1,0 +1,107 @@
+"""What each algorithm's step releases: its noise over the rounds and what it is charged.
+
+A mechanism has one free number, the scale of its noise, which a calibration solves for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flower_privdec.data import Sampler
+from flower_privdec.errors import ScenarioError
+from flower_privdec.privacy.events import Release, Spend, plan_spends
+from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.algorithms import VRSection
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """A clipped sum over a batch, plus Gaussian noise of scale * shape[k] clip norms in round k.
+
+    Attributes:
+        release: one step at noise multiplier 1.
+        shape: float64 [rounds].
+    """
+
+    release: Release
+    shape: np.ndarray
+
+    def noise(self, scale: float) -> np.ndarray:
+        """Return the noise multiplier of every round, over the sum of a batch, [rounds]."""
+        return scale * self.shape
+
+    def spends(self, active: np.ndarray, scale: float) -> tuple[Spend, ...]:
+        """Return what a peer pays that is active in some rounds, bool [rounds]."""
+        return plan_spends(self.release, active, self.noise(scale))
+
+    def releases(self, active: np.ndarray, scale: float) -> list[Release]:
+        """Return the same without saying when: equal steps together."""
+        if self.release.sampling == "shuffle":
+            return [spend.release for spend in self.spends(active, scale)]
+        noises, counts = np.unique(self.noise(scale)[active], return_counts=True)
+        return [
+            replace(self.release, noise_multiplier=float(noise), steps=int(count))
+            for noise, count in zip(noises, counts, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Snapshot(Mechanism):
+    """SVRG's two kinds of release, g(z) - g(s) + μ with a full gradient μ every m rounds.
+
+    In a snapshot round all J examples are summed: a Gaussian release of noise σ_s. In the others an example
+    that is drawn enters with g_z(z) - g_z(s), of norm at most 2 C, and μ is already released: the same
+    sampling as a plain step, at half its noise multiplier. μ's noise stays in the next m steps, so it is
+    chosen to weigh as much in their sum as their own: σ_s = σ (J / b) / sqrt(m), in clip norms of the sum
+    over all J.
+    """
+
+    every: int = 1
+
+    def _taken(self) -> np.ndarray:
+        return np.asarray(np.arange(len(self.shape)) % self.every == 0)
+
+    def noise(self, scale: float) -> np.ndarray:
+        """Return the noise multiplier of every round, over the sum of b examples, [rounds]."""
+        weight: np.ndarray = np.where(self._taken(), 1 / math.sqrt(self.every), 1.0)
+        return scale * weight * self.shape
+
+    def spends(self, active: np.ndarray, scale: float) -> tuple[Spend, ...]:
+        """Return what a peer pays that is active in some rounds, bool [rounds]."""
+        taken, noise = self._taken(), self.noise(scale)
+        whole = replace(self.release, sampling="full", sampling_rate=1.0)
+        ratio = self.release.dataset_size / self.release.batch_size
+        parts = plan_spends(whole, active & taken, noise * ratio) + plan_spends(
+            self.release, active & ~taken, noise / 2
+        )
+        return tuple(sorted(parts, key=lambda spend: spend.from_round))
+
+    def releases(self, active: np.ndarray, scale: float) -> list[Release]:
+        """Return the same without saying when."""
+        return [spend.release for spend in self.spends(active, scale)]
+
+
+def build_mechanism(scenario: Scenario, sampler: Sampler, peer: int, shape: np.ndarray) -> Mechanism:
+    """Return the mechanism of one peer under a scenario's algorithm.
+
+    Raises:
+        ScenarioError: for a sampling under which the algorithm's release has no proved bound.
+    """
+    size, batch = int(sampler.partition_sizes[peer]), round(float(sampler.normalizer[peer]))
+    release = Release(
+        sampler.kind.replace("blocks", "blocks-table"), float(sampler.sampling_rate[peer]), size, batch, 1.0
+    )
+    section = scenario.algorithm
+    if not isinstance(section, VRSection) or sampler.kind in ("full", "blocks"):
+        return Mechanism(release, shape)
+    if sampler.kind == "shuffle":
+        raise ScenarioError(
+            "data.batch.sampling='shuffle' has no proved privacy with variance reduction, whose table or snapshot "
+            "shows every example in every round; use poisson (or uniform)"
+        )
+    if section.table == "snapshot":
+        return Snapshot(release, shape, section.snapshot_every)
+    return Mechanism(replace(release, sampling=f"{sampler.kind}-table"), shape)
