@@ -13,8 +13,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP)
 
+# Train by `flwr run`, then the same peers each alone, then compare; results in runs/<date and time>.
+run: RUN := runs/$(shell date +%Y%m%d-%H%M%S)
 run: $(STAMP)
-	$(BIN)/privdec demo
+	$(BIN)/privdec run scenarios/digits.yaml --runtime flower --out $(RUN)/digits
+	$(BIN)/privdec run scenarios/digits-local.yaml --out $(RUN)/digits-local
+	$(BIN)/privdec report $(RUN)/digits $(RUN)/digits-local --out $(RUN)/report.html
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -58,9 +58,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
         assert family(-1, str(folder)) == set()
 
 
-def test_launcher_runs_the_peers_of_a_scenario_by_relay(
-    tiny: Tiny, tmp_path: Path, nothing_left: list[Path]
-) -> None:
+def test_launcher_runs_the_peers_of_a_scenario_by_relay(tiny: Tiny, tmp_path: Path, nothing_left: list[Path]) -> None:
     seen: list[int] = []
     summary = flower_run(
         tiny(), tmp_path / "flower", mode="relay", on_metrics=lambda metrics: seen.append(metrics["round"])

@@ -45,8 +45,8 @@ def build_kernel(
         memory_bytes: about how much temporary memory the kernel may take.
 
     Raises:
-        ScenarioError: an unknown kind or loss, a model that cannot be clipped example by example, or a kind that
-            does not fit the model.
+        ScenarioError: an unknown kind or loss, a model that cannot be clipped example by example, or a kind
+            that does not fit the model.
     """
     if kind not in KERNELS:
         raise ScenarioError(f"gradients={kind!r} must be one of {', '.join(KERNELS)}")
@@ -60,7 +60,8 @@ def build_kernel(
         raise ScenarioError("gradients='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto")
     if kind == "factored" and not can_factor(module):
         raise ScenarioError(
-            "gradients='factored' needs every parameter in a Linear, Conv2d (groups=1) or GroupNorm layer: use auto"
+            "gradients='factored' needs every parameter in a Linear, Conv2d (groups=1) or GroupNorm layer: "
+            "use auto"
         )
     kernels: dict[str, type[StackedKernel | FactoredKernel | VmapKernel | LoopKernel]] = {
         "stacked": StackedKernel,

@@ -34,7 +34,7 @@ class Examples(Inputs, Protocol):
 
 
 class GradientKernel(Protocol):
-    """Clipped gradients of a cohort: row i of every tensor belongs to one peer, and no row looks at another."""
+    """Clipped gradients of a cohort: row i of every tensor is one peer's, and no row looks at another."""
 
     @property
     def d(self) -> int:
@@ -52,8 +52,9 @@ class GradientKernel(Protocol):
     ) -> Tensor:
         """Add clipped gradient sums in place.
 
-        out[i] += scale[i] * sum_b weight[i, b] * g_ib * min(1, clip_norm[i] / |g_ib|), where g_ib is the gradient
-        of the loss of example b at params[i] / divisor[i] (Abadi et al. 2016, clipping of Alg. 1).
+            out[i] += scale[i] * sum_b weight[i, b] * g_ib * min(1, clip_norm[i] / |g_ib|)
+
+        where g_ib is the gradient of the loss of example b at params[i] / divisor[i] (Abadi et al. 2016, Alg. 1).
 
         Args:
             out: rows [m, d]; may be params itself, for descent in place.
@@ -66,8 +67,8 @@ class GradientKernel(Protocol):
         Returns:
             The norms [m, B] before clipping.
 
-        Privacy: one example changes a row's sum by at most |scale[i]| * clip_norm[i] (zero-out adjacency). The
-            norms returned are private and must stay on the peer.
+        Privacy: one example changes a row's sum by at most |scale[i]| * clip_norm[i] (zero-out adjacency).
+            The norms returned are private and must stay on the peer.
         """
         ...
 

@@ -106,7 +106,9 @@ def _backward(layer: nn.Module, delta: Tensor, x: Tensor, y: Tensor, indices: Te
     elif isinstance(layer, nn.Linear):
         result = delta @ layer.weight
     elif isinstance(layer, nn.Flatten):
-        result = delta.reshape(x.shape)
+        last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        layout = torch.channels_last if last else torch.contiguous_format
+        result = delta.reshape(x.shape).contiguous(memory_format=layout)
     elif isinstance(layer, nn.ReLU):
         result = _aten.threshold_backward.grad_input(delta, y, 0.0, grad_input=delta)
     else:

@@ -1,7 +1,7 @@
-"""Gradients of modules made of Linear, Conv2d and GroupNorm layers, row by row, one backward pass for a batch.
+"""Gradients of modules made of Linear, Conv2d and GroupNorm layers: row by row, one backward pass for a batch.
 
-Each layer is captured as its input and the derivative in its output, from which `layers` makes every example's
-gradient or its norm.
+Each call of a layer is caught as its input and the derivative in its output (by `chain` where the module is a
+plain chain of layers, else by hooks and autograd), from which `layers` makes every example's gradient or norm.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def can_factor(module: nn.Module) -> bool:
 class FactoredKernel(RowKernel):
     """The kernel for modules whose parameters lie in Linear, Conv2d and GroupNorm layers; see GradientKernel.
 
-    When first used it compares the gradients of two examples with plain backward passes, since a module may use a
-    layer's weight outside the layer, or let the examples of a batch depend on each other.
+    When first used it compares the gradients of two examples with plain backward passes, since a module may use
+    a layer's weight outside the layer, or let the examples of a batch depend on each other.
     """
 
     def __init__(self, module: nn.Module, loss: Loss, memory_bytes: int) -> None:
@@ -111,7 +111,7 @@ class FactoredKernel(RowKernel):
         return row_chunks(x.shape[0], self._example_bytes, self._memory)
 
     def _check(self, point: Tensor, x: Tensor, y: Tensor) -> int:
-        """Compare a first batch with plain backward passes, near the point; return the bytes an example takes."""
+        """Compare a first batch with plain backward passes near the point; return the bytes an example takes."""
         if x.shape[0] == 1:
             x, y = torch.cat([x, x / 2]), torch.cat([y, y])
         noise = torch.randn(point.shape, generator=torch.Generator().manual_seed(0), dtype=point.dtype)
@@ -123,8 +123,8 @@ class FactoredKernel(RowKernel):
                 piece.add_(total, one)
             if (total - plain).norm() > _TOLERANCE * torch.maximum(total.norm(), plain.norm()):
                 raise ScenarioError(
-                    "gradients='factored' does not fit this model: its gradients differ from those of one example "
-                    "at a time (a layer's weight used outside the layer, or examples that depend on each other); "
+                    "gradients='factored' does not fit this model: they differ from those of one example at a "
+                    "time (a layer's weight used outside the layer, or examples that depend on each other); "
                     "set gradients to vmap"
                 )
         captured = sum(call.x.nbytes + call.delta.nbytes for call in self._calls(point, x, y))

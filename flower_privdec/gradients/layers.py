@@ -1,8 +1,8 @@
 """Gradients of one captured layer: its inputs cut into patches, its derivatives into positions.
 
-Over the positions t of its output (one for a plain vector, one a pixel for an image, whose input is cut into patches
-u), an example's gradient of a layer's weight is G = sum_t u_t delta_t^T. Its norm comes either from G, written out
-for every example and then summed by one product with the clip coefficients, or from the Gram matrices,
+Over the positions t of its output (one for a plain vector, one a pixel for an image, whose input is cut into
+patches u), an example's gradient of a layer's weight is G = sum_t u_t delta_t^T. Its norm comes either from G,
+written out for every example and then summed by one product with the clip coefficients, or from the Gram matrices,
 |G|^2 = sum_ts (u_t . u_s)(delta_t . delta_s) (Li et al. 2022), where that is cheaper: in linear layers and late
 convolutions.
 """
@@ -44,7 +44,7 @@ class Outer:
         """See Piece."""
         if self.u.shape[1] == 1:
             u, delta = self.u[:, 0], self.delta[:, 0]
-            return torch.linalg.vecdot(u, u) * torch.linalg.vecdot(delta, delta)
+            return _squares(u) * _squares(delta)
         gram = torch.bmm(self.u, self.u.transpose(1, 2))
         gram *= torch.bmm(self.delta, self.delta.transpose(1, 2))
         return gram.sum((1, 2)).clamp_(min=0)

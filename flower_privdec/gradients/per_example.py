@@ -1,4 +1,4 @@
-"""Gradients of any module, example by example: torch.func over a few at once, and a plain loop as the oracle."""
+"""Gradients of any module, example by example: torch.func over a few at once, and a plain loop (the oracle)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CACHED_BYTES = 4 * 2**20  # gradients of more examples at once fall out of the 
 
 
 class VmapKernel(RowKernel):
-    """The kernel for any module: vmap of grad over a few examples of one row at a time; see GradientKernel."""
+    """The kernel for any module: vmap of grad over a few examples of a row at a time; see GradientKernel."""
 
     def __init__(self, module: nn.Module, loss: Loss, memory_bytes: int) -> None:
         super().__init__(module, loss, memory_bytes)

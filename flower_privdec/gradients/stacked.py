@@ -1,9 +1,9 @@
 """Closed-form gradients of stacks of linear layers, all rows at once, written straight into the rows.
 
-The gradient of one example in a linear layer is the outer product of delta (the derivative in the layer's output)
-and its input a, so its squared norm is |delta|^2 (|a|^2 + 1) with bias (Goodfellow 2015), and a clipped sum over
-examples is one product of deltas scaled by the clip coefficient. Nothing of size m x d is ever made: layers are
-strided views, and a divisor is folded into activations (W a / w) and deltas.
+The gradient of one example in a linear layer is the outer product of delta (the derivative in the layer's
+output) and its input a, so its squared norm is |delta|^2 (|a|^2 + 1) with bias (Goodfellow 2015), and a clipped sum
+over examples is one product of deltas scaled by the clip coefficient. Nothing of size m x d is ever made: layers
+are strided views, and a divisor is folded into activations (W a / w) and deltas.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _product(bias: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Factors:
-    """Every example's gradient, factored: layer l's is deltas[l][i, b] (outer) activations[l][i, b], unclipped.
+    """Every example's gradient, factored: layer l's is deltas[l][i, b] (outer) activations[l][i, b], not clipped.
 
     Attributes:
         deltas: for each layer [m, B, out], also the gradient of the bias.

@@ -59,7 +59,9 @@ def expand(study: Study, base: Path, size: str, parts: Iterable[Part], settings:
     """
     text = read_text(base)
     return [
-        cell for part in parts for cell in _expand_part(study, study.sizes[size], size, part, text, base, settings)  # type: ignore[index]
+        cell
+        for part in parts
+        for cell in _expand_part(study, study.sizes[size], size, part, text, base, settings)  # type: ignore[index]
     ]
 
 

@@ -18,6 +18,8 @@ from flower_privdec.wording import setting
 FORM = "a study is a mapping (name, title, base, sizes, parts, ...)"
 STUDIES = Path("scenarios") / "studies"
 SizeName = Literal["laptop", "paper"]
+Lines = Annotated[list[str], Field(default_factory=list)]
+Labelled = Annotated[dict[str, str], Field(default_factory=dict)]
 Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]
 
 
@@ -25,7 +27,7 @@ class Point(Section):
     """One place on an axis: what to call it and the settings that make it."""
 
     label: str
-    settings: list[str] = []
+    settings: Lines
     value: float | None = None
 
 
@@ -69,16 +71,16 @@ def _point(key: str, value: Any) -> Point:
 class Size(Section):
     """What a size of a study lays over its base, and the seeds each cell repeats."""
 
-    settings: list[str] = []
+    settings: Lines
     seeds: Seeds
 
 
 class PartSize(Section):
     """What a size changes in one part."""
 
-    settings: list[str] = []
+    settings: Lines
     seeds: Seeds | None = None
-    axes: dict[str, Axis] = {}
+    axes: Annotated[dict[str, Axis], Field(default_factory=dict)]
 
 
 class Figure(Section):
@@ -89,7 +91,7 @@ class Figure(Section):
     x: str | None = None  # final: the axis along which
     by: str | None = None  # the axis whose points are lines
     panels: str | None = None  # the axis whose points are pictures side by side
-    where: dict[str, str] = {}  # axes that are held, at which label
+    where: Labelled  # axes that are held, at which label
     title: str
     log: bool = False
 
@@ -113,7 +115,7 @@ class Ordered(Section):
     axis: str
     order: list[str] | None = None  # from the least to the greatest; by default the axis' own order
     metric: str = "accuracy"
-    where: dict[str, str] = {}
+    where: Labelled
 
 
 class Best(Section):
@@ -124,7 +126,7 @@ class Best(Section):
     label: str
     reach: Annotated[int, Field(ge=0)] = 0
     metric: str = "accuracy"
-    where: dict[str, str] = {}
+    where: Labelled
 
 
 class Above(Section):
@@ -133,7 +135,7 @@ class Above(Section):
     kind: Literal["above"]
     baseline: dict[str, str]
     metric: str = "accuracy"
-    where: dict[str, str] = {}
+    where: Labelled
 
 
 class Speedup(Section):
@@ -144,7 +146,7 @@ class Speedup(Section):
     metric: str = "loss"
     level: float | None = None  # by default the best that every cell reaches
     within: Annotated[float, Field(gt=1)] = 1.25  # the factor that is still taken for n
-    where: dict[str, str] = {}
+    where: Labelled
 
 
 Check = Annotated[Ordered | Best | Above | Speedup, Field(discriminator="kind")]
@@ -156,14 +158,14 @@ class Part(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
     title: str
     claim: str
-    notes: list[str] = []
-    settings: list[str] = []
-    sizes: dict[SizeName, PartSize] = {}
+    notes: Lines
+    settings: Lines
+    sizes: Annotated[dict[SizeName, PartSize], Field(default_factory=dict)]
     axes: Annotated[dict[str, Axis], Field(min_length=1)]
-    figures: list[Figure] = []
+    figures: Annotated[list[Figure], Field(default_factory=list)]
     pivot: Pivot | None = None
-    metrics: Annotated[list[str], Field(min_length=1)] = ["accuracy", "loss"]
-    fields: list[str] = []  # keys of the scenario that are columns too
+    metrics: Annotated[list[str], Field(min_length=1, default_factory=lambda: ["accuracy", "loss"])]
+    fields: Lines  # keys of the scenario that are columns too
     checks: Annotated[list[Check], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -230,7 +232,7 @@ class Study(Section):
     title: str
     paper: str
     base: str
-    notes: list[str] = []
+    notes: Lines
     sizes: dict[SizeName, Size]
     parts: Annotated[list[Part], Field(min_length=1)]
 

@@ -1,0 +1,206 @@
+"""Does a paper's claim show? Checked against the means over the seeds, and said with the numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from flower_privdec.study.results import Estimate, Group, PartResult, metric
+from flower_privdec.study.spec import Above, Best, Check, Ordered, Speedup
+from flower_privdec.wording import number
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of a claim: where, whether it holds there (None: a run is missing), and the numbers."""
+
+    where: str
+    holds: bool | None
+    numbers: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check came to."""
+
+    cases: tuple[Case, ...]
+    detail: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Say whether the claim shows, and in how many cells."""
+        decided = [case for case in self.cases if case.holds is not None]
+        shown = sum(bool(case.holds) for case in decided)
+        if not decided:
+            return "The claim is not decided: runs are missing."
+        if len(decided) == 1:
+            said = "The claim shows" if shown else "The claim does not show"
+        elif shown in (0, len(decided)):
+            said = f"The claim {'shows in all' if shown else 'does not show in any of'} {len(decided)} cells"
+        else:
+            said = f"The claim shows in {shown} of {len(decided)} cells"
+        undecided = len(self.cases) - len(decided)
+        tail = f" ({undecided} more not decided: runs are missing)" if undecided else ""
+        return f"{said}{tail}{self.detail and '; '}{self.detail}."
+
+
+def judge(check: Check, result: PartResult) -> Verdict:
+    """Decide a check."""
+    if isinstance(check, Ordered):
+        return _ordered(check, result)
+    if isinstance(check, Best):
+        return Verdict(tuple(_best(check, result)))
+    if isinstance(check, Above):
+        return _above(check, result)
+    return Verdict(tuple(_speedup(check, result)))
+
+
+def value_text(name: str, estimate: Estimate | None, spread: bool = False) -> str:
+    """Return a metric's mean as text, a share in percent, with its standard deviation where asked for."""
+    if estimate is None:
+        return MISSING
+    if metric(name).share:
+        text, std = f"{100 * estimate.mean:.1f} %", f"{100 * (estimate.std or 0):.1f}"
+    else:
+        text, std = number(estimate.mean), number(estimate.std)
+    return f"{text} ± {std}" if spread and estimate.std is not None else text
+
+
+def _finals(
+    check: Ordered | Best, labels: Sequence[str], result: PartResult
+) -> Iterator[tuple[str, list[Estimate | None]]]:
+    """Yield, for each combination of the other axes, its name and the final metric along the check's axis."""
+    for place in result.places(check.where, [check.axis]):
+        groups = [result.at(place | {check.axis: label}) for label in labels]
+        yield _name(result, place, check.where), [_decided(group, check.metric) for group in groups]
+
+
+def _decided(group: Group, name: str) -> Estimate | None:
+    return group.final(name) if group.complete else None
+
+
+def _name(result: PartResult, place: dict[str, str], where: dict[str, str]) -> str:
+    """Name a place by the axes that vary."""
+    return ", ".join(f"{result.axes[n].title or n} {label}" for n, label in place.items() if n not in where)
+
+
+def _ordered(check: Ordered, result: PartResult) -> Verdict:
+    labels = check.order or result.axes[check.axis].labels()
+    cases, rising, clear, pairs = [], 0, 0, 0
+    for where, values in _finals(check, labels, result):
+        known = [value for value in values if value is not None]
+        steps = list(pairwise(known)) if len(known) == len(values) else []
+        rising += sum(b.mean > a.mean for a, b in steps)
+        clear += sum(b.mean - a.mean > _spread(a, b) for a, b in steps)
+        pairs += len(steps)
+        holds = all(b.mean > a.mean for a, b in steps) if steps else None
+        cases.append(Case(where, holds, _chain(check.metric, labels, values)))
+    many = (
+        f"of {pairs} neighbouring pairs {rising} are in the claimed order, {clear} by more than the spread over seeds"
+    )
+    return Verdict(tuple(cases), many if pairs > 1 else "")
+
+
+def _spread(a: Estimate, b: Estimate) -> float:
+    return math.hypot(a.std or 0.0, b.std or 0.0)
+
+
+def _chain(name: str, labels: Sequence[str], values: Sequence[Estimate | None]) -> str:
+    """Return `a 45.4 % < b 81.1 % > c 80.0 %`."""
+    text = f"{labels[0]} {value_text(name, values[0])}"
+    for label, (a, b) in zip(labels[1:], pairwise(values), strict=True):
+        sign = "?" if a is None or b is None else "<" if b.mean > a.mean else ">"
+        text += f" {sign} {label} {value_text(name, b)}"
+    return text
+
+
+def _best(check: Best, result: PartResult) -> Iterator[Case]:
+    labels = result.axes[check.axis].labels()
+    sign = -1 if metric(check.metric).low else 1
+    for where, values in _finals(check, labels, result):
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            yield Case(where, None, MISSING)
+            continue
+        order = sorted(range(len(labels)), key=lambda i: -sign * known[i].mean)
+        away = abs(order[0] - labels.index(check.label))
+        numbers = ", ".join(f"{labels[i]} {value_text(check.metric, known[i], spread=True)}" for i in order)
+        yield Case(where, away <= check.reach, f"best first: {numbers}")
+
+
+def _above(check: Above, result: PartResult) -> Verdict:
+    cases = []
+    sign = -1 if metric(check.metric).low else 1
+    fixed = {name: label for name, label in check.where.items() if name not in check.baseline}
+    free = [name for name in result.axes if name not in check.baseline]
+    low: list[str] = []
+    for outer in result.places(fixed, list(check.baseline)):
+        base = _decided(result.at(outer | check.baseline), check.metric)
+        for inner in result.places({}, free):
+            value = _decided(result.at(outer | inner), check.metric)
+            if inner == check.baseline:
+                continue
+            where = _name(result, outer | inner, fixed)
+            holds = None if base is None or value is None else sign * (value.mean - base.mean) > 0
+            cases.append(Case(where, holds, value_text(check.metric, value, spread=True)))
+        low.append(f"{_name(result, outer, fixed)} {value_text(check.metric, base, spread=True)}".strip())
+    return Verdict(tuple(cases), f"the baseline has {', '.join(low)}")
+
+
+def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
+    points = result.axes[check.axis].all_points()
+    for place in result.places(check.where, [check.axis]):
+        where = _name(result, place, check.where)
+        groups = [result.at(place | {check.axis: point.label}) for point in points]
+        curves = [group.curves(check.metric) if group.complete else None for group in groups]
+        known = [curve for curve in curves if curve is not None]
+        if len(known) < len(points):
+            yield Case(where, None, MISSING)
+            continue
+        level = check.level if check.level is not None else _common_level(known, metric(check.metric).low)
+        reached = [_rounds_to(level, *curve, metric(check.metric).low) for curve in known]
+        for (a, first), (b, second) in pairwise(zip(points, reached, strict=True)):
+            yield _ratio(check, level, where, (a.label, a.value or 0, first), (b.label, b.value or 0, second))
+
+
+Reached = tuple[str, float, Estimate | None]
+
+
+def _ratio(check: Speedup, level: float, where: str, a: Reached, b: Reached) -> Case:
+    """Compare the rounds that two sizes take to a level with the ratio of the sizes."""
+    place = f"{where}, " if where else ""
+    place += f"{a[0]} to {b[0]}"
+    if a[2] is None or b[2] is None:
+        return Case(place, False, f"{check.metric} {number(level)} is not reached")
+    ratio, wanted = a[2].mean / b[2].mean, b[1] / a[1]
+    took = f"{a[2].mean:.0f} and {b[2].mean:.0f} rounds to {check.metric} {number(level)}"
+    holds = wanted / check.within <= ratio <= wanted * check.within
+    return Case(place, holds, f"{took}, {ratio:.2f} times fewer where {wanted:g} is claimed")
+
+
+def _common_level(curves: Sequence[tuple[np.ndarray, np.ndarray]], low: bool) -> float:
+    """Return the best level that every run of every curve reaches."""
+    best = [(values.min(axis=1) if low else values.max(axis=1)) for _, values in curves]
+    return float(max(b.max() for b in best) if low else min(b.min() for b in best))
+
+
+def _rounds_to(level: float, rounds: np.ndarray, values: np.ndarray, low: bool) -> Estimate | None:
+    """Return after how many rounds runs first reach a level, on straight lines between evaluations."""
+    sign = 1.0 if low else -1.0
+    reached = []
+    for row in values:
+        gap = sign * (row - level)
+        there = np.flatnonzero(gap <= 1e-12)
+        if not len(there):
+            return None
+        i = int(there[0])
+        share = gap[i - 1] / (gap[i - 1] - gap[i]) if i else 1.0
+        start = rounds[i - 1] if i else 0.0
+        reached.append(float(start + share * (rounds[i] - start)))
+    return Estimate.of(reached)

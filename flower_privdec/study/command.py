@@ -1,0 +1,111 @@
+"""`privdec study`: run what is missing, then write what is known."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from flower_privdec.errors import RunError
+from flower_privdec.study.cache import CACHE
+from flower_privdec.study.cells import Cell, expand
+from flower_privdec.study.claims import judge
+from flower_privdec.study.progress import study_progress
+from flower_privdec.study.publish import Made, publish
+from flower_privdec.study.results import PartResult, collect
+from flower_privdec.study.runner import Outcome, missing_cells, run_cells
+from flower_privdec.study.spec import load_study, study_files
+
+
+def run_study(
+    name: str,
+    *,
+    size: str = "laptop",
+    out: Path | None = None,
+    jobs: int = 2,
+    only: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    cache: Path = CACHE,
+    console: Console | None = None,
+) -> list[PartResult]:
+    """Run a study's missing cells and publish its tables, pictures and verdicts.
+
+    Args:
+        name: a study's name, or its file.
+        size: laptop or paper.
+        out: the folder to publish to; results/NAME-SIZE by default.
+        jobs: processes, each of one thread.
+        only: parts to run; others are published where all their cells are finished already.
+        settings: laid over every cell, as data.root=/data.
+        cache: where finished cells lie.
+
+    Returns:
+        The published parts.
+
+    Raises:
+        ScenarioError: a study or a cell that breaks a rule; nothing has run then.
+        RunError: when cells failed; the others are published.
+    """
+    study, base = load_study(name)
+    chosen = study.chosen(only)
+    cells = expand(study, base, size, study.parts, settings)
+    names = {part.name for part in chosen}
+    missing = missing_cells([cell for cell in cells if cell.part in names], cache)
+    with study_progress(f"{study.name}-{size}", missing, console) as on_cell:
+        failed = run_cells(missing, cache, jobs, on_cell)
+    results = [collect(part, size, cells, cache) for part in study.parts]
+    shown = [result for result in results if result.part.name in names or result.complete]
+    out = out or Path("results") / f"{study.name}-{size}"
+    publish(study, Made(size, _command(name, size, settings)), shown, failed, out)
+    print_verdicts(shown, out, console)
+    if failed:
+        raise RunError(_failures(failed))
+    return shown
+
+
+def _command(name: str, size: str, settings: Sequence[str]) -> str:
+    return shlex.join(["privdec", "study", name, "--size", size, *(w for s in settings for w in ("--set", s))])
+
+
+def _failures(failed: Sequence[Outcome]) -> str:
+    first = failed[0]
+    return (
+        f"{len(failed)} cells failed, the first: {first.cell.title}: {first.error}; "
+        "the others are published; the same command tries the failed ones again"
+    )
+
+
+def print_verdicts(results: Sequence[PartResult], out: Path, console: Console | None = None) -> None:
+    """Print each part's verdicts and where the rest is."""
+    console = console or Console(highlight=False, markup=False)
+    for result in results:
+        console.print(result.part.title, style="bold")
+        for check in result.part.checks:
+            console.print(f"  {judge(check, result).sentence}")
+    console.print(f"published: {out}/README.md")
+
+
+def print_studies() -> None:
+    """List the studies and their parts."""
+    table = Table("study", "part", "question", box=None, pad_edge=False)
+    for name in study_files():
+        study, _ = load_study(name)
+        table.add_row(name, "", study.title)
+        for part in study.parts:
+            table.add_row("", part.name, part.title)
+    Console(highlight=False, markup=False).print(table)
+
+
+def print_cells(name: str, size: str, only: Sequence[str], settings: Sequence[str], cache: Path = CACHE) -> None:
+    """Say how many cells each part has and how many are still to run; run nothing."""
+    study, base = load_study(name)
+    cells: list[Cell] = expand(study, base, size, study.chosen(only), settings)
+    table = Table("part", "cells", "to run", box=None, pad_edge=False)
+    for part in study.chosen(only):
+        mine = [cell for cell in cells if cell.part == part.name]
+        table.add_row(part.name, str(len(mine)), str(len(missing_cells(mine, cache))))
+    table.add_row("together", str(len(cells)), str(len(missing_cells(cells, cache))))
+    Console(highlight=False, markup=False).print(table)

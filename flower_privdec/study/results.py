@@ -1,0 +1,187 @@
+"""What a study's cells came to: mean and spread over the seeds, place by place."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flower_privdec.results import Result, read_result
+from flower_privdec.study.cache import folder_of, is_finished
+from flower_privdec.study.cells import Cell, Labels
+from flower_privdec.study.spec import Axis, Part
+from flower_privdec.wording import main_accuracy, main_loss
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of a run's evaluation.
+
+    Attributes:
+        title: what it is.
+        read: gets it from a line of metrics.jsonl and the algorithm's name.
+        share: whether it is a share, shown in percent.
+        low: whether less is better.
+    """
+
+    title: str
+    read: Callable[[dict[str, Any], str], float | None]
+    share: bool = False
+    low: bool = False
+
+
+METRICS = {
+    "accuracy": Metric("test accuracy", lambda m, algorithm: main_accuracy(algorithm, m["accuracy"]), share=True),
+    "loss": Metric("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
+    "peer-accuracy": Metric("test accuracy of the peers' models", lambda m, _: m["accuracy"]["peer_mean"], share=True),
+    "worst-peer": Metric("test accuracy of the worst peer", lambda m, _: m["accuracy"]["peer_min"], share=True),
+    "consensus": Metric("consensus distance", lambda m, _: m["consensus_distance"], low=True),
+}
+
+
+def metric(name: str) -> Metric:
+    """Return a metric by its name, or the one at a dotted path of metrics.jsonl, as accuracy.peer_max."""
+    if name in METRICS:
+        return METRICS[name]
+
+    def read(line: dict[str, Any], _algorithm: str) -> float | None:
+        value: Any = line
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return float(value) if isinstance(value, int | float) else None
+
+    return Metric(name.replace(".", " ").replace("_", " "), read, share=name.startswith("accuracy"), low="loss" in name)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean and sample standard deviation (None for one seed) over n seeds."""
+
+    mean: float
+    std: float | None
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate | None:
+        """Estimate from finite values; None without any."""
+        known = [value for value in values if math.isfinite(value)]
+        if not known:
+            return None
+        std = float(np.std(known, ddof=1)) if len(known) > 1 else None
+        return cls(float(np.mean(known)), std, len(known))
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one place of a part's grid, over the seeds.
+
+    Attributes:
+        labels: the place.
+        runs: the finished runs, in the order of the seeds.
+        wanted: how many there should be.
+    """
+
+    labels: Labels
+    runs: tuple[Result, ...]
+    wanted: int
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every seed is there."""
+        return len(self.runs) == self.wanted
+
+    def final(self, name: str) -> Estimate | None:
+        """Return a metric after the last round."""
+        read = metric(name).read
+        values = [read(run.metrics[-1], run.scenario.algorithm.name) for run in self.runs]
+        return Estimate.of([value for value in values if value is not None])
+
+    def curves(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return the rounds at which every run was tried [T], and a metric then [n_runs, T]; None without it."""
+        read = metric(name).read
+        if not self.runs:
+            return None
+        rounds = [line["round"] for line in self.runs[0].metrics]
+        values = [[read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
+        if any(value is None for row in values for value in row) or any(len(row) != len(rounds) for row in values):
+            return None
+        return np.asarray(rounds), np.asarray(values, dtype=float)
+
+    def largest(self, key: str) -> float | None:
+        """Return the largest ε (key `epsilon`), claimed ε or δ of any peer in any run; None where there is none."""
+        values = [row.get(key) for run in self.runs for row in run.summary["privacy"]]
+        known = [float(value) for value in values if value is not None]
+        return max(known) if known else None
+
+    def field(self, path: str) -> str:
+        """Return a key of the scenario, as `algorithm.learning_rate`, in words."""
+        if not self.runs:
+            return "–"
+        value: Any = self.runs[0].scenario
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        return f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value)
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """A part with the runs of its grid.
+
+    Attributes:
+        part: its definition.
+        axes: at the study's size.
+        groups: one for each place, in order.
+        cells: all its cells.
+        seconds: what its cells took, all processes together.
+    """
+
+    part: Part
+    axes: dict[str, Axis]
+    groups: tuple[Group, ...]
+    cells: tuple[Cell, ...]
+    seconds: float
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every cell is finished."""
+        return all(group.complete for group in self.groups)
+
+    @cached_property
+    def _by_labels(self) -> dict[Labels, Group]:
+        return {group.labels: group for group in self.groups}
+
+    def at(self, labels: Mapping[str, str]) -> Group:
+        """Return the place where every axis has this label."""
+        return self._by_labels[tuple(labels[name] for name in self.axes)]
+
+    def places(self, where: Mapping[str, str], free: Sequence[str]) -> list[dict[str, str]]:
+        """Return all combinations of labels with some axes held and some left out."""
+        places: list[dict[str, str]] = [{}]
+        for name, axis in self.axes.items():
+            if name not in free:
+                labels = [where[name]] if name in where else axis.labels()
+                places = [place | {name: label} for place in places for label in labels]
+        return places
+
+
+def collect(part: Part, size: str, cells: Sequence[Cell], cache: Path) -> PartResult:
+    """Read the finished cells of a part from the cache."""
+    mine = [cell for cell in cells if cell.part == part.name]
+    runs: dict[str, Result] = {}
+    seconds = 0.0
+    for cell in mine:
+        folder = folder_of(cache, cell.key)
+        if cell.key not in runs and is_finished(folder):
+            runs[cell.key] = read_result(folder)
+            seconds += float(json.loads((folder / "cell.json").read_text())["seconds"])
+    groups = []
+    for labels in dict.fromkeys(cell.labels for cell in mine):
+        keys = [cell.key for cell in mine if cell.labels == labels]
+        groups.append(Group(labels, tuple(runs[key] for key in keys if key in runs), len(keys)))
+    return PartResult(part, part.axes_at(size), tuple(groups), tuple(mine), seconds)
