@@ -60,8 +60,7 @@ def build_kernel(
         raise ScenarioError("gradients='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto")
     if kind == "factored" and not can_factor(module):
         raise ScenarioError(
-            "gradients='factored' needs every parameter in a Linear, Conv2d (groups=1) or GroupNorm layer: "
-            "use auto"
+            "gradients='factored' needs every parameter in a Linear, Conv2d (groups=1) or GroupNorm layer: use auto"
         )
     kernels: dict[str, type[StackedKernel | FactoredKernel | VmapKernel | LoopKernel]] = {
         "stacked": StackedKernel,

@@ -65,7 +65,7 @@ class GradientKernel(Protocol):
             divisor: push-sum weights [m] that de-bias the parameters; None divides by nothing.
 
         Returns:
-            The norms [m, B] before clipping.
+            The norms [m, B] before clipping; those of padding mean nothing.
 
         Privacy: one example changes a row's sum by at most |scale[i]| * clip_norm[i] (zero-out adjacency).
             The norms returned are private and must stay on the peer.

@@ -36,7 +36,8 @@ class Chain:
             x: inputs [b, *shape].
             derivative: turns the outputs into the derivatives of the losses in them.
         """
-        values, indices = [x], {}
+        values = [x]
+        indices: dict[int, Tensor] = {}
         for i, (_, layer) in enumerate(self._steps):
             values.append(self._forward(i, layer, values[-1], indices))
         delta, calls = derivative(values[-1]), []
@@ -49,6 +50,7 @@ class Chain:
         return calls
 
     def _forward(self, i: int, layer: nn.Module, x: Tensor, indices: dict[int, Tensor]) -> Tensor:
+        y: Tensor
         if isinstance(layer, nn.MaxPool2d):
             y, indices[i] = _aten.max_pool2d_with_indices(x, *_pooling(layer))
         elif isinstance(layer, nn.Conv2d):
@@ -69,8 +71,8 @@ def parse_chain(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Modul
     if type(module) is not nn.Sequential:
         return [(prefix, module)] if _is_link(module) else None
     found: list[tuple[str, nn.Module]] = []
-    for name, child in module.named_children():
-        part = parse_chain(child, f"{prefix}.{name}" if prefix else name)
+    for name, child in module._modules.items():
+        part = None if child is None else parse_chain(child, f"{prefix}.{name}" if prefix else name)
         if part is None:
             return None
         found += part

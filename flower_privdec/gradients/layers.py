@@ -9,6 +9,7 @@ convolutions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flower_privdec.gradients.base import Parameter, row_chunks
-from flower_privdec.gradients.rows import Piece, Stored
+from flower_privdec.gradients.rows import Piece, Stored, squares
 
 _WRITE_COST = 8  # writing an element of a gradient and reading it again costs about 8 multiplications
 _CACHED_BYTES = 2**19  # patches cut at once
@@ -43,8 +44,7 @@ class Outer:
     def squared(self) -> Tensor:
         """See Piece."""
         if self.u.shape[1] == 1:
-            u, delta = self.u[:, 0], self.delta[:, 0]
-            return _squares(u) * _squares(delta)
+            return squares(self.u[:, 0]) * squares(self.delta[:, 0])
         gram = torch.bmm(self.u, self.u.transpose(1, 2))
         gram *= torch.bmm(self.delta, self.delta.transpose(1, 2))
         return gram.sum((1, 2)).clamp_(min=0)
@@ -74,9 +74,9 @@ def weight_piece(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: l
     deltas = [_flat(layer, delta) for delta in deltas]
     windows = [_windows(layer, x) if isinstance(layer, nn.Conv2d) else x for x in xs]
     t, o = sum(delta.shape[1] for delta in deltas), deltas[0].shape[2]
-    k, order = layer.weight.numel() // o, _order(layer)
+    k, order = math.prod(place.shape[1:]), _order(layer)
     if t * t * (k + o) <= _WRITE_COST * k * o:
-        return Outer(place, torch.cat([_patches(layer, x) for x in windows], 1), torch.cat(deltas, 1), order)
+        return Outer(place, _join([_patches(layer, x) for x in windows]), _join(deltas), order)
     written = _written(layer, windows[0], deltas[0], k)
     for x, delta in zip(windows[1:], deltas[1:], strict=True):
         written += _written(layer, x, delta, k)
@@ -97,6 +97,10 @@ def bias_piece(layer: nn.Module, place: Parameter, deltas: list[Tensor]) -> Piec
     last = isinstance(layer, nn.Linear)
     sums = [delta.flatten(1, -2).sum(1) if last and delta.ndim > 2 else _sum_positions(delta) for delta in deltas]
     return Stored(place, sums[0] if len(sums) == 1 else torch.stack(sums).sum(0))
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _flat(layer: nn.Module, delta: Tensor) -> Tensor:

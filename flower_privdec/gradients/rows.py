@@ -45,8 +45,7 @@ class Stored:
 
     def squared(self) -> Tensor:
         """See Piece."""
-        flat = self.gradients.flatten(1)
-        return torch.linalg.vecdot(flat, flat)
+        return squares(self.gradients.flatten(1))
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
         """See Piece."""
@@ -54,6 +53,21 @@ class Stored:
         if self.order is not None:
             flat = self.order(flat.view(self.gradients.shape[1:])).reshape(-1)
         total[self.place.start : self.place.stop] += flat
+
+
+def squares(vectors: Tensor) -> Tensor:
+    """Return the squared norm [b] of each of b vectors."""
+    result: Tensor = torch.linalg.vector_norm(vectors, dim=1)
+    return result.square_()
+
+
+def _used(weight: Tensor) -> list[int]:
+    """Count each row's examples up to the last whose weight is not 0; the rest is padding."""
+    if weight.shape[1] == 0:
+        return [0] * weight.shape[0]
+    place = torch.arange(1, weight.shape[1] + 1, device=weight.device)
+    counts: list[int] = torch.where(weight != 0, place, 0).amax(1).tolist()
+    return counts
 
 
 class RowKernel(ABC):
@@ -88,14 +102,15 @@ class RowKernel(ABC):
         """Add clipped gradient sums in place; see GradientKernel."""
         params, out = params.detach(), out.detach()
         self._module.to(params)
-        x, norms = batch.x.to(params.dtype), params.new_empty(batch.y.shape)
-        for i in range(params.shape[0]):
+        norms = params.new_zeros(batch.y.shape)
+        for i, used in enumerate(_used(batch.weight)):
             point = params[i] if divisor is None else params[i] / divisor[i]
-            parts = self._parts(point, x[i], batch.y[i])
+            x, y = batch.x[i, :used].to(params.dtype), batch.y[i, :used]
+            parts = self._parts(point, x, y) if used else []
             direct = len(parts) == 1 or divisor is not None  # nothing reads the row again, which may be out
             total = out[i] if direct else torch.zeros_like(point)
             for part in parts:
-                pieces = self._pieces(point, x[i, part], batch.y[i, part])
+                pieces = self._pieces(point, x[part], y[part])
                 norms[i, part] = torch.stack([piece.squared() for piece in pieces]).sum(0).sqrt_()
                 clip = None if clip_norm is None else clip_norm[i : i + 1]
                 here = slice(i, i + 1), part

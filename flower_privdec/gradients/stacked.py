@@ -162,7 +162,8 @@ class StackedKernel:
             if layer.bias is not None:
                 size = torch.hypot(size, torch.ones_like(size))
             parts.append(size.mul_(torch.linalg.vector_norm(delta, dim=-1)))
-        return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
+        norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+        return norms
 
 
 @dataclass(frozen=True)

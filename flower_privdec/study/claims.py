@@ -61,6 +61,20 @@ def judge(check: Check, result: PartResult) -> Verdict:
     return Verdict(tuple(_speedup(check, result)))
 
 
+def wanted(check: Check, result: PartResult) -> str:
+    """Say what a check looks for."""
+    name = metric(check.metric).title
+    better = "lower" if metric(check.metric).low else "higher"
+    if isinstance(check, Ordered):
+        return f"{name} in the order {' < '.join(check.order or result.axes[check.axis].labels())}"
+    if isinstance(check, Best):
+        near = f", or at most {check.reach} place from it" if check.reach else ""
+        return f"the best {name} at {result.axes[check.axis].title or check.axis} {check.label}{near}"
+    if isinstance(check, Above):
+        return f"{better} {name} than at {_name(result, check.baseline, {})}"
+    return f"the same {name} in n times fewer rounds (within a factor of {check.within:g})"
+
+
 def value_text(name: str, estimate: Estimate | None, spread: bool = False) -> str:
     """Return a metric's mean as text, a share in percent, with its standard deviation where asked for."""
     if estimate is None:
@@ -101,10 +115,8 @@ def _ordered(check: Ordered, result: PartResult) -> Verdict:
         pairs += len(steps)
         holds = all(b.mean > a.mean for a, b in steps) if steps else None
         cases.append(Case(where, holds, _chain(check.metric, labels, values)))
-    many = (
-        f"of {pairs} neighbouring pairs {rising} are in the claimed order, {clear} by more than the spread over seeds"
-    )
-    return Verdict(tuple(cases), many if pairs > 1 else "")
+    many = f"of {pairs} neighbouring pairs {rising} in the claimed order, {clear} by more than the spread over seeds"
+    return Verdict(tuple(cases), many)
 
 
 def _spread(a: Estimate, b: Estimate) -> float:
@@ -112,11 +124,11 @@ def _spread(a: Estimate, b: Estimate) -> float:
 
 
 def _chain(name: str, labels: Sequence[str], values: Sequence[Estimate | None]) -> str:
-    """Return `a 45.4 % < b 81.1 % > c 80.0 %`."""
-    text = f"{labels[0]} {value_text(name, values[0])}"
+    """Return `a: 45.4 % < b: 81.1 % > c: 80.0 %`."""
+    text = f"{labels[0]}: {value_text(name, values[0])}"
     for label, (a, b) in zip(labels[1:], pairwise(values), strict=True):
-        sign = "?" if a is None or b is None else "<" if b.mean > a.mean else ">"
-        text += f" {sign} {label} {value_text(name, b)}"
+        sign = "?" if a is None or b is None else "<" if b.mean > a.mean else ">" if b.mean < a.mean else "="
+        text += f" {sign} {label}: {value_text(name, b)}"
     return text
 
 

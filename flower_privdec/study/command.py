@@ -12,7 +12,7 @@ from rich.table import Table
 from flower_privdec.errors import RunError
 from flower_privdec.study.cache import CACHE
 from flower_privdec.study.cells import Cell, expand
-from flower_privdec.study.claims import judge
+from flower_privdec.study.claims import judge, wanted
 from flower_privdec.study.progress import study_progress
 from flower_privdec.study.publish import Made, publish
 from flower_privdec.study.results import PartResult, collect
@@ -84,7 +84,7 @@ def print_verdicts(results: Sequence[PartResult], out: Path, console: Console | 
     for result in results:
         console.print(result.part.title, style="bold")
         for check in result.part.checks:
-            console.print(f"  {judge(check, result).sentence}")
+            console.print(f"  {wanted(check, result)}: {judge(check, result).sentence}")
     console.print(f"published: {out}/README.md")
 
 

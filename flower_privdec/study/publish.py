@@ -11,7 +11,7 @@ from io import StringIO
 from pathlib import Path
 
 from flower_privdec import __version__
-from flower_privdec.study.claims import judge, value_text
+from flower_privdec.study.claims import judge, value_text, wanted
 from flower_privdec.study.figures import save_figure
 from flower_privdec.study.results import Group, PartResult, metric
 from flower_privdec.study.runner import Outcome
@@ -80,13 +80,13 @@ def _section(result: PartResult, out: Path) -> str:
         cases = "\n".join(
             f"- {_mark(case.holds)} {case.where}{': ' if case.where else ''}{case.numbers}" for case in verdict.cases
         )
-        blocks += [f"**{verdict.sentence}**", cases]
+        blocks += [f"Looked for: {wanted(check, result)}. **{verdict.sentence}**", cases]
     for i, figure in enumerate(part.figures):
         path = out / f"{part.name}-{i + 1}.svg"
         if save_figure(figure, result, path):
             blocks.append(f"![{figure.title}]({path.name})")
     if part.pivot:
-        blocks.append(_markdown(*_pivot(part.pivot, result)))
+        blocks.append(f"{metric(part.pivot.metric).title.capitalize()}:\n\n{_markdown(*_pivot(part.pivot, result))}")
     table = _markdown(_columns(result), [_row(result, group) for group in result.groups])
     blocks.append(f"<details><summary>All cells</summary>\n\n{table}\n\n</details>" if part.pivot else table)
     return "\n\n".join(blocks)
@@ -105,9 +105,8 @@ def _pivot(pivot: Pivot, result: PartResult) -> tuple[list[str], list[list[str]]
     """Return one metric as a table of two axes; a third axis makes more rows."""
     across = result.axes[pivot.columns]
     others = [name for name in result.axes if name != pivot.columns and name != pivot.rows]
-    named = f"{metric(pivot.metric).title} at {across.title or pivot.columns}"
     head = [result.axes[name].title or name for name in [*others, pivot.rows]]
-    head += [f"{named} {label}" if i == 0 else label for i, label in enumerate(across.labels())]
+    head += [f"{across.title or pivot.columns} {label}" for label in across.labels()]
     rows = []
     for outer in result.places({}, [pivot.columns, pivot.rows]):
         for label in result.axes[pivot.rows].labels():
