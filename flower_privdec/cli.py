@@ -80,7 +80,7 @@ def run(
             from flower_privdec.runtime.flower.launcher import flower_run
 
             summary = flower_run(
-                loaded,
+                experiment,
                 folder,
                 mode=mode.value,
                 n_supernodes=supernodes,

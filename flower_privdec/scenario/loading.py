@@ -245,6 +245,6 @@ def to_yaml(scenario: Scenario) -> str:
 
 
 def scenario_hash(scenario: Scenario) -> str:
-    """Return a hash of everything that decides the run's numbers (not threads, nor memory)."""
-    data = json.loads(scenario.model_dump_json(exclude={"compute": {"threads", "memory_mib"}}))
+    """Return a hash of everything that decides the run's numbers (not threads, memory, nor the planner's)."""
+    data = json.loads(scenario.model_dump_json(exclude={"compute": {"threads", "memory_mib"}, "plan": True}))
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -180,7 +180,7 @@ class PrivacySection(Section):
     schedule: ScheduleSection | None = None
     noise_multiplier: NonNegative | None = None
     calibration: Literal["rigorous", "paper"] = "rigorous"
-    c_2: Positive = 1.0  # the constant of PrivSGP-VR's eq. 11; calibration paper alone uses it
+    c_2: Positive = 1.0  # the constant of PrivSGP-VR's eq. 11 (calibration paper) and 12 (privdec plan)
     ledger: str | None = None
 
     @model_validator(mode="after")
@@ -226,6 +226,22 @@ class ComputeSection(Section):
     memory_mib: Annotated[int, Field(ge=16)] = 1024
 
 
+class PlanSection(Section):
+    """Constants of PrivSGP-VR's eq. 12, by which `privdec plan` finds the best number of rounds.
+
+    Constants of the loss that are left out are estimated on the public test set, and d and J are those of the
+    scenario. A run uses none of them.
+    """
+
+    smoothness: Positive | None = None  # L
+    gradient_bound: Positive | None = None  # G; by default the clip norm
+    initial_gap: Positive | None = None  # F0 = f(x0) - f*
+    heterogeneity: NonNegative | None = None  # b²
+    initial_norm_squared: NonNegative | None = None  # ‖x0‖²
+    dimension: Count | None = None  # d
+    dataset_size: Count | None = None  # J
+
+
 class Scenario(Section):
     """One experiment, complete."""
 
@@ -241,6 +257,7 @@ class Scenario(Section):
     privacy: PrivacyChoice
     evaluation: EvaluationSection = EvaluationSection()
     compute: ComputeSection = ComputeSection()
+    plan: PlanSection | None = None
 
     @model_validator(mode="after")
     def _one_number_a_peer(self) -> Scenario:

@@ -1,0 +1,174 @@
+"""Models: what they are, that their initial values are keyed, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.models import (
+    MODELS,
+    build_model,
+    check_model,
+    flatten,
+    parameter_count,
+    unflatten,
+)
+
+IMAGE = (1, 28, 28)
+SIZES = {
+    "linear": 7_850,
+    "mlp": 79_510,
+    "cnn": 105_866,
+    "cnn-small": 105_866,
+    "cnn-dyn-d2p": 54_840,
+    "cnn-pdsl": 20_490,
+    "cnn-feddeper": 3_761_034,
+    "resnet18-gn": 11_172_810,
+}
+FACTORY = """
+from torch import nn
+
+def two_layers(width=5, scale=1.0):
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
+
+def number():
+    return 3
+
+CONSTANT = 1
+"""
+
+
+def test_every_named_model_is_listed_and_has_its_size() -> None:
+    assert set(MODELS) == {*SIZES, "module"}
+    for name, size in SIZES.items():
+        assert parameter_count(build_model(name, IMAGE, 10, seed=1)) == size
+
+
+def test_resnet18_is_the_papers_apart_from_its_norm() -> None:
+    """ResNet-18 for 3 x 32 x 32 images has 20 convolutions, 20 norms and halves its images three times."""
+    model = build_model("resnet18-gn", (3, 32, 32), 10, seed=1)
+    assert sum(isinstance(part, nn.Conv2d) for part in model.modules()) == 20
+    assert sum(isinstance(part, nn.GroupNorm) for part in model.modules()) == 20
+    assert parameter_count(model) == 11_173_962
+    assert model[:-3](torch.zeros(1, 3, 32, 32)).shape == (1, 512, 4, 4)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "cnn-small"])
+def test_initial_parameters_are_keyed_and_global_state_is_left_alone(name: str) -> None:
+    state = torch.get_rng_state()
+    rows = [flatten(build_model(name, (1, 8, 8), 4, seed=seed)) for seed in (1, 1, 2)]
+    assert torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_zeros() -> None:
+    assert not flatten(build_model("mlp", (3,), 2, seed=1, init="zeros")).any()
+
+
+def test_options() -> None:
+    model = build_model("mlp", (2, 3), 4, seed=1, hidden=[7, 5], activation="tanh")
+    assert [type(part).__name__ for part in model] == ["Flatten", "Linear", "Tanh", "Linear", "Tanh", "Linear"]  # type: ignore[union-attr]
+    assert parameter_count(build_model("linear", (3,), 1, seed=1, bias=False)) == 3
+    narrow = build_model("cnn-pdsl", (3, 32, 32), 10, seed=1, kernel=5, hidden=[20])
+    assert narrow(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_flatten_and_unflatten_are_inverse_and_follow_torch_s_order() -> None:
+    model = build_model("mlp", (3,), 2, seed=1, hidden=[4])
+    row = torch.arange(float(parameter_count(model)))
+    unflatten(model, row)
+    assert torch.equal(flatten(model), row)
+    names = [name for name, _ in model.named_parameters()]
+    assert names == ["1.weight", "1.bias", "3.weight", "3.bias"]
+    assert torch.equal(model[1].weight[1], row[3:6])  # type: ignore[index]
+    flatten(model).zero_()
+    assert torch.equal(flatten(model), row)
+    with pytest.raises(ScenarioError, match=r"must be \[26\]"):
+        unflatten(model, row[:-1])
+
+
+@pytest.fixture
+def factory(tmp_path: Path, monkeypatch: Any) -> str:
+    (tmp_path / "own_models.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "own_models"
+
+
+def test_own_module(factory: str) -> None:
+    model = build_model("module", (4,), 3, seed=1, factory=f"{factory}:two_layers", width=6)
+    assert parameter_count(model) == 4 * 6 + 6 + 6 * 3 + 3
+    again = build_model(f"{factory}:two_layers", (4,), 3, seed=1, width=6)
+    assert torch.equal(flatten(model), flatten(again))
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("no_such_package:f", {}, "No module named 'no_such_package'"),
+        ("own_models:none", {}, "has no none"),
+        ("own_models", {}, "must be 'package.module:function'"),
+        ("own_models:CONSTANT", {}, "must be a function"),
+        ("own_models:number", {}, "must be a torch.nn.Module, not int"),
+        ("own_models:two_layers", {"depth": 3}, "unexpected keyword argument 'depth'"),
+    ],
+)
+def test_own_module_that_does_not_fit(factory: str, target: str, options: Any, message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        build_model("module", (4,), 3, seed=1, factory=target, **options)
+
+
+def test_own_module_with_wrong_shapes(factory: str) -> None:
+    target = f"{factory}:two_layers"
+    with pytest.raises(ScenarioError, match=r"turns 2 examples into \[2, 3\]: it must be \[2, 5\]"):
+        build_model("module", (4,), 5, seed=1, factory=target)
+    with pytest.raises(ScenarioError, match="cannot take inputs of shape"):
+        build_model("module", (7,), 3, seed=1, factory=target)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "options", "message"),
+    [
+        ("mpl", (4,), {}, "did you mean 'mlp'"),
+        ("mlp", (4,), {"hiden": [3]}, "no option 'hiden': its options are hidden, activation"),
+        ("mlp", (4,), {"activation": "gelu"}, "relu, tanh"),
+        ("mlp", (4,), {"hidden": [0]}, "positive widths"),
+        ("linear", (4,), {"shape": 3}, "no option 'shape'"),
+        ("linear", (4,), {"init": "ones"}, "init='ones' must be one of default, zeros"),
+        ("cnn-small", (4,), {}, "use linear or mlp"),
+        ("cnn-small", (1, 3, 3), {}, "too small"),
+        ("resnet18-gn", (3, 8, 8), {"groups": 3}, "multiple of groups=3"),
+        ("linear", (), {}, "must be positive"),
+    ],
+)
+def test_bad_arguments_are_refused(name: str, shape: Any, options: Any, message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        build_model(name, shape, 10, seed=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (nn.BatchNorm1d(4), "GroupNorm"),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "running statistics"),
+        (nn.Dropout(0.5), "not keyed by peer and round"),
+        (nn.Linear(2, 2).requires_grad_(False), "frozen parameter"),
+    ],
+)
+def test_models_that_cannot_be_private_are_refused(part: nn.Module, message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        check_model(nn.Sequential(nn.Linear(4, 4), part))
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ScenarioError, match="no parameters"):
+        check_model(nn.Sequential(nn.ReLU()))
+
+
+def test_norms_that_keep_examples_apart_are_accepted() -> None:
+    check_model(nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.LayerNorm(4), nn.Dropout(0.0)))
