@@ -53,6 +53,8 @@ class PrivateStep:
         peers: int64 [m], global ids.
         rows: int64 [m], where these rows stand in the cohort.
         round_index: the round.
+        draw: numbers the step over the whole run; it keys batch and noise.
+        std: noise the cohort will add to out, [m], or None without privacy.
     """
 
     out: Tensor
@@ -64,6 +66,8 @@ class PrivateStep:
     peers: np.ndarray
     rows: np.ndarray
     round_index: int
+    draw: int
+    std: Tensor | None
 
 
 Estimate = Callable[["Cohort", PrivateStep], None]
@@ -94,6 +98,7 @@ class Cohort:
     participation: Participation
     noise: NoiseSource
     learning_rate: LearningRate
+    steps_per_round: int = 1
     plan: PrivacyPlan | None = None
     ledger: CohortLedger | None = None
 
@@ -112,15 +117,16 @@ class Cohort:
         return torch.as_tensor(values, dtype=self.dtype, device=self.device)
 
     def active(self, round_index: int) -> np.ndarray:
-        """Return which rows take a step in a round, bool [m]: participating, and within budget.
+        """Return which rows take their steps in a round, bool [m]: participating, and within budget.
 
-        The ledger is charged here, before any example is read.
+        The ledger is charged here for all steps of the round, before any example is read.
         """
         active = self.participation.active(round_index)[self.peers]
         if self.ledger is None:
             return np.asarray(active)
-        self.ledger.reserve(round_index)
-        return np.asarray(active & self.ledger.allowed(round_index))
+        last = (round_index + 1) * self.steps_per_round - 1
+        self.ledger.reserve(last)
+        return np.asarray(active & self.ledger.allowed(last))
 
     def add_step_(
         self,
@@ -142,38 +148,48 @@ class Cohort:
             estimate: adds the step without noise; the sum above unless an algorithm reduces its variance.
 
         Privacy: one release for each active peer (unit: example, adjacency: zero-out), charged to its
-        ledger before an example is read.
+            ledger before an example is read.
         """
         active = self.active(round_index)
         if active.all():
-            self._step_(out, params, divisor, round_index, np.arange(len(self.peers)), estimate)
+            self.step_rows_(out, params, divisor, round_index, np.arange(len(self.peers)), estimate)
         elif active.any():
             chosen = np.flatnonzero(active)
             rows = torch.as_tensor(chosen, device=self.device)
             part = out[rows]
             point = part if out is params else params[rows]
             share = None if divisor is None else divisor[rows]
-            self._step_(part, point, share, round_index, chosen, estimate)
+            self.step_rows_(part, point, share, round_index, chosen, estimate)
             out[rows] = part
 
-    def _step_(
+    def step_rows_(
         self,
         out: Tensor,
         params: Tensor,
         divisor: Tensor | None,
         round_index: int,
         rows: np.ndarray,
-        estimate: Estimate,
+        estimate: Estimate = stochastic_gradient,
+        local_step: int = 0,
     ) -> None:
-        peers = self.peers[rows]
+        """Add -γ g̃ to `out` for some rows, which `active` has said may step; see `add_step_`.
+
+        Args:
+            out, params, divisor: of these rows alone, [r, d] and [r].
+            rows: int64 [r], where they stand in the cohort.
+            local_step: which step of the round, for algorithms that take several.
+        """
+        peers, draw = self.peers[rows], round_index * self.steps_per_round + local_step
         rate = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[peers]
-        clip = self.plan.clip_norm(round_index)[peers] if self.plan else None
-        batch = self.data.batch(round_index, peers)
-        bound = None if clip is None else self.tensor(clip)
-        estimate(
-            self,
-            PrivateStep(out, params, divisor, batch, bound, self.tensor(-rate), peers, rows, round_index),
-        )
+        clip = self.plan.clip_norm(draw)[peers] if self.plan else None
+        std = None
         if self.plan is not None and clip is not None:
-            std = rate * clip * self.plan.noise_multiplier(round_index)[peers]
-            self.noise.add_(out, self.tensor(std), round_index, peers)
+            std = self.tensor(rate * clip * self.plan.noise_multiplier(draw)[peers])
+        bound = None if clip is None else self.tensor(clip)
+        batch = self.data.batch(draw, peers)
+        step = PrivateStep(
+            out, params, divisor, batch, bound, self.tensor(-rate), peers, rows, round_index, draw, std
+        )
+        estimate(self, step)
+        if std is not None:
+            self.noise.add_(out, std, draw, peers)

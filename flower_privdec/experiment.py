@@ -14,6 +14,7 @@ from flower_privdec.cohort import Cohort, LearningRate
 from flower_privdec.data import Dataset, PeerData, Sampler, load_dataset, partition
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import GradientKernel, build_kernel, resolve_loss
+from flower_privdec.memory import check_memory
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
@@ -94,6 +95,7 @@ class Experiment:
         kernel = build_kernel(
             module.to(device, dtype), scenario.model.loss, memory_bytes=scenario.compute.memory_mib << 20
         )
+        algorithm.check_model(kernel)
         rate = np.broadcast_to(np.asarray(scenario.algorithm.learning_rate, dtype=np.float64), (scenario.n_peers,))
         return cls(
             scenario=scenario,
@@ -120,9 +122,13 @@ class Experiment:
             peers: global ids, or None for the whole network.
             ledger_dir: where the peers' ledgers lie; None keeps no ledger (for tests and timings).
             run_id: names this run in the ledger, so that a resumed run is not charged twice.
+
+        Raises:
+            ScenarioError: when their state does not fit into free memory.
         """
         scenario = self.scenario
         peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
+        check_memory(self, peers)
         ledger = None
         if self.plan is not None and ledger_dir is not None:
             accounts = [self.plan.accounts[peer] for peer in peers]
@@ -144,6 +150,7 @@ class Experiment:
             participation=self.participation,
             noise=build_noise(scenario.compute.generator, scenario.seed, scenario.n_peers, self.device),
             learning_rate=self.learning_rate,
+            steps_per_round=self.algorithm.steps_per_round,
             plan=self.plan,
             ledger=ledger,
         )

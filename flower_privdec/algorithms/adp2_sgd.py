@@ -56,9 +56,11 @@ class WakingEdges:
         return self.graph.n_peers
 
     def edges(self, round_index: int) -> EdgeArray:
-        """Return the event's edge in both directions, [2, 2]."""
+        """Return the event's edge in both directions, [2, 2], or none where the peer has no neighbour just then."""
         peer = self.waking.peer(round_index)
         neighbours = in_neighbors(self.graph.edges(round_index), peer)
+        if not len(neighbours):
+            return edge_array([], self.n_peers)
         pick = keyed_generator(self.waking.seed, "waking-neighbour", round_index).integers(len(neighbours))
         return edge_array([[peer, neighbours[pick]]], self.n_peers, symmetric=True)
 

@@ -17,6 +17,7 @@ from flower_privdec.topology import Topology
 
 if TYPE_CHECKING:
     from flower_privdec.cohort import Cohort
+    from flower_privdec.gradients import GradientKernel
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Algorithm:
         weights: the mixing weights its theory needs, or None when it exchanges nothing.
         program: steps and exchanges of one round, in order.
         slots: how many [m, d] buffers its state holds (for memory estimates).
+        steps_per_round: private steps of an active peer in a round; each is a release.
     """
 
     name: ClassVar[str]
@@ -63,6 +65,7 @@ class Algorithm:
     weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
     program: tuple[Step | Mix, ...]
     slots: ClassVar[int] = 1
+    steps_per_round: int = 1
 
     def __init__(self, section: GradientSection) -> None:
         self.section = section
@@ -72,6 +75,13 @@ class Algorithm:
     ) -> tuple[Mixing, Participation]:
         """Return the mixing over a graph and who is active, as the scenario says unless an algorithm differs."""
         return Mixing(topology, weights, participation), participation
+
+    def check_model(self, kernel: GradientKernel) -> None:
+        """Refuse a model that the algorithm cannot train (none, unless an algorithm says so).
+
+        Raises:
+            ScenarioError: naming what can.
+        """
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return the rows before round 0: every peer starts at the same parameters."""

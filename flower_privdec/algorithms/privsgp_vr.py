@@ -11,8 +11,9 @@ from torch import Tensor
 from flower_privdec.algorithms import snapshot
 from flower_privdec.algorithms.base import State
 from flower_privdec.algorithms.sgp import SGP
-from flower_privdec.algorithms.tables import TABLES
+from flower_privdec.algorithms.tables import TABLES, stacked
 from flower_privdec.cohort import Cohort
+from flower_privdec.gradients import GradientKernel
 from flower_privdec.scenario.algorithms import VRSection
 
 
@@ -47,6 +48,11 @@ class PrivSGPVR(SGP):
         super().__init__(section)
         self.table, self.every = section.table, section.snapshot_every
         self.program = (self.descend, *SGP.program[1:])
+
+    def check_model(self, kernel: GradientKernel) -> None:
+        """Refuse a model that is no stack of linear layers where the table is factored."""
+        if self.table == "factored":
+            stacked(kernel)
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return SGP's rows and the table at x^0."""

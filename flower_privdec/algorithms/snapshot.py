@@ -15,7 +15,7 @@ CHUNK = 1024  # examples of a peer at a time in a full gradient
 
 
 def initial(x: Tensor) -> dict[str, Tensor]:
-    """Return the rows a snapshot needs: the model it was taken at, its step, and whether there is one."""
+    """Return the rows a snapshot needs: the model it was taken at, its noised gradient, and whether there is one."""
     return {"snapshot": x.clone(), "anchor": torch.zeros_like(x), "anchored": x.new_zeros(len(x))}
 
 
@@ -28,16 +28,17 @@ def full_gradient(cohort: Cohort, step: PrivateStep) -> None:
         cohort.kernel.add_clipped_(step.out, step.params, batch, step.clip_norm, scale, step.divisor)
 
 
-def corrected_gradient(state: State, every: int, cohort: Cohort, step: PrivateStep) -> None:
-    """Add scale Σ_b [clip(∇f(z; b)) - clip(∇f(snapshot; b))] and the anchor, -γ times the noised full gradient."""
+def corrected_gradient(state: State, cohort: Cohort, step: PrivateStep) -> None:
+    """Add scale Σ_b [clip(∇f(z; b)) - clip(∇f(snapshot; b))] and -γ times the anchor, the noised full gradient."""
     rows = torch.as_tensor(step.rows, device=cohort.device)
-    taken = step.round_index - step.round_index % every
-    rates = cohort.learning_rate
-    ratio = cohort.tensor((rates.at(step.round_index) / rates.at(taken))[step.peers])
     cohort.kernel.add_clipped_(step.out, step.params, step.batch, step.clip_norm, step.scale, step.divisor)
     back = -step.scale * state.rows["anchored"][rows]
     cohort.kernel.add_clipped_(step.out, state.rows["snapshot"][rows], step.batch, step.clip_norm, back)
-    step.out.addcmul_(ratio.unsqueeze(1), state.rows["anchor"][rows])
+    step.out.addcmul_(-_rate(cohort, step.round_index, step.peers), state.rows["anchor"][rows])
+
+
+def _rate(cohort: Cohort, round_index: int, peers: np.ndarray) -> Tensor:
+    return cohort.tensor(cohort.learning_rate.at(round_index)[peers]).unsqueeze(1)
 
 
 def descend(cohort: Cohort, state: State, every: int) -> None:
@@ -50,12 +51,12 @@ def descend(cohort: Cohort, state: State, every: int) -> None:
     """
     x, w, k = state.rows["x"], state.rows["w"], state.round_index
     if k % every:
-        cohort.add_step_(x, x, k, divisor=w, estimate=partial(corrected_gradient, state, every))
+        cohort.add_step_(x, x, k, divisor=w, estimate=partial(corrected_gradient, state))
         return
     active = torch.as_tensor(np.flatnonzero(cohort.active(k)), device=cohort.device)
-    anchor = torch.zeros_like(x)
-    cohort.add_step_(anchor, x, k, divisor=w, estimate=full_gradient)
+    step = torch.zeros_like(x)
+    cohort.add_step_(step, x, k, divisor=w, estimate=full_gradient)
     state.rows["snapshot"][active] = (x / w.unsqueeze(1))[active]
-    state.rows["anchor"][active] = anchor[active]
+    state.rows["anchor"][active] = (step / -_rate(cohort, k, cohort.peers))[active]
     state.rows["anchored"][active] = 1.0
-    x.add_(anchor)
+    x.add_(step)

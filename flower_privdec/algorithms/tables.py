@@ -20,7 +20,7 @@ from torch import Tensor
 from flower_privdec.cohort import Cohort, PrivateStep
 from flower_privdec.data import Batch
 from flower_privdec.errors import ScenarioError
-from flower_privdec.gradients import Factors, StackedKernel
+from flower_privdec.gradients import Factors, GradientKernel, StackedKernel
 from flower_privdec.gradients.base import coefficient
 
 FILL = 256  # examples at a time when a table is filled at the starting point
@@ -133,7 +133,7 @@ class Factored:
     @staticmethod
     def initial(cohort: Cohort, x: Tensor) -> Rows:
         """Fill the table at x."""
-        kernel = stacked(cohort)
+        kernel = stacked(cohort.kernel)
         longest = int(cohort.data.sampler.partition_sizes[cohort.peers].max())
         rows = {"table.mean": torch.zeros_like(x)}
         for number, layer in enumerate(kernel.layers):
@@ -153,7 +153,7 @@ class Factored:
     @staticmethod
     def add_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
         """Take the whole batch at once: new factors in, old factors out."""
-        kernel, batch = stacked(cohort), step.batch
+        kernel, batch = stacked(cohort.kernel), step.batch
         new = _folded(kernel.factors(step.params, batch, step.divisor), batch, step.clip_norm)
         rows = torch.as_tensor(step.rows, device=cohort.device)
         where = (rows.unsqueeze(1), batch.index)
@@ -179,14 +179,14 @@ class Factored:
         return len(sizes) * (int(sizes.max()) * each + d)
 
 
-def stacked(cohort: Cohort) -> StackedKernel:
-    """Return the kernel of a stack of linear layers, or refuse any other model."""
-    if not isinstance(cohort.kernel, StackedKernel):
+def stacked(kernel: GradientKernel) -> StackedKernel:
+    """Return the kernel of a stack of linear layers, or refuse any other model's."""
+    if not isinstance(kernel, StackedKernel):
         raise ScenarioError(
             "algorithm.table='factored' needs a stack of linear layers (linear or mlp); "
             "use snapshot, blocks or dense for this model"
         )
-    return cohort.kernel
+    return kernel
 
 
 def _folded(factors: Factors, batch: Batch, clip_norm: Tensor | None) -> Factors:

@@ -1,13 +1,8 @@
 """What the command line prints: progress, summaries, plans, graphs and lists."""
 
+from flower_privdec.console.plans import print_plan
 from flower_privdec.console.progress import progress
-from flower_privdec.console.views import (
-    print_comparison,
-    print_parts,
-    print_plan,
-    print_summary,
-    print_topology,
-)
+from flower_privdec.console.views import print_comparison, print_parts, print_summary, print_topology
 
 __all__ = [
     "print_comparison",

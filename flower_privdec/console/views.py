@@ -14,29 +14,23 @@ from rich.table import Table
 
 from flower_privdec.wording import (
     NOTHING,
-    alike,
     claim,
     duration,
     epsilon_range,
-    epsilon_text,
     guarantee,
     headline,
     is_private,
     main_loss,
     meaning,
-    memory,
     number,
-    peer_ranges,
     peers_accuracy,
     peers_range,
     percent,
-    setting,
     shares_models,
 )
 
 PLAIN_WIDTH = 130
 NARROW = 120
-PLAN_COLUMNS = ("sigma", "noise_multiplier", "epsilon", "epsilon_after_quarters", "delta", "claimed_epsilon")
 LARGEST_PICTURE = 32
 ESSENTIAL = ("run", "algorithm", "ε", "mean model", "peers' models", "time")
 
@@ -143,62 +137,6 @@ def comparison_row(summary: dict[str, Any]) -> dict[str, str]:
         "consensus": number(summary["consensus_distance"]),
         "time": duration(summary["wall_seconds"]),
     }
-
-
-def print_plan(plan: dict[str, Any], as_json: bool) -> None:
-    """Print a plan: noise and ε of each peer, cost, graph and warnings."""
-    if as_json:
-        _print_json(plan)
-        return
-    console = _console()
-    console.show(f"{plan['name']}: {len(plan['peers'])} peers, {plan['rounds']:,} rounds", style="bold")
-    console.show(_plan_table(plan))
-    graph = plan["topology"]
-    console.show(
-        _facts(
-            [
-                ("graph", None if graph is None else graph_facts(graph)),
-                ("optimal rounds", None if plan["optimal_rounds"] is None else f"{plan['optimal_rounds']:,}"),
-                ("memory", f"about {memory(plan['memory_bytes'])}"),
-                ("time", f"about {duration(plan['seconds'])} here, from a few timed rounds"),
-            ]
-        )
-    )
-    for warning in plan["warnings"]:
-        console.show(_warning(warning), style="yellow")
-
-
-def _warning(text: str) -> Table:
-    table = Table.grid(padding=(0, 1))
-    table.add_row("warning:", text)
-    return table
-
-
-def _plan_table(plan: dict[str, Any]) -> Table:
-    rounds = plan["rounds"]
-    table = _table(
-        [
-            ("peers", "left"),
-            ("noise multiplier", "right"),
-            (f"σ at rounds 0, {rounds // 2}, {rounds - 1}", "right"),
-            ("ε after each quarter", "right"),
-            ("δ", "right"),
-        ]
-    )
-    claimed = any(row["claimed_epsilon"] is not None for row in plan["peers"])
-    if claimed:
-        table.add_column("claimed ε", justify="right")
-    for peers, row in alike(plan["peers"], PLAN_COLUMNS):
-        sigma = [number(value) for value in row["sigma"]]
-        cells = [
-            peer_ranges(peers),
-            number(row["noise_multiplier"]),
-            sigma[0] if len(set(sigma)) == 1 else ", ".join(sigma),
-            ", ".join(map(epsilon_text, row["epsilon_after_quarters"])),
-            setting(row["delta"]),
-        ]
-        table.add_row(*cells, *([setting(row["claimed_epsilon"])] if claimed else []))
-    return table
 
 
 def graph_facts(graph: dict[str, Any]) -> str:

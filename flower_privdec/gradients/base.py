@@ -92,7 +92,7 @@ class Parameter:
 
     def view(self, rows: Tensor) -> Tensor:
         """View it in rows [..., d] as [..., *shape], without a copy."""
-        return rows.narrow(-1, self.start, self.stop - self.start).view(*rows.shape[:-1], *self.shape)
+        return rows.narrow(-1, self.start, self.stop - self.start).view((*rows.shape[:-1], *self.shape))
 
 
 def layout(module: nn.Module) -> dict[str, Parameter]:

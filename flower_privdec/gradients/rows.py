@@ -45,11 +45,11 @@ class Stored:
 
     def squared(self) -> Tensor:
         """See Piece."""
-        return squares(self.gradients.flatten(1))
+        return squares(self.gradients.reshape(self.gradients.shape[0], -1))
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
         """See Piece."""
-        flat = coefficient @ self.gradients.flatten(1)
+        flat = coefficient @ self.gradients.reshape(self.gradients.shape[0], -1)
         if self.order is not None:
             flat = self.order(flat.view(self.gradients.shape[1:])).reshape(-1)
         total[self.place.start : self.place.stop] += flat

@@ -13,6 +13,7 @@ import numpy as np
 from flower_privdec.data import Sampler
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.events import Release, Spend, plan_spends
+from flower_privdec.privacy.schedules import Schedule
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.algorithms import VRSection
 
@@ -84,24 +85,30 @@ class Snapshot(Mechanism):
         return [spend.release for spend in self.spends(active, scale)]
 
 
-def build_mechanism(scenario: Scenario, sampler: Sampler, peer: int, shape: np.ndarray) -> Mechanism:
+def build_mechanism(scenario: Scenario, sampler: Sampler, peer: int, schedule: Schedule) -> Mechanism:
     """Return the mechanism of one peer under a scenario's algorithm.
 
     Raises:
-        ScenarioError: for a sampling under which the algorithm's release has no proved bound.
+        ScenarioError: for a sampling or a schedule under which the algorithm's release has no proved bound.
     """
     size, batch = int(sampler.partition_sizes[peer]), round(float(sampler.normalizer[peer]))
-    release = Release(
-        sampler.kind.replace("blocks", "blocks-table"), float(sampler.sampling_rate[peer]), size, batch, 1.0
-    )
-    section = scenario.algorithm
-    if not isinstance(section, VRSection) or sampler.kind in ("full", "blocks"):
+    kind, shape, section = sampler.kind, schedule.noise_shape, scenario.algorithm
+    sampling = "blocks-table" if kind == "blocks" else kind
+    release = Release(sampling, float(sampler.sampling_rate[peer]), size, batch, 1.0)
+    if not isinstance(section, VRSection):
         return Mechanism(release, shape)
-    if sampler.kind == "shuffle":
+    if kind == "shuffle":
         raise ScenarioError(
             "data.batch.sampling='shuffle' has no proved privacy with variance reduction, whose table or snapshot "
             "shows every example in every round; use poisson (or uniform)"
         )
     if section.table == "snapshot":
         return Snapshot(release, shape, section.snapshot_every)
-    return Mechanism(replace(release, sampling=f"{sampler.kind}-table"), shape)
+    if kind == "full":  # g - table + mean(table) over all examples is the mean of g
+        return Mechanism(release, shape)
+    if np.ptp(schedule.clip_factor) > 0:  # an entry is as long as the clip norm of the round that made it
+        raise ScenarioError(
+            "privacy.schedule changes the clip norm, and the gradients a table keeps were clipped to that of earlier "
+            "rounds; keep the clip norm constant (noise may change), or use algorithm.table=snapshot"
+        )
+    return Mechanism(replace(release, sampling=f"{kind}-table"), shape)

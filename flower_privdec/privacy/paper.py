@@ -43,7 +43,12 @@ def gdp_mu(epsilon: float, delta: float) -> float:
     def excess(log_mu: float) -> float:
         return math.log(max(gdp_delta(math.exp(log_mu), epsilon), 1e-300)) - math.log(delta)
 
-    return math.exp(optimize.brentq(excess, math.log(1e-6), math.log(1e3), xtol=1e-14, rtol=1e-14))
+    low = high = 0.0
+    while excess(low) > 0:
+        low -= 1
+    while excess(high) < 0:
+        high += 1
+    return math.exp(optimize.brentq(excess, low, high, xtol=1e-14, rtol=1e-14)) if low < high else 1.0
 
 
 def gdp_mu_0(mu_total: float, rate: float, rounds: int, rho_mu: float) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.data import Sampler
+from flower_privdec.errors import ScenarioError
 from flower_privdec.participation import Participation
 from flower_privdec.privacy import paper
 from flower_privdec.privacy.accounting import epsilon
@@ -97,7 +98,7 @@ def build_plan(
     noise = np.empty((scenario.rounds, n_peers))
     accounts, claims = [], []
     for peer in range(n_peers):
-        mechanism = build_mechanism(scenario, sampler, peer, schedule.noise_shape)
+        mechanism = build_mechanism(scenario, sampler, peer, schedule)
         budget, delta = budgets[peer], float(deltas[peer])
         scale, claim = _scale(section, scenario, schedule, mechanism, active[:, peer], budget, delta)
         noise[:, peer] = mechanism.noise(scale)
@@ -109,7 +110,11 @@ def build_plan(
 
 
 def _within_budget(account: Account, rounds: int) -> Account:
-    """Return the account cut to the rounds its budget allows, where the noise was given and not solved for."""
+    """Return the account cut to the rounds its budget allows, where the noise was given and not solved for.
+
+    Raises:
+        ScenarioError: when the budget allows not even one step.
+    """
     if account.budget is None or cost(account, rounds) <= account.budget:
         return account
     low, high = 0, rounds
@@ -117,7 +122,13 @@ def _within_budget(account: Account, rounds: int) -> Account:
         middle = (low + high) // 2
         low, high = (middle, high) if cost(account, middle) <= account.budget else (low, middle)
     parts = (spend.between(0, low) for spend in account.spends)
-    return replace(account, spends=tuple(part for part in parts if part is not None))
+    kept = tuple(part for part in parts if part is not None)
+    if not kept:
+        raise ScenarioError(
+            f"privacy.epsilon={account.budget:g} of peer {account.peer} is below what its first step costs, "
+            f"{cost(account, account.spends[0].from_round + 1):.3g}; raise it or privacy.noise_multiplier"
+        )
+    return replace(account, spends=kept)
 
 
 def _scale(
@@ -135,7 +146,7 @@ def _scale(
     if budget is None or not active.any():
         return 1.0, None
     if section.calibration == "paper":
-        return _paper_scale(section, scenario, schedule, mechanism, int(active.sum()), budget, delta)
+        return _paper_scale(section, scenario, schedule, mechanism, active, budget, delta)
     return scale_for_budget(lambda scale: mechanism.releases(active, scale), budget, delta), None
 
 
@@ -144,12 +155,12 @@ def _paper_scale(
     scenario: Scenario,
     schedule: Schedule,
     mechanism: Mechanism,
-    rounds: int,
+    active: np.ndarray,
     budget: float,
     delta: float,
 ) -> tuple[float, Claim]:
     """Return the scale by eq. 11 (PrivSGP-VR), eq. 8 and 9, or Proposition 4 (Dyn-D2P)."""
-    release = mechanism.release
+    release, rounds = mechanism.release, int(active.sum())
     if schedule.constant and dynamic(scenario.algorithm) is None:
         factor = 3.0 if isinstance(scenario.algorithm, VRSection) else 1.0
         sigma = paper.moments_sigma(
@@ -164,7 +175,7 @@ def _paper_scale(
         return sigma * release.batch_size, Claim(budget)
     total = paper.gdp_mu(budget, delta)
     if schedule.exponential is None:
-        return paper.proposition_4(total, release.sampling_rate, schedule.noise_shape), Claim(budget, total)
+        return paper.proposition_4(total, release.sampling_rate, schedule.noise_shape[active]), Claim(budget, total)
     mu_0 = paper.gdp_mu_0(total, release.sampling_rate, rounds, schedule.exponential[1])
     return 1 / mu_0, Claim(budget, total, mu_0)
 

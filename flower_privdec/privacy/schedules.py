@@ -48,10 +48,10 @@ def build_schedule(scenario: Scenario) -> Schedule:
         raise ValueError("a scenario without privacy has no schedule")
     rounds, section = scenario.rounds, private.schedule
     clip, rho_c, rho_mu = dynamic(scenario.algorithm) or (None, 1.0, 1.0)
-    norms = np.broadcast_to(np.asarray(clip or private.clip_norm, dtype=np.float64), (scenario.n_peers,))
-    if section is not None and (section.clip_norms or section.noise):
-        factor = _stretch(section.clip_norms or [1.0], rounds, "clip_norms")
-        sigma = _stretch(section.noise or [1.0], rounds, "noise")
+    norms = _one_each(clip or private.clip_norm, scenario.n_peers)
+    if section is not None and (section.clip_norms is not None or section.noise is not None):
+        factor = _stretch([1.0] if section.clip_norms is None else section.clip_norms, rounds, "clip_norms")
+        sigma = _stretch([1.0] if section.noise is None else section.noise, rounds, "noise")
         return Schedule(norms, factor, sigma / factor, None)
     if section is not None:
         rho_c, rho_mu = section.rho_c, section.rho_mu
@@ -59,9 +59,18 @@ def build_schedule(scenario: Scenario) -> Schedule:
     return Schedule(norms, rho_c**-share, rho_mu**-share, (rho_c, rho_mu))
 
 
+def _one_each(clip: float | Sequence[float], n_peers: int) -> np.ndarray:
+    """Return the first round's clip norm of every peer."""
+    if np.ndim(clip) and np.size(clip) != n_peers:
+        raise ScenarioError(
+            f"the algorithm's clip norm lists {np.size(clip)} numbers for n_peers={n_peers}: give one a peer"
+        )
+    return np.broadcast_to(np.asarray(clip, dtype=np.float64), (n_peers,))
+
+
 def _stretch(values: Sequence[float], rounds: int, name: str) -> np.ndarray:
     """Return one value a round: the list itself, or straight lines through fewer values."""
-    if len(values) > rounds:
+    if not 1 <= len(values) <= rounds:
         raise ScenarioError(
             f"privacy.schedule.{name} lists {len(values)} values for rounds={rounds}: give one a round, or fewer"
         )

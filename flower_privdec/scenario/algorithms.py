@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from flower_privdec.scenario.fields import Count, PerPeer, Section
+from flower_privdec.scenario.fields import Count, NonNegative, PerPeer, Section
 
 Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
@@ -71,9 +71,52 @@ class AsynchronousSection(GradientSection):
     staleness: Count | None = None  # most events since the model was read; by default 4 n_peers
 
 
+class LocalStepsSection(GradientSection):
+    """Several local steps between two exchanges."""
+
+    name: Literal["fedavg", "scaffold"]
+    local_steps: Count = 10
+
+
+class FedProxSection(GradientSection):
+    """FedAvg with a proximal term."""
+
+    name: Literal["fedprox"]
+    local_steps: Count = 10
+    proximal: NonNegative = 0.01
+
+
+class FedDeperSection(GradientSection):
+    """FedDeper: ρ of the penalty, λ of mixing the personal model, τ local steps (half of them for feddeper*)."""
+
+    name: Literal["feddeper", "feddeper*"]
+    local_steps: Count = 10
+    rho: Annotated[float, Field(ge=0, lt=1)] = 0.003
+    mixing_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+    any_mixing_rate: bool = False
+
+    @model_validator(mode="after")
+    def _mixing_rate_of_the_paper(self) -> FedDeperSection:
+        if self.mixing_rate < 0.5 and not self.any_mixing_rate:
+            raise ValueError(
+                f"mixing_rate={self.mixing_rate} must be in [1/2, 1], for which FedDeper is analysed; "
+                "set any_mixing_rate: true to try another"
+            )
+        return self
+
+
 DynSection = DynD2PSection | DynCSection | DynMuSection | ConstSection
 AlgorithmSection = Annotated[
-    SGDSection | VRSection | DynD2PSection | DynCSection | DynMuSection | ConstSection | AsynchronousSection,
+    SGDSection
+    | VRSection
+    | DynD2PSection
+    | DynCSection
+    | DynMuSection
+    | ConstSection
+    | AsynchronousSection
+    | LocalStepsSection
+    | FedProxSection
+    | FedDeperSection,
     Field(discriminator="name"),
 ]
 

@@ -1,0 +1,86 @@
+"""FedDeper: a depersonalized model that is sent and a personalized one that stays home."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.algorithms.base import State
+from flower_privdec.algorithms.federated import FedAvg
+from flower_privdec.cohort import Cohort, PrivateStep
+from flower_privdec.data import Batch
+from flower_privdec.scenario.algorithms import FedDeperSection
+
+
+class FedDeper(FedAvg):
+    """Train two models a peer: y, pulled away from the personal v towards the common x, and v itself.
+
+        y ← x;  τ times:  y ← y - η (g_i(y) + (ρ/η) (v + y - 2 x)),  v ← v - η g_i(v)    (v fixed in y's step)
+        v ← (1 - λ) v + λ y;   x ← x + mean over active peers of (y - x)
+
+    Both gradients of a step are one batched computation on the same examples. Inactive peers keep v. Over a
+    graph x is the peer's mixed model z = x / w, and v stays home as well.
+
+    Privacy: v never leaves the peer, but the penalty v + y - 2 x carries it into y, which does. So for ρ > 0
+    both gradients are clipped to C and noised with σ C, and everything sent is a function of those two sums
+    and of what came in. One example of the batch moves the pair (Σ g(y), Σ g(v)) by at most sqrt(C² + C²), so a
+    step is one Gaussian release of noise multiplier σ / sqrt(2), and the ledger is charged that. For ρ = 0
+    nothing computed from g(v) is ever sent (y starts at x, and v only takes from y): v's gradient is then
+    neither clipped nor noised, and a step costs what a plain one does. v itself, an unreleased model, is only
+    covered by the ledger's ε when ρ > 0.
+
+    Deviations from the paper: none without privacy.
+
+    Source: FedDeper, Algorithm 1.
+    """
+
+    name: ClassVar[str] = "feddeper"
+    summary: ClassVar[str] = "depersonalized and personalized models (FedDeper, Alg. 1), with a server or over a graph"
+    slots = 2
+
+    def __init__(self, section: FedDeperSection) -> None:
+        super().__init__(section)
+        self.rho, self.mixing_rate = section.rho, section.mixing_rate
+
+    def initial(self, cohort: Cohort) -> dict[str, Tensor]:
+        """Return x, w and the personalized models v = x^0."""
+        rows = super().initial(cohort)
+        return rows | {"personal": rows["x"].clone()}
+
+    def personal(self, rows: dict[str, Tensor]) -> Tensor:
+        """Return each peer's personalized model, [m, d]."""
+        return rows["personal"]
+
+    def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
+        """Walk y and v together; v ends mixed with y."""
+        where = torch.as_tensor(rows, device=cohort.device)
+        pair = torch.stack([start, state.rows["personal"][where]])
+        y, v = pair[0], pair[1]
+
+        def both(cohort: Cohort, step: PrivateStep) -> None:
+            self._both(cohort, pair, step)
+
+        for local_step in range(self.steps_per_round):
+            penalty = (v + y).sub_(start, alpha=2) if self.rho else None
+            cohort.step_rows_(y, y, None, state.round_index, rows, estimate=both, local_step=local_step)
+            if penalty is not None:
+                y.sub_(penalty, alpha=self.rho)
+        state.rows["personal"][where] = torch.lerp(v, y, self.mixing_rate)
+        return y
+
+    def _both(self, cohort: Cohort, pair: Tensor, step: PrivateStep) -> None:
+        """Add -η times both clipped gradients, and v's noise; the cohort adds y's."""
+        stacked = pair.view(-1, pair.shape[-1])
+        batch, clip = step.batch, step.clip_norm
+        if clip is not None and not self.rho:
+            cohort.kernel.add_clipped_(step.out, step.params, batch, clip, step.scale)
+            cohort.kernel.add_clipped_(pair[1], pair[1], batch, None, step.scale)
+            return
+        twice = Batch(*(torch.cat([part, part]) for part in (batch.x, batch.y, batch.weight, batch.index)))
+        bound = None if clip is None else torch.cat([clip, clip])
+        cohort.kernel.add_clipped_(stacked, stacked, twice, bound, torch.cat([step.scale, step.scale]))
+        if step.std is not None:
+            cohort.noise.add_(pair[1], step.std, step.draw, step.peers, "personal")

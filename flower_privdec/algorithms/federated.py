@@ -1,0 +1,145 @@
+"""Methods of several local steps between exchanges: FedAvg, FedProx and SCAFFOLD."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.algorithms.base import Mix, State
+from flower_privdec.algorithms.sgp import SGP
+from flower_privdec.cohort import Cohort
+from flower_privdec.errors import ScenarioError
+from flower_privdec.mixing import Mixing
+from flower_privdec.participation import Participation
+from flower_privdec.scenario.algorithms import FedProxSection, LocalStepsSection
+from flower_privdec.topology import Topology
+
+
+class FedAvg(SGP):
+    """Take τ local steps from the common model, then average over the active peers.
+
+        y ← x,  τ times: y ← y - η g̃_i(y),  then x ← x + mean over active peers of (y - x)
+
+    On topology server every peer holds the same x, so mixing x + (y - x) over the active peers is that mean.
+    On any other graph x is the peer's mixed model (push-sum over z = x / w), and y - z is added to it.
+
+    Privacy: where the scenario has a privacy section, each of the τ steps is a release.
+
+    Deviations from the paper: none without privacy. Source: McMahan et al. 2017, Algorithm 1.
+    """
+
+    name: ClassVar[str] = "fedavg"
+    summary: ClassVar[str] = "several local steps, then averaging (FedAvg); over a graph: local-step push-sum"
+
+    def __init__(self, section: LocalStepsSection) -> None:
+        super().__init__(section)
+        self.steps_per_round = section.local_steps
+        self.program = (self.local, Mix(("x", "w")))
+
+    def local(self, cohort: Cohort, state: State) -> None:
+        """Walk τ steps from z = x / w at every active row, and add the walk to x."""
+        rows = np.flatnonzero(cohort.active(state.round_index))
+        if not len(rows):
+            return
+        where = torch.as_tensor(rows, device=cohort.device)
+        start = state.rows["x"][where] / state.rows["w"][where].unsqueeze(1)
+        walked = self.walk(cohort, state, rows, start)
+        state.rows["x"][where] += walked - start
+
+    def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
+        """Return where τ steps from `start` lead, [active, d]."""
+        y = start.clone()
+        for step in range(self.steps_per_round):
+            pull = self.pull(cohort, state, rows, y, start)
+            cohort.step_rows_(y, y, None, state.round_index, rows, local_step=step)
+            if pull is not None:
+                y.sub_(pull)
+        return y
+
+    def pull(self, cohort: Cohort, state: State, rows: np.ndarray, y: Tensor, start: Tensor) -> Tensor | None:
+        """Return what a step takes away beside η times the gradient, taken before the step; None for nothing."""
+        return None
+
+
+class FedProx(FedAvg):
+    """FedAvg with a proximal term: y ← y - η (g̃_i(y) + μ (y - x)).
+
+    Privacy, deviations: as FedAvg. Source: Li et al. 2020 (FedProx), Algorithm 2, with SGD as the local solver.
+    """
+
+    name = "fedprox"
+    summary = "FedAvg with a proximal term (FedProx)"
+
+    def __init__(self, section: FedProxSection) -> None:
+        super().__init__(section)
+        self.proximal = section.proximal
+
+    def pull(self, cohort: Cohort, state: State, rows: np.ndarray, y: Tensor, start: Tensor) -> Tensor | None:
+        """Return η μ (y - x)."""
+        return self.rate(cohort, state, rows) * self.proximal * (y - start)
+
+    @staticmethod
+    def rate(cohort: Cohort, state: State, rows: np.ndarray) -> Tensor:
+        """Return η of some rows, [active, 1]."""
+        rates = cohort.learning_rate.at(state.round_index)[cohort.peers[rows]]
+        return cohort.tensor(rates).unsqueeze(1)
+
+
+class Scaffold(FedAvg):
+    """FedAvg whose steps are corrected by control variates, c_i of each peer and c of the server.
+
+        τ times: y ← y - η (g̃_i(y) - c_i + c)
+        c_i⁺ = c_i - c + (x - y) / (τ η)                                        (option II)
+        x ← x + mean over active (y - x),  c ← c + (m/n) mean over active (c_i⁺ - c_i)
+
+    A peer sends two vectors a round.
+
+    Privacy: c_i⁺ is computed from what was released, so it costs nothing more.
+
+    Deviations from the paper: none without privacy. Source: Karimireddy et al. 2020, Algorithm 1.
+    """
+
+    name = "scaffold"
+    summary = "FedAvg with control variates (SCAFFOLD); twice the traffic; topology server"
+    slots = 5
+
+    def __init__(self, section: LocalStepsSection) -> None:
+        super().__init__(section)
+        self.program = (self.local, Mix(("x", "w", "change")), self.learn)
+
+    def initial(self, cohort: Cohort) -> dict[str, Tensor]:
+        """Return FedAvg's rows and zero control variates."""
+        rows = super().initial(cohort)
+        return rows | {name: torch.zeros_like(rows["x"]) for name in ("control", "common", "change")}
+
+    def exchange(
+        self, topology: Topology, weights: str, participation: Participation, seed: int
+    ) -> tuple[Mixing, Participation]:
+        """Refuse any graph but the server's: c is one vector that all peers agree on."""
+        if topology.name != "server":
+            raise ScenarioError(f"scaffold on topology {topology.name} must be on topology server: c is common to all")
+        return super().exchange(topology, weights, participation, seed)
+
+    def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
+        """Walk, then renew the control variates of the active rows."""
+        y = super().walk(cohort, state, rows, start)
+        where = torch.as_tensor(rows, device=cohort.device)
+        length = self.steps_per_round * FedProx.rate(cohort, state, rows)
+        change = (start - y) / length - state.rows["common"][where]
+        state.rows["change"][where] = change
+        state.rows["control"][where] += change
+        return y
+
+    def pull(self, cohort: Cohort, state: State, rows: np.ndarray, y: Tensor, start: Tensor) -> Tensor | None:
+        """Return η (c - c_i)."""
+        where = torch.as_tensor(rows, device=cohort.device)
+        shift = state.rows["common"][where] - state.rows["control"][where]
+        return FedProx.rate(cohort, state, rows) * shift
+
+    def learn(self, cohort: Cohort, state: State) -> None:
+        """Add the share of the active peers' mean change to c; `change` was averaged over them."""
+        share = float(cohort.participation.active(state.round_index).mean())
+        state.rows["common"].add_(state.rows["change"], alpha=share)

@@ -1,0 +1,93 @@
+"""Refuse to time what does not compute the same: float64, the same examples, the same injected noise."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.bench.rivals import PeerLoop, Rival
+from flower_privdec.bench.workloads import SEED, Setup, Workload
+from flower_privdec.errors import RunError
+from flower_privdec.randomness import keyed_generator
+from flower_privdec.runtime.engine import Engine
+
+ROUNDS = 2
+TOLERANCE = 1e-9
+
+
+class InjectedNoise:
+    """Noise that everyone can replay: row i of round k is a fixed normal vector."""
+
+    def __init__(self, d: int, device: torch.device) -> None:
+        self.d, self.device = d, device
+
+    def draw(self, round_index: int, peer: int) -> Tensor:
+        """Return the noise of a peer in a round, [d] float64."""
+        generator = keyed_generator(SEED, "injected", round_index, peer)
+        return torch.from_numpy(generator.standard_normal(self.d)).to(self.device)
+
+    def add_(self, out: Tensor, std: Tensor, round_index: int, peers: np.ndarray, purpose: str = "noise") -> None:
+        """Subtract std[i] times the noise of peer i, for the rivals add it to what they subtract."""
+        for row, scale, peer in zip(out, std, peers, strict=True):
+            row.sub_(scale * self.draw(round_index, int(peer)))
+
+
+def start(setup: Setup) -> tuple[Tensor, Tensor]:
+    """Return parameters [n, d] and push weights [n] that differ from peer to peer."""
+    generator = keyed_generator(SEED, "start")
+    n = setup.workload.n_peers
+    first = torch.cat([parameter.detach().flatten() for parameter in setup.module.parameters()])
+    x = first + 0.02 * torch.from_numpy(generator.standard_normal((n, setup.d))).to(first)
+    return x, torch.linspace(0.8, 1.25, n).to(first)
+
+
+def check_equal(workload: Workload, device: torch.device | str, rivals: dict[str, type[Rival]] | None = None) -> None:
+    """Check that the engine and its rivals make the loop's update, from peers that differ.
+
+    Args:
+        workload: what will be timed.
+        device: where.
+        rivals: more ways to check, by name.
+
+    Raises:
+        RunError: one does not; nothing should be timed then.
+    """
+    setup = Setup.build(workload, device, torch.float64)
+    noise = InjectedNoise(setup.d, setup.device)
+    x, w = start(setup)
+    expected = _by_rival(setup, noise, PeerLoop, x, w)
+    _compare(workload.name, "engine", _by_engine(setup.engine(noise), x, w), expected)
+    for name, kind in (rivals or {}).items():
+        _compare(workload.name, name, _by_rival(setup, noise, kind, x, w), expected)
+
+
+def _by_engine(engine: Engine, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    engine.state.rows.update(x=x.clone(), w=w.clone())
+    for _ in range(ROUNDS):
+        engine.round()
+    return engine.state.rows["x"], engine.state.rows["w"]
+
+
+def _by_rival(
+    setup: Setup, noise: InjectedNoise, kind: type[Rival], x: Tensor, w: Tensor
+) -> tuple[Tensor, Tensor]:
+    def draw(round_index: int) -> tuple[Tensor, Tensor]:
+        batch = setup.data.batch(round_index, np.arange(setup.workload.n_peers))
+        return batch.x, batch.y
+
+    rival = kind(setup, noise.draw, draw)
+    rival.load(x.clone(), w.clone())
+    for _ in range(ROUNDS):
+        rival.round()
+    return rival.rows()
+
+
+def _compare(workload: str, name: str, got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    for row, ours, theirs in zip(("x", "w"), got, expected, strict=True):
+        error = float((ours - theirs.to(ours)).abs().max())
+        if not error <= TOLERANCE:
+            raise RunError(
+                f"{workload}: after {ROUNDS} rounds the {name}'s {row} differs from the plain loop's by {error:.1e} "
+                f"in float64, more than {TOLERANCE:.0e}; nothing was timed: run the tests of the gradients"
+            )

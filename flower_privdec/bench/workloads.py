@@ -1,0 +1,168 @@
+"""What is timed: four workloads on synthetic data, and the engine as a scenario would build it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flower_privdec.algorithms import State, build_algorithm
+from flower_privdec.cohort import Cohort, LearningRate
+from flower_privdec.data import Dataset, PeerData, Sampler
+from flower_privdec.errors import ScenarioError
+from flower_privdec.gradients import build_kernel
+from flower_privdec.mixing import Mixing
+from flower_privdec.models import build_model, flatten, parameter_count
+from flower_privdec.participation import build_participation
+from flower_privdec.privacy.plan import PrivacyPlan
+from flower_privdec.randomness import NoiseSource, build_noise, keyed_generator
+from flower_privdec.runtime.engine import Engine
+from flower_privdec.scenario.algorithms import SGDSection
+from flower_privdec.topology import build_topology
+
+SEED = 1
+CLIP_NORM, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.0, 0.05
+FOREVER = 2**31  # rounds; nothing of that length is made
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One line of the benchmark: a network and its model, every example clipped, Gaussian noise, push-sum.
+
+    Attributes:
+        name: what the command calls it.
+        n_peers, batch: peers, and the examples of each in a round (sampled uniformly).
+        shape, n_classes: of the examples.
+        model, options, loss: what every peer trains.
+        examples: how many each peer holds.
+    """
+
+    name: str
+    n_peers: int
+    batch: int
+    shape: tuple[int, ...]
+    n_classes: int
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)
+    loss: str = "cross-entropy"
+    examples: int = 100
+
+    def resized(self, n_peers: int) -> Workload:
+        """Return the same work for another number of peers."""
+        return replace(self, n_peers=n_peers)
+
+    def describe(self) -> str:
+        """Say in a few words what it is."""
+        sizes = self.options.get("hidden")
+        model = "-".join(map(str, [int(np.prod(self.shape)), *sizes, self.n_classes])) if sizes else self.loss
+        return f"{self.n_peers} peers, {self.model} {model}, batch {self.batch}"
+
+
+IMAGES = {"shape": (1, 28, 28), "n_classes": 10}
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("W1", 50, 1, model="mlp", options={"hidden": [100]}, **IMAGES),  # type: ignore[arg-type]
+        Workload("W2", 16, 32, model="mlp", options={"hidden": [200]}, **IMAGES),  # type: ignore[arg-type]
+        Workload("W3", 20, 32, model="cnn-small", **IMAGES),  # type: ignore[arg-type]
+        Workload("W4", 100, 1, (1999,), 2, model="linear", loss="hinge"),  # 1,999 weights and a bias
+    )
+}
+
+
+def choose(names: list[str]) -> list[Workload]:
+    """Return the workloads by name, all of them for none.
+
+    Raises:
+        ScenarioError: an unknown name.
+    """
+    for name in names:
+        if name not in WORKLOADS:
+            raise ScenarioError(f"workload={name!r} must be one of {', '.join(WORKLOADS)}")
+    return [WORKLOADS[name] for name in names or WORKLOADS]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A workload with its data, model and batches, from which the engine and its rivals are built.
+
+    Attributes:
+        data: the peers' examples, sampled as the engine samples them.
+        mixing: push-sum weights on the one-peer directed exponential graph.
+    """
+
+    workload: Workload
+    dataset: Dataset
+    module: nn.Module
+    data: PeerData
+    mixing: Mixing
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def build(
+        cls, workload: Workload, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Setup:
+        """Make the data and the parts all contestants share."""
+        dataset = synthetic(workload)
+        sizes = np.full(workload.n_peers, workload.examples)
+        parts = np.split(np.arange(sizes.sum()), workload.n_peers)
+        sampler = Sampler("uniform", workload.batch, sizes, SEED)
+        outputs = 1 if workload.loss == "hinge" else workload.n_classes
+        module = build_model(workload.model, workload.shape, outputs, seed=SEED, **workload.options)
+        return cls(
+            workload=workload,
+            dataset=dataset,
+            module=module.to(device, dtype),
+            data=PeerData(dataset, parts, sampler, device, dtype),
+            mixing=Mixing(build_topology("directed-exponential", workload.n_peers), "column-stochastic"),
+            device=torch.device(device),
+            dtype=dtype,
+        )
+
+    @property
+    def d(self) -> int:
+        """Return the number of parameters."""
+        return parameter_count(self.module)
+
+    def engine(self, noise: NoiseSource | str) -> Engine:
+        """Return the engine that runs PrivSGP on this workload.
+
+        Args:
+            noise: where the noise comes from, or the name of a generator.
+        """
+        n = self.workload.n_peers
+        source = build_noise(noise, SEED, n, self.device) if isinstance(noise, str) else noise
+        algorithm = build_algorithm(SGDSection(name="privsgp", learning_rate=LEARNING_RATE))
+        cohort = Cohort(
+            peers=np.arange(n),
+            n_peers=n,
+            initial=flatten(self.module),
+            kernel=build_kernel(self.module, self.workload.loss),
+            data=self.data,
+            mixing=self.mixing,
+            participation=build_participation("all", n),
+            noise=source,
+            learning_rate=LearningRate(np.full(n, LEARNING_RATE), 0.0, FOREVER),
+            plan=constant_plan(n),
+        )
+        return Engine(algorithm, cohort, State(cohort.peers, rows=algorithm.initial(cohort)))
+
+
+def constant_plan(n_peers: int) -> PrivacyPlan:
+    """Return the same clip norm and noise for every peer and round; nobody is charged."""
+    ones = np.broadcast_to(1.0, (FOREVER, n_peers))
+    noise = np.broadcast_to(NOISE_MULTIPLIER, ones.shape)
+    return PrivacyPlan(np.broadcast_to(CLIP_NORM, ones.shape), noise, (), (None,) * n_peers, "none")
+
+
+def synthetic(workload: Workload) -> Dataset:
+    """Return random examples of the workload's shape; the test set is a few of the training examples."""
+    generator = keyed_generator(SEED, "benchmark")
+    count = workload.n_peers * workload.examples
+    x = torch.from_numpy(generator.standard_normal((count, *workload.shape), dtype=np.float32))
+    y: Tensor = torch.arange(count) % workload.n_classes
+    return Dataset("synthetic", x, y, x[:64], y[:64], workload.n_classes, "synthetic")

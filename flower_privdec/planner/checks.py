@@ -1,0 +1,148 @@
+"""What looks unsound or dear about a scenario, in sentences with their remedy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flower_privdec.experiment import Experiment
+from flower_privdec.planner.peers import noise_std
+from flower_privdec.privacy.accounting import epsilon
+from flower_privdec.privacy.plan import PrivacyPlan
+from flower_privdec.runtime.recorder import json_number
+from flower_privdec.wording import epsilon_text, number, peer_ranges, setting
+
+WEAK_EPSILON = 10.0
+HOPELESS_SIGNAL = 1.5  # in trials, digits at 2.4 reached 38 %, at 1.1 no more than 22 %, near chance
+LARGEST_EVALUATION_SHARE = 0.3
+DEARER = 1.01  # how much more ε than under Poisson sampling is worth a word
+
+
+def best_signal(experiment: Experiment) -> float:
+    """Return the signal to noise ratio that a run could reach at best, averaged over the network.
+
+        C sqrt(n K a) / (σ sqrt(d))
+
+    The gradients of K rounds, clipped at C and all in one direction, add up to C K; the noise of n peers, a
+    share a of them active, with std σ on each of d coordinates, adds up to a norm of σ sqrt(d K / (n a)).
+    """
+    plan, scenario = experiment.plan, experiment.scenario
+    sigma = np.median(noise_std(experiment, scenario.rounds // 2))
+    if plan is None or sigma == 0:
+        return math.inf
+    clip = float(np.median(plan.clip_norm(scenario.rounds // 2)))
+    together = 1.0 if experiment.mixing is None else scenario.n_peers * (scenario.participation.fraction or 1.0)
+    return clip * math.sqrt(together * scenario.rounds) / float(sigma * math.sqrt(experiment.initial.numel()))
+
+
+def privacy_warnings(experiment: Experiment) -> list[str]:
+    """Return what looks unsound about noise and budgets."""
+    plan = experiment.plan
+    if plan is None:
+        return ["privacy is none: ε = ∞, messages and models may reveal any example"]
+    spent = plan.epsilons(experiment.scenario.rounds)
+    found = [*_claims(plan, spent), *_limits(experiment, plan), *_loose_delta(experiment), *_sampling(plan, spent)]
+    if max(spent) > WEAK_EPSILON:
+        found.append(
+            f"ε reaches {epsilon_text(json_number(max(spent)))}, above {WEAK_EPSILON:g}: a weak guarantee; "
+            "lower privacy.epsilon or the rounds"
+        )
+    signal = best_signal(experiment)
+    if signal < HOPELESS_SIGNAL:
+        found.append(
+            f"signal to noise over the whole run is {number(signal)} even if all gradients agree, too little "
+            "to learn from; take larger batches, more examples a peer, a smaller model or a larger ε"
+        )
+    return found
+
+
+def _claims(plan: PrivacyPlan, spent: list[float]) -> list[str]:
+    """Say where the accountant's ε is above what a paper's formula claims."""
+    above = [peer for peer, claim in enumerate(plan.claims) if claim and spent[peer] > claim.epsilon]
+    if not above:
+        return []
+    claims = [claim.epsilon for claim in plan.claims if claim]
+    exact = [spent[peer] for peer in above]
+    return [
+        f"calibration paper claims ε = {_span(min(claims), max(claims), setting)}; the accountant gives ε = "
+        f"{_span(min(exact), max(exact), lambda value: epsilon_text(json_number(value)))} for the same noise (peers "
+        f"{peer_ranges(above)}): the claim does not hold; calibration rigorous keeps the budget"
+    ]
+
+
+def _span(low: float, high: float, say: Any) -> str:
+    return say(low) if say(low) == say(high) else f"{say(low)}–{say(high)}"
+
+
+def _limits(experiment: Experiment, plan: PrivacyPlan) -> list[str]:
+    """Say where Dyn-D2P's formulas, limits for K far above 1/p², are used at a smaller K."""
+    rounds, rate = experiment.scenario.rounds, float(experiment.sampler.sampling_rate.min())
+    used = [claim for claim in plan.claims if claim and claim.mu_total is not None]
+    needed = 1 / rate**2
+    if not used or rounds >= needed:
+        return []
+    formula = "Proposition 4" if used[0].mu_0 is None else "eq. 8"
+    return [
+        f"{formula} of Dyn-D2P is a limit for K far above (J/b)² = {needed:,.0f}, and rounds={rounds:,} is "
+        f"{'below' if needed < 2 * rounds else f'{needed / rounds:,.0f} times below'} it; use calibration rigorous"
+    ]
+
+
+def _loose_delta(experiment: Experiment) -> list[str]:
+    private, sizes = experiment.scenario.private, experiment.sampler.partition_sizes
+    delta = np.broadcast_to(private.delta if private else 0.0, sizes.shape)
+    loose = np.flatnonzero(delta * sizes >= 1)
+    if not len(loose):
+        return []
+    first = loose[0]
+    return [
+        f"δ = {setting(float(delta[first]))} >= 1/J = 1/{sizes[first]} (peers "
+        f"{peer_ranges(loose.tolist())}): revealing one example outright "
+        f"would be allowed; take δ well below 1/{sizes[loose].max()}"
+    ]
+
+
+def _sampling(plan: PrivacyPlan, spent: list[float]) -> list[str]:
+    """Say how much ε Poisson sampling would save the peer that spends most, at the same noise."""
+    account = plan.accounts[int(np.argmax(spent))]
+    drawn = {spend.release.sampling for spend in account.spends}
+    if not any(kind.startswith("uniform") for kind in drawn) or math.isinf(max(spent)):
+        return []
+    releases = [spend.release for spend in account.spends]
+    poisson = [replace(each, sampling=each.sampling.replace("uniform", "poisson")) for each in releases]
+    other = epsilon(poisson, account.delta)
+    if max(spent) <= DEARER * other:
+        return []
+    return [
+        f"data.batch.sampling uniform costs ε = {epsilon_text(max(spent))} where poisson at the same noise costs "
+        f"{epsilon_text(other)}; use poisson"
+    ]
+
+
+def network_warnings(experiment: Experiment, topology: dict[str, Any] | None) -> list[str]:
+    """Return what to know about participation and graph."""
+    scenario = experiment.scenario
+    found = []
+    if experiment.participation.kind != "all":
+        active = int(experiment.participation.active(0).sum())
+        found.append(
+            f"{active} of {scenario.n_peers} peers are active in a round; who is active can be seen, so it "
+            "amplifies no privacy, and a peer pays for each round in which it is active"
+        )
+    joint = topology["joint_connectivity"] if topology else None
+    if joint is not None and joint > scenario.rounds:
+        found.append(f"rounds={scenario.rounds} end before the graph has joined all peers ({joint} rounds): raise it")
+    return found
+
+
+def cost_warnings(shortage: str | None, evaluation_share: float) -> list[str]:
+    """Return what to know about memory and time."""
+    found = []
+    if shortage is not None:
+        found.append(f"a run would be refused here: {shortage}")
+    if evaluation_share > LARGEST_EVALUATION_SHARE:
+        found.append(f"evaluation takes {100 * evaluation_share:.0f} % of the time; raise evaluation.every")
+    return found

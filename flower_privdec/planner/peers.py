@@ -1,0 +1,68 @@
+"""Each peer's noise, ε over the rounds, and what a paper's formulas say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from flower_privdec.experiment import Experiment
+from flower_privdec.privacy.plan import Claim
+from flower_privdec.privacy.schedules import build_schedule
+from flower_privdec.runtime.recorder import json_number
+from flower_privdec.scenario.algorithms import dynamic
+
+
+def noise_std(experiment: Experiment, round_index: int) -> np.ndarray:
+    """Return σ of every peer: the noise std on each coordinate of its averaged gradient, [n_peers]."""
+    plan = experiment.plan
+    if plan is None:
+        return np.zeros(experiment.scenario.n_peers)
+    sigma = plan.clip_norm(round_index) * plan.noise_multiplier(round_index) / experiment.sampler.normalizer
+    return np.asarray(sigma)
+
+
+def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
+    """Return the plan's row of every peer; see `make_plan`."""
+    rounds, plan, private = experiment.scenario.rounds, experiment.plan, experiment.scenario.private
+    n_peers = experiment.scenario.n_peers
+    sigma = np.stack([noise_std(experiment, k) for k in (0, rounds // 2, rounds - 1)], axis=1)
+    multiplier = np.zeros(n_peers) if plan is None else plan.noise_multiplier(0)
+    quarters = [math.ceil(rounds * quarter / 4) for quarter in (1, 2, 3, 4)]
+    spent = [[math.inf] * n_peers if plan is None else plan.epsilons(k) for k in quarters]
+    delta = None if private is None else np.broadcast_to(private.delta, (n_peers,))
+    claims = [None] * n_peers if plan is None else plan.claims
+    return [
+        {
+            "peer": peer,
+            "sigma": sigma[peer].tolist(),
+            "noise_multiplier": float(multiplier[peer]),
+            "epsilon": json_number(float(spent[-1][peer])),
+            "epsilon_after_quarters": [json_number(float(values[peer])) for values in spent],
+            "delta": None if delta is None else float(delta[peer]),
+            **_claimed(experiment, claims[peer], float(multiplier[peer])),
+        }
+        for peer in range(n_peers)
+    ]
+
+
+def _claimed(experiment: Experiment, claim: Claim | None, multiplier: float) -> dict[str, float | None]:
+    """Return claimed ε and μ_tot, which only a paper's formula has, and μ_0 and μ̄ of a schedule.
+
+    μ_0 = C_0 / σ_0 is Dyn-D2P's per-step budget in round 0, whoever solved for it (eq. 8, or the accountant);
+    where ρ_μ = 1 it is that of every round, μ̄ (eq. 9).
+    """
+    private = experiment.scenario.private
+    found: dict[str, float | None] = dict.fromkeys(("claimed_epsilon", "mu_total", "mu_0", "mu_bar"))
+    if private is None:
+        return found
+    if claim is not None:
+        found |= {"claimed_epsilon": claim.epsilon, "mu_total": claim.mu_total, "mu_0": claim.mu_0}
+    scheduled = dynamic(experiment.scenario.algorithm) is not None or private.schedule is not None
+    if scheduled and found["mu_0"] is None and multiplier > 0:
+        found["mu_0"] = 1 / multiplier
+    exponential = build_schedule(experiment.scenario).exponential if scheduled else None
+    if exponential is not None and exponential[1] == 1.0:
+        found["mu_bar"] = found["mu_0"]
+    return found

@@ -1,0 +1,52 @@
+"""Put the plan of a run together; nothing is charged or written."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from flower_privdec.experiment import Experiment
+from flower_privdec.graphs import connectivity
+from flower_privdec.memory import memory_need, shortage, table_bytes
+from flower_privdec.planner.checks import cost_warnings, network_warnings, privacy_warnings
+from flower_privdec.planner.optimum import optimum
+from flower_privdec.planner.peers import peer_rows
+from flower_privdec.planner.timing import estimate_seconds
+from flower_privdec.scenario.algorithms import VRSection
+
+
+def make_plan(experiment: Experiment) -> dict[str, Any]:
+    """Plan a run: compute its noise and ε, time a few rounds in memory; charge no ledger and write nothing.
+
+    Returns:
+        peers: for each, sigma (noise std on its averaged gradient at rounds 0, K/2 and K-1),
+            noise_multiplier (at round 0), epsilon, epsilon_after_quarters, delta, and what a paper's
+            formulas say (claimed_epsilon, mu_total, mu_0, mu_bar; None where there is none);
+        optimal_rounds and all that `planner.optimum` says of it;
+        memory_bytes, memory (its parts), tables (bytes of each kind, for privsgp-vr) and table (the one used);
+        seconds (None where the run does not fit into memory), topology (None when nothing is exchanged),
+        warnings; infinite ε is the string "inf".
+    """
+    scenario = experiment.scenario
+    section, need, missing = scenario.algorithm, memory_need(experiment), shortage(experiment)
+    seconds, evaluation_share = (None, 0.0) if missing else estimate_seconds(experiment)
+    topology = None if experiment.mixing is None else connectivity(experiment.mixing)
+    table = section.table if isinstance(section, VRSection) else None
+    return {
+        "name": scenario.name,
+        "algorithm": section.name,
+        "rounds": scenario.rounds,
+        "peers": peer_rows(experiment),
+        **optimum(experiment),
+        "memory_bytes": need.total,
+        "memory": asdict(need),
+        "tables": table_bytes(experiment) if table else None,
+        "table": table,
+        "seconds": seconds,
+        "topology": topology,
+        "warnings": [
+            *privacy_warnings(experiment),
+            *network_warnings(experiment, topology),
+            *cost_warnings(missing, evaluation_share),
+        ],
+    }

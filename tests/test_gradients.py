@@ -1,0 +1,474 @@
+"""Every gradient kernel against the plain loop, and the laws clipping rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.gradients import (
+    KERNELS,
+    LOSSES,
+    GradientKernel,
+    StackedKernel,
+    build_kernel,
+    resolve_loss,
+)
+from flower_privdec.gradients.factored import FactoredKernel
+from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
+from flower_privdec.models import build_model, flatten, parameter_count
+
+CLASSES = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    y: Tensor
+    weight: Tensor
+
+    def rows(self, rows: Any) -> Batch:
+        return Batch(self.x[rows], self.y[rows], self.weight[rows])
+
+
+class Residual(nn.Module):
+    """A block whose layers are not a chain, with a norm and a pooling of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1, bias=False)
+        self.norm = nn.GroupNorm(2, 4)
+        self.second = nn.Conv2d(4, 4, 3, padding="same", dilation=2)
+        self.last = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        x = torch.relu(x + self.second(torch.relu(x)))
+        return self.last(x.mean((2, 3)))
+
+
+class Recurrent(nn.Module):
+    """Layers called several times, over sequences: images [b, 2, 6, 6] seen as 12 steps of 6 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.outer = nn.Linear(6, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1, 2)
+        for _ in range(2):
+            x = torch.tanh(self.inner(x))
+        return self.outer(x).mean(1) + self.outer(x[:, 0])
+
+
+class Scaled(nn.Module):
+    """A parameter of its own and a LayerNorm: nothing but vmap fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.norm = nn.LayerNorm(72)
+        self.layer = nn.Linear(72, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.norm(x.flatten(1)) * self.scale)
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight, and a part that no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(72, 72)
+        self.second = nn.Linear(72, 72)
+        self.second.weight = self.first.weight
+        self.idle = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x.flatten(1))))[:, :CLASSES]
+
+
+def strided() -> nn.Module:
+    """Convolutions with every option, wide and narrow, sharing one in-place activation."""
+    relu = nn.ReLU(inplace=True)
+    return nn.Sequential(
+        nn.Conv2d(2, 9, (3, 2), stride=(1, 2), padding=(2, 1)),
+        relu,
+        nn.Identity(),
+        nn.MaxPool2d(3, stride=2, padding=1, ceil_mode=True),
+        nn.Sequential(nn.Conv2d(9, 3, 2, dilation=(2, 1), bias=False), relu),
+        nn.Conv2d(3, 3, 1),
+        nn.Flatten(),
+        relu,
+        nn.LazyLinear(5),
+        nn.Tanh(),
+        nn.Linear(5, CLASSES),
+    )
+
+
+def named(name: str, **options: Any) -> Any:
+    return lambda outputs: build_model(name, SHAPE, outputs, seed=3, **options)
+
+
+SHAPE = (2, 6, 6)
+MODELS: dict[str, tuple[Any, type]] = {
+    "linear": (named("linear"), StackedKernel),
+    "linear without bias": (named("linear", bias=False), StackedKernel),
+    "mlp": (named("mlp", hidden=[7, 5]), StackedKernel),
+    "mlp tanh": (named("mlp", hidden=[6], activation="tanh"), StackedKernel),
+    "cnn-small": (named("cnn-small", channels=[4, 9], hidden=[8]), FactoredKernel),
+    "cnn-dyn-d2p": (named("cnn-dyn-d2p", hidden=[6]), FactoredKernel),
+    "cnn-pdsl": (named("cnn-pdsl", channels=[3, 4]), FactoredKernel),
+    "cnn-feddeper": (named("cnn-feddeper", channels=[4, 8], hidden=[9, 6]), FactoredKernel),
+    "resnet18-gn": (named("resnet18-gn", groups=2, width=4), FactoredKernel),
+    "strided": (lambda _: strided(), FactoredKernel),
+    "residual": (lambda _: Residual(), FactoredKernel),
+    "recurrent": (lambda _: Recurrent(), FactoredKernel),
+    "scaled": (lambda _: Scaled(), VmapKernel),
+    "tied": (lambda _: Tied(), VmapKernel),
+}
+ORDER = {"stacked": StackedKernel, "factored": FactoredKernel, "vmap": VmapKernel}
+FITTING = [  # every kernel from the fastest that fits on
+    (name, kind) for name, (_, best) in MODELS.items() for kind in list(ORDER)[list(ORDER.values()).index(best) :]
+]
+MARGINS = [name for name, loss in LOSSES.items() if loss.single]
+
+
+def module_of(name: str, outputs: int = CLASSES) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        module = MODELS[name][0](outputs)
+        module(torch.zeros(2, *SHAPE))  # lazy layers take their shape
+    return module
+
+
+def problem(module: nn.Module, m: int, examples: int, dtype: torch.dtype, seed: int = 0) -> Any:
+    """Rows near the module's parameters, a batch, clip norms (one out of reach), scales and divisors."""
+    g = torch.Generator().manual_seed(seed)
+    d = parameter_count(module)
+    params = flatten(module) + 0.1 * torch.randn(m, d, generator=g)
+    x = torch.randn(m, examples, *SHAPE, generator=g)
+    y = torch.randint(0, CLASSES, (m, examples), generator=g)
+    weight = (torch.rand(m, examples, generator=g) < 0.7).float()
+    clip = torch.rand(m, generator=g) + 0.05
+    clip[-1] = 1e6
+    scale = torch.randn(m, generator=g)
+    divisor = 0.5 + torch.rand(m, generator=g)
+    batch = Batch(x.to(dtype), y, weight.to(dtype))
+    return params.to(dtype), batch, clip.to(dtype), scale.to(dtype), divisor.to(dtype)
+
+
+def added(kernel: GradientKernel, params: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """What the kernel adds to zeros, and the norms."""
+    out = torch.zeros_like(params)
+    norms = kernel.add_clipped_(out, params, *rest)
+    return out, norms
+
+
+def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Compare rows by the norm of their difference over the norm of what is expected."""
+    error, size = (actual - expected).flatten(1).norm(dim=1), expected.flatten(1).norm(dim=1)
+    assert (error <= tolerance * size + 1e-30).all(), (error / size).max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_auto_takes_the_fastest_kernel_that_fits(name: str) -> None:
+    assert type(build_kernel(module_of(name), "cross-entropy")) is MODELS[name][1]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("name", "kind"), FITTING)
+def test_kernels_agree_with_the_loop(name: str, kind: str, dtype: torch.dtype, tolerance: float) -> None:
+    """With and without clipping and divisor, with padding, for one example and several, in place or not."""
+    module = module_of(name)
+    kernel, oracle = (build_kernel(module, "cross-entropy", kind=which) for which in (kind, "loop"))
+    for examples in (1, 3):
+        params, batch, clip, scale, divisor = problem(module, 3, examples, dtype)
+        for bound, share in ((clip, None), (None, None), (clip, divisor)):
+            expected, norms = added(oracle, params, batch, bound, scale, share)
+            own = params.clone()
+            found = kernel.add_clipped_(own, own, batch, bound, scale, share)
+            counted = batch.weight > 0
+            torch.testing.assert_close(found[counted], norms[counted], rtol=tolerance, atol=0)
+            if dtype == torch.float64:
+                assert_near(own - params, expected, tolerance)
+            assert_near(added(kernel, params, batch, bound, scale, share)[0], expected, tolerance)
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "cnn-small"])
+@pytest.mark.parametrize("loss", MARGINS)
+@pytest.mark.parametrize("kind", ["auto", "factored", "vmap"])
+def test_margin_losses_agree_with_the_loop(name: str, loss: str, kind: str) -> None:
+    module = module_of(name, 1)
+    kernel, oracle = (build_kernel(module, loss, kind=which) for which in (kind, "loop"))
+    params, batch, clip, scale, divisor = problem(module, 3, 4, torch.float64)
+    batch = replace(batch, y=batch.y % 2)
+    for share in (None, divisor):
+        expected, _ = added(oracle, params, batch, clip, scale, share)
+        assert_near(added(kernel, params, batch, clip, scale, share)[0], expected, 1e-10)
+
+
+def test_loop_agrees_with_the_formula_of_softmax_regression() -> None:
+    """The oracle itself: g = (softmax(W x + b) - e_y) (x, 1)^T, clipped by hand."""
+    module = module_of("linear")
+    params, batch, clip, scale, _ = problem(module, 2, 3, torch.float64)
+    out, norms = added(build_kernel(module, "cross-entropy", kind="loop"), params, batch, clip, scale)
+    for i in range(2):
+        weight, bias = params[i, :-CLASSES].view(CLASSES, -1), params[i, -CLASSES:]
+        expected = torch.zeros_like(params[i])
+        for b in range(3):
+            x = batch.x[i, b].flatten()
+            delta = torch.softmax(weight @ x + bias, 0) - functional.one_hot(batch.y[i, b], CLASSES)
+            gradient = torch.cat([torch.outer(delta, x).flatten(), delta])
+            assert norms[i, b].item() == pytest.approx(gradient.norm().item())
+            expected += batch.weight[i, b] * gradient * min(1.0, float(clip[i] / gradient.norm()))
+        torch.testing.assert_close(out[i], scale[i] * expected)
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_logits_are_the_module_s_outputs(kind: str) -> None:
+    module = module_of("mlp")
+    params, batch, *_ = problem(module, 3, 5, torch.float64)
+    kernel = build_kernel(module, "cross-entropy", kind=kind, memory_bytes=30_000)
+    x = batch.x.flatten(0, 1)
+    logits = kernel.logits(params, x)
+    assert logits.shape == (3, 15, CLASSES)
+    layers = [part for part in module if isinstance(part, nn.Linear)]  # type: ignore[union-attr]
+    for row, output in zip(params, logits, strict=True):
+        start, a = 0, x.flatten(1)
+        for layer in layers:
+            o, i = layer.weight.shape
+            weight = row[start : start + o * i].view(o, i)
+            start += o * i + o
+            a = functional.linear(a, weight, row[start - o : start])
+            a = a if layer is layers[-1] else a.relu()
+        torch.testing.assert_close(output, a)
+
+
+@pytest.mark.parametrize("name", ["mlp", "linear", "cnn-small", "residual", "scaled"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6)])
+def test_row_law(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """step(state)[i] == step(state[i:i+1])."""
+    module = module_of(name)
+    for examples in (1, 5):
+        params, batch, clip, scale, divisor = problem(module, 5, examples, dtype)
+        batch.weight[2] = 0
+        whole, norms = added(build_kernel(module, "cross-entropy"), params, batch, clip, scale, divisor)
+        kernel = build_kernel(module, "cross-entropy")
+        for rows in (slice(0, 1), slice(2, 3), slice(3, 5), [4, 0]):
+            part, part_norms = added(kernel, params[rows], batch.rows(rows), clip[rows], scale[rows], divisor[rows])
+            assert_near(part, whole[rows], tolerance)
+            torch.testing.assert_close(part_norms, norms[rows], rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn-small", "residual", "scaled"])
+def test_memory_bounds_do_not_change_the_result(name: str) -> None:
+    module = module_of(name)
+    params, batch, clip, scale, divisor = problem(module, 4, 6, torch.float64)
+    for share in (None, divisor):
+        expected = added(build_kernel(module, "cross-entropy"), params, batch, clip, scale, share)
+        tight = build_kernel(module, "cross-entropy", memory_bytes=1)
+        own = params.clone()
+        norms = tight.add_clipped_(own, own, batch, clip, scale, share)
+        assert_near(own - params, expected[0], 1e-12)
+        counted = batch.weight > 0
+        torch.testing.assert_close(norms[counted], expected[1][counted])
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn-small", "scaled"])
+@pytest.mark.parametrize("kind", ["auto", "loop"])
+def test_padding_and_empty_batches_add_nothing(name: str, kind: str) -> None:
+    module = module_of(name)
+    params, batch, clip, scale, _ = problem(module, 3, 4, torch.float64)
+    kernel = build_kernel(module, "cross-entropy", kind=kind)
+    nothing = replace(batch, weight=torch.zeros_like(batch.weight))
+    assert not added(kernel, params, nothing, clip, scale)[0].any()
+    padded = Batch(
+        torch.cat([batch.x, batch.x[:, :1]], 1),
+        torch.cat([batch.y, batch.y[:, :1]], 1),
+        torch.cat([batch.weight, torch.zeros(3, 1, dtype=torch.float64)], 1),
+    )
+    assert_near(added(kernel, params, padded, clip, scale)[0], added(kernel, params, batch, clip, scale)[0], 1e-12)
+    empty = Batch(batch.x[:, :0], batch.y[:, :0], batch.weight[:, :0])
+    out, norms = added(kernel, params, empty, clip, scale)
+    assert norms.shape == (3, 0)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("name", ["linear", "mlp", "cnn-small", "residual", "scaled"])
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    clip=st.floats(1e-4, 10),
+    scale=st.floats(-10, 10).filter(lambda value: abs(value) > 1e-3),
+    size=st.floats(0.01, 30),
+)
+def test_one_example_moves_a_row_by_at_most_the_clip_norm(
+    name: str, seed: int, clip: float, scale: float, size: float
+) -> None:
+    """In float32, as in a run: |with - without| <= |scale| * clip_norm, and equality where it is clipped."""
+    module = module_of(name)
+    params, batch, *_ = problem(module, 1, 3, torch.float32, seed)
+    batch = replace(batch, x=size * batch.x, weight=torch.ones(1, 3))
+    without = replace(batch, weight=torch.tensor([[1.0, 0.0, 1.0]]))
+    bound, factor = torch.tensor([clip]), torch.tensor([scale])
+    kernel = build_kernel(module, "cross-entropy")
+    whole, norms = added(kernel, params, batch, bound, factor)
+    rest, _ = added(kernel, params, without, bound, factor)
+    limit, moved = abs(scale) * clip, (whole - rest).norm().item()
+    assert moved <= limit * (1 + 1e-4)
+    assert moved == pytest.approx(abs(scale) * min(clip, norms[0, 1].item()), rel=1e-3, abs=1e-6 * limit)
+
+
+@pytest.mark.parametrize("name", ["mlp", "linear", "cnn-small", "scaled"])
+def test_divisor_is_division_of_the_parameters(name: str) -> None:
+    module = module_of(name)
+    params, batch, clip, scale, divisor = problem(module, 3, 3, torch.float64)
+    kernel = build_kernel(module, "cross-entropy")
+    expected = added(kernel, params / divisor[:, None], batch, clip, scale)
+    found = added(kernel, params, batch, clip, scale, divisor)
+    assert_near(found[0], expected[0], 1e-12)
+    torch.testing.assert_close(found[1], expected[1])
+
+
+def test_factors_rebuild_the_gradients() -> None:
+    """sum_l |delta|^2 (|a|^2 + 1) is the norm; accumulate_ with any coefficient is the weighted sum."""
+    module = module_of("mlp")
+    params, batch, _, _, divisor = problem(module, 3, 4, torch.float64)
+    kernel = build_kernel(module, "cross-entropy")
+    assert isinstance(kernel, StackedKernel)
+    factors = kernel.factors(params, batch, divisor)
+    before = [value.clone() for value in (*factors.deltas, *factors.activations)]
+    weights = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    total = kernel.accumulate_(torch.zeros_like(params), factors, weights)
+    oracle = build_kernel(module, "cross-entropy", kind="loop")
+    ones = torch.ones(3, dtype=torch.float64)
+    expected, norms = added(oracle, params, replace(batch, weight=weights), None, ones, divisor)
+    assert_near(total, expected, 1e-12)
+    torch.testing.assert_close(factors.norms, norms)
+    for value, old in zip((*factors.deltas, *factors.activations), before, strict=True):
+        assert torch.equal(value, old)
+
+
+def test_rows_may_be_views_of_a_wider_buffer() -> None:
+    module = module_of("mlp")
+    params, batch, clip, scale, _ = problem(module, 3, 2, torch.float64)
+    kernel = build_kernel(module, "cross-entropy")
+    wide = torch.zeros(3, kernel.d + 11, dtype=torch.float64)
+    rows = wide[:, 4 : 4 + kernel.d]
+    rows.copy_(params)
+    kernel.add_clipped_(rows, rows, batch, clip, scale)
+    torch.testing.assert_close(rows, params + added(kernel, params, batch, clip, scale)[0])
+    assert not wide[:, :4].any()
+    assert not wide[:, 4 + kernel.d :].any()
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn-small", "residual", "scaled"])
+def test_the_module_is_left_as_it_was(name: str) -> None:
+    module = module_of(name)
+    before = flatten(module).clone()
+    params, batch, clip, scale, _ = problem(module, 2, 2, torch.float64)
+    added(build_kernel(module, "cross-entropy"), params, batch, clip, scale)
+    assert torch.equal(flatten(module), before)
+    assert all(p.requires_grad and p.grad is None and p.dtype == torch.float32 for p in module.parameters())
+    assert not any(part._forward_hooks for part in module.modules())
+
+
+class Around(nn.Module):
+    """Uses a layer's weight behind the layer's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(72, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        return self.layer(x) + functional.linear(x.tanh(), self.layer.weight)
+
+
+class Centred(nn.Module):
+    """Lets the examples of a batch depend on each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(72, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        return self.layer(x - 0.5 * x.mean(0))
+
+
+@pytest.mark.parametrize("module", [Around(), Centred()], ids=["weight used elsewhere", "batch mixed"])
+def test_modules_that_only_look_factorable_are_caught(module: nn.Module) -> None:
+    params, batch, clip, scale, _ = problem(module, 2, 3, torch.float64)
+    batch.weight.fill_(1)
+    kernel = build_kernel(module, "cross-entropy")
+    assert isinstance(kernel, FactoredKernel)
+    with pytest.raises(ScenarioError, match="set gradients to vmap"):
+        added(kernel, params, batch, clip, scale)
+    vmap, oracle = (build_kernel(module, "cross-entropy", kind=kind) for kind in ("vmap", "loop"))
+    expected, _ = added(oracle, params, batch, clip, scale)
+    assert_near(added(vmap, params, batch, clip, scale)[0], expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "message"),
+    [
+        (nn.Linear(2, 2), {"kind": "ghost"}, "gradients='ghost' must be one of auto, stacked"),
+        (nn.Conv2d(1, 1, 1), {"kind": "stacked"}, "needs a Sequential"),
+        (nn.LayerNorm(3), {"kind": "factored"}, "needs every parameter in"),
+        (nn.Linear(2, 2), {"loss": "hinges"}, "did you mean 'hinge'"),
+        (nn.Linear(2, 2), {"memory_bytes": 0}, "memory_bytes=0 must be > 0"),
+        (nn.BatchNorm1d(2), {}, "GroupNorm"),
+    ],
+)
+def test_bad_arguments_are_refused(module: nn.Module, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        build_kernel(module, options.pop("loss", "cross-entropy"), **options)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_derivative_is_the_value_s(name: str) -> None:
+    loss, g = LOSSES[name], torch.Generator().manual_seed(0)
+    outputs = 3 * torch.randn(5, 7, 1 if loss.single else CLASSES, generator=g, dtype=torch.float64)
+    outputs.requires_grad_()
+    labels = torch.randint(0, 2, (5, 7), generator=g)
+    value = loss.value(outputs, labels)
+    assert value.shape == (5, 7)
+    (expected,) = torch.autograd.grad(value.sum(), outputs)
+    assert expected.any()
+    torch.testing.assert_close(loss.derivative(outputs.detach(), labels), expected)
+
+
+def test_losses_are_what_their_names_say() -> None:
+    outputs, labels = torch.tensor([[0.3], [2.0], [-1.0]]), torch.tensor([1, 0, 0])
+    margin = torch.tensor([0.3, -2.0, 1.0])
+    expected = {
+        "logistic": torch.log1p(torch.exp(-margin)),
+        "hinge": (1 - margin).clamp(min=0),
+        "squared-hinge": (1 - margin).clamp(min=0) ** 2,
+    }
+    for name, values in expected.items():
+        torch.testing.assert_close(LOSSES[name].value(outputs, labels), values)
+        assert LOSSES[name].predict(outputs).tolist() == [1, 1, 0]
+        assert LOSSES[name].n_outputs(2) == 1
+        with pytest.raises(ScenarioError, match="needs two classes"):
+            LOSSES[name].n_outputs(3)
+    softmax, many = resolve_loss("cross-entropy"), torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    target = torch.tensor([0, 1, 2, 0, 1, 2])
+    reference = functional.cross_entropy(many, target, reduction="none")
+    torch.testing.assert_close(softmax.value(many, target), reference)
+    assert torch.equal(softmax.predict(many), many.argmax(1))
+    assert softmax.n_outputs(3) == 3
+
+
+def test_loop_is_the_oracle_s_kind() -> None:
+    assert isinstance(build_kernel(nn.Linear(2, 2), "cross-entropy", kind="loop"), LoopKernel)
