@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from flower_privdec.experiment import Experiment
 
 CGROUP = Path("/sys/fs/cgroup")
+HEADROOM = 0.9  # how much of the free memory a run may plan with
+CHECKPOINT_COPIES = 2  # of the state, while it is written: its tensors' bytes, and the file's
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,19 @@ class MemoryNeed:
             is another.
         batch: for one round's batch of every peer, the input and twice the outputs of all leaf modules
             (forward and backward), capped by compute.memory_mib, which the gradient kernel keeps to.
+        checkpoint: the copies of rows and table that are made while a checkpoint is written.
     """
 
     state: int
     table: int
     data: int
     batch: int
+    checkpoint: int
 
     @property
     def total(self) -> int:
         """Return the sum of all parts."""
-        return self.state + self.table + self.data + self.batch
+        return self.state + self.table + self.data + self.batch + self.checkpoint
 
 
 def memory_need(experiment: Experiment) -> MemoryNeed:
@@ -56,17 +60,27 @@ def memory_need(experiment: Experiment) -> MemoryNeed:
     data = sum(t.nbytes for t in (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test))
     per_example = math.prod(dataset.input_shape) + 2 * outputs_per_example(experiment.module, dataset.input_shape)
     batch = int(experiment.sampler.normalizer.sum() * per_example * each)
+    table = _chosen_table_bytes(experiment, np.arange(scenario.n_peers))
     return MemoryNeed(
         state=_state_bytes(experiment, scenario.n_peers),
-        table=_chosen_table_bytes(experiment, np.arange(scenario.n_peers)),
+        table=table,
         data=data + _copy_bytes(experiment),
         batch=min(batch, scenario.compute.memory_mib << 20),
+        checkpoint=_checkpoint_bytes(experiment, scenario.n_peers, table),
     )
 
 
+def _row_bytes(experiment: Experiment) -> int:
+    return experiment.initial.numel() * experiment.initial.element_size()
+
+
 def _state_bytes(experiment: Experiment, rows: int) -> int:
-    row = experiment.initial.numel() * experiment.initial.element_size()
-    return max(3, experiment.algorithm.slots + 1) * rows * row
+    return max(3, experiment.algorithm.slots + 1) * rows * _row_bytes(experiment)
+
+
+def _checkpoint_bytes(experiment: Experiment, rows: int, table: int) -> int:
+    copies = CHECKPOINT_COPIES + (experiment.device.type != "cpu")
+    return copies * (experiment.algorithm.slots * rows * _row_bytes(experiment) + table)
 
 
 def _copy_bytes(experiment: Experiment) -> int:
@@ -84,13 +98,13 @@ def table_bytes(experiment: Experiment, peers: np.ndarray | None = None) -> dict
     """
     sampler, kernel, d = experiment.sampler, experiment.kernel, experiment.initial.numel()
     sizes = sampler.partition_sizes if peers is None else sampler.partition_sizes[peers]
-    stack = isinstance(kernel, StackedKernel)
-    widths = [(layer.weight.shape[1], layer.weight.shape[0]) for layer in kernel.layers] if stack else []
+    layers = kernel.layers if isinstance(kernel, StackedKernel) else []
+    widths = [(layer.weight.shape[1], layer.weight.shape[0]) for layer in layers]
     batch, each = round(float(sampler.normalizer.max())), experiment.initial.element_size()
     floats = {name: table.floats(sizes, d, widths, batch) for name, table in TABLES.items()}
     floats["snapshot"] = len(sizes) * (2 * d + 1)  # a model, its step, and whether there is one
     order = ("factored", "blocks", "snapshot", "dense")
-    return {name: None if name == "factored" and not stack else floats[name] * each for name in order}
+    return {name: None if name == "factored" and not layers else floats[name] * each for name in order}
 
 
 def _chosen_table_bytes(experiment: Experiment, peers: np.ndarray) -> int:
@@ -117,28 +131,38 @@ def _reclaimable() -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
+def _fits(experiment: Experiment, rows: int, table: int) -> bool:
+    """Return whether so many peers with a table of so many bytes fit into what is free, checkpoint included."""
+    there = _state_bytes(experiment, rows) + table + _copy_bytes(experiment)
+    host = _checkpoint_bytes(experiment, rows, table)
+    if experiment.device.type == "cpu":
+        return there + host <= HEADROOM * available_bytes(experiment.device)
+    on_device = there <= HEADROOM * available_bytes(experiment.device)
+    return on_device and host <= HEADROOM * available_bytes(torch.device("cpu"))
+
+
 def shortage(experiment: Experiment, peers: np.ndarray | None = None) -> str | None:
     """Say what of a run does not fit into free memory and what would, or return None where all fits.
 
-    The data set is in memory already; counted are the state, the table and a copy of the examples.
+    The data set is in memory already; counted are state, table, a copy of the examples, and checkpoints.
     """
     peers = np.arange(experiment.scenario.n_peers) if peers is None else peers
-    table = _chosen_table_bytes(experiment, peers)
-    needed = _state_bytes(experiment, len(peers)) + table + _copy_bytes(experiment)
-    free = available_bytes(experiment.device)
-    if needed <= free:
+    rows, table = len(peers), _chosen_table_bytes(experiment, peers)
+    if _fits(experiment, rows, table):
         return None
-    if table <= 0.5 * needed:
-        return (
-            f"n_peers={len(peers)} models of {experiment.initial.numel():,} parameters need about {memory(needed)} "
-            f"and {memory(free)} are free; use fewer peers, a smaller model or a larger machine"
-        )
-    others = {name: size for name, size in table_bytes(experiment, peers).items() if size is not None}
-    fitting = [f"{name} ({memory(size)})" for name, size in others.items() if needed - table + size <= free]
-    remedy = f"use {' or '.join(fitting)}" if fitting else "use fewer peers or a larger machine"
+    state = _state_bytes(experiment, rows)
+    needed = memory(state + table + _copy_bytes(experiment) + _checkpoint_bytes(experiment, rows, table))
+    free = f"about {needed}, checkpoints included, and {memory(available_bytes(experiment.device))} are free"
     section = experiment.scenario.algorithm
-    chosen = section.table if isinstance(section, VRSection) else ""
-    return f"algorithm.table='{chosen}' needs about {memory(needed)} and {memory(free)} are free; {remedy}"
+    if not isinstance(section, VRSection) or table <= state:
+        return (
+            f"n_peers={rows} with models of {experiment.initial.numel():,} parameters need {free}; use fewer peers, "
+            "a smaller model or a larger machine"
+        )
+    others = table_bytes(experiment, peers).items()
+    fitting = [f"{name} ({memory(size)})" for name, size in others if size and _fits(experiment, rows, size)]
+    remedy = f"use {' or '.join(fitting)}" if fitting else "use fewer peers or a larger machine"
+    return f"algorithm.table='{section.table}' needs {free}; {remedy}"
 
 
 def check_memory(experiment: Experiment, peers: np.ndarray | None = None) -> None:

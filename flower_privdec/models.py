@@ -56,8 +56,8 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_generator(seed, "model").integers(2**63)))
         module = factory()
-    check_model(module, name)
-    _check_output(module, name, shape, n_classes)
+        check_model(module, name)
+        _check_output(module, name, shape, n_classes)  # lazy layers draw their parameters here
     if init == "zeros":
         with torch.no_grad():
             for parameter in module.parameters():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flower_privdec.errors import ScenarioError
 
-NOISE_PURPOSES = ("noise", "message", "gradient", "reply", "table", "initial", "audit")
+NOISE_PURPOSES = ("noise", "personal")
 GENERATORS = {
     "auto": "fast where numba is installed and the device is a CPU, else torch",
     "fast": "Philox4x32-10 and Box-Muller compiled by numba (CPU)",

@@ -21,7 +21,7 @@ VARIANTS = [
 
 def settings_for(*settings):
     name = settings[0].removeprefix("algorithm.name=")
-    graph = "ring" if name in UNDIRECTED else "directed-exponential"
+    graph = "ring" if name in UNDIRECTED else "server" if name == "scaffold" else "directed-exponential"
     return [*settings, f"topology.name={graph}", *(["n_peers=1"] if name == "dp-sgd" else [])]
 
 

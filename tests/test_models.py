@@ -36,6 +36,9 @@ from torch import nn
 def two_layers(width=5, scale=1.0):
     return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 3))
 
+def lazy():
+    return nn.Sequential(nn.LazyLinear(3))
+
 def number():
     return 3
 
@@ -121,6 +124,13 @@ def test_own_module(factory: str) -> None:
 def test_own_module_that_does_not_fit(factory: str, target: str, options: Any, message: str) -> None:
     with pytest.raises(ScenarioError, match=message):
         build_model("module", (4,), 3, seed=1, factory=target, **options)
+
+
+def test_lazy_layers_are_keyed_too(factory: str) -> None:
+    state = torch.get_rng_state()
+    rows = [flatten(build_model(f"{factory}:lazy", (4,), 3, seed=1)) for _ in range(2)]
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_own_module_with_wrong_shapes(factory: str) -> None:

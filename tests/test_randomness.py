@@ -119,7 +119,7 @@ def test_noise_is_standard_normal(source: str, dtype: torch.dtype, peers: int, d
 def test_rows_of_different_keys_are_uncorrelated(source: str) -> None:
     """Peers, rounds, purposes and seeds: neither values nor squares correlate, at lag 0 or a few."""
     d = 20_000
-    keys = list(itertools.product((1, 2), (0, 1, 2), ("noise", "reply"), (0, 1, 2)))
+    keys = list(itertools.product((1, 2), (0, 1, 2), ("noise", "personal"), (0, 1, 2)))
     rows = [
         draw(build_noise(source, seed, 3), [peer], d, index, purpose)[0].double() for seed, index, purpose, peer in keys
     ]

@@ -4,6 +4,8 @@ from flower_privdec.algorithms.adp2_sgd import ADP2SGD
 from flower_privdec.algorithms.base import Algorithm, Mix, State, advance
 from flower_privdec.algorithms.d_psgd import DP2SGD, DPSGD
 from flower_privdec.algorithms.dyn_d2p import ConstD2P, DynCD2P, DynD2P, DynMuD2P
+from flower_privdec.algorithms.feddeper import FedDeper, FedDeperStar
+from flower_privdec.algorithms.federated import FedAvg, FedProx, Scaffold
 from flower_privdec.algorithms.local import DPSGDCentral, Local
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP, PrivSGP
@@ -24,6 +26,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         ADP2SGD,
         Local,
         DPSGDCentral,
+        FedAvg,
+        FedProx,
+        Scaffold,
+        FedDeper,
+        FedDeperStar,
     )
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
-from flower_privdec.scenario.algorithms import GradientSection
+from flower_privdec.scenario.algorithms import GradientSection, steps_per_round
 from flower_privdec.topology import Topology
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ class Algorithm:
     weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
     program: tuple[Step | Mix, ...]
     slots: ClassVar[int] = 1
-    steps_per_round: int = 1
 
     def __init__(self, section: GradientSection) -> None:
         self.section = section
+        self.steps_per_round = steps_per_round(section)
 
     def exchange(
         self, topology: Topology, weights: str, participation: Participation, seed: int
@@ -90,6 +90,10 @@ class Algorithm:
     def debiased(self, rows: dict[str, Tensor]) -> Tensor:
         """Return each peer's model, [m, d]."""
         return rows["x"]
+
+    def personal(self, rows: dict[str, Tensor]) -> Tensor | None:
+        """Return each peer's personalized model, [m, d], or None where the algorithm has none."""
+        return None
 
     def network_mean(self, rows: dict[str, Tensor]) -> Tensor:
         """Return the mean of the network's models, [d]: Σ_i x_i / Σ_i w_i, which mixing conserves."""

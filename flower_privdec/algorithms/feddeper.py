@@ -84,3 +84,13 @@ class FedDeper(FedAvg):
         cohort.kernel.add_clipped_(stacked, stacked, twice, bound, torch.cat([step.scale, step.scale]))
         if step.std is not None:
             cohort.noise.add_(pair[1], step.std, step.draw, step.peers, "personal")
+
+
+class FedDeperStar(FedDeper):
+    """FedDeper with half the local steps, so that its two models cost what FedAvg's one does.
+
+    Source: FedDeper, section on experiments (FedDeper*).
+    """
+
+    name = "feddeper*"
+    summary = "FedDeper with half the local steps"

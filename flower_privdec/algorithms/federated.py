@@ -36,7 +36,6 @@ class FedAvg(SGP):
 
     def __init__(self, section: LocalStepsSection) -> None:
         super().__init__(section)
-        self.steps_per_round = section.local_steps
         self.program = (self.local, Mix(("x", "w")))
 
     def local(self, cohort: Cohort, state: State) -> None:

@@ -1,49 +1,49 @@
-"""What a round cannot do without: the noise fill, the model's matrix products, and one copy of the parameters."""
+"""What a round cannot do without: the noise fill, the model's matrix products, and one copy of the parameters.
+
+Every product is made in the fastest of the forms that torch has for it, and into memory that is there already; so
+the limit is no straw man, and a round that comes near it wastes little.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.bench.timing import Work
+from flower_privdec.bench.timing import Work, once
 from flower_privdec.bench.workloads import SEED, Setup
 from flower_privdec.randomness import build_noise
+
+TRIALS = 5  # of each form of a product
+PEAK_SIZE = 512
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with a weight matrix, as products see it.
+    """A layer with a weight matrix: its module and the shape of one example's input and output."""
 
-    Attributes:
-        outputs, inputs: of the matrix; the inputs of a convolution are a patch.
-        positions: how often it is applied to one example.
-        first: whether nothing below it needs a derivative.
-    """
+    module: nn.Linear | nn.Conv2d
+    inputs: torch.Size
+    outputs: torch.Size
 
-    outputs: int
-    inputs: int
-    positions: int
-    first: bool
+    @property
+    def multiplications(self) -> int:
+        """Return the multiplications of one product for one example."""
+        return self.module.weight[0].numel() * self.outputs.numel()
 
 
 def layers(setup: Setup) -> list[Layer]:
     """Return the linear and convolution layers of a workload's model, in order."""
     found: list[Layer] = []
 
-    def record(layer: nn.Module, _: object, output: Tensor) -> None:
-        weight = layer.weight
-        assert isinstance(weight, Tensor)
-        outputs = weight.shape[0]
-        found.append(Layer(outputs, weight.numel() // outputs, output.numel() // outputs, not found))
+    def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            found.append(Layer(layer, inputs[0].shape[1:], output.shape[1:]))
 
-    hooks = [
-        part.register_forward_hook(record)
-        for part in setup.module.modules()
-        if isinstance(part, nn.Linear | nn.Conv2d)
-    ]
+    hooks = [part.register_forward_hook(record) for part in setup.module.modules()]
     with torch.no_grad():
         setup.module(torch.zeros(1, *setup.workload.shape, dtype=setup.dtype, device=setup.device))
     for hook in hooks:
@@ -53,8 +53,7 @@ def layers(setup: Setup) -> list[Layer]:
 
 def works(setup: Setup, generators: list[str]) -> dict[str, Work]:
     """Return the parts of the limit, to be timed: gemm, copy, and noise-GENERATOR for each generator."""
-    n, d = setup.workload.n_peers, setup.d
-    rows = torch.zeros(n, d, dtype=setup.dtype, device=setup.device)
+    rows = torch.zeros(setup.workload.n_peers, setup.d, dtype=setup.dtype, device=setup.device)
     spare = torch.zeros_like(rows)
     parts: dict[str, Work] = {"gemm": _products(setup), "copy": lambda: spare.copy_(rows)}
     for generator in generators:
@@ -62,37 +61,80 @@ def works(setup: Setup, generators: list[str]) -> dict[str, Work]:
     return parts
 
 
+def operations(setup: Setup) -> int:
+    """Return the floating-point operations of a round's products."""
+    each = [2 * layer.multiplications * (2 if index == 0 else 3) for index, layer in enumerate(layers(setup))]
+    return sum(each) * setup.workload.n_peers * setup.workload.batch
+
+
+def peak(setup: Setup) -> Work:
+    """Return one large product, of 2 PEAK_SIZE³ operations, whose speed is the most to be had of products."""
+    a, b, out = (torch.ones(PEAK_SIZE, PEAK_SIZE, dtype=setup.dtype, device=setup.device) for _ in range(3))
+    return lambda: torch.mm(a, b, out=out)
+
+
 def _fill(setup: Setup, rows: Tensor, generator: str) -> Work:
     if generator == "torch":
         return lambda: rows.normal_()
     source = build_noise(generator, SEED, len(rows), setup.device)
-    std, peers = torch.ones(len(rows), dtype=rows.dtype), np.arange(len(rows))
+    std, peers = torch.ones(len(rows), dtype=rows.dtype, device=rows.device), np.arange(len(rows))
     return lambda: source.add_(rows, std, 0, peers)
 
 
 def _products(setup: Setup) -> Work:
-    """Return forward, backward and gradient products of every layer: of all peers at once, or one convolution
-    after the other, whose buffers then stay in the cache."""
+    """Return forward, backward and gradient products of every layer: of all peers' linear layers at once, and of
+    convolutions one peer after the other, whose buffers then stay in the cache."""
     n, batch = setup.workload.n_peers, setup.workload.batch
-    calls: list[tuple[int, list[tuple[Tensor, Tensor, Tensor]]]] = []
-    for layer in layers(setup):
-        peers, times = (n, 1) if layer.positions == 1 else (1, n)
-        rows = batch * layer.positions
-
-        def zeros(*shape: int, peers: int = peers) -> Tensor:
-            return torch.ones(peers, *shape, dtype=setup.dtype, device=setup.device)
-
-        weight, gradient = zeros(layer.outputs, layer.inputs), zeros(layer.outputs, layer.inputs)
-        a, delta = zeros(layer.inputs, rows), zeros(layer.outputs, rows)
-        products = [(weight, a, zeros(layer.outputs, rows)), (delta, a.transpose(1, 2), gradient)]
-        if not layer.first:
-            products.append((weight.transpose(1, 2), delta, zeros(layer.inputs, rows)))
-        calls.append((times, products))
+    calls: list[tuple[Work, int]] = []
+    for index, layer in enumerate(layers(setup)):
+        conv = layer.module if isinstance(layer.module, nn.Conv2d) else None
+        for name, ways in _linear(layer, n, batch) if conv is None else _convolution(layer, conv, batch):
+            if name != "backward" or index > 0:  # nothing below the first layer needs a derivative
+                fastest = min(ways, key=lambda way: min(once(way, setup.device)[0] for _ in range(TRIALS)))
+                calls.append((fastest, 1 if conv is None else n))
 
     def run() -> None:
-        for times, products in calls:
+        for call, times in calls:
             for _ in range(times):
-                for left, right, out in products:
-                    torch.bmm(left, right, out=out)
+                call()
 
     return run
+
+
+def _linear(layer: Layer, n: int, batch: int) -> Iterator[tuple[str, list[Work]]]:
+    weight = layer.module.weight.detach().expand(n, -1, -1).contiguous()
+    (outputs, inputs), new = weight.shape[1:], weight.new_ones
+    a, delta = new(n, batch, inputs), new(n, batch, outputs)
+    z, below, gradient = torch.empty_like(delta), torch.empty_like(a), torch.empty_like(weight)
+    up, down, across = weight.transpose(1, 2), a.transpose(1, 2), delta.transpose(1, 2)
+    yield (
+        "forward",
+        [lambda: torch.bmm(a, up, out=z), lambda: torch.bmm(weight, down, out=z.view(n, outputs, batch))],
+    )
+    yield (
+        "backward",
+        [lambda: torch.bmm(delta, weight, out=below), lambda: torch.bmm(up, across, out=below.view(n, inputs, batch))],
+    )
+    outer: list[Work] = [lambda: torch.bmm(across, a, out=gradient)]
+    yield "gradient", outer if batch > 1 else [*outer, lambda: torch.mul(across, a, out=gradient)]
+
+
+def _convolution(layer: Layer, conv: nn.Conv2d, batch: int) -> Iterator[tuple[str, list[Work]]]:
+    weight = conv.weight.detach()
+    a, delta = weight.new_ones(batch, *layer.inputs), weight.new_ones(batch, *layer.outputs)
+    sizes = (list(conv.stride), list(conv.padding), list(conv.dilation), False, [0, 0], 1)
+    backward = torch.ops.aten.convolution_backward
+    last = [t.contiguous(memory_format=torch.channels_last) for t in (delta, a, weight)]
+    operands = [[delta, a, weight], last]
+    rows, positions = weight[0].numel(), layer.outputs[1:].numel()
+    patches, written = weight.new_ones(batch, rows, positions), weight.new_empty(batch, rows, len(weight))
+    lines = delta.flatten(2).transpose(1, 2)
+    yield "forward", [lambda o=o: torch.conv2d(o[1], o[2], None, *sizes[:3]) for o in operands]
+    yield "backward", [lambda o=o: backward(*o, None, *sizes, [True, False, False]) for o in operands]
+    yield (
+        "gradient",
+        [
+            *(lambda o=o: backward(*o, None, *sizes, [False, True, False]) for o in operands),
+            lambda: torch.bmm(patches, lines, out=written),
+        ],
+    )

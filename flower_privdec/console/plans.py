@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
@@ -30,12 +29,13 @@ SYMBOLS = {
     "initial_norm_squared": "‖x0‖²",
     "dimension": "d",
     "dataset_size": "J",
+    "c_2": "c_2",
 }
 SOURCES = {
     "given": "given",
-    "the clip norm": "the clip norm",
-    "counted": "of the scenario",
     "estimated": "estimated at x0 on the public test set",
+    "clip norm": "the clip norm",
+    "scenario": "of the scenario",
 }
 
 
@@ -49,9 +49,8 @@ def print_plan(plan: dict[str, Any], as_json: bool) -> None:
     console.show(title, style="bold")
     console.show(_peers(plan))
     graph = plan["topology"]
-    console.show(
-        _facts([("graph", None if graph is None else graph_facts(graph)), *_optimum(plan), *_cost(plan)])  # type: ignore[list-item]
-    )
+    connected = [("graph", None if graph is None else graph_facts(graph))]
+    console.show(_facts([*connected, *_optimum(plan), *_cost(plan)]))
     if plan["warnings"]:
         console.show()
         console.show(_warnings(plan["warnings"]), style="yellow")
@@ -99,18 +98,17 @@ def _optimum(plan: dict[str, Any]) -> list[tuple[str, RenderableType | None]]:
     if best is None:
         return [("best rounds", None if note is None else f"not known: {note}")]
     guide = "" if plan["algorithm"] == "privsgp-vr" else f", a guide for {plan['algorithm']}"
-    accountant = plan["accountant"]
-    exact = (
-        None
-        if accountant is None
-        else f"K* = {accountant['optimal_rounds']:,} with c_2 = {number(accountant['c_2'])}, "
-        f"which makes eq. 11 the accountant's noise at K = {plan['rounds']:,}"
-    )
+    accountant, exact = plan["accountant"], None
+    if accountant is not None:
+        exact = (
+            f"K* = {accountant['optimal_rounds']:,} with c_2 = {number(accountant['c_2'])}, "
+            f"which makes eq. 11 the accountant's noise at K = {plan['rounds']:,}"
+        )
     return [
         ("best rounds", f"K* = {best:,} by eq. 12 of PrivSGP-VR{guide}; here K = {plan['rounds']:,}"),
         ("", exact),
         *(("", line) for line in _constants(plan["optimal_rounds_constants"])),
-        ("", _curve(plan["optimal_rounds_curve"])),
+        ("by ε", _curve(plan["optimal_rounds_curve"])),
     ]
 
 
@@ -134,10 +132,11 @@ def _constant(value: float) -> str:
 
 def _curve(curve: list[list[float]]) -> Table:
     """Return K* by ε, across."""
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=(0, 1))
-    table.add_column("ε")
-    for epsilon, _ in curve:
-        table.add_column(setting(epsilon), justify="right", no_wrap=True)
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    for _ in curve:
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row("ε", *(setting(epsilon) for epsilon, _ in curve))
     table.add_row("K*", *(f"{rounds:,}" for _, rounds in curve))
     return table
 

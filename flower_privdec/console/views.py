@@ -60,7 +60,7 @@ def _print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, ensure_ascii=False))
 
 
-def _facts(rows: Iterable[tuple[str, str | None]]) -> Table:
+def _facts(rows: Iterable[tuple[str, RenderableType | None]]) -> Table:
     """Return a two-column table of named facts, leaving out those that are None."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)

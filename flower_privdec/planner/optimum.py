@@ -38,7 +38,8 @@ def optimum(experiment: Experiment) -> dict[str, Any]:
         optimal_rounds: K*, rounded; None where there is no budget, no push-sum, or a constant is missing that
             cannot be estimated (optimal_rounds_note says which).
         optimal_rounds_curve: [ε, K*] for all peers at the same ε.
-        optimal_rounds_constants: for each constant its value and where it is from (given, estimated, counted).
+        optimal_rounds_constants: for each constant its value and where it is from: given, estimated, clip norm
+            or scenario.
         accountant: under calibration rigorous c_2, which makes eq. 11 the noise that the accountant asks for,
             and K* with it; else None.
 
@@ -48,7 +49,7 @@ def optimum(experiment: Experiment) -> dict[str, Any]:
     if experiment.algorithm.weights != "column-stochastic" or private is None or private.epsilon is None:
         return dict(NOTHING)
     try:
-        constants = find_constants(experiment)
+        constants = find_constants(experiment) | {"c_2": (private.c_2, "scenario")}
     except ScenarioError as error:
         return NOTHING | {"optimal_rounds_note": str(error)}
     epsilons = np.broadcast_to(np.asarray(private.epsilon, dtype=np.float64), (experiment.scenario.n_peers,))
@@ -69,7 +70,7 @@ Constants = dict[str, tuple[float, str]]
 
 
 def find_constants(experiment: Experiment) -> Constants:
-    """Return every constant of eq. 12 but c_2, ε and δ, with where it is from.
+    """Return every constant of eq. 12 but c_2 and the budgets, with where it is from.
 
     Raises:
         ScenarioError: where one is not given and cannot be estimated.
@@ -84,12 +85,12 @@ def find_constants(experiment: Experiment) -> Constants:
 
     ways: dict[str, tuple[str, Callable[[], float]]] = {
         "smoothness": ("estimated", lambda: estimate.smoothness(experiment, objective())),
-        "gradient_bound": ("the clip norm", lambda: _largest_clip(experiment)),
+        "gradient_bound": ("clip norm", lambda: _largest_clip(experiment)),
         "initial_gap": ("estimated", lambda: objective().value().item()),
         "heterogeneity": ("estimated", lambda: estimate.heterogeneity(experiment, objective())),
-        "initial_norm_squared": ("counted", lambda: float(initial.double().square().sum())),
-        "dimension": ("counted", initial.numel),
-        "dataset_size": ("counted", lambda: _dataset_size(experiment)),
+        "initial_norm_squared": ("scenario", lambda: float(initial.double().square().sum())),
+        "dimension": ("scenario", initial.numel),
+        "dataset_size": ("scenario", lambda: _dataset_size(experiment)),
     }
     return {
         name: (way(), source) if (value := getattr(given, name)) is None else (value, "given")

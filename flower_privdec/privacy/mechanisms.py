@@ -15,34 +15,36 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.events import Release, Spend, plan_spends
 from flower_privdec.privacy.schedules import Schedule
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.algorithms import VRSection
+from flower_privdec.scenario.algorithms import FedDeperSection, VRSection
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A clipped sum over a batch, plus Gaussian noise of scale * shape[k] clip norms in round k.
+    """A clipped sum over a batch, plus Gaussian noise of scale * shape[k] clip norms in step k.
 
     Attributes:
         release: one step at noise multiplier 1.
-        shape: float64 [rounds].
+        shape: float64 [steps].
+        moves: how far one example of the batch moves what is noised, in clip norms.
     """
 
     release: Release
     shape: np.ndarray
+    moves: float = 1.0
 
     def noise(self, scale: float) -> np.ndarray:
-        """Return the noise multiplier of every round, over the sum of a batch, [rounds]."""
+        """Return the noise multiplier of every step, over the sum of a batch, [steps]."""
         return scale * self.shape
 
     def spends(self, active: np.ndarray, scale: float) -> tuple[Spend, ...]:
         """Return what a peer pays that is active in some rounds, bool [rounds]."""
-        return plan_spends(self.release, active, self.noise(scale))
+        return plan_spends(self.release, active, self.noise(scale) / self.moves)
 
     def releases(self, active: np.ndarray, scale: float) -> list[Release]:
         """Return the same without saying when: equal steps together."""
         if self.release.sampling == "shuffle":
             return [spend.release for spend in self.spends(active, scale)]
-        noises, counts = np.unique(self.noise(scale)[active], return_counts=True)
+        noises, counts = np.unique(self.noise(scale)[active] / self.moves, return_counts=True)
         return [
             replace(self.release, noise_multiplier=float(noise), steps=int(count))
             for noise, count in zip(noises, counts, strict=True)
@@ -76,7 +78,7 @@ class Snapshot(Mechanism):
         whole = replace(self.release, sampling="full", sampling_rate=1.0)
         ratio = self.release.dataset_size / self.release.batch_size
         parts = plan_spends(whole, active & taken, noise * ratio) + plan_spends(
-            self.release, active & ~taken, noise / 2
+            self.release, active & ~taken, noise / self.moves
         )
         return tuple(sorted(parts, key=lambda spend: spend.from_round))
 
@@ -95,6 +97,8 @@ def build_mechanism(scenario: Scenario, sampler: Sampler, peer: int, schedule: S
     kind, shape, section = sampler.kind, schedule.noise_shape, scenario.algorithm
     sampling = "blocks-table" if kind == "blocks" else kind
     release = Release(sampling, float(sampler.sampling_rate[peer]), size, batch, 1.0)
+    if isinstance(section, FedDeperSection) and section.rho > 0:
+        return Mechanism(release, shape, math.sqrt(2))  # two clipped sums of one batch: see algorithms.feddeper
     if not isinstance(section, VRSection):
         return Mechanism(release, shape)
     if kind == "shuffle":
@@ -103,7 +107,7 @@ def build_mechanism(scenario: Scenario, sampler: Sampler, peer: int, schedule: S
             "shows every example in every round; use poisson (or uniform)"
         )
     if section.table == "snapshot":
-        return Snapshot(release, shape, section.snapshot_every)
+        return Snapshot(release, shape, 2.0, section.snapshot_every)
     if kind == "full":  # g - table + mean(table) over all examples is the mean of g
         return Mechanism(release, shape)
     if np.ptp(schedule.clip_factor) > 0:  # an entry is as long as the clip norm of the round that made it

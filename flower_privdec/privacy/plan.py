@@ -19,15 +19,15 @@ from flower_privdec.privacy.ledger import Account
 from flower_privdec.privacy.mechanisms import Mechanism, build_mechanism
 from flower_privdec.privacy.schedules import Schedule, build_schedule
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.algorithms import VRSection, dynamic
+from flower_privdec.scenario.algorithms import VRSection, dynamic, steps_per_round
 from flower_privdec.scenario.schema import PrivacySection
 
 UNLIMITED = "inf"  # how JSON, which has no infinity, says that there is no bound on ε
 
 
-def cost(account: Account, rounds: int) -> float:
-    """Return ε of what a peer releases in the first `rounds` rounds."""
-    parts = (spend.between(0, rounds) for spend in account.spends)
+def cost(account: Account, steps: int) -> float:
+    """Return ε of what a peer releases in the first steps of a run."""
+    parts = (spend.between(0, steps) for spend in account.spends)
     return epsilon([part.release for part in parts if part is not None], account.delta)
 
 
@@ -50,7 +50,7 @@ class PrivacyPlan:
     """Clip norms and noise multipliers of the whole network, and the accounts they are charged to.
 
     Attributes:
-        clip_norms: float64 [rounds, n_peers] (a broadcast view where all rounds are alike).
+        clip_norms: float64 [steps, n_peers], where a round has `steps_per_round` steps.
         noise_multipliers: likewise; noise std over clip norm, of the sum over a batch.
         accounts: one for each peer.
         claims: what the paper's formula claims, where it made the noise; else None for each peer.
@@ -62,18 +62,19 @@ class PrivacyPlan:
     accounts: tuple[Account, ...]
     claims: tuple[Claim | None, ...]
     calibration: str
+    steps_per_round: int = 1
 
-    def clip_norm(self, round_index: int) -> np.ndarray:
-        """Return the clip norm of every peer in a round, [n_peers]."""
-        return np.asarray(self.clip_norms[round_index])
+    def clip_norm(self, step: int) -> np.ndarray:
+        """Return the clip norm of every peer in a step, [n_peers]."""
+        return np.asarray(self.clip_norms[step])
 
-    def noise_multiplier(self, round_index: int) -> np.ndarray:
-        """Return the noise multiplier of every peer in a round, [n_peers]."""
-        return np.asarray(self.noise_multipliers[round_index])
+    def noise_multiplier(self, step: int) -> np.ndarray:
+        """Return the noise multiplier of every peer in a step, [n_peers]."""
+        return np.asarray(self.noise_multipliers[step])
 
     def epsilons(self, rounds: int) -> list[float]:
         """Return ε of every peer after so many rounds."""
-        return [cost(account, rounds) for account in self.accounts]
+        return [cost(account, rounds * self.steps_per_round) for account in self.accounts]
 
 
 def _each(value: float | Sequence[float], n_peers: int) -> np.ndarray:
@@ -91,11 +92,12 @@ def build_plan(
     Raises:
         ScenarioError: when a budget is below what any noise can keep, or a paper's formula does not apply.
     """
-    n_peers, schedule = scenario.n_peers, build_schedule(scenario)
-    active = np.stack([participation.active(k) for k in range(scenario.rounds)])
+    n_peers, each_round = scenario.n_peers, steps_per_round(scenario.algorithm)
+    schedule = build_schedule(scenario).repeated(each_round)
+    active = np.stack([participation.active(k) for k in range(scenario.rounds)]).repeat(each_round, axis=0)
     deltas = _each(section.delta, n_peers)
     budgets = [None] * n_peers if section.epsilon is None else _each(section.epsilon, n_peers).tolist()
-    noise = np.empty((scenario.rounds, n_peers))
+    noise = np.empty(active.shape)
     accounts, claims = [], []
     for peer in range(n_peers):
         mechanism = build_mechanism(scenario, sampler, peer, schedule)
@@ -103,21 +105,21 @@ def build_plan(
         scale, claim = _scale(section, scenario, schedule, mechanism, active[:, peer], budget, delta)
         noise[:, peer] = mechanism.noise(scale)
         account = Account(peer, mechanism.spends(active[:, peer], scale), None if claim else budget, delta)
-        accounts.append(_within_budget(account, scenario.rounds))
+        accounts.append(_within_budget(account, len(active)))
         claims.append(claim)
     clip = schedule.clip_factor[:, None] * schedule.clip_norm
-    return PrivacyPlan(clip, noise, tuple(accounts), tuple(claims), section.calibration)
+    return PrivacyPlan(clip, noise, tuple(accounts), tuple(claims), section.calibration, each_round)
 
 
-def _within_budget(account: Account, rounds: int) -> Account:
-    """Return the account cut to the rounds its budget allows, where the noise was given and not solved for.
+def _within_budget(account: Account, steps: int) -> Account:
+    """Return the account cut to the steps its budget allows, where the noise was given and not solved for.
 
     Raises:
         ScenarioError: when the budget allows not even one step.
     """
-    if account.budget is None or cost(account, rounds) <= account.budget:
+    if account.budget is None or cost(account, steps) <= account.budget:
         return account
-    low, high = 0, rounds
+    low, high = 0, steps
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if cost(account, middle) <= account.budget else (low, middle)

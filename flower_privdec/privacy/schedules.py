@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,12 @@ class Schedule:
     def constant(self) -> bool:
         """Return whether every round is alike."""
         return self.exponential == (1.0, 1.0)
+
+    def repeated(self, times: int) -> Schedule:
+        """Return the schedule of steps, so many a round, instead of rounds."""
+        return replace(
+            self, clip_factor=self.clip_factor.repeat(times), noise_shape=self.noise_shape.repeat(times)
+        )
 
 
 def build_schedule(scenario: Scenario) -> Schedule:

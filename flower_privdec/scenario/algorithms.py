@@ -127,3 +127,9 @@ def dynamic(section: GradientSection) -> tuple[PerPeer | None, float, float] | N
         return None
     clip = getattr(section, "initial_clip", None) or getattr(section, "clip_norm", None)
     return clip, getattr(section, "rho_c", 1.0), getattr(section, "rho_mu", 1.0)
+
+
+def steps_per_round(section: GradientSection) -> int:
+    """Return how many private steps an active peer takes in a round: τ, half of it for feddeper*, else 1."""
+    steps: int = getattr(section, "local_steps", 1)
+    return max(1, steps // 2) if getattr(section, "name", "") == "feddeper*" else steps
