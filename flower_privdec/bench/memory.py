@@ -25,7 +25,8 @@ def peak_memory(workload: str, n_peers: int, generator: str) -> dict[str, Any]:
 
     Returns:
         bytes: how far its memory rose above what the program, the data and the compiled code take.
-        rows: the same in units of n d numbers.
+        batch_bytes: what of that is the examples of one round.
+        rows: the rest in units of n d numbers.
     """
     if not PROCESS.is_dir():
         raise RunError("peak memory is read from /proc, which this system does not have")
@@ -56,7 +57,9 @@ def _measure(workload: str, n_peers: int, generator: str) -> dict[str, Any]:
     for _ in range(ROUNDS):
         engine.round()
     used = _resident("VmHWM") - before
-    return {"peers": n_peers, "bytes": used, "rows": used / (n_peers * setup.d * setup.dtype.itemsize)}
+    batch = engine.cohort.data.batch(0, engine.cohort.peers).x.nbytes
+    rows = (used - batch) / (n_peers * setup.d * setup.dtype.itemsize)
+    return {"peers": n_peers, "bytes": used, "batch_bytes": batch, "rows": rows}
 
 
 if __name__ == "__main__":

@@ -112,9 +112,10 @@ class ModelSection(Section):
 
     def options(self) -> dict[str, Any]:
         """Return what `build_model` takes beside the name."""
-        given = {"hidden": self.hidden, "activation": self.activation, "module": self.module}
-        options = {key: value for key, value in given.items() if value is not None}
-        return options | ({"arguments": self.arguments} if self.module else {})
+        if self.module is not None:
+            return {"factory": self.module, **self.arguments}
+        given = {"hidden": self.hidden, "activation": self.activation}
+        return {key: value for key, value in given.items() if value is not None}
 
 
 class TopologySection(Section):

@@ -1,0 +1,112 @@
+"""Computed features on disk: found again by what they were made from, checked, never unpickled.
+
+Privacy: features are as private as the examples they were made from, and the name of a file is a hash that
+confirms a guess of all of them: the folder is for its owner alone, and must stay on the machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def cache_folder() -> Path:
+    """Return where features are kept: $XDG_CACHE_HOME/flower_privdec/features, by default in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return home / "flower_privdec" / "features"
+
+
+def cached(recipe: dict[str, Any], x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """Return what was computed from `x` by a recipe, from disk where it lies there, else computed and kept.
+
+    Processes that want the same features wait for the first one to compute them. A damaged file is computed
+    afresh; where the folder cannot be written nothing is kept. Both are said on stderr.
+
+    Args:
+        recipe: all that decides the result beside `x`, as JSON; part of the key.
+        x: float32 examples [N, ...].
+        compute: makes the result, float32 [N, D].
+    """
+    key = _key(recipe, x)
+    path = cache_folder() / f"{key}.safetensors"
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            stack.enter_context(_alone(path.with_suffix(".lock")))
+        except OSError as error:
+            _say(f"not kept for the next run: {error}")
+            return compute()
+        if path.exists():
+            found = _read(path, key, len(x))
+            if found is not None:
+                return found
+            _say(f"{path} is damaged: computed afresh")
+        result = compute()
+        try:
+            _write(path, key, result)
+        except (OSError, SafetensorError) as error:
+            _say(f"not kept for the next run: {error}")
+        return result
+
+
+def _key(recipe: dict[str, Any], x: Tensor) -> str:
+    described = json.dumps([recipe, list(x.shape), str(x.dtype)], sort_keys=True)
+    return _hash(described.encode(), x)
+
+
+def _hash(start: bytes, x: Tensor) -> str:
+    digest = hashlib.sha256(start)
+    digest.update(x.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _read(path: Path, key: str, count: int) -> Tensor | None:
+    """Return a file's features, or None where they are not, whole and unchanged, those of the key."""
+    with suppress(SafetensorError, KeyError):
+        with safe_open(path, framework="pt") as file:
+            said, features = file.metadata() or {}, file.get_tensor("features")
+        right = features.dtype is torch.float32 and features.ndim == 2 and len(features) == count
+        if right and said.get("key") == key and said.get("checksum") == _hash(b"", features):
+            return features
+    return None
+
+
+def _write(path: Path, key: str, features: Tensor) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")  # readable by its owner alone
+    os.close(handle)
+    try:
+        save_file(
+            {"features": features.contiguous()}, name, {"key": key, "checksum": _hash(b"", features)}
+        )
+        os.chmod(name, 0o600)
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold a lock on a file while the context lasts."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _say(message: str) -> None:
+    print(f"features: {message}", file=sys.stderr)
