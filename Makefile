@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or later is needed"'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[simulation,fast,tensorboard,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[simulation,fast,features,tensorboard,dev]'
 	touch $(STAMP)
 
 setup: $(STAMP)
