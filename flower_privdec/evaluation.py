@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flower_privdec.algorithms.feddeper import FedDeper
+from flower_privdec.algorithms.federated import FedAvg
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.gradients import resolve_loss
+from flower_privdec.shards import try_on_shards
+
+LARGEST_LOSS = 1e6  # beyond it a run only waits for infinity
 
 
 def consensus_distance(models: Tensor) -> float:
@@ -25,43 +30,61 @@ def evaluate(experiment: Experiment, rows: dict[str, Tensor], round_index: int) 
 
     Args:
         rows: the state's rows of all peers.
-        round_index: rounds done so far, for the error message.
+        round_index: rounds done so far.
 
     Returns:
-        accuracy (mean_model, peer_mean, peer_min, peer_max), loss (mean_model, in nats), consensus_distance.
+        accuracy (mean_model, peer_mean, peer_min, peer_max), loss (mean_model, in nats), consensus_distance;
+        and for methods of several local steps personalized, see `shards.try_on_shards`.
 
     Raises:
-        RunError: when a peer's parameters are no longer finite.
+        RunError: when the run has diverged.
     """
-    models = experiment.algorithm.debiased(rows)
+    algorithm, loss = experiment.algorithm, resolve_loss(experiment.scenario.model.loss)
+    models, personal = algorithm.debiased(rows), algorithm.personal(rows)
+    for each in (models,) if personal is None else (models, personal):
+        _check_finite(experiment, each, round_index)
+    x, labels = experiment.dataset.x_test.to(models), experiment.dataset.y_test.to(models.device)
+    outputs = experiment.kernel.logits(algorithm.network_mean(rows).unsqueeze(0), x)[0]
+    right, value = loss.predict(outputs) == labels, float(loss.value(outputs, labels).mean())
+    if not value < LARGEST_LOSS:
+        raise _diverged(experiment, round_index, f"the mean model's test loss is {value:.3g}")
+    metrics = {
+        "accuracy": {"mean_model": float(right.double().mean()), **_peer_accuracy(experiment, models, x, labels)},
+        "loss": {"mean_model": value},
+        "consensus_distance": consensus_distance(models),
+    }
+    if isinstance(algorithm, FedAvg):
+        last = round_index >= experiment.scenario.rounds
+        metrics["personalized"] = try_on_shards(experiment, rows, right, last)
+    return metrics
+
+
+def _peer_accuracy(experiment: Experiment, models: Tensor, x: Tensor, labels: Tensor) -> dict[str, float]:
+    """Return the mean, least and greatest accuracy of the peers' models; one that all share is tried once."""
+    few = _spaced(len(labels), experiment.scenario.evaluation.peer_samples)
+    loss = resolve_loss(experiment.scenario.model.loss)
+    shared = all(torch.equal(model, models[0]) for model in models)
+    peers = [
+        float((loss.predict(experiment.kernel.logits(model.unsqueeze(0), x[few])[0]) == labels[few]).double().mean())
+        for model in (models[:1] if shared else models)
+    ]
+    return {"peer_mean": sum(peers) / len(peers), "peer_min": min(peers), "peer_max": max(peers)}
+
+
+def _check_finite(experiment: Experiment, models: Tensor, round_index: int) -> None:
     finite = torch.isfinite(models).all(1)
     if not bool(finite.all()):
         peer = int((~finite).nonzero()[0])
-        raise RunError(
-            f"round {round_index}: the parameters of peer {peer} are no longer finite: the run diverged; "
-            "lower algorithm.learning_rate or the noise"
-        )
-    mean = experiment.algorithm.network_mean(rows)
-    loss = resolve_loss(experiment.scenario.model.loss)
-    labels = experiment.dataset.y_test.to(models.device)
-
-    def accuracy(logits: Tensor) -> float:
-        return float((loss.predict(logits) == labels).double().mean())
-
-    logits = _logits(experiment, mean)
-    peers = [accuracy(_logits(experiment, model)) for model in models]
-    return {
-        "accuracy": {
-            "mean_model": accuracy(logits),
-            "peer_mean": sum(peers) / len(peers),
-            "peer_min": min(peers),
-            "peer_max": max(peers),
-        },
-        "loss": {"mean_model": float(loss.value(logits, labels).mean())},
-        "consensus_distance": consensus_distance(models),
-    }
+        raise _diverged(experiment, round_index, f"the parameters of peer {peer} are no longer finite")
 
 
-def _logits(experiment: Experiment, model: Tensor) -> Tensor:
-    x_test = experiment.dataset.x_test.to(model.device, model.dtype)
-    return experiment.kernel.logits(model.unsqueeze(0), x_test)[0]
+def _diverged(experiment: Experiment, round_index: int, what: str) -> RunError:
+    penalty = ", algorithm.rho or algorithm.local_steps" if isinstance(experiment.algorithm, FedDeper) else ""
+    return RunError(
+        f"round {round_index}: {what}: the run diverged; lower algorithm.learning_rate{penalty} or the noise"
+    )
+
+
+def _spaced(n: int, count: int | None) -> Tensor | slice:
+    """Return `count` places of n, evenly spaced; all of them, as a slice, by default."""
+    return slice(None) if count is None or count >= n else torch.arange(count) * n // count

@@ -12,6 +12,7 @@ from torch import Tensor
 from flower_privdec.algorithms import Algorithm, State, build_algorithm
 from flower_privdec.cohort import Cohort, LearningRate
 from flower_privdec.data import Dataset, PeerData, Sampler, load_dataset, partition
+from flower_privdec.data.features import apply_features
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import GradientKernel, build_kernel, resolve_loss
 from flower_privdec.memory import check_memory
@@ -173,7 +174,10 @@ def _build_data(scenario: Scenario) -> tuple[Dataset, list[np.ndarray], Sampler]
     labels = dataset.y_train.numpy()
     parts = partition(labels, scenario.n_peers, section.partition.kind, scenario.seed, **options)
     sizes = np.array([len(part) for part in parts])
-    return dataset, parts, Sampler(section.batch.sampling, section.batch.size, sizes, scenario.seed)
+    sampler = Sampler(section.batch.sampling, section.batch.size, sizes, scenario.seed)
+    if scenario.features is not None:
+        dataset = apply_features(dataset, scenario.features)
+    return dataset, parts, sampler
 
 
 def _build_module(scenario: Scenario, dataset: Dataset) -> torch.nn.Module:

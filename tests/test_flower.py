@@ -31,7 +31,11 @@ from flower_privdec.scenario import Scenario, to_yaml
 
 Tiny = Callable[..., Scenario]
 HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "share": (Relay, 2)}
-ITS_OWN = {"adp2-sgd": ["topology.name=ring"], "dp-sgd": ["n_peers=1"]}  # what some algorithms need
+ITS_OWN = {  # what some algorithms need
+    "adp2-sgd": ["topology.name=ring"],
+    "dp-sgd": ["n_peers=1"],
+    "scaffold": ["topology.name=server"],
+}
 
 
 @pytest.fixture(autouse=True)

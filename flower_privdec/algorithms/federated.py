@@ -139,6 +139,10 @@ class Scaffold(FedAvg):
         return FedProx.rate(cohort, state, rows) * shift
 
     def learn(self, cohort: Cohort, state: State) -> None:
-        """Add the share of the active peers' mean change to c; `change` was averaged over them."""
+        """Add the share of the active peers' mean change to c; `change` was averaged over them.
+
+        It is then 0 for the next round: a peer whose budget is spent takes no step, but still counts as active.
+        """
         share = float(cohort.participation.active(state.round_index).mean())
         state.rows["common"].add_(state.rows["change"], alpha=share)
+        state.rows["change"].zero_()

@@ -1,1 +1,5 @@
 """The benchmark behind `privdec bench`: the engine beside a plain loop over peers, in one process."""
+
+from flower_privdec.bench.command import main, measure
+
+__all__ = ["main", "measure"]

@@ -69,9 +69,7 @@ def _by_engine(engine: Engine, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return engine.state.rows["x"], engine.state.rows["w"]
 
 
-def _by_rival(
-    setup: Setup, noise: InjectedNoise, kind: type[Rival], x: Tensor, w: Tensor
-) -> tuple[Tensor, Tensor]:
+def _by_rival(setup: Setup, noise: InjectedNoise, kind: type[Rival], x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     def draw(round_index: int) -> tuple[Tensor, Tensor]:
         batch = setup.data.batch(round_index, np.arange(setup.workload.n_peers))
         return batch.x, batch.y

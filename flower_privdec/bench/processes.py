@@ -7,6 +7,7 @@ of the processes alone. A process ends by itself when it is done, when another i
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor, distributed
 
 from flower_privdec.algorithms import Mix, State, advance
-from flower_privdec.bench.workloads import WORKLOADS, Setup
+from flower_privdec.bench.timing import paired, quiet
+from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload
 from flower_privdec.cohort import Cohort
 from flower_privdec.errors import RunError
 
@@ -31,35 +33,33 @@ TIMEOUT = 120
 WARM_UP = 3
 
 
-def gloo_round(workload: str, generator: str, rounds: int) -> dict[str, float]:
-    """Run PEERS processes.
+def gloo_rounds(workloads: list[str], generator: str, rounds: int) -> dict[str, dict[str, float]]:
+    """Run PEERS processes, which go through the workloads one after the other.
 
     Returns:
-        cpu_ms: CPU time of a round, of all processes together; wall_ms: its wall time.
+        By workload, cpu_ms: CPU time of a round, of all processes together; wall_ms: its wall time.
     """
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", __name__, folder, workload, generator, str(rounds)]
-        children = [
-            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-            for rank in range(PEERS)
-        ]
-        try:
-            answers = [child.communicate(timeout=TIMEOUT) for child in children]
-        except subprocess.TimeoutExpired as error:
-            raise RunError(f"{PEERS} processes over gloo took longer than {TIMEOUT} s") from error
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
-    failed = [err.decode().strip()[-300:] for child, (_, err) in zip(children, answers, strict=True) if child.returncode]
-    if failed:
-        raise RunError(f"a process over gloo failed: {failed[0]}")
-    times: list[dict[str, float]] = [json.loads(out.splitlines()[-1]) for out, _ in answers]
+        command = [sys.executable, "-m", __name__, folder, generator, str(rounds), *workloads]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * TIMEOUT)
+        answers = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    if done.returncode or len(answers) < PEERS:
+        raise RunError(f"{PEERS} processes over gloo failed: {done.stderr.strip()[-300:]}")
     return {
-        "cpu_ms": sum(each["cpu_ms"] for each in times),
-        "wall_ms": max(each["wall_ms"] for each in times),
+        name: {
+            "cpu_ms": sum(answer[name]["cpu_ms"] for answer in answers),
+            "wall_ms": max(answer[name]["wall_ms"] for answer in answers),
+        }
+        for name in workloads
     }
+
+
+def engine_ms(workload: Workload, generator: str, rounds: int) -> float:
+    """Return the CPU milliseconds of the engine's round with as many peers, in this process."""
+    setup = Setup.build(workload.resized(PEERS))
+    with quiet():
+        return paired({"engine": setup.engine(generator).round}, rounds, setup.device)["engine"].facts()["ms"]
 
 
 def one_row(setup: Setup, generator: str, peer: int) -> tuple[Cohort, State]:
@@ -104,28 +104,49 @@ class Peer:
             rows[name] = part.view_as(rows[name])
 
 
-def _main(folder: str, workload: str, generator: str, rounds: str, rank: str) -> dict[str, Any]:
+def _one_process(folder: Path, generator: str, rounds: int, workloads: list[str], rank: int) -> None:
     signal.alarm(TIMEOUT)
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
-        init_method=(Path(folder) / "meeting").as_uri(),
+        init_method=(folder / "meeting").as_uri(),
         timeout=timedelta(seconds=TIMEOUT),
-        rank=int(rank),
+        rank=rank,
         world_size=PEERS,
     )
-    peer = Peer(Setup.build(WORKLOADS[workload].resized(PEERS)), generator, int(rank))
+    answer = {name: _timed(name, generator, rounds, rank) for name in workloads}
+    distributed.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(answer))
+
+
+def _timed(workload: str, generator: str, rounds: int, rank: int) -> dict[str, float]:
+    peer = Peer(Setup.build(WORKLOADS[workload].resized(PEERS)), generator, rank)
     for _ in range(WARM_UP):
         peer.round()
     distributed.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(int(rounds)):
+    for _ in range(rounds):
         peer.round()
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     distributed.barrier()
-    distributed.destroy_process_group()
-    return {"cpu_ms": cpu / int(rounds) * 1e3, "wall_ms": wall / int(rounds) * 1e3}
+    return {"cpu_ms": cpu / rounds * 1e3, "wall_ms": wall / rounds * 1e3}
+
+
+def _main(folder: str, generator: str, rounds: str, *workloads: str) -> None:
+    """Fork the processes, for what they import need not be read PEERS times, and wait for them."""
+    context = multiprocessing.get_context("fork")
+    children = [
+        context.Process(target=_one_process, args=(Path(folder), generator, int(rounds), list(workloads), rank))
+        for rank in range(PEERS)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(TIMEOUT)
+    for child in children:
+        if child.is_alive():
+            child.terminate()
 
 
 if __name__ == "__main__":
-    print(json.dumps(_main(*sys.argv[1:])))
+    _main(*sys.argv[1:])

@@ -103,9 +103,7 @@ class Setup:
     dtype: torch.dtype
 
     @classmethod
-    def build(
-        cls, workload: Workload, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-    ) -> Setup:
+    def build(cls, workload: Workload, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Setup:
         """Make the data and the parts all contestants share."""
         dataset = synthetic(workload)
         sizes = np.full(workload.n_peers, workload.examples)

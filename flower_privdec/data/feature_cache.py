@@ -89,9 +89,7 @@ def _write(path: Path, key: str, features: Tensor) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")  # readable by its owner alone
     os.close(handle)
     try:
-        save_file(
-            {"features": features.contiguous()}, name, {"key": key, "checksum": _hash(b"", features)}
-        )
+        save_file({"features": features.contiguous()}, name, {"key": key, "checksum": _hash(b"", features)})
         os.chmod(name, 0o600)
         os.replace(name, path)
     except BaseException:

@@ -58,9 +58,7 @@ class Scattering2D:
         bank = bank_module.filter_bank(*self.padded, scales, angles)
         self._low = [_low_pass(level, 2 ** (scales - j)) for j, level in enumerate(bank["phi"]["levels"])]
         self._first = [_aliases(bank, j, 0, 2**j) for j in range(scales)]
-        self._second = {
-            (j1, j2): _aliases(bank, j2, j1, 2 ** (j2 - j1)) for j2 in range(scales) for j1 in range(j2)
-        }
+        self._second = {(j1, j2): _aliases(bank, j2, j1, 2 ** (j2 - j1)) for j2 in range(scales) for j1 in range(j2)}
 
     def __call__(self, x: Tensor) -> Tensor:
         """Transform images [n, height, width] to [n, n_paths, ~height / 2^J, ~width / 2^J]."""

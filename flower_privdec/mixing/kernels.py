@@ -7,6 +7,7 @@ the time of torch's gather, multiply, add. torch's index operations are fast on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ CHUNK_BYTES = {"cpu": 2**20}  # a temporary of some rows stays in cache
 CHUNK_BYTES_ELSEWHERE = 2**28
 FUSED_FROM = 2**17  # multiplications from which the fused loop pays for its compilation
 FUSED_TERMS = 32  # terms of one receiver from which it does so whatever the size: each costs torch some calls
+IN_PLACE_FROM = 2**16  # bytes of a row from which a call for each row costs less than a second buffer
 BLOCK = 32  # rows summed pairwise before they join a mean
 
 
@@ -75,6 +77,20 @@ def halves_shifted(x: Tensor, out: Tensor, shift: int) -> None:
     rest = len(x) - shift
     torch.lerp(x[shift:], x[:rest], 0.5, out=out[shift:])
     torch.lerp(x[:shift], x[rest:], 0.5, out=out[:shift])
+
+
+def halves_shifted_(x: Tensor, shift: int) -> None:
+    """Do the same in place, row after row round each cycle: every row is read and written once.
+
+    A row is changed before the one it hears, so that only the first of a cycle has to be kept.
+    """
+    rows = x.unbind(0)
+    for start in range(math.gcd(len(rows), shift)):
+        first, row = rows[start].clone(), start
+        while (other := (row - shift) % len(rows)) != start:
+            rows[row].lerp_(rows[other], 0.5)
+            row = other
+        rows[row].lerp_(first, 0.5)
 
 
 def mean_row(x: Tensor, members: Tensor | None) -> Tensor:

@@ -70,6 +70,15 @@ class MixingMatrix(ABC):
             self._combine(x.detach().reshape(len(x), -1), out.detach().view(len(out), -1))
         return out
 
+    def replace(self, x: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Mix rows that are needed no more, [columns, ...] with a receiver for each: in place, or into `spare`.
+
+        Returns:
+            The mixed rows, equal to the last bit to those of `apply`, and a buffer that is free afterwards
+            (None where none was needed).
+        """
+        return self.apply(x, out=spare), x
+
     def apply_sources(self, payloads: Tensor, out: Tensor | None = None) -> Tensor:
         """Mix as `apply` does, given only the rows of `sources`, stacked in that order: [sources, ...]."""
         return self._compact.apply(payloads, out)
@@ -127,6 +136,14 @@ class SparseMatrix(MixingMatrix):
         return SparseMatrix(
             self.n_columns, self.receivers[at], indptr, self.columns[take], self.weights[take], self.halves
         )
+
+    def replace(self, x: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """See MixingMatrix; in place where rows are long and all hear the peer the same number before them."""
+        long = x.device.type == "cpu" and x[:1].nbytes >= kernels.IN_PLACE_FROM
+        if not (long and x.is_contiguous() and self.halves and self._shift is not None and len(x) == self.n_columns):
+            return super().replace(x, spare)
+        kernels.halves_shifted_(x.detach(), self._shift)
+        return x, spare
 
     def _columns(self) -> Peers:
         return self.columns

@@ -21,8 +21,9 @@ from flower_privdec.scenario.algorithms import VRSection
 
 TIMED_ROUNDS = 5
 TIMED_SECONDS = 4.0  # a slow model is timed over fewer rounds
-FILLED = 256  # examples a peer, of a model of few outputs, from which the filling of a table is timed
-FILLED_NUMBERS = 1 << 24
+FILLED = 256  # examples a peer from which the filling of a table is timed, fewer of a large model
+LEAST_TESTED = 64  # test examples from which an evaluation is timed, more of a small model
+NUMBERS = 1 << 24  # what the layers may put out for them: larger models are timed on fewer examples
 
 
 def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
@@ -42,16 +43,17 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
     filling = time.perf_counter() - began
     whole = _timed(experiment, engine.round)  # warm-up; of SVRG a snapshot
     times = [whole]
-    while len(times) <= TIMED_ROUNDS and sum(times) < TIMED_SECONDS:
+    section, rounds = experiment.scenario.algorithm, experiment.scenario.rounds
+    while len(times) < min(1 + TIMED_ROUNDS, rounds) and sum(times) < TIMED_SECONDS:
         times.append(_timed(experiment, engine.round))
     each = median(times[1:] or times)
-    one_evaluation = _timed(experiment, lambda: evaluate(experiment, engine.state.rows, engine.state.round_index))
-    section, rounds = experiment.scenario.algorithm, experiment.scenario.rounds
     training = each * rounds
     if isinstance(section, VRSection):
         snapshots = math.ceil(rounds / section.snapshot_every) if section.table == "snapshot" else 0
         training += filling * shrunk + snapshots * max(0.0, whole * shrunk - each)
-    evaluation = one_evaluation * len(evaluation_rounds(rounds, experiment.scenario.evaluation.every))
+    evaluation = _one_evaluation(experiment, engine) * len(
+        evaluation_rounds(rounds, experiment.scenario.evaluation.every)
+    )
     return training + evaluation, evaluation / (training + evaluation)
 
 
@@ -60,8 +62,7 @@ def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
     if not isinstance(experiment.scenario.algorithm, VRSection):
         return experiment, 1.0
     batch, sampler = experiment.scenario.data.batch, experiment.sampler
-    affordable = FILLED_NUMBERS // outputs_per_example(experiment.module, experiment.dataset.input_shape)
-    kept = max(2 * (batch.size or 1), min(FILLED, affordable // experiment.scenario.n_peers))
+    kept = max(2 * (batch.size or 1), min(FILLED, _affordable(experiment) // experiment.scenario.n_peers))
     parts = [part[:kept] for part in experiment.partition]
     sizes = np.array([len(part) for part in parts])
     smaller = Sampler(batch.sampling, batch.size, sizes, experiment.scenario.seed)
@@ -69,6 +70,20 @@ def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
         replace(experiment, partition=parts, sampler=smaller),
         float(sampler.partition_sizes.max() / sizes.max()),
     )
+
+
+def _affordable(experiment: Experiment) -> int:
+    """Return how many examples the model can be tried on in little time."""
+    return NUMBERS // outputs_per_example(experiment.module, experiment.dataset.input_shape)
+
+
+def _one_evaluation(experiment: Experiment, engine: Engine) -> float:
+    """Return the seconds of an evaluation, timed on a part of the test set where the model is large."""
+    dataset = experiment.dataset
+    part = min(len(dataset.y_test), max(LEAST_TESTED, _affordable(experiment)))
+    smaller = replace(dataset, x_test=dataset.x_test[:part], y_test=dataset.y_test[:part])
+    timed, state = replace(experiment, dataset=smaller), engine.state
+    return _timed(experiment, lambda: evaluate(timed, state.rows, state.round_index)) * len(dataset.y_test) / part
 
 
 def _timed(experiment: Experiment, work: Callable[[], object]) -> float:

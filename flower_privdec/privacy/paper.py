@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from scipy import optimize, special
@@ -43,12 +44,17 @@ def gdp_mu(epsilon: float, delta: float) -> float:
     def excess(log_mu: float) -> float:
         return math.log(max(gdp_delta(math.exp(log_mu), epsilon), 1e-300)) - math.log(delta)
 
-    low = high = 0.0
-    while excess(low) > 0:
-        low -= 1
-    while excess(high) < 0:
-        high += 1
-    return math.exp(optimize.brentq(excess, low, high, xtol=1e-14, rtol=1e-14)) if low < high else 1.0
+    return math.exp(_crossing(excess))
+
+
+def _crossing(rising: Callable[[float], float]) -> float:
+    """Return where a rising function crosses 0."""
+    low, high = -1.0, 1.0
+    while rising(low) > 0:
+        low, high = 2 * low, low
+    while rising(high) < 0:
+        low, high = high, 2 * high
+    return float(optimize.brentq(rising, low, high, xtol=1e-14, rtol=1e-14))
 
 
 def gdp_mu_0(mu_total: float, rate: float, rounds: int, rho_mu: float) -> float:
@@ -66,19 +72,10 @@ def gdp_mu_0(mu_total: float, rate: float, rounds: int, rho_mu: float) -> float:
     goal = 2 * math.log(mu_total / rate)
 
     def excess(log_square: float) -> float:
-        exponents = math.exp(log_square) * growth
-        top = float(exponents.max())
-        if top > 500:
-            return top
-        return math.log(float(np.expm1(exponents).sum())) - goal
+        x = math.exp(log_square) * growth
+        return float(special.logsumexp(x + np.log(-np.expm1(-x)))) - goal  # log Σ (e^x - 1), of any size
 
-    low, high = -60.0, math.log(500 / float(growth.max()))
-    if excess(low) > 0 or excess(high) < 0:
-        raise ScenarioError(
-            f"calibration paper: eq. 8 has no solution for μ_tot={mu_total:.4g} over {rounds} rounds "
-            f"at rate {rate:.4g}; change the budget or the rounds"
-        )
-    return math.exp(optimize.brentq(excess, low, high, xtol=1e-14, rtol=1e-14) / 2)
+    return math.exp(_crossing(excess) / 2)
 
 
 def proposition_4(mu_total: float, rate: float, noise_shape: np.ndarray) -> float:

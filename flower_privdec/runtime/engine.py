@@ -11,12 +11,12 @@ from flower_privdec.cohort import Cohort
 class Engine:
     """Runs rounds of an algorithm on a cohort that hosts the whole network.
 
-    Mixing writes into one spare buffer a name, which then changes places with the row it replaces.
+    Mixing writes into one spare buffer a name, which then changes places with the row it replaces, or in place.
     """
 
     def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State) -> None:
         self.algorithm, self.cohort, self.state = algorithm, cohort, state
-        self._spare: dict[str, Tensor] = {}
+        self._spare: dict[str, Tensor | None] = {}
 
     def round(self) -> None:
         """Run one whole round: every step, every exchange."""
@@ -29,6 +29,4 @@ class Engine:
             raise TypeError(f"{self.algorithm.name} exchanges rows but has no mixing weights")
         matrix = self.cohort.mixing.matrix(self.state.round_index)
         for name in exchange.names:
-            row = self.state.rows[name]
-            self.state.rows[name] = matrix.apply(row, out=self._spare.get(name))
-            self._spare[name] = row
+            self.state.rows[name], self._spare[name] = matrix.replace(self.state.rows[name], self._spare.get(name))

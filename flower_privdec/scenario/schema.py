@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic.types import Discriminator
 
 from flower_privdec.scenario.algorithms import AlgorithmSection, DynSection, VRSection
+from flower_privdec.scenario.features import FeaturesSection
 from flower_privdec.scenario.fields import Count, Fraction, NonNegative, PerPeer, Positive, Section
 
 ModelName = Literal[
@@ -215,6 +216,7 @@ class EvaluationSection(Section):
     """When the models are tried on the public test set (and a checkpoint is written)."""
 
     every: Count = 20
+    peer_samples: Count | None = None  # test examples for each peer's own model; the mean model has them all
 
 
 class ComputeSection(Section):
@@ -251,6 +253,7 @@ class Scenario(Section):
     n_peers: Count
     rounds: Count
     data: DataSection
+    features: FeaturesSection | None = None
     model: ModelSection
     algorithm: AlgorithmSection
     topology: TopologySection = TopologySection()

@@ -75,6 +75,10 @@ def _head(study: Study, made: Made, results: Sequence[PartResult], failed: Seque
 def _section(result: PartResult, out: Path) -> str:
     part = result.part
     blocks = [f"## {part.title}", f"The paper's claim: {part.claim}", *part.notes]
+    if result.chosen:
+        names = " and ".join(axis.title or name for name, axis in result.chosen.items())
+        better = metric(part.metrics[0]).title
+        blocks.append(f"In every cell the {names} with the best {better} is chosen, as the paper does.")
     for check in part.checks:
         verdict = judge(check, result)
         cases = "\n".join(
@@ -123,7 +127,7 @@ def _claims_epsilon(result: PartResult) -> bool:
 
 def _columns(result: PartResult) -> list[str]:
     part = result.part
-    names = [axis.title or name for name, axis in result.axes.items()]
+    names = [axis.title or name for name, axis in [*result.axes.items(), *result.chosen.items()]]
     names += [path.rpartition(".")[2].replace("_", " ") for path in part.fields]
     names += [metric(name).title for name in part.metrics]
     return names + (["ε (claimed)"] if _claims_epsilon(result) else []) + ["ε (exact)", "δ", "seeds"]
@@ -131,11 +135,11 @@ def _columns(result: PartResult) -> list[str]:
 
 def _row(result: PartResult, group: Group) -> list[str]:
     part = result.part
-    cells = [*group.labels, *(group.field(path) for path in part.fields)]
+    cells = [*group.labels, *group.chosen, *(group.field(path) for path in part.fields)]
     cells += [value_text(name, group.final(name), spread=True) for name in part.metrics]
     if _claims_epsilon(result):
         cells.append(setting(group.largest("claimed_epsilon")))
-    seeds = str(len(group.runs)) if group.complete else f"{len(group.runs)} of {group.wanted}"
+    seeds = str(len(group.runs)) + ("" if group.complete else f" ({group.missing} missing)")
     return [*cells, epsilon_text(group.largest("epsilon")), setting(group.largest("delta")), seeds]
 
 
@@ -143,7 +147,9 @@ def _csv(result: PartResult) -> str:
     part, file = result.part, StringIO()
     writer = csv.writer(file, lineterminator="\n")
     measured = [f"{name}_{what}" for name in part.metrics for what in ("mean", "std")]
-    writer.writerow([*result.axes, *part.fields, *measured, "claimed_epsilon", "epsilon", "delta", "seeds"])
+    writer.writerow(
+        [*result.axes, *result.chosen, *part.fields, *measured, "claimed_epsilon", "epsilon", "delta", "seeds"]
+    )
     for group in result.groups:
         values: list[float | None] = []
         for name in part.metrics:
@@ -152,5 +158,5 @@ def _csv(result: PartResult) -> str:
         privacy = [group.largest(key) for key in ("claimed_epsilon", "epsilon", "delta")]
         fields = [group.field(path) for path in part.fields]
         numbers = ["" if value is None else f"{value:.6g}" for value in [*values, *privacy]]
-        writer.writerow([*group.labels, *fields, *numbers, len(group.runs)])
+        writer.writerow([*group.labels, *group.chosen, *fields, *numbers, len(group.runs)])
     return file.getvalue()

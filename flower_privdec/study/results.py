@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -84,17 +84,19 @@ class Group:
     Attributes:
         labels: the place.
         runs: the finished runs, in the order of the seeds.
-        wanted: how many there should be.
+        missing: how many more there should be.
+        chosen: the labels of the axes that were chosen from.
     """
 
     labels: Labels
     runs: tuple[Result, ...]
-    wanted: int
+    missing: int
+    chosen: Labels = ()
 
     @property
     def complete(self) -> bool:
         """Return whether every seed is there."""
-        return len(self.runs) == self.wanted
+        return self.missing == 0
 
     def final(self, name: str) -> Estimate | None:
         """Return a metric after the last round."""
@@ -135,7 +137,8 @@ class PartResult:
 
     Attributes:
         part: its definition.
-        axes: at the study's size.
+        axes: at the study's size, without those that were chosen from.
+        chosen: the axes that were.
         groups: one for each place, in order.
         cells: all its cells.
         seconds: what its cells took, all processes together.
@@ -143,6 +146,7 @@ class PartResult:
 
     part: Part
     axes: dict[str, Axis]
+    chosen: dict[str, Axis]
     groups: tuple[Group, ...]
     cells: tuple[Cell, ...]
     seconds: float
@@ -183,5 +187,27 @@ def collect(part: Part, size: str, cells: Sequence[Cell], cache: Path) -> PartRe
     groups = []
     for labels in dict.fromkeys(cell.labels for cell in mine):
         keys = [cell.key for cell in mine if cell.labels == labels]
-        groups.append(Group(labels, tuple(runs[key] for key in keys if key in runs), len(keys)))
-    return PartResult(part, part.axes_at(size), tuple(groups), tuple(mine), seconds)
+        known = tuple(runs[key] for key in keys if key in runs)
+        groups.append(Group(labels, known, len(keys) - len(known)))
+    axes = part.axes_at(size)
+    chosen = {name: axis for name, axis in axes.items() if name in part.best_over}
+    left = {name: axis for name, axis in axes.items() if name not in chosen}
+    return PartResult(part, left, chosen, _choose(part, list(axes), groups), tuple(mine), seconds)
+
+
+def _choose(part: Part, names: Sequence[str], groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Keep, of the places that differ along chosen axes alone, the one with the best first metric."""
+    name = part.metrics[0]
+    sign = -1 if metric(name).low else 1
+    rivals: dict[Labels, list[Group]] = {}
+    for group in groups:
+        kept = tuple(label for axis, label in zip(names, group.labels, strict=True) if axis not in part.best_over)
+        chosen = tuple(label for axis, label in zip(names, group.labels, strict=True) if axis in part.best_over)
+        rivals.setdefault(kept, []).append(replace(group, labels=kept, chosen=chosen))
+
+    def score(group: Group) -> float:
+        value = group.final(name)
+        return -math.inf if value is None else sign * value.mean
+
+    missing = {labels: sum(group.missing for group in some) for labels, some in rivals.items()}
+    return tuple(replace(max(some, key=score), missing=missing[labels]) for labels, some in rivals.items())

@@ -162,6 +162,7 @@ class Part(Section):
     settings: Lines
     sizes: Annotated[dict[SizeName, PartSize], Field(default_factory=dict)]
     axes: Annotated[dict[str, Axis], Field(min_length=1)]
+    best_over: Lines  # axes of which each place keeps the point with the best first metric
     figures: Annotated[list[Figure], Field(default_factory=list)]
     pivot: Pivot | None = None
     metrics: Annotated[list[str], Field(min_length=1, default_factory=lambda: ["accuracy", "loss"])]
@@ -180,6 +181,16 @@ class Part(Section):
                 raise ValueError(f"figures.{i}: a figure of kind final needs x, the axis; curves take none")
         for name in (self.pivot.rows, self.pivot.columns) if self.pivot else ():
             self._known("pivot", name)
+        return self
+
+    @model_validator(mode="after")
+    def _axes_left(self) -> Part:
+        for name in self.best_over:
+            self._known("best_over", name)
+            if any(name in figure.axes() for figure in self.figures) or any(
+                name in (getattr(check, "axis", None), *check.where) for check in self.checks
+            ):
+                raise ValueError(f"best_over: axis '{name}' is chosen from; figures and checks cannot name it")
         return self
 
     @model_validator(mode="after")

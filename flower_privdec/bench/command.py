@@ -1,0 +1,134 @@
+"""`privdec bench`: which workloads, in which order, and what else with --all."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flower_privdec.bench import memory, processes, relay
+from flower_privdec.bench.ledgers import SECONDS, ledger_share
+from flower_privdec.bench.measure import SCALES, generators, measure_workload, scaling
+from flower_privdec.bench.views import print_results
+from flower_privdec.bench.workloads import Setup, Workload, choose
+from flower_privdec.errors import PrivdecError
+from flower_privdec.experiment import resolve_device
+
+WITH_LEDGER = ("W1", "W2")
+EXTRA_ROUNDS = 10
+
+Results = dict[str, dict[str, Any]]
+
+
+def main(
+    workloads: list[str], *, device: str = "cpu", rounds: int = 15, extras: bool = False, as_json: bool = False
+) -> None:
+    """Measure and print.
+
+    Args:
+        workloads: names; all for none.
+        device: cpu or cuda.
+        rounds: how often each variant is timed.
+        extras: also Opacus, vmap, one process a peer, Flower's relay, scaling and peak memory.
+        as_json: print {"W1": {...}, ...} instead of tables.
+
+    Raises:
+        ScenarioError: an unknown workload, or a device that is not here.
+        RunError: an engine that does not compute what the plain loop computes; nothing more is timed.
+    """
+    results = measure(workloads, device=device, rounds=rounds, extras=extras)
+    if as_json:
+        print(json.dumps(results, indent=2, ensure_ascii=False))
+    else:
+        print_results(results)
+
+
+def measure(
+    workloads: list[str],
+    *,
+    device: str = "cpu",
+    rounds: int = 15,
+    extras: bool = False,
+    ledger_seconds: float = SECONDS,
+) -> Results:
+    """Return what `main` prints, by workload."""
+    chosen, where = choose(workloads), resolve_device(device)
+    results: Results = {}
+    for workload in chosen:
+        _say(f"{workload.name}: comparing in float64, then timing {workload.describe()}")
+        results[workload.name] = measure_workload(workload, where, rounds, extras)
+        if workload.name in WITH_LEDGER and ledger_seconds > 0:
+            _say(f"{workload.name}: a run of {ledger_seconds:g} s with its ledgers")
+            setup = Setup.build(workload, where)
+            results[workload.name]["ledger"] = ledger_share(setup, generators(where)[0][0], ledger_seconds)
+    if extras:
+        _add_extras(results, chosen, where)
+    return results
+
+
+def _add_extras(results: Results, workloads: list[Workload], device: torch.device) -> None:
+    quickest = generators(device)[0][0]
+    for workload in workloads:
+        result = results[workload.name]
+        _say(f"{workload.name}: more peers, peak memory, relay")
+        _try(result, "scaling", lambda w=workload: scaling(w, device))
+        if device.type == "cpu":
+            _try(result, "memory", lambda w=workload: memory.peak_memory(w.name, _many(w), quickest))
+            _try(result, "relay", lambda w=workload: _relay(w))
+    if device.type == "cpu":
+        _say(f"one process for each of {processes.PEERS} peers, over gloo")
+        _add_gloo(results, workloads, quickest)
+        _say("Flower's relay mode under `flwr run`")
+        first = workloads[0]
+        _try(results[first.name], "flwr_run", lambda: _flwr_run(first))
+
+
+def _many(workload: Workload) -> int:
+    return SCALES[-2] if workload.model.startswith("cnn") else SCALES[-1]
+
+
+def _relay(workload: Workload) -> dict[str, float]:
+    if importlib.util.find_spec("flwr") is None:
+        raise PrivdecError("flwr is not installed")
+    return {"ms": relay.in_process(workload, EXTRA_ROUNDS), "nodes": workload.n_peers}
+
+
+def _flwr_run(workload: Workload) -> dict[str, float]:
+    for package in ("flwr", "ray"):
+        if importlib.util.find_spec(package) is None:
+            raise PrivdecError(f"{package} is not installed")
+    return {"ms": relay.by_flwr_run(workload), "nodes": relay.FLWR_PEERS}
+
+
+def _add_gloo(results: Results, workloads: list[Workload], generator: str) -> None:
+    """Add what one process a peer takes, beside the engine with as many peers."""
+    times: Results = {}
+
+    def run() -> dict[str, Any]:
+        return processes.gloo_rounds([workload.name for workload in workloads], generator, EXTRA_ROUNDS)
+
+    _try(times, "gloo", run)
+    for workload in workloads:
+        result = results[workload.name]
+        if "gloo" not in times:
+            result["left_out"] += times["left_out"]
+            continue
+        alone = processes.engine_ms(workload, generator, EXTRA_ROUNDS)
+        result["gloo"] = times["gloo"][workload.name] | {"engine_ms": alone}
+        result["gloo"]["ratio_to_engine"] = result["gloo"]["cpu_ms"] / alone
+
+
+def _try(result: dict[str, Any], key: str, work: Callable[[], dict[str, Any]]) -> None:
+    """Add a measurement, or the reason why there is none."""
+    try:
+        result[key] = work()
+    except (PrivdecError, OSError, ImportError, TimeoutError) as error:
+        result.setdefault("left_out", []).append(f"{key}: left out, {error}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,90 @@
+"""The benchmark's tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = ("", "ms a round", "least", "wall", "peer steps/s", "times the loop")
+
+
+def print_results(results: dict[str, dict[str, Any]], console: Console | None = None) -> None:
+    """Print a table for each workload, and below it what else was measured."""
+    console = console or Console(highlight=False, markup=False)
+    for name, result in results.items():
+        console.print(_table(f"{name}: {result['description']}", result["variants"]))
+        for line in notes(result):
+            console.print(f"  {line}")
+        console.print()
+
+
+def _table(title: str, variants: dict[str, dict[str, float]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for name, facts in variants.items():
+        times = [f"{facts[key]:.2f}" for key in ("ms", "min_ms", "wall_ms")]
+        table.add_row(name, *times, f"{facts['peer_steps_per_second']:,.0f}", f"{facts['ratio_to_loop']:.2f}")
+    return table
+
+
+def notes(result: dict[str, Any]) -> list[str]:
+    """Return the lines below a table."""
+    parts = result["limit"]
+    noise = ", ".join(f"{key[6:-3]} {value:.2f}" for key, value in parts.items() if key.startswith("noise-"))
+    fast, torch_ = result["times_the_limit"], result["times_the_limit_torch"]
+    lines = [
+        f"limit: noise ({noise}) + products {parts['gemm_ms']:.2f} + copy {parts['copy_ms']:.2f} ms",
+        f"a round takes {fast:.2f} times the limit ({torch_:.2f} with torch alone): "
+        f"{result['fraction_of_limit']:.0%} of what is possible "
+        f"({result['fraction_of_limit_at_peak']:.0%} if products ran at the peak)",
+        f"compiled in {result['compile_seconds']:.1f} s, which is not counted",
+    ]
+    for key, say in _EXTRAS.items():
+        if key in result:
+            lines.append(say(result[key]))
+    return [*lines, *result["left_out"]]
+
+
+def _ledger(facts: dict[str, Any]) -> str:
+    return f"privacy ledgers: {facts['share']:.2%} of a run of {facts['rounds']:,} rounds, {facts['seconds']:.1f} s"
+
+
+def _scaling(facts: dict[str, Any]) -> str:
+    cost = ", ".join(f"{float(ns):.3f} (n={n})" for n, ns in facts["ns_per_peer_and_parameter"].items())
+    return f"ns for each peer and parameter: {cost}; largest over smallest {facts['spread']:.2f}"
+
+
+def _memory(facts: dict[str, Any]) -> str:
+    return (
+        f"peak memory with {facts['peers']:,} peers: {facts['rows']:.2f} n d numbers and "
+        f"{facts['batch_bytes'] / 2**20:.1f} MiB for a round's examples, beside the data"
+    )
+
+
+def _gloo(facts: dict[str, Any]) -> str:
+    return (
+        f"one process a peer over gloo, 8 peers: {facts['cpu_ms']:.1f} ms CPU a round "
+        f"({facts['wall_ms']:.1f} ms wall), {facts['ratio_to_engine']:.1f} times the engine's {facts['engine_ms']:.2f}"
+    )
+
+
+def _relay(facts: dict[str, Any]) -> str:
+    return f"Flower relay, messages in process, {facts['nodes']} nodes: {facts['ms']:.0f} ms a round"
+
+
+def _flwr_run(facts: dict[str, Any]) -> str:
+    return f"Flower relay by `flwr run`, {facts['nodes']} SuperNodes: {facts['ms']:.0f} ms a round"
+
+
+_EXTRAS = {
+    "ledger": _ledger,
+    "scaling": _scaling,
+    "memory": _memory,
+    "gloo": _gloo,
+    "relay": _relay,
+    "flwr_run": _flwr_run,
+}

@@ -1,0 +1,157 @@
+"""A fixed feature extractor in front of the model: it costs no privacy, because no private example shapes it.
+
+    image → zero mean, unit variance → scattering → group normalisation → average pooling → unit norm
+          → whitening by the features of drawings → unit norm times `norm`
+
+Each example goes through by itself, so the features of one never depend on another, and a peer computes them
+for its own data exactly as a simulation does for everybody's. Whitening takes mean and covariance from
+`strokes`, drawings that nobody made: it removes what every image of pen strokes has in common, which
+otherwise fills most of the clip norm, and evens out what is left.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d, group_norm
+
+from flower_privdec.data.datasets import Dataset
+from flower_privdec.data.feature_cache import cached
+from flower_privdec.data.scattering import Scattering2D, n_paths
+from flower_privdec.data.strokes import draw_strokes
+from flower_privdec.errors import ScenarioError
+from flower_privdec.scenario.features import FeaturesSection
+
+VERSION = 1  # raise it with any change of the numbers: features kept on disk are then made afresh
+CHUNK, IMAGES = 256, 16  # examples that a thread takes at a time, and images that stay in its cache
+DRAWINGS = 2000
+TINY = 1e-6
+
+
+def apply_features(dataset: Dataset, section: FeaturesSection) -> Dataset:
+    """Replace the examples of a dataset by their features, float32 [N, D].
+
+    Computed once for the same examples and settings, then read from disk. The fingerprint stays that of the
+    examples themselves: the same private data under another transform is still the same private data.
+
+    Raises:
+        ScenarioError: the examples are no images, or of a size or kind that the settings do not fit.
+
+    Privacy: costs nothing; see above.
+    """
+    check_features(section, dataset.input_shape)
+    recipe = {"version": VERSION, **section.model_dump()}
+    train, test = (cached(recipe, x, partial(_compute, section, x)) for x in (dataset.x_train, dataset.x_test))
+    return replace(dataset, x_train=train, x_test=test)
+
+
+def check_features(section: FeaturesSection, shape: tuple[int, ...]) -> None:
+    """Refuse settings that do not fit examples of a shape."""
+    if len(shape) != 3:
+        raise ScenarioError(
+            f"features.kind={section.kind} needs images [channels, height, width] and this dataset has examples "
+            f"of shape {list(shape)}: remove the section features"
+        )
+    channels, side, reach = shape[0], min(shape[1:]), 2**section.scales
+    if reach >= side:
+        raise ScenarioError(
+            f"features.scales={section.scales} needs images of more than {reach} pixels a side and these have "
+            f"{side}: lower it"
+        )
+    if section.pool > -(-side // reach):
+        raise ScenarioError(
+            f"features.pool={section.pool} must be <= {-(-side // reach)}, the side of the scattering's output "
+            f"for images of {side} pixels at {section.scales} scales"
+        )
+    total = channels * n_paths(section.scales, section.angles, section.order)
+    if section.groups and total % section.groups:
+        fitting = [groups for groups in range(1, total + 1) if total % groups == 0]
+        raise ScenarioError(
+            f"features.groups={section.groups} must divide the {total} channels: take one of "
+            f"{', '.join(map(str, fitting))}, or 0 for no group normalisation"
+        )
+    if section.whitening == "strokes" and channels != 1:
+        raise ScenarioError(f"features.whitening=strokes is for images of one channel, not {channels}: set it to none")
+
+
+class Extractor:
+    """The features of images of one shape; every example by itself."""
+
+    def __init__(self, section: FeaturesSection, shape: tuple[int, ...]) -> None:
+        """Make the filters and, with whitening, take mean and covariance of the drawings' features."""
+        self._section = section
+        self._scatter = Scattering2D((shape[1], shape[2]), section.scales, section.angles, section.order)
+        self._whitening: tuple[Tensor, Tensor] | None = None
+        if section.whitening == "strokes":
+            drawings = torch.from_numpy(draw_strokes(DRAWINGS, (shape[1], shape[2])))
+            self._whitening = whitening(self._scattered(drawings.unsqueeze(1)), section.ridge)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the features [n, D] of images [n, channels, height, width]."""
+        z = self._scattered(x)
+        if self._whitening is not None:
+            mean, matrix = self._whitening
+            z = _unit((z - mean) @ matrix)
+        return z.mul_(self._section.norm)
+
+    def _scattered(self, x: Tensor) -> Tensor:
+        """Return scattering coefficients, normalised and pooled, [n, D], each row of norm 1."""
+        deviation, mean = torch.std_mean(x, (1, 2, 3), correction=0, keepdim=True)
+        images = ((x - mean) / (deviation + TINY)).flatten(0, 1)
+        paths = torch.cat([self._scatter(part) for part in images.split(IMAGES)])
+        z = paths.unflatten(0, x.shape[:2]).flatten(1, 2)
+        if self._section.groups:
+            z = group_norm(z, self._section.groups)
+        return _unit(adaptive_avg_pool2d(z, self._section.pool).flatten(1))
+
+
+def whitening(z: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Return mean and (Σ / λ_max + ridge I)^{-1/2} of the rows of z, with Σ their covariance.
+
+    The symmetric root does not depend on which eigenvectors a machine's library happens to return.
+    """
+    rows = z.double()
+    mean = rows.mean(0)
+    values, vectors = torch.linalg.eigh(torch.cov(rows.T, correction=0))
+    scale = (values.clamp_min(0) / values[-1] + ridge).rsqrt()
+    return mean.to(z.dtype), ((vectors * scale) @ vectors.T).to(z.dtype)
+
+
+def _unit(z: Tensor) -> Tensor:
+    return z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(TINY)
+
+
+def _compute(section: FeaturesSection, x: Tensor) -> Tensor:
+    """Extract the features of all examples, on every core that this process may use."""
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        extractor = pool.submit(Extractor, section, tuple(x.shape[1:])).result()
+        out = x.new_empty(len(x), extractor(x[:1]).shape[1])
+
+        def fill(start: int) -> None:
+            out[start : start + CHUNK] = extractor(x[start : start + CHUNK])
+
+        for _ in _counted(pool.map(fill, range(0, len(x), CHUNK)), len(x)):
+            pass
+    torch.set_num_threads(before)  # what threads started later begin with
+    return out
+
+
+def _counted(chunks: Iterator[None], total: int) -> Iterator[None]:
+    """Say on stderr how far it is: a line that moves on a terminal, else one at the end."""
+    began, moving = time.monotonic(), sys.stderr.isatty()
+    for number, chunk in enumerate(chunks, start=1):
+        done = min(number * CHUNK, total)
+        if moving:
+            print(f"\rfeatures: {done:,} of {total:,} examples", end="", file=sys.stderr, flush=True)
+        yield chunk
+    start = "\r" if moving else ""
+    print(f"{start}features: {total:,} examples in {time.monotonic() - began:.1f} s", file=sys.stderr)
