@@ -70,6 +70,12 @@ class Curve:
     share: bool = False
 
 
+def _own_labels(metrics: dict[str, Any], models: str, which: str) -> float | None:
+    """Return a percentage of models tried on the peers' own labels, or None where the run has no such models."""
+    tried = metrics.get("personalized", {}).get(models)
+    return None if tried is None else 100 * float(tried[which])
+
+
 CURVES = (
     Curve(
         "accuracy",
@@ -81,6 +87,20 @@ CURVES = (
     Curve("loss", "Test loss of the mean model", lambda m, algorithm: main_loss(algorithm, m["loss"])),
     Curve("consensus", "Consensus distance", lambda m, _: m["consensus_distance"], log=True),
     Curve("epsilon", "ε spent (largest of the peers)", lambda m, _: float(m["epsilon"])),
+    Curve(
+        "personalized",
+        "Accuracy on the peers' own labels, personalized models (band: the peers)",
+        lambda m, _: _own_labels(m, "personal_models", "mean"),
+        lambda m: (_own_labels(m, "personal_models", "min") or 0.0, _own_labels(m, "personal_models", "max") or 0.0),
+        share=True,
+    ),
+    Curve(
+        "own-labels",
+        "Accuracy on the peers' own labels, mean model (band: the peers)",
+        lambda m, _: _own_labels(m, "global_model", "mean"),
+        lambda m: (_own_labels(m, "global_model", "min") or 0.0, _own_labels(m, "global_model", "max") or 0.0),
+        share=True,
+    ),
 )
 
 
@@ -177,8 +197,35 @@ def to_svg(figure: Figure, label: str) -> str:
     return f'{head} role="img" aria-label="{label}">{rest}'
 
 
+def draw_generalization(metrics: dict[str, Any], width: float = 6.0, height: float = 3.2) -> Figure | None:
+    """Draw accuracy against the extra label classes added to each peer's own (FedDeper, Fig. 5b).
+
+    Args:
+        metrics: the last line of a run's metrics.
+
+    Returns:
+        None when the run has no personalized models. Call it within `drawing`.
+    """
+    found = metrics.get("personalized", {}).get("generalization")
+    if found is None:
+        return None
+    figure = new_figure(width, height)
+    axes = figure.add_subplot()
+    names = {"personal_models": "personalized models", "global_model": "mean model"}
+    for i, (name, label) in enumerate(names.items()):
+        extra = [int(count) for count in found[name]]
+        series, dash = line_style(i)
+        shares = [100 * value for value in found[name].values()]
+        axes.plot(extra, shares, dash, marker="o", markersize=4, color=SERIES[series], label=label)
+    axes.set_title("Accuracy with extra label classes, mean over the peers", loc="left", fontsize=10.5)
+    axes.set_xlabel("extra label classes")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    axes.legend(frameon=False)
+    return figure
+
+
 def save_run_plots(out: Path) -> list[Path]:
-    """Write accuracy.png, loss.png, consensus.png and epsilon.png to a run's folder plots.
+    """Write a run's curves to its folder plots: accuracy.png, loss.png and so on; and generalization.png.
 
     Args:
         out: the run's folder, with scenario.yaml and metrics.jsonl.
@@ -191,11 +238,13 @@ def save_run_plots(out: Path) -> list[Path]:
     written = []
     try:
         with drawing():
-            for curve in CURVES:
-                figure = draw_curve(curve, [result])
+            figures = {curve.name: draw_curve(curve, [result]) for curve in CURVES}
+            if result.metrics:
+                figures["generalization"] = draw_generalization(result.metrics[-1])
+            for name, figure in figures.items():
                 if figure is not None:
                     (out / "plots").mkdir(exist_ok=True)
-                    path = out / "plots" / f"{curve.name}.png"
+                    path = out / "plots" / f"{name}.png"
                     figure.savefig(path, dpi=130, facecolor="white")
                     written.append(path)
     except ScenarioError as error:

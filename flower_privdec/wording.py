@@ -52,6 +52,25 @@ def peers_range(summary: dict[str, Any]) -> str:
     return f"{100 * accuracy['peer_min']:.1f}–{percent(accuracy['peer_max'])}" if accuracy else NOTHING
 
 
+def own_labels(summary: dict[str, Any]) -> str | None:
+    """Say how models do on each peer's own labels, or None where they were not tried."""
+    tried = summary.get("personalized")
+    if not tried:
+        return None
+    common = f"mean model {percent(tried['global_model']['mean'])}"
+    personal = tried.get("personal_models")
+    return f"personalized models {percent(personal['mean'])}, {common}" if personal else common
+
+
+def sent(summary: dict[str, Any]) -> str | None:
+    """Say what an active peer sends in a round, or None where nothing is exchanged or it is not known."""
+    traffic = summary.get("traffic")
+    if not traffic or not traffic["vectors"]:
+        return None
+    many = "1 vector" if traffic["vectors"] == 1 else f"{traffic['vectors']} vectors"
+    return f"{many} ({memory(traffic['bytes'])}) a round from an active peer to each receiver"
+
+
 def number(value: float | None) -> str:
     """Return a measured number with three significant digits: `0.450`, `12.3`, `3,120`, `1.20e-5`."""
     if value is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from test_algorithms import NoiseTape, softmax_gradients
 
 from flower_privdec import memory
 from flower_privdec.algorithms.tables import TABLES, stacked
+from flower_privdec.data import Sampler
 from flower_privdec.errors import ScenarioError
 from flower_privdec.runtime.engine import Engine
 
@@ -47,7 +50,7 @@ def after(experiment, rounds, tape=None):
 @pytest.mark.parametrize("model", [[], MLP], ids=["softmax", "mlp"])
 @pytest.mark.parametrize("more", [[], UNEQUAL, SOME, UNEQUAL + SOME], ids=["all", "unequal", "some", "unequal some"])
 def test_factored_is_dense(build, privacy, model, more):
-    factored, dense = (after(build(*vr(table), privacy, *model, *more), 8) for table in ("factored", "dense"))
+    factored, dense = (after(build(*vr(table), privacy, *model, *more), 6) for table in ("factored", "dense"))
     for name in ("x", "w", "table.mean"):
         torch.testing.assert_close(factored[name], dense[name], rtol=1e-10, atol=1e-12)
     assert dense["table"].abs().max() > 0
@@ -73,19 +76,17 @@ def test_a_batch_of_nobody_still_takes_the_step_of_the_table(build, table):
 
 
 def mean_of_table(experiment, rows, table):
-    sizes = torch.from_numpy(experiment.sampler.partition_sizes).double().unsqueeze(1)
-    if table == "dense":
-        return rows["table"].sum(1) / sizes
-    if table == "blocks":
-        counts = torch.from_numpy(experiment.sampler.blocks(np.arange(len(sizes)))).double().unsqueeze(1)
-        return rows["table"].sum(1) / counts
-    kernel, cohort = stacked(experiment.kernel), experiment.cohort()
-    batch = cohort.data.examples(cohort.peers, 0, int(sizes.max()))
+    """Return the mean of the gradients a table keeps, added up afresh in double precision."""
+    sizes, peers = experiment.sampler.partition_sizes, np.arange(experiment.scenario.n_peers)
+    counts = torch.from_numpy(experiment.sampler.blocks(peers) if table == "blocks" else sizes).double().unsqueeze(1)
+    if table != "factored":
+        return rows["table"].double().sum(1) / counts
+    kernel, mean = stacked(experiment.kernel), torch.zeros_like(rows["x"], dtype=torch.float64)
+    batch = experiment.cohort().data.examples(peers, 0, int(sizes.max()))
     inputs = [batch.x.flatten(2), *(rows[f"table.input{n}"] for n in range(1, len(kernel.layers)))]
-    mean = torch.zeros_like(rows["x"])
     for n, layer in enumerate(kernel.layers):
-        layer.push_(mean, rows[f"table.delta{n}"] * batch.weight.unsqueeze(-1), inputs[n])
-    return mean / sizes
+        layer.push_(mean, (rows[f"table.delta{n}"] * batch.weight.unsqueeze(-1)).double(), inputs[n].double())
+    return mean / counts
 
 
 @settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -97,10 +98,10 @@ def test_the_mean_is_the_mean_of_the_table_after_any_number_of_rounds(build, tab
 
 
 def test_in_single_precision_the_mean_hardly_drifts_in_many_rounds(build):
-    experiment = build(*vr("dense"), "compute.dtype=float32", "rounds=400")
-    rows = after(experiment, 400)
-    exact = rows["table"].double().sum(1) / 60
-    assert float((rows["table.mean"] - exact).norm() / exact.norm()) < 1e-5
+    experiment = build(*vr("factored"), "compute.dtype=float32", "rounds=500", "n_peers=2", *MLP)
+    rows = after(experiment, 500)
+    exact = mean_of_table(experiment, rows, "factored")
+    assert 0 < float((rows["table.mean"] - exact).norm() / exact.norm()) < 1e-5
 
 
 # --- against references in NumPy ---
@@ -232,3 +233,144 @@ def test_snapshots_follow_their_reference(build, more):
     rows, (x, w) = after(experiment, 14, ref.tape), reference_snapshot(ref, 14, 0.5, 12, 4)
     np.testing.assert_allclose(rows["w"].numpy(), w, rtol=1e-12)
     np.testing.assert_allclose(rows["x"].numpy(), x, rtol=1e-9, atol=1e-11)
+
+
+# --- no noise: to the optimum, where SGP stalls ---
+
+PEERS, EXAMPLES, RATE, ROUNDS = 4, 80, 0.3, 1500
+
+
+@pytest.fixture(scope="module")
+def two_classes(tmp_path_factory):
+    """Write noisy two-class data; return the file, the pooled optimum and the least curvature there (Newton)."""
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(EXAMPLES, 3)).astype(np.float32)
+    chance = 1 / (1 + np.exp(-(x @ np.array([1.5, -1.0, 0.5]) + 0.3)))
+    y = (rng.random(EXAMPLES) < chance).astype(np.int64)
+    path = tmp_path_factory.mktemp("data") / "two-classes.npz"
+    np.savez(path, x_train=x, y_train=y, x_test=x[:8], y_test=y[:8])
+    inputs, best = np.column_stack([x.astype(np.float64), np.ones(EXAMPLES)]), np.zeros(4)
+    for _ in range(30):
+        p = 1 / (1 + np.exp(-inputs @ best))
+        gradient, hessian = inputs.T @ (p - y) / EXAMPLES, (inputs.T * (p * (1 - p))) @ inputs / EXAMPLES
+        best -= np.linalg.solve(hessian, gradient)
+    assert np.abs(gradient).max() < 1e-12
+    return path, torch.from_numpy(best), float(np.linalg.eigvalsh(hessian)[0])
+
+
+def logistic(build, data, algorithm, *more):
+    set_up = [f"data={{dataset: npz, root: {data}, batch: {{sampling: uniform, size: 1}}}}", "privacy=none"]
+    set_up += ["model={name: linear, init: zeros, loss: logistic}", "topology.name=complete", f"rounds={ROUNDS}"]
+    return build(*set_up, *algorithm, *more)
+
+
+def distances(experiment, best):
+    """Return the farthest peer's distance to the optimum every 50 rounds."""
+    engine, found = engine_of(experiment), []
+    for k in range(ROUNDS):
+        engine.round()
+        if k % 50 == 49:
+            found.append(float((experiment.algorithm.debiased(engine.state.rows) - best).norm(dim=1).max()))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("table", ["factored", "snapshot", "blocks"])
+def test_it_converges_linearly_to_the_pooled_optimum(build, two_classes, table):
+    path, best, curvature = two_classes
+    blocks = ["data.batch.size=5"] if table == "blocks" else []
+    experiment = logistic(build, path, vr(table, RATE, snapshot_every=25), *blocks)
+    found = distances(experiment, best)
+    slope = np.polyfit(50 * np.arange(10, len(found)), np.log(found[10:]), 1)[0]
+    assert slope == pytest.approx(np.log(1 - RATE * curvature), rel=0.2)  # that of gradient descent
+    assert found[-1] < 2e-5
+
+
+def test_sgp_stalls_at_its_noise_floor_on_the_same_problem(build, two_classes):
+    path, best, _ = two_classes
+    found = distances(logistic(build, path, [f"algorithm={{name: sgp, learning_rate: {RATE}}}"]), best)
+    assert found[-10:].min() > 0.02
+    assert found[-10:].mean() > 0.3 * found[-20:-10].mean()  # and gets no better
+
+
+def test_over_a_sparse_graph_it_converges_where_peers_agree_and_else_up_to_their_disagreement(build, two_classes):
+    path, best, _ = two_classes
+    sparse = logistic(build, path, vr("factored", RATE), "topology.name=directed-exponential")
+    orders = [np.random.default_rng(seed).permutation(EXAMPLES) for seed in range(PEERS)]
+    same = replace(sparse, partition=orders, sampler=Sampler("uniform", 1, [EXAMPLES] * PEERS, 3))
+    agreed, split = distances(same, best), distances(sparse, best)
+    assert agreed[-1] < 1e-3 < 0.05 * agreed[0]
+    plain = distances(logistic(build, path, ["algorithm={name: sgp, learning_rate: 0.3}"]), best)
+    assert 1e-3 < split[-1] < 0.3 * plain[-10:].mean()  # a constant rate keeps O(rate) of ∇f_i - ∇f: no tracking
+
+
+def test_it_repeats_bit_for_bit_and_follows_the_seed(build):
+    first, again, other = (after(build(*vr("factored"), seed), 6) for seed in ("seed=3", "seed=3", "seed=4"))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["x"], other["x"])
+
+
+# --- memory ---
+
+
+@pytest.mark.parametrize("table", ["factored", "dense", "blocks", "snapshot"])
+@pytest.mark.parametrize("more", [[], UNEQUAL, MLP + UNEQUAL], ids=["softmax", "unequal", "mlp"])
+def test_the_memory_a_table_is_said_to_take_is_what_it_takes(build, table, more):
+    experiment = build(*vr(table), *more)
+    rows = engine_of(experiment).state.rows
+    kept = {name: value for name, value in rows.items() if name not in ("x", "w")}
+    assert memory.table_bytes(experiment)[table] == sum(value.nbytes for value in kept.values())
+    if table in TABLES:
+        widths = [(layer.weight.shape[1], layer.weight.shape[0]) for layer in stacked(experiment.kernel).layers]
+        sizes, batch = experiment.sampler.partition_sizes, int(experiment.sampler.normalizer[0])
+        said = TABLES[table].floats(sizes, rows["x"].shape[1], widths, batch)
+        assert said == sum(value.numel() for value in kept.values())
+
+
+def test_factors_take_a_small_part_of_what_gradients_do():
+    widths = [(784, 100), (100, 10)]  # 50 peers of 1,200 MNIST examples and a 784-100-10 MLP, in single precision
+    d = sum((inputs + 1) * outputs for inputs, outputs in widths)
+    dense, factored = (4 * TABLES[name].floats(np.full(50, 1200), d, widths, 1) for name in ("dense", "factored"))
+    assert dense > 19e9
+    assert factored < 0.1e9
+
+
+# --- refused ---
+
+
+def test_a_table_that_does_not_fit_is_refused_before_anything_is_written(build, monkeypatch, tmp_path):
+    experiment = build(*vr("dense"))
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 20)
+    with pytest.raises(ScenarioError, match=r"algorithm.table='dense' needs about .* are free; use factored"):
+        experiment.cohort(None, tmp_path / "ledger")
+    assert list(tmp_path.iterdir()) == []
+    build(*vr("factored")).cohort()
+
+
+def test_a_factored_table_of_a_cnn_is_refused_when_the_run_is_built(build):
+    with pytest.raises(ScenarioError, match=r"table='factored' needs a stack of linear layers .* use snapshot, blocks"):
+        build(*vr("factored"), "model={name: cnn-small}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["rounds=0"], "rounds=0 must be >= 1"),
+        (["rounds=-2"], "rounds=-2 must be >= 1"),
+        (["data.batch={sampling: blocks, size: 6}"], "blocks .* need each other"),
+        (["data.batch.size=61"], "size=61 must be at most 60"),
+        (["algorithm.snapshot_every=0"], "algorithm.snapshot_every=0 must be >= 1"),
+        (["algorithm.table=sparse"], "algorithm.table='sparse' must be one of"),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(build, settings, message):
+    with pytest.raises(ScenarioError, match=message) as refused:
+        build(*vr("factored"), *settings)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("edges", ["0 1\n1 0\n2 3\n3 2\n", "0 1\n1 2\n2 3\n"])
+def test_a_graph_that_never_joins_its_peers_is_refused(build, tmp_path, edges):
+    path = tmp_path / "edges.txt"
+    path.write_text(edges)
+    with pytest.raises(ScenarioError, match=r"topology=edge-list can never agree: peers .* add edges until"):
+        build(*vr("factored"), f"topology={{name: edge-list, file: {path}}}")

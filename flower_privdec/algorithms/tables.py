@@ -147,7 +147,7 @@ class Factored:
             factors = _folded(kernel.factors(x, batch), batch, _clip(cohort, cohort.peers))
             for name, value in _named(factors):
                 rows[name][:, start:stop] = value
-            kernel.accumulate_(rows["table.mean"], factors, share.unsqueeze(1).expand_as(batch.weight))
+            kernel.accumulate_(rows["table.mean"], factors, batch.weight * share.unsqueeze(1))
         return rows
 
     @staticmethod

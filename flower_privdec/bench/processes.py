@@ -16,7 +16,6 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch

@@ -119,13 +119,16 @@ class PeerLoop(Rival):
     def clipped_sum(self, peer: int, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return the sum of clipped gradients, a tensor for each parameter."""
         model, parameters = self.models[peer], self.parameters[peer]
-        total = [torch.zeros_like(parameter) for parameter in parameters]
+        total: list[Tensor] = []
         for b in range(len(y)):
             gradients = torch.autograd.grad(self.loss(model(x[b : b + 1]), y[b : b + 1]), parameters)
             norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-            factor = (CLIP_NORM / norm).clamp(max=1)
-            for part, gradient in zip(total, gradients, strict=True):
-                part.add_(gradient * factor)
+            factor = (CLIP_NORM / norm).clamp_(max=1)
+            if not total:
+                total = [gradient.mul_(factor) for gradient in gradients]
+            else:
+                for part, gradient in zip(total, gradients, strict=True):
+                    part.addcmul_(gradient, factor)
         return total
 
     def _noise(self, peer: int, like: list[Tensor]) -> list[Tensor]:

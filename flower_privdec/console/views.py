@@ -23,9 +23,11 @@ from flower_privdec.wording import (
     main_loss,
     meaning,
     number,
+    own_labels,
     peers_accuracy,
     peers_range,
     percent,
+    sent,
     shares_models,
 )
 
@@ -93,6 +95,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
             [
                 ("algorithm", f"{summary['algorithm']}, {network}"),
                 ("peers' models", f"{average} on average, {peers_range(summary)} from worst to best"),
+                ("own labels", own_labels(summary)),
                 ("loss", None if loss is None else f"{number(loss)} (mean model, test set)"),
                 (
                     "consensus",
@@ -101,6 +104,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
                 ("privacy", guarantee(summary)),
                 ("", meaning(summary)),
                 ("claimed", claim(summary)),
+                ("traffic", sent(summary)),
                 ("noise", summary.get("noise") if is_private(summary) else None),
                 ("speed", f"{duration(summary['wall_seconds'])}, {pace}"),
                 ("files", str(folder)),

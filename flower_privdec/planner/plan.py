@@ -11,6 +11,7 @@ from flower_privdec.memory import memory_need, shortage, table_bytes
 from flower_privdec.planner.checks import cost_warnings, network_warnings, privacy_warnings
 from flower_privdec.planner.optimum import optimum
 from flower_privdec.planner.peers import peer_rows
+from flower_privdec.planner.stability import stability_warnings
 from flower_privdec.planner.timing import estimate_seconds
 from flower_privdec.scenario.algorithms import VRSection
 
@@ -47,6 +48,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "warnings": [
             *privacy_warnings(experiment),
             *network_warnings(experiment, topology),
+            *stability_warnings(experiment),
             *cost_warnings(missing, evaluation_share),
         ],
     }

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from flower_privdec.algorithms import State
+from flower_privdec.algorithms import Algorithm, Mix, State
 from flower_privdec.cohort import Cohort
 from flower_privdec.errors import ScenarioError
 from flower_privdec.evaluation import evaluate
@@ -128,6 +128,7 @@ class Recorder:
         metrics = self.last_metrics()
         scenario = self.experiment.scenario
         active = sum(int(self.experiment.participation.active(k).sum()) for k in range(scenario.rounds))
+        steps = active * self.experiment.algorithm.steps_per_round
         summary = {
             "name": scenario.name,
             "algorithm": scenario.algorithm.name,
@@ -138,10 +139,12 @@ class Recorder:
             "accuracy": metrics["accuracy"],
             "loss": metrics["loss"],
             "consensus_distance": metrics["consensus_distance"],
+            **({"personalized": metrics["personalized"]} if "personalized" in metrics else {}),
+            "traffic": traffic(self.experiment.algorithm, rows),
             "privacy": privacy_rows(self.experiment.plan, self._spent(cohort)),
             "noise": "simulated: seeded and reproducible, not for deployment",
             "wall_seconds": round(self.seconds, 3),
-            "peer_steps_per_second": round(active / max(self.seconds, 1e-9), 1),
+            "peer_steps_per_second": round(steps / max(self.seconds, 1e-9), 1),
         }
         self._save_models(rows)
         save_run_plots(self.out)
@@ -165,6 +168,18 @@ class Recorder:
             for name, place in places.items()
         }
         write_atomically(self.out / "model.safetensors", save(tensors))
+
+
+def traffic(algorithm: Algorithm, rows: dict[str, Tensor]) -> dict[str, int]:
+    """Return what an active peer sends in a round to each of its receivers, from the program's exchanges.
+
+    Returns:
+        vectors: how many as long as the model; bytes: of these vectors.
+    """
+    d = rows["x"].shape[1]
+    names = [name for item in algorithm.program if isinstance(item, Mix) for name in item.names]
+    sent = [rows[name] for name in names if rows[name].ndim == 2 and rows[name].shape[1] == d]
+    return {"vectors": len(sent), "bytes": sum(d * row.element_size() for row in sent)}
 
 
 def evaluation_rounds(rounds: int, every: int) -> list[int]:

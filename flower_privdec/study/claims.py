@@ -175,10 +175,11 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
         if len(known) < len(points):
             yield Case(where, None, MISSING)
             continue
-        level = check.level if check.level is not None else _common_level(known, metric(check.metric).low)
-        reached = [_rounds_to(level, *curve, metric(check.metric).low) for curve in known]
-        for (a, first), (b, second) in pairwise(zip(points, reached, strict=True)):
-            yield _ratio(check, level, where, (a.label, a.value or 0, first), (b.label, b.value or 0, second))
+        low = metric(check.metric).low
+        for level in check.levels or [_common_level(known, low)]:
+            reached = [_rounds_to(level, *curve, low) for curve in known]
+            for (a, first), (b, second) in pairwise(zip(points, reached, strict=True)):
+                yield _ratio(check, level, where, (a.label, a.value or 0, first), (b.label, b.value or 0, second))
 
 
 Reached = tuple[str, float, Estimate | None]

@@ -56,7 +56,8 @@ def metric(name: str) -> Metric:
             value = value.get(key) if isinstance(value, dict) else None
         return float(value) if isinstance(value, int | float) else None
 
-    return Metric(name.replace(".", " ").replace("_", " "), read, share=name.startswith("accuracy"), low="loss" in name)
+    share = name.startswith(("accuracy", "personalized"))
+    return Metric(name.replace(".", " ").replace("_", " "), read, share=share, low="loss" in name)
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ class Speedup(Section):
     kind: Literal["speedup"]
     axis: str
     metric: str = "loss"
-    level: float | None = None  # by default the best that every cell reaches
+    levels: list[float] | None = None  # by default the best that every cell reaches
     within: Annotated[float, Field(gt=1)] = 1.25  # the factor that is still taken for n
     where: Labelled
 
