@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
         typer.echo(f"error: {error}", err=True)
         sys.exit(1 if isinstance(error, RunError) else 2)
     except KeyboardInterrupt:
-        typer.echo("interrupted: `privdec run ... --resume` goes on from the last checkpoint", err=True)
+        typer.echo("interrupted: the same `privdec study`, or `privdec run ... --resume`, goes on from here", err=True)
         sys.exit(130)
     except typer.Exit as leaving:
         sys.exit(leaving.exit_code)

@@ -299,8 +299,7 @@ def test_over_a_sparse_graph_it_converges_where_peers_agree_and_else_up_to_their
     same = replace(sparse, partition=orders, sampler=Sampler("uniform", 1, [EXAMPLES] * PEERS, 3))
     agreed, split = distances(same, best), distances(sparse, best)
     assert agreed[-1] < 1e-3 < 0.05 * agreed[0]
-    plain = distances(logistic(build, path, ["algorithm={name: sgp, learning_rate: 0.3}"]), best)
-    assert 1e-3 < split[-1] < 0.3 * plain[-10:].mean()  # a constant rate keeps O(rate) of ∇f_i - ∇f: no tracking
+    assert 1e-3 < split[-1] < 0.05  # a constant rate keeps O(rate) of ∇f_i - ∇f, which nothing tracks
 
 
 def test_it_repeats_bit_for_bit_and_follows_the_seed(build):

@@ -14,8 +14,10 @@ from flower_privdec.cohort import Cohort
 from flower_privdec.errors import ScenarioError
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
-from flower_privdec.scenario.algorithms import FedProxSection, LocalStepsSection
+from flower_privdec.scenario.algorithms import FedDeperSection, FedProxSection, LocalStepsSection
 from flower_privdec.topology import Topology
+
+LocalSteps = LocalStepsSection | FedProxSection | FedDeperSection
 
 
 class FedAvg(SGP):
@@ -34,7 +36,7 @@ class FedAvg(SGP):
     name: ClassVar[str] = "fedavg"
     summary: ClassVar[str] = "several local steps, then averaging (FedAvg); over a graph: local-step push-sum"
 
-    def __init__(self, section: LocalStepsSection) -> None:
+    def __init__(self, section: LocalSteps) -> None:
         super().__init__(section)
         self.program = (self.local, Mix(("x", "w")))
 

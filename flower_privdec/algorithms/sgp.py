@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from flower_privdec.algorithms.base import Algorithm, Mix, State, push_weights
+from flower_privdec.algorithms.base import Algorithm, Mix, State, Step, push_weights
 from flower_privdec.cohort import Cohort
 
 
@@ -33,7 +33,7 @@ class SGP(Algorithm):
     name: ClassVar[str] = "sgp"
     summary: ClassVar[str] = "stochastic gradient push (push-sum) over directed graphs"
     weights = "column-stochastic"
-    program = (descend, Mix(("x", "w")))
+    program: tuple[Step | Mix, ...] = (descend, Mix(("x", "w")))
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return x_i^0 = x^0 and w_i^0 = 1."""

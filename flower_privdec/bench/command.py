@@ -6,13 +6,14 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from flower_privdec.bench import memory, processes, relay
+from flower_privdec.bench.comparison import SCALES, generators, measure_workload, scaling
 from flower_privdec.bench.ledgers import SECONDS, ledger_share
-from flower_privdec.bench.measure import SCALES, generators, measure_workload, scaling
 from flower_privdec.bench.views import print_results
 from flower_privdec.bench.workloads import Setup, Workload, choose
 from flower_privdec.errors import PrivdecError
@@ -75,16 +76,16 @@ def _add_extras(results: Results, workloads: list[Workload], device: torch.devic
     for workload in workloads:
         result = results[workload.name]
         _say(f"{workload.name}: more peers, peak memory, relay")
-        _try(result, "scaling", lambda w=workload: scaling(w, device))
+        _try(result, "scaling", partial(scaling, workload, device))
         if device.type == "cpu":
-            _try(result, "memory", lambda w=workload: memory.peak_memory(w.name, _many(w), quickest))
-            _try(result, "relay", lambda w=workload: _relay(w))
+            _try(result, "memory", partial(memory.peak_memory, workload.name, _many(workload), quickest))
+            _try(result, "relay", partial(_relay, workload))
     if device.type == "cpu":
         _say(f"one process for each of {processes.PEERS} peers, over gloo")
         _add_gloo(results, workloads, quickest)
         _say("Flower's relay mode under `flwr run`")
         first = workloads[0]
-        _try(results[first.name], "flwr_run", lambda: _flwr_run(first))
+        _try(results[first.name], "flwr_run", partial(_flwr_run, first))
 
 
 def _many(workload: Workload) -> int:
@@ -106,12 +107,9 @@ def _flwr_run(workload: Workload) -> dict[str, float]:
 
 def _add_gloo(results: Results, workloads: list[Workload], generator: str) -> None:
     """Add what one process a peer takes, beside the engine with as many peers."""
-    times: Results = {}
-
-    def run() -> dict[str, Any]:
-        return processes.gloo_rounds([workload.name for workload in workloads], generator, EXTRA_ROUNDS)
-
-    _try(times, "gloo", run)
+    times: dict[str, Any] = {}
+    names = [workload.name for workload in workloads]
+    _try(times, "gloo", partial(processes.gloo_rounds, names, generator, EXTRA_ROUNDS))
     for workload in workloads:
         result = results[workload.name]
         if "gloo" not in times:
@@ -122,7 +120,7 @@ def _add_gloo(results: Results, workloads: list[Workload], generator: str) -> No
         result["gloo"]["ratio_to_engine"] = result["gloo"]["cpu_ms"] / alone
 
 
-def _try(result: dict[str, Any], key: str, work: Callable[[], dict[str, Any]]) -> None:
+def _try(result: dict[str, Any], key: str, work: Callable[[], Any]) -> None:
     """Add a measurement, or the reason why there is none."""
     try:
         result[key] = work()

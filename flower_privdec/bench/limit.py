@@ -122,19 +122,21 @@ def _linear(layer: Layer, n: int, batch: int) -> Iterator[tuple[str, list[Work]]
 def _convolution(layer: Layer, conv: nn.Conv2d, batch: int) -> Iterator[tuple[str, list[Work]]]:
     weight = conv.weight.detach()
     a, delta = weight.new_ones(batch, *layer.inputs), weight.new_ones(batch, *layer.outputs)
-    sizes = (list(conv.stride), list(conv.padding), list(conv.dilation), False, [0, 0], 1)
-    backward = torch.ops.aten.convolution_backward
-    last = [t.contiguous(memory_format=torch.channels_last) for t in (delta, a, weight)]
-    operands = [[delta, a, weight], last]
+    stride, padding, dilation = list(conv.stride), list(conv.padding), list(conv.dilation)
+    last = tuple(t.contiguous(memory_format=torch.channels_last) for t in (delta, a, weight))
     rows, positions = weight[0].numel(), layer.outputs[1:].numel()
     patches, written = weight.new_ones(batch, rows, positions), weight.new_empty(batch, rows, len(weight))
     lines = delta.flatten(2).transpose(1, 2)
-    yield "forward", [lambda o=o: torch.conv2d(o[1], o[2], None, *sizes[:3]) for o in operands]
-    yield "backward", [lambda o=o: backward(*o, None, *sizes, [True, False, False]) for o in operands]
-    yield (
-        "gradient",
-        [
-            *(lambda o=o: backward(*o, None, *sizes, [False, True, False]) for o in operands),
-            lambda: torch.bmm(patches, lines, out=written),
-        ],
-    )
+
+    def backward(tensors: tuple[Tensor, ...], *wanted: bool) -> Work:
+        sizes = (stride, padding, dilation, False, [0, 0], 1)
+        return lambda: torch.ops.aten.convolution_backward(*tensors, None, *sizes, [*wanted, False])
+
+    def forward(_: Tensor, x: Tensor, w: Tensor) -> Work:
+        return lambda: torch.ops.aten.convolution(x, w, None, stride, padding, dilation, False, [0, 0], 1)
+
+    both = ((delta, a, weight), last)
+    yield "forward", [forward(*tensors) for tensors in both]
+    yield "backward", [backward(tensors, True, False) for tensors in both]
+    by_example: list[Work] = [lambda: torch.bmm(patches, lines, out=written)]
+    yield "gradient", [*by_example, *(backward(tensors, False, True) for tensors in both)]

@@ -29,6 +29,11 @@ def plain_loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda outputs, y: torch.relu(1 - (2 * y - 1) * outputs[:, 0]).sum()
 
 
+def gradients_of(parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients that the last backward pass left."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
 class Rival(ABC):
     """One way to run the workload's rounds.
 
@@ -72,7 +77,7 @@ class PeerLoop(Rival):
         self.models = [copy.deepcopy(setup.module) for _ in range(self.n)]
         self.parameters = [list(model.parameters()) for model in self.models]
         self.weights = [1.0] * self.n
-        self.hears: dict[int, list[list[tuple[int, float]]]] = {}
+        self.hears: dict[int, list[dict[int, float]]] = {}
 
     def load(self, x: Tensor, w: Tensor) -> None:
         """See Rival."""
@@ -119,16 +124,15 @@ class PeerLoop(Rival):
     def clipped_sum(self, peer: int, x: Tensor, y: Tensor) -> list[Tensor]:
         """Return the sum of clipped gradients, a tensor for each parameter."""
         model, parameters = self.models[peer], self.parameters[peer]
-        total: list[Tensor] = []
+        total = [torch.zeros_like(parameter) for parameter in parameters]
         for b in range(len(y)):
-            gradients = torch.autograd.grad(self.loss(model(x[b : b + 1]), y[b : b + 1]), parameters)
+            model.zero_grad()
+            torch.autograd.backward(self.loss(model(x[b : b + 1]), y[b : b + 1]))
+            gradients = gradients_of(parameters)
             norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-            factor = (CLIP_NORM / norm).clamp_(max=1)
-            if not total:
-                total = [gradient.mul_(factor) for gradient in gradients]
-            else:
-                for part, gradient in zip(total, gradients, strict=True):
-                    part.addcmul_(gradient, factor)
+            factor = (CLIP_NORM / norm).clamp(max=1)
+            for part, gradient in zip(total, gradients, strict=True):
+                part.add_(gradient * factor)
         return total
 
     def _noise(self, peer: int, like: list[Tensor]) -> list[Tensor]:
@@ -137,24 +141,24 @@ class PeerLoop(Rival):
         parts = torch.split(self.tape(self.round_index, peer), [part.numel() for part in like])
         return [part.view_as(other) for part, other in zip(parts, like, strict=True)]
 
+    @torch.no_grad()
     def _mix(self) -> None:
-        hears = self._heard()
-        with torch.no_grad():
-            mixed = [
-                [sum(weight * self.parameters[j][p] for j, weight in heard) for p in range(len(self.parameters[i]))]
-                for i, heard in enumerate(hears)
-            ]
-            for parameters, new in zip(self.parameters, mixed, strict=True):
-                for parameter, value in zip(parameters, new, strict=True):
-                    parameter.copy_(value)
-        self.weights = [sum(weight * self.weights[j] for j, weight in heard) for heard in hears]
+        sent = [[parameter.clone() for parameter in parameters] for parameters in self.parameters]
+        row_of = self._weights_of_round()
+        for peer, heard in enumerate(row_of):
+            for index, parameter in enumerate(self.parameters[peer]):
+                parameter.mul_(heard.get(peer, 0.0))
+                for other, weight in heard.items():
+                    if other != peer:
+                        parameter.add_(sent[other][index], alpha=weight)
+        self.weights = [sum(weight * self.weights[other] for other, weight in heard.items()) for heard in row_of]
 
-    def _heard(self) -> list[list[tuple[int, float]]]:
-        """Return for each peer whom it hears in the round, with which weight."""
+    def _weights_of_round(self) -> list[dict[int, float]]:
+        """Return for each peer the weight it gives to each peer it hears in the round."""
         phase = self.round_index % (self.setup.mixing.topology.period or 1)
         if phase not in self.hears:
             rows = self.neighbours()
-            self.hears[phase] = [[(int(j), float(row[j])) for j in np.flatnonzero(row)] for row in rows]
+            self.hears[phase] = [{int(other): float(row[other]) for other in np.flatnonzero(row)} for row in rows]
         return self.hears[phase]
 
 
@@ -171,8 +175,8 @@ class OpacusLoop(PeerLoop):
         """See PeerLoop."""
         model, parameters = self.models[peer], self.parameters[peer]
         model.zero_grad()
-        self.loss(model(x), y).backward()
-        samples: list[Tensor] = [parameter.grad_sample for parameter in parameters]  # type: ignore[misc]
+        torch.autograd.backward(self.loss(model(x), y))
+        samples: list[Tensor] = [parameter.grad_sample for parameter in parameters]  # type: ignore[attr-defined]
         norms = torch.stack([sample.flatten(1).norm(dim=1) for sample in samples]).norm(dim=0)
         factor = (CLIP_NORM / norms).clamp(max=1)
         return [torch.einsum("b,b...->...", factor, sample) for sample in samples]

@@ -93,7 +93,8 @@ def paired(works: Mapping[str, Work], rounds: int, device: torch.device) -> dict
         for name in list(works) if index % 2 == 0 else reversed(list(works)):
             took = once(_repeated(works[name], repeat[name]), device)
             samples[name].append((took[0] / repeat[name], took[1] / repeat[name]))
-    return {name: Times(*np.array(samples[name]).T, first[name]) for name in works}
+    columns = {name: np.array(samples[name]).T for name in works}
+    return {name: Times(clock, wall, first[name]) for name, (clock, wall) in columns.items()}
 
 
 def ratio(over: np.ndarray, under: np.ndarray) -> float:

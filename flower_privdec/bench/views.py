@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+PLAIN_WIDTH = 130  # where the output is no terminal
 COLUMNS = ("", "ms a round", "least", "wall", "peer steps/s", "times the loop")
 
 
-def print_results(results: dict[str, dict[str, Any]], console: Console | None = None) -> None:
+def print_results(results: dict[str, dict[str, Any]]) -> None:
     """Print a table for each workload, and below it what else was measured."""
-    console = console or Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     for name, result in results.items():
         console.print(_table(f"{name}: {result['description']}", result["variants"]))
         for line in notes(result):

@@ -116,7 +116,7 @@ class Sampler:
     def _drawn_blocks(self, round_index: int, peers: np.ndarray) -> np.ndarray:
         counts = self.blocks(peers)
         draws = [keyed_generator(self.seed, "blocks", round_index, int(peer)) for peer in peers]
-        return np.array([g.integers(count) for g, count in zip(draws, counts, strict=True)])
+        return np.array([g.integers(count) for g, count in zip(draws, counts, strict=True)], dtype=np.int64)
 
     def _rows_of_block(self, number: int, peers: np.ndarray) -> np.ndarray:
         """Return the rows of the cached block that hold some peers, drawing those not yet there."""

@@ -70,7 +70,7 @@ class Snapshot(Mechanism):
     def noise(self, scale: float) -> np.ndarray:
         """Return the noise multiplier of every round, over the sum of b examples, [rounds]."""
         weight: np.ndarray = np.where(self._taken(), 1 / math.sqrt(self.every), 1.0)
-        return scale * weight * self.shape
+        return np.asarray(scale * weight * self.shape)
 
     def spends(self, active: np.ndarray, scale: float) -> tuple[Spend, ...]:
         """Return what a peer pays that is active in some rounds, bool [rounds]."""

@@ -35,9 +35,7 @@ class Schedule:
 
     def repeated(self, times: int) -> Schedule:
         """Return the schedule of steps, so many a round, instead of rounds."""
-        return replace(
-            self, clip_factor=self.clip_factor.repeat(times), noise_shape=self.noise_shape.repeat(times)
-        )
+        return replace(self, clip_factor=self.clip_factor.repeat(times), noise_shape=self.noise_shape.repeat(times))
 
 
 def build_schedule(scenario: Scenario) -> Schedule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_
 from flower_privdec.scenario import scenario_hash, to_yaml
 
 OnMetrics = Callable[[dict[str, Any]], None]
+LEAN_SECONDS = 60.0
 
 
 def json_number(value: float) -> float | str:
@@ -36,13 +38,17 @@ class Recorder:
     """Keeps the folder of one run.
 
     Files: scenario.yaml (every default visible), metrics.jsonl (a line an evaluation), ledger/,
-    checkpoint, model.safetensors (each peer and the mean), summary.json.
+    checkpoint, model.safetensors (each peer and the mean), plots/, summary.json. A lean run, one of many
+    in a study, keeps no models and no plots, and writes a checkpoint once a minute at most.
 
     Privacy: the numbers written are computed from noised models and the public test set.
     """
 
-    def __init__(self, experiment: Experiment, out: Path, runtime: str, resume: bool = False) -> None:
-        self.experiment, self.out, self.runtime = experiment, out, runtime
+    def __init__(
+        self, experiment: Experiment, out: Path, runtime: str, resume: bool = False, lean: bool = False
+    ) -> None:
+        self.experiment, self.out, self.runtime, self.lean = experiment, out, runtime, lean
+        self._saved = time.monotonic()
         self.scenario_hash = scenario_hash(experiment.scenario)
         self.checkpoint = self._previous(resume)
         self.run_id = self.checkpoint.run_id if self.checkpoint else secrets.token_hex(8)
@@ -94,10 +100,13 @@ class Recorder:
 
     def save(self, state: State, cohort: Cohort | None) -> None:
         """Write a checkpoint of a state between two rounds."""
+        if self.lean and time.monotonic() - self._saved < LEAN_SECONDS:
+            return
         heads = cohort.ledger.heads() if cohort is not None and cohort.ledger is not None else None
         save_checkpoint(
             self.out / "checkpoint", Checkpoint(state, self.scenario_hash, self.run_id, self.seconds, heads)
         )
+        self._saved = time.monotonic()
 
     def record(self, rows: dict[str, Tensor], round_index: int) -> dict[str, Any]:
         """Evaluate the network after `round_index` rounds and append the line to metrics.jsonl."""
@@ -146,8 +155,9 @@ class Recorder:
             "wall_seconds": round(self.seconds, 3),
             "peer_steps_per_second": round(steps / max(self.seconds, 1e-9), 1),
         }
-        self._save_models(rows)
-        save_run_plots(self.out)
+        if not self.lean:
+            self._save_models(rows)
+            save_run_plots(self.out)
         write_atomically(self.out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         return summary
 

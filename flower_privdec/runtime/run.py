@@ -21,16 +21,19 @@ class Run:
         out: the run's folder.
         runtime: what the summary calls it.
         resume: go on from the folder's checkpoint.
+        lean: keep no models and no plots, and few checkpoints.
 
     Raises:
         ScenarioError: when the folder holds another run, or nothing to resume.
         BudgetError: when a ledger cannot be trusted or is in use.
     """
 
-    def __init__(self, experiment: Experiment, out: Path, *, runtime: str = "engine", resume: bool = False) -> None:
+    def __init__(
+        self, experiment: Experiment, out: Path, *, runtime: str = "engine", resume: bool = False, lean: bool = False
+    ) -> None:
         torch.set_num_threads(experiment.scenario.compute.threads)
         self.experiment = experiment
-        self.recorder = Recorder(experiment, out, runtime, resume)
+        self.recorder = Recorder(experiment, out, runtime, resume, lean)
         self.cohort = self.recorder.open_cohort()
         self.engine = Engine(experiment.algorithm, self.cohort, self.recorder.start(self.cohort))
 
@@ -68,17 +71,19 @@ def run(
     *,
     runtime: str = "engine",
     resume: bool = False,
+    lean: bool = False,
     on_metrics: OnMetrics | None = None,
 ) -> dict[str, Any]:
     """Run a scenario to its end.
 
     Args:
+        lean: keep no models and no plots, and few checkpoints.
         on_metrics: called with each evaluation's metrics.
 
     Returns:
         The summary, as written to summary.json.
     """
-    under_way = Run(experiment, out, runtime=runtime, resume=resume)
+    under_way = Run(experiment, out, runtime=runtime, resume=resume, lean=lean)
     try:
         while under_way.round_index < experiment.scenario.rounds:
             metrics = under_way.advance()

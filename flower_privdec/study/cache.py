@@ -40,18 +40,21 @@ def run_cell(text: str, folder: Path) -> None:
         if is_finished(folder):
             return
         began = time.monotonic()
-        run(Experiment.build(parse_scenario(text)), folder, resume=(folder / "checkpoint").exists())
-        prune(folder)
+        resume = (folder / "checkpoint").exists()
+        if not resume:
+            _clear(folder, {"lock"})  # what a run left that ended before its first checkpoint
+        run(Experiment.build(parse_scenario(text)), folder, resume=resume, lean=True)
+        _clear(folder, KEPT)
         facts = {"seconds": round(time.monotonic() - began, 1), "version": __version__}
         write_atomically(folder / "cell.json", json.dumps(facts).encode())
 
 
-def prune(folder: Path) -> None:
-    """Delete what a study does not read: checkpoint, models, plots and the ledgers of this one run."""
+def _clear(folder: Path, kept: set[str]) -> None:
+    """Delete what a study does not read: the checkpoint and the ledgers of this one run."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
-        elif path.name not in KEPT:
+        elif path.name not in kept:
             path.unlink()
 
 

@@ -106,21 +106,25 @@ def _name(result: PartResult, place: dict[str, str], where: dict[str, str]) -> s
 
 def _ordered(check: Ordered, result: PartResult) -> Verdict:
     labels = check.order or result.axes[check.axis].labels()
-    cases, rising, clear, pairs = [], 0, 0, 0
+    cases, found = [], []
     for where, values in _finals(check, labels, result):
         known = [value for value in values if value is not None]
         steps = list(pairwise(known)) if len(known) == len(values) else []
-        rising += sum(b.mean > a.mean for a, b in steps)
-        clear += sum(b.mean - a.mean > _spread(a, b) for a, b in steps)
-        pairs += len(steps)
+        found += steps
         holds = all(b.mean > a.mean for a, b in steps) if steps else None
         cases.append(Case(where, holds, _chain(check.metric, labels, values)))
-    many = f"of {pairs} neighbouring pairs {rising} in the claimed order, {clear} by more than the spread over seeds"
-    return Verdict(tuple(cases), many)
+    return Verdict(tuple(cases), _rising(found))
 
 
-def _spread(a: Estimate, b: Estimate) -> float:
-    return math.hypot(a.std or 0.0, b.std or 0.0)
+def _rising(steps: Sequence[tuple[Estimate, Estimate]]) -> str:
+    """Say how many neighbours are in the claimed order, and how many clearly so."""
+    if not steps:
+        return ""
+    text = f"of {len(steps)} neighbouring pairs {sum(b.mean > a.mean for a, b in steps)} in the claimed order"
+    if any(a.std is None or b.std is None for a, b in steps):
+        return text
+    clear = sum(b.mean - a.mean > math.hypot(a.std or 0, b.std or 0) for a, b in steps)
+    return f"{text}, {clear} by more than the spread over seeds"
 
 
 def _chain(name: str, labels: Sequence[str], values: Sequence[Estimate | None]) -> str:

@@ -23,6 +23,7 @@ ONE_DATA_SET = (
     "releasing that one run would cost. Releasing all of them would add up to far more. The choice between "
     "settings is made on the public test set."
 )
+WHOSE = {"paper": "The paper's claim", "us": "Beyond the paper"}
 TWO_EPSILONS = (
     "ε (exact) is the accountant's, for what the run did: unit example, adjacency zero-out. Where a column "
     "ε (claimed) stands beside it, the noise was computed by the paper's formula; its ε is a claim, not a guarantee."
@@ -74,7 +75,7 @@ def _head(study: Study, made: Made, results: Sequence[PartResult], failed: Seque
 
 def _section(result: PartResult, out: Path) -> str:
     part = result.part
-    blocks = [f"## {part.title}", f"The paper's claim: {part.claim}", *part.notes]
+    blocks = [f"## {part.title}", f"{WHOSE[part.asks]}: {part.claim}", *part.notes]
     if result.chosen:
         names = " and ".join(axis.title or name for name, axis in result.chosen.items())
         better = metric(part.metrics[0]).title

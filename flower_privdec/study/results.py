@@ -28,16 +28,30 @@ class Metric:
         read: gets it from a line of metrics.jsonl and the algorithm's name.
         share: whether it is a share, shown in percent.
         low: whether less is better.
+        over: makes one number of the run's; the last by default.
     """
 
     title: str
     read: Callable[[dict[str, Any], str], float | None]
     share: bool = False
     low: bool = False
+    over: Callable[[Sequence[float]], float] = lambda values: values[-1]
+
+
+def _late(values: Sequence[float]) -> float:
+    """Return the mean of the last fifth: what is left when single rounds differ much, as with few active peers."""
+    last = values[-max(1, len(values) // 5) :]
+    return sum(last) / len(last)
+
+
+def _accuracy(line: dict[str, Any], algorithm: str) -> float | None:
+    return main_accuracy(algorithm, line["accuracy"])
 
 
 METRICS = {
-    "accuracy": Metric("test accuracy", lambda m, algorithm: main_accuracy(algorithm, m["accuracy"]), share=True),
+    "accuracy": Metric("test accuracy", _accuracy, share=True),
+    "late-accuracy": Metric("test accuracy, mean of the last fifth", _accuracy, share=True, over=_late),
+    "best-accuracy": Metric("best test accuracy of the run", _accuracy, share=True, over=max),
     "loss": Metric("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
     "peer-accuracy": Metric("test accuracy of the peers' models", lambda m, _: m["accuracy"]["peer_mean"], share=True),
     "worst-peer": Metric("test accuracy of the worst peer", lambda m, _: m["accuracy"]["peer_min"], share=True),
@@ -100,10 +114,11 @@ class Group:
         return self.missing == 0
 
     def final(self, name: str) -> Estimate | None:
-        """Return a metric after the last round."""
-        read = metric(name).read
-        values = [read(run.metrics[-1], run.scenario.algorithm.name) for run in self.runs]
-        return Estimate.of([value for value in values if value is not None])
+        """Return a metric of the finished runs, after the last round unless it looks at more of them."""
+        found = metric(name)
+        lines = [[found.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
+        known = [[value for value in line if value is not None] for line in lines]
+        return Estimate.of([found.over(values) for values in known if values])
 
     def curves(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the rounds at which every run was tried [T], and a metric then [n_runs, T]; None without it."""

@@ -158,6 +158,7 @@ class Part(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
     title: str
     claim: str
+    asks: Literal["paper", "us"] = "paper"  # whose claim it is
     notes: Lines
     settings: Lines
     sizes: Annotated[dict[SizeName, PartSize], Field(default_factory=dict)]

@@ -1,0 +1,1 @@
+"""FedDeper as ordinary Flower classes, around a model and data of one's own."""

@@ -1,0 +1,29 @@
+"""The ServerApp: a strategy from the library, as any other of Flower's."""
+
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+
+from feddeper_plain.task import accuracy, build_model, digits
+from flower_privdec.runtime.flower.feddeper import FedDeper
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Train, and try the global model on all digits after every round."""
+    given = context.run_config
+    test = digits(test=True)
+    strategy = FedDeper(
+        learning_rate=float(given["learning-rate"]),
+        rho=float(given["rho"]),
+        mixing_rate=float(given["mixing-rate"]),
+        local_steps=int(given["local-steps"]),
+        fraction_train=float(given["fraction-train"]),
+    )
+    strategy.start(
+        grid,
+        ArrayRecord(build_model().state_dict()),
+        num_rounds=int(given["num-rounds"]),
+        evaluate_fn=lambda _, arrays: MetricRecord({"accuracy": accuracy(arrays.to_torch_state_dict(), *test)}),
+    )
