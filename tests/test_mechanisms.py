@@ -283,6 +283,10 @@ def test_one_example_moves_a_snapshot_by_one_clip_norm_and_a_step_by_two(build):
             assert apart == pytest.approx(q, rel=1e-6)  # of all J examples' sum: one clip norm
         else:
             assert apart <= (2 + 1e-9 if drawn else 1e-9)
+    for spend in experiment.plan.accounts[0].spends:  # and that is what it is charged for
+        taken, noise = spend.from_round % 10 == 0, float(experiment.plan.noise_multiplier(spend.from_round)[0])
+        assert spend.release.sampling == ("full" if taken else "poisson")
+        assert spend.release.noise_multiplier == pytest.approx(noise / q if taken else noise / 2)
 
 
 # --- the mixture's numbers, and the event ---

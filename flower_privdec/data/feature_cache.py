@@ -78,7 +78,8 @@ def _read(path: Path, key: str, count: int) -> Tensor | None:
     """Return a file's features, or None where they are not, whole and unchanged, those of the key."""
     with suppress(SafetensorError, KeyError):
         with safe_open(path, framework="pt") as file:
-            said, features = file.metadata() or {}, file.get_tensor("features")
+            said = file.metadata() or {}
+            features: Tensor = file.get_tensor("features")
         right = features.dtype is torch.float32 and features.ndim == 2 and len(features) == count
         if right and said.get("key") == key and said.get("checksum") == _hash(b"", features):
             return features

@@ -126,13 +126,14 @@ def whitening(z: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 
 
 def _unit(z: Tensor) -> Tensor:
-    return z / torch.linalg.vector_norm(z, dim=1, keepdim=True).clamp_min(TINY)
+    norms: Tensor = torch.linalg.vector_norm(z, dim=1, keepdim=True)
+    return z / norms.clamp_min(TINY)
 
 
 def _compute(section: FeaturesSection, x: Tensor) -> Tensor:
     """Extract the features of all examples, on every core that this process may use."""
     before = torch.get_num_threads()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(_cores(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         extractor = pool.submit(Extractor, section, tuple(x.shape[1:])).result()
         out = x.new_empty(len(x), extractor(x[:1]).shape[1])
 
@@ -143,6 +144,10 @@ def _compute(section: FeaturesSection, x: Tensor) -> Tensor:
             pass
     torch.set_num_threads(before)  # what threads started later begin with
     return out
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _counted(chunks: Iterator[None], total: int) -> Iterator[None]:
