@@ -187,9 +187,7 @@ class Cohort:
             std = self.tensor(rate * clip * self.plan.noise_multiplier(draw)[peers])
         bound = None if clip is None else self.tensor(clip)
         batch = self.data.batch(draw, peers)
-        step = PrivateStep(
-            out, params, divisor, batch, bound, self.tensor(-rate), peers, rows, round_index, draw, std
-        )
+        step = PrivateStep(out, params, divisor, batch, bound, self.tensor(-rate), peers, rows, round_index, draw, std)
         estimate(self, step)
         if std is not None:
             self.noise.add_(out, std, draw, peers)

@@ -174,9 +174,7 @@ def test_cifar10_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert data.y_train.tolist() == [1, 9, 0] * 5
 
 
-def test_cifar10_of_another_checksum_is_never_unpickled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cifar10_of_another_checksum_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         cifar_folder(tmp_path, patch)
     refused(str(tmp_path), "damaged", root=tmp_path, name="cifar10")

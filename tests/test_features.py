@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,13 @@ SMALL: dict[str, Any] = {"kind": "scattering", "scales": 1, "angles": 4, "groups
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _own_extractor() -> Iterator[None]:
+    features._extractor.cache_clear()
+    yield
+    features._extractor.cache_clear()
 
 
 @pytest.fixture
@@ -198,9 +205,10 @@ def test_scenarios_that_need_mnist_can_be_read(name: str) -> None:
     assert scenario.private.delta == 1e-5
 
 
-def test_features_make_mnist_easy() -> None:
+def test_features_make_mnist_easy(monkeypatch: pytest.MonkeyPatch) -> None:
     if not (SHARED / "MNIST" / "raw").is_dir():
         pytest.skip(f"SKIPPED for want of data: {SHARED}/MNIST/raw has the images this test is about")
+    monkeypatch.setattr(features, "DRAWINGS", 400)
     raw = load_dataset("mnist", str(SHARED), samples=600, test_samples=400)
     made = apply_features(raw, FeaturesSection(kind="scattering", whitening="strokes"))
     assert made.input_shape == (81 * 16,)

@@ -72,15 +72,12 @@ def partial_matrices() -> list[tuple[str, MixingMatrix]]:
         ("server", "server", 0.4),
     ]
     return [
-        (f"{name} {fraction}", mixing(name, weights, fraction=fraction).matrix(2))
-        for name, weights, fraction in cases
+        (f"{name} {fraction}", mixing(name, weights, fraction=fraction).matrix(2)) for name, weights, fraction in cases
     ]
 
 
 MATRICES = partial_matrices()
-every_form = pytest.mark.parametrize(
-    "matrix", [matrix for _, matrix in MATRICES], ids=[name for name, _ in MATRICES]
-)
+every_form = pytest.mark.parametrize("matrix", [matrix for _, matrix in MATRICES], ids=[name for name, _ in MATRICES])
 
 
 def refused(name: str, weights: str, fraction: float) -> bool:
@@ -121,9 +118,7 @@ def assert_lawful(mix: Mixing, k: int, kind: str) -> None:
 
 
 @combinations
-def test_weights_sit_on_the_edges_of_active_peers_and_the_diagonal(
-    name: str, weights: str, kind: str
-) -> None:
+def test_weights_sit_on_the_edges_of_active_peers_and_the_diagonal(name: str, weights: str, kind: str) -> None:
     mix = mixing(name, weights, fraction=1.0 if weights == "doubly-stochastic" else 0.5)
     for k in range(3):
         support = np.eye(12, dtype=bool)
@@ -161,9 +156,7 @@ def test_apply_is_the_dense_product(matrix: MixingMatrix) -> None:
         assert torch.equal(out, matrix.apply(x))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "atol"), [(torch.float32, 1e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)]
-)
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
 @every_form
 def test_apply_keeps_the_dtype(matrix: MixingMatrix, dtype: torch.dtype, atol: float) -> None:
     x = payload(12, 9).to(dtype)
@@ -188,9 +181,7 @@ def test_mass_is_conserved_where_columns_sum_to_one(name: str, weights: str, kin
         if kind != "row":
             assert torch.allclose(mixed.sum(0), x.sum(0), rtol=0, atol=1e-13)
         if kind != "column":
-            assert torch.allclose(
-                mix.matrix(k).apply(torch.ones(12, dtype=torch.float64)), torch.ones(1).double()
-            )
+            assert torch.allclose(mix.matrix(k).apply(torch.ones(12, dtype=torch.float64)), torch.ones(1).double())
         x = mixed
 
 
@@ -202,9 +193,7 @@ def test_a_mean_of_ones_is_exactly_one() -> None:
 
 @every_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_and_their_sources_give_the_same_bits_as_the_whole(
-    matrix: MixingMatrix, dtype: torch.dtype
-) -> None:
+def test_rows_and_their_sources_give_the_same_bits_as_the_whole(matrix: MixingMatrix, dtype: torch.dtype) -> None:
     whole_of = {d: matrix.apply(payload(12, d, dtype=dtype)) for d in (1, 3, 1000)}
     for peers in ([0], [11], [3, 7], [9, 2, 4], list(range(12))):
         part = matrix.rows(peers)
@@ -235,9 +224,7 @@ def test_rows_of_rows_and_absent_rows(matrix: MixingMatrix) -> None:
     st.integers(0, 1000),
     st.data(),
 )
-def test_slices_of_random_graphs_have_the_same_bits(
-    n: int, d: int, weights: str, seed: int, data: Any
-) -> None:
+def test_slices_of_random_graphs_have_the_same_bits(n: int, d: int, weights: str, seed: int, data: Any) -> None:
     topology = build_topology("erdos-renyi", n, seed=seed, probability=0.6)
     matrix = Mixing(topology, weights, build_participation("uniform", n, seed, 0.8)).matrix(seed)
     peers = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=6, unique=True))
@@ -290,9 +277,7 @@ def test_push_sum_alone_reaches_the_exact_mean_in_m_rounds(m: int) -> None:
     assert (x / push_weight[:, None] - mean).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize(
-    "name", ["directed-exponential", "directed-ring", "star", "erdos-renyi", "random-edges"]
-)
+@pytest.mark.parametrize("name", ["directed-exponential", "directed-ring", "star", "erdos-renyi", "random-edges"])
 def test_push_sum_reaches_the_mean_with_only_some_peers_active(name: str) -> None:
     mix = mixing(name, "column-stochastic", fraction=0.75)
     x, push_weight = payload(12, 4), torch.ones(12, dtype=torch.float64)
@@ -394,9 +379,7 @@ def test_check_stochastic_refuses_with_the_worst_sum() -> None:
         ("ring", "metropolis", 0.05, "participation=uniform leaves 1 peer of 12 active"),
     ],
 )
-def test_weights_a_graph_does_not_have_are_refused(
-    name: str, weights: str, fraction: float, message: str
-) -> None:
+def test_weights_a_graph_does_not_have_are_refused(name: str, weights: str, fraction: float, message: str) -> None:
     with pytest.raises(ScenarioError, match=message) as refusal:
         mixing(name, weights, fraction=fraction)
     assert "\n" not in str(refusal.value)

@@ -226,9 +226,7 @@ def test_label_partitions_touch_neither_network_nor_disk_and_print_nothing(tmp_p
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, cwd=home, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, cwd=home, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
     assert "%|" not in done.stderr  # no progress bar

@@ -42,9 +42,7 @@ def used(batch: LocalBatch) -> list[list[int]]:
     seed=st.integers(0, 2**128),
 )
 @settings(deadline=None, max_examples=40)
-def test_rows_do_not_depend_on_the_cohort(
-    kind: str, round_index: int, peers: list[int], size: int, seed: int
-) -> None:
+def test_rows_do_not_depend_on_the_cohort(kind: str, round_index: int, peers: list[int], size: int, seed: int) -> None:
     everyone = used(Sampler(kind, size, SIZES, seed).batch(round_index, np.arange(10)))
     some = Sampler(kind, size, SIZES, seed).batch(round_index, peers)
     assert used(some) == [everyone[peer] for peer in peers]
@@ -197,9 +195,7 @@ def test_shuffle_uses_each_example_at_most_once_in_an_epoch(count: int, size: in
     if steps > 1:
         assert len({tuple(epoch) for epoch in epochs}) == 6
     if count % size:
-        assert (
-            len({frozenset(range(count)) - set(epoch) for epoch in epochs}) > 1
-        )  # not always the same left out
+        assert len({frozenset(range(count)) - set(epoch) for epoch in epochs}) > 1  # not always the same left out
 
 
 def test_full_takes_all_local_examples() -> None:
@@ -219,15 +215,11 @@ def test_normalizer_and_rate() -> None:
 
 @pytest.mark.parametrize("kind", ["poisson", "uniform", "shuffle"])
 def test_a_batch_larger_than_a_peers_data_is_refused(kind: str) -> None:
-    with pytest.raises(
-        ScenarioError, match=r"data.batch.size=8 must be at most 7, what peer 2 holds: .*fewer"
-    ):
+    with pytest.raises(ScenarioError, match=r"data.batch.size=8 must be at most 7, what peer 2 holds: .*fewer"):
         Sampler(kind, 8, SIZES, 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"), [("poisson", 0), ("uniform", None), ("shuffle", 1.5), ("fuller", 3)]
-)
+@pytest.mark.parametrize(("kind", "size"), [("poisson", 0), ("uniform", None), ("shuffle", 1.5), ("fuller", 3)])
 def test_wrong_kind_or_size_is_refused(kind: str, size: Any) -> None:
     with pytest.raises(ScenarioError, match=r"data\.batch\.(size|sampling)="):
         Sampler(kind, size, SIZES, 1)

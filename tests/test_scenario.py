@@ -68,9 +68,7 @@ def test_wrong_values_name_value_rule_and_remedy(setting, parts):
 
 
 def test_an_unknown_key_names_its_line_and_the_nearest_key():
-    with pytest.raises(
-        ScenarioError, match=r"^tiny\.yaml:10: unknown key 'privacy\.epsilonn'; did you mean 'epsilon'"
-    ):
+    with pytest.raises(ScenarioError, match=r"^tiny\.yaml:10: unknown key 'privacy\.epsilonn'; did you mean 'epsilon'"):
         parse_scenario(TEXT.replace("epsilon:", "epsilonn:"), where="tiny.yaml")
 
 

@@ -123,9 +123,7 @@ def test_one_peer_exponential_sends_a_power_of_two_ahead(n: int, k: int) -> None
 def test_joint_connectivity_of_the_exponential_graph_is_its_period_or_one(n: int) -> None:
     topology = build_topology("directed-exponential", n)
     offsets = [2**k for k in range(topology.period or 0)]
-    windows = [
-        [offsets[(s + k) % len(offsets)] for k in range(len(offsets) - 1)] for s in range(len(offsets))
-    ]
+    windows = [[offsets[(s + k) % len(offsets)] for k in range(len(offsets) - 1)] for s in range(len(offsets))]
     shorter = len(offsets) > 1 and all(np.gcd.reduce([n, *window]) == 1 for window in windows)
     assert joint_connectivity(topology) == (1 if n % 2 else topology.period)
     assert shorter == (n % 2 == 1 and len(offsets) > 1)
@@ -230,9 +228,7 @@ def test_an_edge_list_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -
         ([], "peers 1, 2 can never hear from peer 0"),
     ],
 )
-def test_a_graph_that_can_never_agree_is_refused_with_the_peers_cut_off(
-    pairs: list[list[int]], message: str
-) -> None:
+def test_a_graph_that_can_never_agree_is_refused_with_the_peers_cut_off(pairs: list[list[int]], message: str) -> None:
     topology = StaticTopology("edge-list", 3, True, edge_array(pairs, 3))
     with pytest.raises(ScenarioError, match=message) as refusal:
         check_topology(topology)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -106,8 +106,8 @@ class Extractor:
         """Return scattering coefficients, normalised and pooled, [n, D], each row of norm 1."""
         deviation, mean = torch.std_mean(x, (1, 2, 3), correction=0, keepdim=True)
         images = ((x - mean) / (deviation + TINY)).flatten(0, 1)
-        paths = torch.cat([self._scatter(part) for part in images.split(IMAGES)])
-        z = paths.unflatten(0, x.shape[:2]).flatten(1, 2)
+        paths = torch.cat([self._scatter(part) for part in torch.split(images, IMAGES)])
+        z = paths.reshape(len(x), -1, *paths.shape[-2:])
         if self._section.groups:
             z = group_norm(z, self._section.groups)
         return _unit(adaptive_avg_pool2d(z, self._section.pool).flatten(1))
@@ -134,7 +134,7 @@ def _compute(section: FeaturesSection, x: Tensor) -> Tensor:
     """Extract the features of all examples, on every core that this process may use."""
     before = torch.get_num_threads()
     with ThreadPoolExecutor(_cores(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        extractor = pool.submit(Extractor, section, tuple(x.shape[1:])).result()
+        extractor = pool.submit(_extractor, section, tuple(x.shape[1:])).result()
         out = x.new_empty(len(x), extractor(x[:1]).shape[1])
 
         def fill(start: int) -> None:
