@@ -156,6 +156,34 @@ def test_apply_is_the_dense_product(matrix: MixingMatrix) -> None:
         assert torch.equal(out, matrix.apply(x))
 
 
+@pytest.mark.parametrize("shape", [(12,), (12, 7), (12, 5, 3001)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@every_form
+def test_replacing_rows_gives_the_bits_of_apply(
+    matrix: MixingMatrix, dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "IN_PLACE_FROM", 2**12)
+    x = payload(*shape, dtype=dtype)
+    expected = matrix.apply(x)
+    spare = None
+    for _ in range(2):  # with a buffer and without
+        mixed, spare = matrix.replace(x.clone(), spare)
+        assert torch.equal(mixed, expected)
+        assert spare is None or spare.data_ptr() != mixed.data_ptr()
+
+
+@pytest.mark.parametrize("n", [3, 4, 7, 12])
+def test_long_rows_of_a_shift_graph_are_mixed_in_place(n: int) -> None:
+    weights = mixing("directed-exponential", "column-stochastic", n)
+    for k in range(weights.topology.period or 1):
+        x = payload(n, 2**14 + 1, dtype=torch.float32)
+        expected = weights.matrix(k).apply(x)
+        mixed, spare = weights.matrix(k).replace(x)
+        assert mixed is x
+        assert spare is None
+        assert torch.equal(x, expected)
+
+
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
 @every_form
 def test_apply_keeps_the_dtype(matrix: MixingMatrix, dtype: torch.dtype, atol: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import traffic
 from flower_privdec.runtime.run import run
 from flower_privdec.shards import held_labels, try_on_shards
+from flower_privdec.study.cells import expand
+from flower_privdec.study.results import metric
+from flower_privdec.study.spec import load_study
 from flower_privdec.wording import own_labels, sent
 
 DEPER = ["algorithm.name=feddeper", "algorithm.local_steps=3", "topology.name=server", "privacy=none"]
@@ -186,3 +190,21 @@ def test_growth_is_what_the_personalized_models_do_without_gradients(build, grap
     expected = growth(0.2, 3, experiment.algorithm.mixing_rate, 0.3, server=graph == "server")
     assert np.mean(ratios) == pytest.approx(expected, abs=4 * np.std(ratios) / 200**0.5)
     assert abs(expected - 1) > 0.05
+
+
+def test_a_study_can_look_at_the_best_or_the_late_accuracy_of_a_run():
+    values = [0.1, 0.9, 0.5, 0.6, 0.7, 0.8, 0.6, 0.7, 0.6, 0.8]
+    assert metric("accuracy").over(values) == 0.8
+    assert metric("best-accuracy").over(values) == 0.9
+    assert metric("late-accuracy").over(values) == pytest.approx(0.7)
+    assert metric("personalized.personal_models.mean").share
+    line = {"personalized": {"personal_models": {"mean": 0.4}}}
+    assert metric("personalized.personal_models.mean").read(line, "feddeper") == 0.4
+
+
+def test_the_feddeper_study_is_complete_in_both_sizes():
+    study, base = load_study("feddeper")
+    for size in ("laptop", "paper"):
+        cells = expand(study, base, size, study.parts)
+        assert {cell.part for cell in cells} == {part.name for part in study.parts}
+        assert min(Counter((cell.part, cell.labels) for cell in cells).values()) >= 3  # seeds

@@ -31,7 +31,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.features import FeaturesSection
 
 VERSION = 1  # raise it with any change of the numbers: features kept on disk are then made afresh
-CHUNK, IMAGES = 256, 16  # examples that a thread takes at a time, and images that stay in its cache
+CHUNK, IMAGES = 256, 32  # examples that a thread takes at a time, and images that stay in its cache
 DRAWINGS = 2000
 TINY = 1e-6
 
@@ -128,6 +128,11 @@ def whitening(z: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 def _unit(z: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(z, dim=1, keepdim=True)
     return z / norms.clamp_min(TINY)
+
+
+@lru_cache(maxsize=1)  # the test set's is the training set's
+def _extractor(section: FeaturesSection, shape: tuple[int, ...]) -> Extractor:
+    return Extractor(section, shape)
 
 
 def _compute(section: FeaturesSection, x: Tensor) -> Tensor:

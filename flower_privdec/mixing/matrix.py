@@ -139,11 +139,14 @@ class SparseMatrix(MixingMatrix):
 
     def replace(self, x: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """See MixingMatrix; in place where rows are long and all hear the peer the same number before them."""
-        long = x.device.type == "cpu" and x.nbytes >= kernels.IN_PLACE_FROM * self.n_columns
-        if not (long and x.is_contiguous() and self.halves and self._shift is not None and len(x) == self.n_columns):
+        if not (self.halves and self._shift is not None and x.is_contiguous() and x.shape[0] == self.n_columns):
             return super().replace(x, spare)
-        kernels.halves_shifted_(x.detach(), self._shift)
-        return x, spare
+        if x.device.type == "cpu" and x.nbytes >= kernels.IN_PLACE_FROM * self.n_columns:
+            kernels.halves_shifted_(x.detach(), self._shift)
+            return x, spare
+        out = torch.empty_like(x) if spare is None else spare
+        kernels.halves_shifted(x.detach(), out, self._shift)
+        return out, x
 
     def _columns(self) -> Peers:
         return self.columns
