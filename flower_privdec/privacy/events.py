@@ -99,12 +99,17 @@ class Release:
         return cls(**data)
 
     def event(self) -> dp_accounting.DpEvent:
-        """Return the release as dp-accounting's event: what any other accountant can be asked about."""
+        """Return the release as dp-accounting's event: what any other accountant can be asked about.
+
+        `uniform-table` and `blocks-table`, for which it has none, are given as Gaussians at the most an example moves.
+        """
         step = dp_accounting.GaussianDpEvent(self.noise_multiplier)
         if self.sampling == "poisson" and self.sampling_rate < 1:
             step = dp_accounting.PoissonSampledDpEvent(self.sampling_rate, step)
         elif self.sampling.endswith("-table"):
             q = self.sampling_rate
+            step = dp_accounting.GaussianDpEvent(self.noise_multiplier / (2 - q))
+        if self.sampling == "poisson-table":
             step = MixtureOfGaussiansDpEvent(self.noise_multiplier, [q, 2 - q], [1 - q, q])
         elif self.sampling == "uniform" and self.batch_size < self.dataset_size:
             step = dp_accounting.SampledWithoutReplacementDpEvent(self.dataset_size, self.batch_size, step)

@@ -162,6 +162,11 @@ def _paper_scale(
     delta: float,
 ) -> tuple[float, Claim]:
     """Return the scale by eq. 11 (PrivSGP-VR), eq. 8 and 9, or Proposition 4 (Dyn-D2P)."""
+    if isinstance(scenario.algorithm, VRSection) and not schedule.constant:
+        raise ScenarioError(
+            "privacy.calibration='paper' has no formula for privsgp-vr with a schedule: no paper claims an ε for it; "
+            "use calibration rigorous"
+        )
     release, rounds = mechanism.release, int(active.sum())
     if schedule.constant and dynamic(scenario.algorithm) is None:
         factor = 3.0 if isinstance(scenario.algorithm, VRSection) else 1.0

@@ -265,7 +265,8 @@ class Scenario(Section):
 
     @model_validator(mode="after")
     def _one_number_a_peer(self) -> Scenario:
-        lists = {"algorithm.learning_rate": self.algorithm.learning_rate}
+        clips = ("learning_rate", "initial_clip", "clip_norm")
+        lists = {f"algorithm.{key}": getattr(self.algorithm, key, None) for key in clips}
         if isinstance(self.privacy, PrivacySection):
             for key in ("epsilon", "delta", "clip_norm"):
                 lists[f"privacy.{key}"] = getattr(self.privacy, key)
