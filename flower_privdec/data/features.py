@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, group_norm
 
 from flower_privdec.data.datasets import Dataset
-from flower_privdec.data.feature_cache import cached
 from flower_privdec.data.scattering import Scattering2D, n_paths
 from flower_privdec.data.strokes import draw_strokes
 from flower_privdec.errors import ScenarioError
@@ -47,6 +46,8 @@ def apply_features(dataset: Dataset, section: FeaturesSection) -> Dataset:
 
     Privacy: costs nothing; see above.
     """
+    from flower_privdec.data.feature_cache import cached  # here, for it needs safetensors
+
     check_features(section, dataset.input_shape)
     recipe = {"version": VERSION, **section.model_dump()}
     train, test = (cached(recipe, x, partial(_compute, section, x)) for x in (dataset.x_train, dataset.x_test))
