@@ -60,8 +60,8 @@ def _head(study: Study, made: Made, results: Sequence[PartResult], failed: Seque
     lines = [
         f"# {study.title} ({made.size} size)",
         study.paper,
-        f"Made by `{made.command}` with flower-privdec {__version__}: {runs} runs, {duration(seconds)} of "
-        f"computing in all, one thread each, on a machine with {os.cpu_count()} cores ({platform.machine()}).",
+        f"Made by `{made.command}` with flower-privdec {__version__}: {runs} runs, {duration(seconds)} of CPU time "
+        f"in all, one thread each, on a machine with {os.cpu_count()} cores ({platform.machine()}).",
         *study.notes,
         ONE_DATA_SET,
         TWO_EPSILONS,

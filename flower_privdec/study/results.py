@@ -157,7 +157,7 @@ class PartResult:
         chosen: the axes that were.
         groups: one for each place, in order.
         cells: all its cells.
-        seconds: what its cells took, all processes together.
+        seconds: of CPU that its cells took, all processes together.
     """
 
     part: Part
