@@ -20,7 +20,7 @@ from flower_privdec.errors import ScenarioError
 NOISE_PURPOSES = ("noise", "personal")
 GENERATORS = {
     "auto": "fast where numba is installed and the device is a CPU, else torch",
-    "fast": "Philox4x32-10 and Box-Muller compiled by numba (CPU)",
+    "fast": "Philox4x32-7 and Box-Muller compiled by numba (CPU)",
     "torch": "one torch.Generator a row (any device)",
 }
 _PURPOSE_SLOTS = 8  # room for more purposes without moving the others' seeds
@@ -95,7 +95,7 @@ def build_noise(generator: str, seed: int, n_peers: int, device: torch.device | 
 
 
 class FastNoise:
-    """Philox4x32-10 keyed by the 64-bit seed, with counter (block, round, peer, hash of the purpose).
+    """Philox4x32-7 keyed by the 64-bit seed, with counter (block, round, peer, hash of the purpose).
 
     A value depends on its key and its column alone, not on the cohort, a slice of it or the number of threads
     (torch.get_num_threads()). float64 rows get the numbers of float32 rows, computed more precisely.

@@ -45,10 +45,10 @@ def draw(
 
 
 def philox_reference(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, ...]:
-    """Philox4x32-10 in plain Python, from the paper's definition."""
+    """Philox4x32-7 in plain Python, from the paper's definition."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(7):
         p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
         c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ c3 ^ k1, p0 & 0xFFFFFFFF
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
@@ -56,13 +56,13 @@ def philox_reference(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[in
 
 
 ONES = 0xFFFFFFFF
-KNOWN_ANSWERS = [  # Random123's kat_vectors for philox4x32-10
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((ONES, ONES, ONES, ONES), (ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+KNOWN_ANSWERS = [  # Random123's kat_vectors for philox4x32-7
+    ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+    ((ONES, ONES, ONES, ONES), (ONES, ONES), (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
     ),
 ]
 
@@ -203,7 +203,7 @@ def test_fast_noise_is_the_same_in_both_precisions() -> None:
     single, double = (
         draw(FastNoise(5, 3), range(3), 10_000, dtype=dtype).double() for dtype in (torch.float32, torch.float64)
     )
-    torch.testing.assert_close(single, double, rtol=2e-5, atol=1e-6)
+    torch.testing.assert_close(single, double, rtol=2e-5, atol=5e-6)
 
 
 def test_torch_seeds_never_collide() -> None:
