@@ -172,7 +172,7 @@ def study(
 
 @app.command()
 def bench(
-    workloads: Annotated[list[str] | None, typer.Argument(metavar="[W1 W2 W3 W4]", help="Which workloads.")] = None,
+    workloads: Annotated[list[str] | None, typer.Argument(metavar="[W1 W2 W3 W4 FedDeper]", help="Which.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(min=3, help="Timed rounds of each variant.")] = 15,
     extras: Annotated[bool, typer.Option("--all", help="Also Opacus, vmap, gloo, relay and scaling.")] = False,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flower_privdec import bench, randomness
-from flower_privdec.bench import command, comparison, equality, ledgers, limit, timing, views
+from flower_privdec.bench import command, comparison, equality, feddeper, ledgers, limit, timing, views
 from flower_privdec.bench.rivals import OpacusLoop, PeerLoop, TextbookVmap
 from flower_privdec.bench.workloads import WORKLOADS, Setup
 from flower_privdec.errors import RunError, ScenarioError
@@ -45,6 +45,35 @@ def test_workloads_are_those_promised():
         "W3": (105_866, 20, 32),
         "W4": (2_000, 100, 1),
     }
+
+
+TINY_FEDDEPER = replace(feddeper.WORKLOAD, n_peers=10, batch=3, shape=(1, 8, 8), options={"hidden": [6, 5]}, examples=6)
+
+
+def test_feddeper_is_timed_beside_the_loop_and_the_floor(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "STRETCH", 1e-4)
+    monkeypatch.setattr(feddeper, "WORKLOAD", TINY_FEDDEPER)
+    results = bench.measure(["FedDeper"], rounds=3)
+    result = results["FedDeper"]
+    assert result["times_the_floor"] > 0
+    assert result["fraction_of_floor"] == pytest.approx(1 / result["times_the_floor"])
+    assert result["ratio_to_loop"] > 0
+    assert set(result["variants"]) == {comparison.LOOP, feddeper.ENGINE}
+    views.print_results(results)
+    assert "times that" in capsys.readouterr().out
+
+
+def test_feddeper_is_not_timed_when_the_engine_does_something_else(monkeypatch):
+    built = feddeper.engine
+
+    def tampered(setup):
+        engine = built(setup)
+        engine.algorithm.rho *= 1.001
+        return engine
+
+    monkeypatch.setattr(feddeper, "engine", tampered)
+    with pytest.raises(RunError, match=r"FedDeper: after 2 rounds the engine's x differs"):
+        feddeper.measure_feddeper(TINY_FEDDEPER, CPU, 3)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.aligned import aligned, is_aligned
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
 from flower_privdec.scenario.algorithms import GradientSection, steps_per_round
@@ -28,13 +29,18 @@ class State:
         peers: int64 [m], the global id of each row.
         round_index: the round under way, from 0.
         at: the place in the algorithm's program that comes next.
-        rows: named tensors whose first axis is the peer, each [m, ...].
+        rows: named tensors whose first axis is the peer, each [m, ...]; long rows [m, d] are aligned, for speed.
+            The bits of a product depend on how its operands lie, so a state read back has to lie as the first did.
     """
 
     peers: np.ndarray
     round_index: int = 0
     at: int = 0
     rows: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Align the rows."""
+        self.rows = {name: part if is_aligned(part) else aligned(part) for name, part in self.rows.items()}
 
 
 @dataclass(frozen=True)

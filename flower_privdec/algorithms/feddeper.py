@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flower_privdec.algorithms.base import State
 from flower_privdec.algorithms.federated import FedAvg
+from flower_privdec.aligned import empty_rows
 from flower_privdec.cohort import Cohort, PrivateStep
 from flower_privdec.data import Batch
 from flower_privdec.scenario.algorithms import FedDeperSection
@@ -57,18 +58,20 @@ class FedDeper(FedAvg):
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
         """Walk y and v together; v ends mixed with y."""
         where = torch.as_tensor(rows, device=cohort.device)
-        pair = torch.stack([start, state.rows["personal"][where]])
-        y, v = pair[0], pair[1]
+        pair = empty_rows(start, 2, *start.shape)
+        y, v = pair[0].copy_(start), pair[1].copy_(state.rows["personal"][where])
 
         def both(cohort: Cohort, step: PrivateStep) -> None:
             self._both(cohort, pair, step)
 
+        penalty = empty_rows(start, *start.shape)
         for local_step in range(self.steps_per_round):
-            penalty = (v + y).sub_(start, alpha=2) if self.rho else None
+            if self.rho:
+                torch.add(v, y, out=penalty).sub_(start, alpha=2)
             cohort.step_rows_(y, y, None, state.round_index, rows, estimate=both, local_step=local_step)
-            if penalty is not None:
+            if self.rho:
                 y.sub_(penalty, alpha=self.rho)
-        state.rows["personal"][where] = torch.lerp(v, y, self.mixing_rate)
+        state.rows["personal"].index_copy_(0, where, v.lerp_(y, self.mixing_rate))
         return y
 
     def _both(self, cohort: Cohort, pair: Tensor, step: PrivateStep) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flower_privdec.algorithms.base import Mix, State
 from flower_privdec.algorithms.sgp import SGP
+from flower_privdec.aligned import aligned
 from flower_privdec.cohort import Cohort
 from flower_privdec.errors import ScenarioError
 from flower_privdec.mixing import Mixing
@@ -46,13 +47,13 @@ class FedAvg(SGP):
         if not len(rows):
             return
         where = torch.as_tensor(rows, device=cohort.device)
-        start = state.rows["x"][where] / state.rows["w"][where].unsqueeze(1)
+        start = aligned(state.rows["x"][where]).div_(state.rows["w"][where].unsqueeze(1))
         walked = self.walk(cohort, state, rows, start)
-        state.rows["x"][where] += walked - start
+        state.rows["x"].index_add_(0, where, walked.sub_(start))
 
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
-        """Return where τ steps from `start` lead, [active, d]."""
-        y = start.clone()
+        """Return where τ steps from `start` lead, [active, d], in a tensor of its own."""
+        y = aligned(start)
         for step in range(self.steps_per_round):
             pull = self.pull(cohort, state, rows, y, start)
             cohort.step_rows_(y, y, None, state.round_index, rows, local_step=step)

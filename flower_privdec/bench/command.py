@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from flower_privdec.bench import memory, processes, relay
+from flower_privdec.bench import feddeper, memory, processes, relay
 from flower_privdec.bench.comparison import SCALES, generators, measure_workload, scaling
 from flower_privdec.bench.ledgers import SECONDS, ledger_share
 from flower_privdec.bench.views import print_results
-from flower_privdec.bench.workloads import Setup, Workload, choose
-from flower_privdec.errors import PrivdecError
+from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload
+from flower_privdec.errors import PrivdecError, ScenarioError
 from flower_privdec.experiment import resolve_device
 
 WITH_LEDGER = ("W1", "W2")
@@ -57,7 +57,8 @@ def measure(
     ledger_seconds: float = SECONDS,
 ) -> Results:
     """Return what `main` prints, by workload."""
-    chosen, where = choose(workloads), resolve_device(device)
+    names, where = _names(workloads), resolve_device(device)
+    chosen = [WORKLOADS[name] for name in names if name in WORKLOADS]
     results: Results = {}
     for workload in chosen:
         _say(f"{workload.name}: comparing in float64, then timing {workload.describe()}")
@@ -66,9 +67,20 @@ def measure(
             _say(f"{workload.name}: a run of {ledger_seconds:g} s with its ledgers")
             setup = Setup.build(workload, where)
             results[workload.name]["ledger"] = ledger_share(setup, generators(where)[0][0], ledger_seconds)
-    if extras:
+    if feddeper.NAME in names:
+        _say(f"{feddeper.NAME}: comparing in float64, then timing {feddeper.WORKLOAD.describe()}")
+        results[feddeper.NAME] = feddeper.measure_feddeper(feddeper.WORKLOAD, where, rounds)
+    if extras and chosen:
         _add_extras(results, chosen, where)
     return results
+
+
+def _names(wanted: list[str]) -> list[str]:
+    known = [*WORKLOADS, feddeper.NAME]
+    for name in wanted:
+        if name not in known:
+            raise ScenarioError(f"workload={name!r} must be one of {', '.join(known)}")
+    return wanted or known
 
 
 def _add_extras(results: Results, workloads: list[Workload], device: torch.device) -> None:

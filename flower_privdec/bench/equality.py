@@ -57,9 +57,11 @@ def check_equal(workload: Workload, device: torch.device | str, rivals: dict[str
     noise = InjectedNoise(setup.d, setup.device)
     x, w = start(setup)
     expected = _by_rival(setup, noise, PeerLoop, x, w)
-    _compare(workload.name, "engine", _by_engine(setup.engine(noise), x, w), expected)
-    for name, kind in (rivals or {}).items():
-        _compare(workload.name, name, _by_rival(setup, noise, kind, x, w), expected)
+    found = {"engine": _by_engine(setup.engine(noise), x, w)}
+    found |= {name: _by_rival(setup, noise, kind, x, w) for name, kind in (rivals or {}).items()}
+    for name, rows in found.items():
+        for row, got, wanted in zip(("x", "w"), rows, expected, strict=True):
+            compare(workload.name, name, row, got, wanted)
 
 
 def _by_engine(engine: Engine, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,11 +83,15 @@ def _by_rival(setup: Setup, noise: InjectedNoise, kind: type[Rival], x: Tensor, 
     return rival.rows()
 
 
-def _compare(workload: str, name: str, got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    for row, ours, theirs in zip(("x", "w"), got, expected, strict=True):
-        error = float((ours - theirs.to(ours)).abs().max())
-        if not error <= TOLERANCE:
-            raise RunError(
-                f"{workload}: after {ROUNDS} rounds the {name}'s {row} differs from the plain loop's by {error:.1e} "
-                f"in float64, more than {TOLERANCE:.0e}; nothing was timed: run the tests of the gradients"
-            )
+def compare(workload: str, name: str, row: str, got: Tensor, expected: Tensor) -> None:
+    """Refuse rows that differ from the plain loop's.
+
+    Raises:
+        RunError: naming the workload, who differs, where, and by how much.
+    """
+    error = float((got - expected.to(got)).abs().max())
+    if not error <= TOLERANCE:
+        raise RunError(
+            f"{workload}: after {ROUNDS} rounds the {name}'s {row} differs from the plain loop's by {error:.1e} "
+            f"in float64, more than {TOLERANCE:.0e}; nothing was timed: run the tests of the gradients"
+        )

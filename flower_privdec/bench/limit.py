@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flower_privdec.aligned import aligned
 from flower_privdec.bench.timing import Work, once
 from flower_privdec.bench.workloads import SEED, Setup
 from flower_privdec.randomness import build_noise
@@ -53,8 +54,8 @@ def layers(setup: Setup) -> list[Layer]:
 
 def works(setup: Setup, generators: list[str]) -> dict[str, Work]:
     """Return the parts of the limit, to be timed: gemm, copy, and noise-GENERATOR for each generator."""
-    rows = torch.zeros(setup.workload.n_peers, setup.d, dtype=setup.dtype, device=setup.device)
-    spare = torch.zeros_like(rows)
+    rows = aligned(torch.zeros(setup.workload.n_peers, setup.d, dtype=setup.dtype, device=setup.device))
+    spare = aligned(rows)
     parts: dict[str, Work] = {"gemm": _products(setup), "copy": lambda: spare.copy_(rows)}
     for generator in generators:
         parts[f"noise-{generator}"] = _fill(setup, rows, generator)

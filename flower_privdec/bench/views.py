@@ -35,6 +35,11 @@ def _table(title: str, variants: dict[str, dict[str, float]]) -> Table:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Return the lines below a table."""
+    if "floor" in result:
+        products, times, share = result["floor"]["ms"], result["times_the_floor"], result["fraction_of_floor"]
+        return [
+            f"floor: products {products:.2f} ms; a round takes {times:.2f} times that: {share:.0%} of what is possible"
+        ]
     parts = result["limit"]
     noise = ", ".join(f"{key[6:-3]} {value:.2f}" for key, value in parts.items() if key.startswith("noise-"))
     fast, torch_ = result["times_the_limit"], result["times_the_limit_torch"]

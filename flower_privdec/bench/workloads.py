@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from flower_privdec.algorithms import State, build_algorithm
 from flower_privdec.cohort import Cohort, LearningRate
 from flower_privdec.data import Dataset, PeerData, Sampler
-from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import build_kernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten, parameter_count
@@ -71,18 +70,6 @@ WORKLOADS: dict[str, Workload] = {
         Workload("W4", 100, 1, (1999,), 2, model="linear", loss="hinge"),  # 1,999 weights and a bias
     )
 }
-
-
-def choose(names: list[str]) -> list[Workload]:
-    """Return the workloads by name, all of them for none.
-
-    Raises:
-        ScenarioError: an unknown name.
-    """
-    for name in names:
-        if name not in WORKLOADS:
-            raise ScenarioError(f"workload={name!r} must be one of {', '.join(WORKLOADS)}")
-    return [WORKLOADS[name] for name in names or WORKLOADS]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from flower_privdec.aligned import padded
+
 Array = npt.NDArray[Any]
 
 CHUNK_BYTES = {"cpu": 2**20}  # a temporary of some rows stays in cache
@@ -122,20 +124,20 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array,
     """Sum all terms in one compiled loop where that can be done and pays; say whether it was.
 
     Args:
-        x: contiguous on the CPU, float32 or float64, or nothing is done.
+        x: contiguous (but for padding of the rows) on the CPU, float32 or float64, or nothing is done.
         out: likewise.
         indptr: compressed rows, as in `SparseMatrix`.
         columns: of the terms.
         weights: of the terms, in x's dtype.
         widest: the most terms of one receiver.
     """
-    fits = x.device.type == "cpu" and x.is_contiguous() and out.is_contiguous()
-    fits = fits and x.dtype in (torch.float32, torch.float64)
+    fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     pays = widest >= FUSED_TERMS or len(columns) * x.shape[1] >= FUSED_FROM
-    loop = _compiled_loop() if fits and pays else None
-    if loop is None:
+    source, target = padded(x), padded(out)
+    loop = _compiled_loop() if fits and pays and source is not None and target is not None else None
+    if loop is None or source is None or target is None:
         return False
-    loop(indptr, columns, weights, x.numpy(), out.numpy())
+    loop(indptr, columns, weights, source.numpy(), target.numpy(), x.shape[1])
     return True
 
 
@@ -150,20 +152,20 @@ def _compiled_loop() -> Callable[..., None] | None:
     return compiled
 
 
-def _loop(indptr: Array, columns: Array, weights: Array, x: Array, out: Array) -> None:
+def _loop(indptr: Array, columns: Array, weights: Array, x: Array, out: Array, width: int) -> None:
     for row in range(len(indptr) - 1):
         first, end = indptr[row], indptr[row + 1]
         target, term, weight = out[row], x[columns[first]], weights[first]
         if end - first == 2:  # in one pass, with the same roundings
             second, its_weight = x[columns[first + 1]], weights[first + 1]
-            for c in range(len(target)):
+            for c in range(width):
                 target[c] = weight * term[c] + its_weight * second[c]
             continue
-        for c in range(len(target)):
+        for c in range(width):
             target[c] = weight * term[c]
         for s in range(first + 1, end):
             term, weight = x[columns[s]], weights[s]
-            for c in range(len(target)):
+            for c in range(width):
                 target[c] += weight * term[c]
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from flower_privdec.aligned import empty_rows
 from flower_privdec.mixing import kernels
 from flower_privdec.topology.graphs import Peers
 
@@ -51,7 +52,7 @@ class MixingMatrix(ABC):
 
         Args:
             x: a row for each column of W, [columns, ...], floating, on any device.
-            out: where to write, [receivers, ...], contiguous and no part of x; made when not given.
+            out: where to write, [receivers, ...], rows of their own and no part of x; made, aligned, when not given.
 
         Returns:
             out. Weights are float64 and are rounded once to x's dtype.
@@ -63,7 +64,7 @@ class MixingMatrix(ABC):
         if x.shape[0] != self.n_columns or not x.is_floating_point():
             raise ValueError(f"payload {list(x.shape)} {x.dtype} must be floating, {self.n_columns} rows")
         if out is None:
-            out = x.new_empty(shape)
+            out = empty_rows(x, *shape) if len(shape) == 2 else x.new_empty(shape)
         if out.shape != shape or out.dtype != x.dtype or out.data_ptr() == x.data_ptr() != 0:
             raise ValueError(f"out {list(out.shape)} {out.dtype} must be {list(shape)} {x.dtype}, and not x")
         if out.numel():
@@ -139,14 +140,11 @@ class SparseMatrix(MixingMatrix):
 
     def replace(self, x: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """See MixingMatrix; in place where rows are long and all hear the peer the same number before them."""
-        if not (self.halves and self._shift is not None and x.is_contiguous() and x.shape[0] == self.n_columns):
+        shift, long = self._shift if self.halves else None, x.nbytes >= kernels.IN_PLACE_FROM * self.n_columns
+        if shift is None or not long or x.device.type != "cpu" or x.shape[0] != self.n_columns:
             return super().replace(x, spare)
-        if x.device.type == "cpu" and x.nbytes >= kernels.IN_PLACE_FROM * self.n_columns:
-            kernels.halves_shifted_(x.detach(), self._shift)
-            return x, spare
-        out = torch.empty_like(x) if spare is None else spare
-        kernels.halves_shifted(x.detach(), out, self._shift)
-        return out, x
+        kernels.halves_shifted_(x.detach(), shift)
+        return x, spare
 
     def _columns(self) -> Peers:
         return self.columns

@@ -1,0 +1,40 @@
+"""Rows that each begin on a boundary of 64 bytes, which products and noise read and write faster."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BOUNDARY = 64  # bytes; a cache line, and the widest vector register
+SHORTEST = 2**10  # bytes of a row from which its padding is small beside it
+
+
+def empty_rows(like: Tensor, *shape: int) -> Tensor:
+    """Return uninitialised rows [..., d] of a tensor's dtype and device; long ones have a padded stride."""
+    *rows, d = shape
+    if not rows or d * like.element_size() < SHORTEST:
+        return like.new_empty(shape)
+    unit = BOUNDARY // like.element_size()
+    return like.new_empty((*rows, -(-d // unit) * unit))[..., :d]
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """Copy rows [..., d] to ones that are aligned."""
+    return empty_rows(rows, *rows.shape).copy_(rows)
+
+
+def is_aligned(rows: Tensor) -> bool:
+    """Return whether there is nothing to align: rows that begin on a boundary, short ones, or no rows [m, d]."""
+    short = rows.ndim != 2 or len(rows) < 2 or rows.shape[1] * rows.element_size() < SHORTEST
+    return short or rows.stride(0) * rows.element_size() % BOUNDARY == 0
+
+
+def padded(rows: Tensor) -> Tensor | None:
+    """View rows [m, d] with their padding, [m, stride], contiguous; None where the storage ends before."""
+    m, stride = rows.shape[0], rows.stride(0)
+    if rows.is_contiguous():
+        return rows
+    whole = rows.storage_offset() + m * stride
+    if rows.stride(1) != 1 or stride < rows.shape[1] or whole * rows.element_size() > rows.untyped_storage().nbytes():
+        return None
+    return torch.as_strided(rows, (m, stride), (stride, 1))
