@@ -16,6 +16,7 @@ from flower_privdec.gradients import resolve_loss
 from flower_privdec.shards import try_on_shards
 
 LARGEST_LOSS = 1e6  # beyond it a run only waits for infinity
+HOPELESS_LOSS, HOPELESS_ACCURACY = 20.0, 0.05  # without noise: times a blind guess's loss, and above its accuracy
 
 
 def consensus_distance(models: Tensor) -> float:
@@ -46,10 +47,14 @@ def evaluate(experiment: Experiment, rows: dict[str, Tensor], round_index: int) 
     x, labels = experiment.dataset.x_test.to(models), experiment.dataset.y_test.to(models.device)
     outputs = experiment.kernel.logits(algorithm.network_mean(rows).unsqueeze(0), x)[0]
     right, value = loss.predict(outputs) == labels, float(loss.value(outputs, labels).mean())
-    if not value < LARGEST_LOSS:
-        raise _diverged(experiment, round_index, f"the mean model's test loss is {value:.3g}")
+    accuracy, n_classes = float(right.double().mean()), experiment.dataset.n_classes
+    blind = accuracy <= 1 / n_classes + HOPELESS_ACCURACY and value > HOPELESS_LOSS * math.log(n_classes)
+    if not value < LARGEST_LOSS or (blind and experiment.plan is None):
+        raise _diverged(
+            experiment, round_index, f"the mean model's test loss is {value:.3g} and its accuracy {accuracy:.1%}"
+        )
     metrics = {
-        "accuracy": {"mean_model": float(right.double().mean()), **_peer_accuracy(experiment, models, x, labels)},
+        "accuracy": {"mean_model": accuracy, **_peer_accuracy(experiment, models, x, labels)},
         "loss": {"mean_model": value},
         "consensus_distance": consensus_distance(models),
     }

@@ -141,6 +141,10 @@ def test_a_run_whose_loss_explodes_or_whose_personal_models_do_is_stopped(build)
     rows = engine_after(experiment).state.rows
     with pytest.raises(RunError, match=r"round 3: the mean model's test loss is .*diverged; lower .*algorithm.rho"):
         evaluate(experiment, rows | {"x": rows["x"] * 1e9}, 3)
+    wrong = rows["x"].clone()
+    wrong[:, -1] += 500  # the last class's bias: every guess is the same, and sure of itself
+    with pytest.raises(RunError, match=r"round 3: the mean model's test loss is \d+ and its accuracy .*diverged"):
+        evaluate(experiment, rows | {"x": wrong}, 3)
     personal = rows["personal"].clone()
     personal[2, 5] = float("inf")
     with pytest.raises(RunError, match="the parameters of peer 2 are no longer finite"):

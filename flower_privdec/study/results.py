@@ -55,6 +55,11 @@ METRICS = {
     "loss": Metric("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
     "peer-accuracy": Metric("test accuracy of the peers' models", lambda m, _: m["accuracy"]["peer_mean"], share=True),
     "worst-peer": Metric("test accuracy of the worst peer", lambda m, _: m["accuracy"]["peer_min"], share=True),
+    "own-labels": Metric(
+        "accuracy of personalized models on their peers' own labels",
+        lambda m, _: ((m.get("personalized") or {}).get("personal_models") or {}).get("mean"),
+        share=True,
+    ),
     "consensus": Metric("consensus distance", lambda m, _: m["consensus_distance"], low=True),
 }
 

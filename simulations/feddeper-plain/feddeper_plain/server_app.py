@@ -3,7 +3,7 @@
 from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
-from feddeper_plain.task import accuracy, build_model, digits
+from feddeper_plain.task import CLIENTS, accuracy, build_model, digits
 from flower_privdec.runtime.flower.feddeper import FedDeper
 
 app = ServerApp()
@@ -12,7 +12,12 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Train, and try the global model on all digits after every round."""
-    given = context.run_config
+    given, nodes = context.run_config, len(list(grid.get_node_ids()))
+    if nodes != CLIENTS:
+        raise ValueError(
+            f"{nodes} SuperNodes must be {CLIENTS}, one for each digit: flwr run . --stream "
+            f"--federation-config 'num-supernodes={CLIENTS} client-resources-num-cpus=1'"
+        )
     test = digits(test=True)
     strategy = FedDeper(
         learning_rate=float(given["learning-rate"]),

@@ -8,6 +8,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
+CLIENTS = 10  # one for each digit
 TEST = 5  # every fifth digit is for testing
 
 
