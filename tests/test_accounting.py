@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy import accounting, losses
+from flower_privdec.privacy import accounting, losses, profiles
 from flower_privdec.privacy.accounting import delta, epsilon
 from flower_privdec.privacy.events import (
     Release,
@@ -137,7 +137,7 @@ def test_the_distribution_of_one_step_is_googles():
     down, up = losses.loss_range("poisson", q, mu)
     lowest, highest = math.floor(-down / interval), math.ceil(up / interval)
     ours, _ = losses.step_losses("poisson", q, mu, interval)
-    values = losses.poisson_profiles(q, mu)[0](np.arange(lowest, highest + 1) * interval)
+    values = profiles.poisson_profiles(q, mu)[0](np.arange(lowest, highest + 1) * interval)
     theirs = create_pmf_pessimistic_connect_dots_fixed_gap(interval, lowest, highest, values)
     assert (ours.lowest, len(ours.mass)) == (theirs._lower_loss, theirs.size)
     np.testing.assert_allclose(ours.mass, theirs._probs, rtol=1e-6, atol=1e-15)
@@ -183,7 +183,7 @@ def exact_batches(others: np.ndarray, batch: int, z: float, noise: float, x: np.
 def test_uniform_bound_holds_for_every_data_set_and_is_tight_for_some(size, batch, noise):
     x = np.linspace(-10 * noise - size, 10 * noise + size, 8001)
     eps = np.arange(-100, 101) * 2.0**-6
-    bounds = [losses.convex_minorant(f, 2.0**-6)(eps) for f in losses.uniform_profiles(batch / size, 1 / noise)]
+    bounds = [losses.convex_minorant(f, 2.0**-6)(eps) for f in profiles.uniform_profiles(batch / size, 1 / noise)]
     tightest = 0.0
     for ups in range(size):
         for downs in range(size - ups):

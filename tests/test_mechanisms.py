@@ -17,7 +17,7 @@ from dp_accounting.pld.privacy_loss_distribution import from_mixture_gaussian_me
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import StackedKernel
-from flower_privdec.privacy import calibration, losses
+from flower_privdec.privacy import calibration, profiles
 from flower_privdec.privacy.accounting import delta, epsilon
 from flower_privdec.privacy.events import Release, canonical, event
 from flower_privdec.privacy.mechanisms import Mechanism, Snapshot
@@ -177,7 +177,7 @@ def test_fixed_blocks_stay_below_the_bound_for_a_shown_choice(noise, rounds, pla
 
 def test_a_choice_that_is_shown_attains_its_bound():
     q, noise = 0.25, 0.9
-    drawn, idle = (losses.gaussian_profile(np.array([1.0]), move / noise)[0] for move in (2 - q, q))
+    drawn, idle = (profiles.gaussian_profile(np.array([1.0]), move / noise)[0] for move in (2 - q, q))
     found = delta([Release("uniform-table", q, 4, 1, noise)], 1.0)
     assert found == pytest.approx(q * drawn + (1 - q) * idle, rel=0.01)
 
@@ -294,11 +294,11 @@ def test_one_example_moves_a_snapshot_by_one_clip_norm_and_a_step_by_two(build):
 
 @pytest.mark.parametrize(("q", "noise"), [(0.01, 1.5), (0.2, 1.5), (0.5, 4.0)])
 def test_mixture_profiles_are_googles(q, noise):
-    low, high = losses.table_sensitivities(q)
+    low, high = profiles.table_sensitivities(q)
     theirs = from_mixture_gaussian_mechanism(noise, [low, high], [1 - q, q], value_discretization_interval=0.1)
-    profiles = losses.mixture_profiles(q, low / noise, high / noise)
+    both = profiles.mixture_profiles(q, low / noise, high / noise)
     for eps in (0.1, 0.5, 1.0, 3.0):  # on its grid, where its distribution is exact
-        ours = max(float(profile(np.array([eps]))[0]) for profile in profiles)
+        ours = max(float(profile(np.array([eps]))[0]) for profile in both)
         assert ours == pytest.approx(theirs.get_delta_for_epsilon(eps), rel=1e-6, abs=1e-12)
 
 

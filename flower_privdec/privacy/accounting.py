@@ -12,8 +12,8 @@ By sampling, one step is
   - `shuffle`: a Gaussian an epoch. An epoch's batches are disjoint, so whatever the permutation, even if it
     were known, zeroing an example moves one of the epoch's sums, by at most C, and no other: the epoch is one
     Gaussian release, with the other steps as functions of it. A started epoch counts whole.
-  - `poisson`: a Poisson-sampled Gaussian, exact up to the grid (`losses.poisson_profiles`).
-  - `uniform`: a bound proved in `losses.uniform_profiles`; dp-accounting has no zero-out event for it.
+  - `poisson`: a Poisson-sampled Gaussian, exact up to the grid (`profiles.poisson_profiles`).
+  - `uniform`: a bound proved in `profiles.uniform_profiles`; dp-accounting has no zero-out event for it.
 
 Many different noise multipliers (schedules) are binned: each is rounded down to the least of its bin, which
 only adds loss (a Gaussian of more noise is the one of less noise, noised again).
@@ -34,7 +34,8 @@ from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.events import Release, canonical
-from flower_privdec.privacy.losses import Losses, compose, gaussian_profile, grid_interval, step_losses
+from flower_privdec.privacy.losses import Losses, compose, grid_interval, step_losses
+from flower_privdec.privacy.profiles import gaussian_profile
 
 FEWEST_BINS, BIN_WIDTH = 64, 0.01  # at least so many bins; none wider than so much of log σ
 LEAST_SAMPLED_NOISE = {  # below, sampling is not credited (e^loss overflows)

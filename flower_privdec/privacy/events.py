@@ -32,7 +32,7 @@ class Release:
         sampling: `poisson` (every example with probability q, independently), `uniform` (exactly b of J
             without replacement, afresh each step), `full` (all J) or `shuffle` (an epoch's disjoint batches);
             `poisson-table`, `uniform-table` and `blocks-table` (one of 1/q fixed batches) for a step of variance
-            reduction, g - table + mean(table), which every example enters: `losses.table_sensitivities`.
+            reduction, g - table + mean(table), which every example enters: `profiles.table_sensitivities`.
         sampling_rate: q in (0, 1], an example's chance to be in a step.
         dataset_size: J, the peer's number of examples (public).
         batch_size: b, expected (poisson) or exact.
