@@ -151,7 +151,7 @@ def study(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A study, or the path of its file.")] = None,
     size: Annotated[StudySize, typer.Option(help="Cut to two cores, or the paper's own.")] = StudySize.laptop,
     out: Annotated[Path | None, typer.Option(help="Folder to publish to.", show_default="results/NAME-SIZE")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes, one thread each.")] = 2,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes, one thread each; 0 publishes what is finished.")] = 2,
     only: Annotated[list[str] | None, typer.Option(metavar="PART", help="Run this part alone (repeatable).")] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the cells still to run; run none.")] = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -354,6 +355,11 @@ def test_cells_run_once_leave_only_results_and_a_second_study_finds_them(
     run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, console=quiet())
     assert {p: p.stat().st_mtime_ns for p in cache.glob("*/summary.json")} == before
     assert (tmp_path / "out" / "README.md").read_text() == readme
+    shutil.rmtree(folders[0])
+    (less,) = run_study(str(path), out=tmp_path / "out", jobs=0, cache=cache, console=quiet())
+    assert not less.complete
+    assert not folders[0].exists()
+    assert "1 missing" in (tmp_path / "out" / "README.md").read_text()
     for group in result.groups:
         assert group.largest("epsilon") == (
             float("inf") if "no privacy" in group.labels else pytest.approx(float(group.labels[0]), rel=0.01)

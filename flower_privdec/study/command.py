@@ -37,7 +37,7 @@ def run_study(
         name: a study's name, or its file.
         size: laptop or paper.
         out: the folder to publish to; results/NAME-SIZE by default.
-        jobs: processes, each of one thread.
+        jobs: processes, each of one thread; 0 runs nothing and publishes what is finished.
         only: parts to run; others are published where all their cells are finished already.
         settings: laid over every cell, as data.root=/data.
         cache: where finished cells lie.
@@ -53,7 +53,7 @@ def run_study(
     chosen = study.chosen(only)
     cells = expand(study, base, size, study.parts, settings)
     names = {part.name for part in chosen}
-    missing = missing_cells([cell for cell in cells if cell.part in names], cache)
+    missing = missing_cells([cell for cell in cells if cell.part in names], cache) if jobs else []
     with study_progress(f"{study.name}-{size}", missing, console) as on_cell:
         failed = run_cells(missing, cache, jobs, on_cell)
     results = [collect(part, size, cells, cache) for part in study.parts]
