@@ -67,17 +67,20 @@ def _values(scenario: Scenario, metrics: Metrics) -> str:
 
 
 class _Clock:
-    """Time left, from the rounds done since this process began; a resumed run begins in the middle."""
+    """Time left, from the rounds since the first line; at that one, from the time that training took so far."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.rounds, self.every = scenario.rounds, scenario.evaluation.every
-        self.began, self.first_round = time.monotonic(), -1
+        self.rounds = scenario.rounds
+        self.first: tuple[float, int] | None = None
 
-    def left(self, round_index: int) -> str:
-        if self.first_round < 0:
-            self.first_round = (round_index - 1) // self.every * self.every
-        pace = (time.monotonic() - self.began) / max(round_index - self.first_round, 1)
-        return duration(pace * (self.rounds - round_index))
+    def left(self, metrics: Metrics) -> str:
+        now, done = time.monotonic(), metrics["round"]
+        if self.first is None:
+            self.first = now, done
+            pace = metrics["seconds"] / max(done, 1)
+        else:
+            pace = (now - self.first[0]) / max(done - self.first[1], 1)
+        return duration(pace * (self.rounds - done))
 
 
 @contextmanager
@@ -95,7 +98,7 @@ def _bar(scenario: Scenario, console: Console) -> Iterator[_View]:
 
     def show(metrics: Metrics) -> None:
         done = metrics["round"]
-        left = f"{clock.left(done)} left" if done < scenario.rounds else "done"
+        left = f"{clock.left(metrics)} left" if done < scenario.rounds else "done"
         bar.update(task, completed=done, left=left)
         values.plain = _values(scenario, metrics)
 
@@ -110,7 +113,7 @@ def _plain(scenario: Scenario, console: Console) -> Iterator[_View]:
 
     def show(metrics: Metrics) -> None:
         nonlocal tenths_shown
-        left, tenths = clock.left(metrics["round"]), PLAIN_LINES * metrics["round"] // scenario.rounds
+        left, tenths = clock.left(metrics), PLAIN_LINES * metrics["round"] // scenario.rounds
         if tenths > tenths_shown:
             tenths_shown = tenths
             tail = "done" if metrics["round"] == scenario.rounds else f"{left} left"
