@@ -181,13 +181,13 @@ class Cohort:
         """
         peers, draw = self.peers[rows], round_index * self.steps_per_round + local_step
         rate = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[peers]
-        clip = self.plan.clip_norm(draw)[peers] if self.plan else None
-        std = None
-        if self.plan is not None and clip is not None:
-            std = self.tensor(rate * clip * self.plan.noise_multiplier(draw)[peers])
-        bound = None if clip is None else self.tensor(clip)
+        scale, clip, std = self.tensor(-rate), None, None
+        if self.plan is not None:
+            norm = self.plan.clip_norm(draw)[peers]
+            noise = rate * norm * self.plan.noise_multiplier(draw)[peers]
+            scale, clip, std = self.tensor(np.stack([-rate, norm, noise])).unbind(0)
         batch = self.data.batch(draw, peers)
-        step = PrivateStep(out, params, divisor, batch, bound, self.tensor(-rate), peers, rows, round_index, draw, std)
+        step = PrivateStep(out, params, divisor, batch, clip, scale, peers, rows, round_index, draw, std)
         estimate(self, step)
         if std is not None:
             self.noise.add_(out, std, draw, peers)

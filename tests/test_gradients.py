@@ -179,6 +179,48 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float) -> None:
     assert (error <= tolerance * size + 1e-30).all(), (error / size).max()
 
 
+CHAINS: dict[str, list[nn.Module]] = {
+    "strides": [nn.Conv2d(2, 8, 3, padding=2), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=(2, 1), padding=(1, 2))],
+    "strides both ways": [nn.Conv2d(2, 9, 1), nn.Conv2d(9, 5, (2, 3), stride=2, padding=1, bias=False)],
+    "dilation": [nn.Conv2d(2, 8, 2), nn.Tanh(), nn.Conv2d(8, 3, 2, stride=(1, 2), dilation=(2, 3), padding=2)],
+    "one column": [nn.Conv2d(2, 8, (3, 1)), nn.Conv2d(8, 3, (2, 1)), nn.Conv2d(3, 8, (1, 3), stride=(2, 1))],
+    "padded to the same size": [nn.Conv2d(2, 8, 3, padding="same"), nn.Conv2d(8, 4, (2, 3), padding="same")],
+    "pooling in pairs": [nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 9, 2)],
+    "pooling what is odd": [nn.Conv2d(2, 8, 2), nn.Tanh(), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(8, 9, 2)],
+    "pools that overlap": [nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Tanh(), nn.MaxPool2d(3, 1, padding=1), nn.Conv2d(3, 3, 2)],
+    "activation, then pool, first": [nn.Tanh(), nn.MaxPool2d(2), nn.ReLU(), nn.MaxPool2d(2, 1), nn.Conv2d(2, 9, 2)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("memory_bytes", [1, 2**28])
+def test_convolution_chains_agree_with_the_loop(name: str, memory_bytes: int) -> None:
+    module = nn.Sequential(*CHAINS[name], nn.Flatten(), nn.LazyLinear(CLASSES))
+    module(torch.zeros(2, *SHAPE))
+    kernel = build_kernel(module, "cross-entropy", kind="factored", memory_bytes=memory_bytes)
+    params, batch, clip, scale, divisor = problem(module, 2, 3, torch.float64)
+    expected, _ = added(build_kernel(module, "cross-entropy", kind="loop"), params, batch, clip, scale, divisor)
+    x = batch.x.clone()
+    assert_near(added(kernel, params, batch, clip, scale, divisor)[0], expected, 1e-10)
+    assert torch.equal(batch.x, x)
+
+
+@pytest.mark.parametrize("channels", [2, 8])
+@pytest.mark.parametrize("size", [1, 2**28])
+def test_written_gradients_do_not_depend_on_how_many_patches_are_cut(
+    channels: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flower_privdec.gradients.layers._PATCH_BYTES", size)
+    module = nn.Sequential(
+        nn.Conv2d(2, channels, 1), nn.Conv2d(channels, 9, 3, padding=2), nn.Flatten(), nn.Linear(576, 4)
+    )
+    params, batch, clip, scale, _ = problem(module, 2, 5, torch.float64)
+    expected, _ = added(build_kernel(module, "cross-entropy", kind="loop"), params, batch, clip, scale)
+    kernel = build_kernel(module, "cross-entropy", kind="factored")
+    assert_near(added(kernel, params, batch, clip, scale)[0], expected, 1e-10)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_auto_takes_the_fastest_kernel_that_fits(name: str) -> None:
     assert type(build_kernel(module_of(name), "cross-entropy")) is MODELS[name][1]

@@ -26,7 +26,7 @@ class Chain:
     """Conv2d, Linear, ReLU, Tanh, MaxPool2d and Flatten, one after the other."""
 
     def __init__(self, steps: list[tuple[str, nn.Module]]) -> None:
-        self._steps = [step for step in steps if type(step[1]) is not nn.Identity]
+        self._steps = _pool_first(steps)
         self._first = next(i for i, (_, layer) in enumerate(self._steps) if type(layer) in (nn.Conv2d, nn.Linear))
 
     def calls(self, x: Tensor, derivative: Callable[[Tensor], Tensor]) -> list[Call]:
@@ -60,7 +60,7 @@ class Chain:
         elif isinstance(layer, nn.Flatten):
             y = x.flatten(1)
         else:
-            fresh = i > 0 and type(self._steps[i - 1][1]) in (nn.Conv2d, nn.Linear)
+            fresh = i > 0 and type(self._steps[i - 1][1]) in (nn.Conv2d, nn.Linear, nn.MaxPool2d)
             target = x if fresh else x.clone()
             y = target.relu_() if isinstance(layer, nn.ReLU) else target.tanh_()
         return y
@@ -76,6 +76,18 @@ def parse_chain(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Modul
         if part is None:
             return None
         found += part
+    return found
+
+
+def _pool_first(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Move max pooling before activations, which never fall: the same outputs from fewer activations."""
+    found: list[tuple[str, nn.Module]] = []
+    for step in steps:
+        place = len(found)
+        while type(step[1]) is nn.MaxPool2d and place and type(found[place - 1][1]) in (nn.ReLU, nn.Tanh):
+            place -= 1
+        if type(step[1]) is not nn.Identity:
+            found.insert(place, step)
     return found
 
 

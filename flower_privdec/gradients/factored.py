@@ -17,7 +17,7 @@ from torch.func import functional_call
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.base import row_chunks
 from flower_privdec.gradients.chain import Call, Chain, parse_chain
-from flower_privdec.gradients.layers import bias_piece, is_supported, weight_piece
+from flower_privdec.gradients.layers import bias_piece, is_supported, weight_pieces
 from flower_privdec.gradients.losses import Loss
 from flower_privdec.gradients.rows import Piece, RowKernel
 
@@ -84,7 +84,7 @@ class FactoredKernel(RowKernel):
             layer, prefix, deltas = same[0].layer, f"{name}." if name else "", [call.delta for call in same]
             weight, bias = self._layout.get(f"{prefix}weight"), self._layout.get(f"{prefix}bias")
             if weight is not None:
-                pieces.append(weight_piece(layer, weight, [call.x for call in same], deltas))
+                pieces += weight_pieces(layer, weight, [call.x for call in same], deltas)
             if bias is not None:
                 pieces.append(bias_piece(layer, bias, deltas))
         return pieces

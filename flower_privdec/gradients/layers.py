@@ -10,7 +10,7 @@ convolutions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from flower_privdec.gradients.base import Parameter, row_chunks
 from flower_privdec.gradients.rows import Piece, Stored, squares
 
 _WRITE_COST = 8  # writing an element of a gradient and reading it again costs about 8 multiplications
-_CACHED_BYTES = 2**19  # patches cut at once
+_PATCH_BYTES = 2**21  # patches cut at once
 _WIDE = 8  # from so many channels on, patches are cut from channels-last images
 
 
@@ -65,38 +65,57 @@ def is_supported(layer: nn.Module) -> bool:
     return type(layer) in (nn.Linear, nn.GroupNorm)
 
 
-def weight_piece(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: list[Tensor]) -> Piece:
+def weight_pieces(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: list[Tensor]) -> list[Piece]:
     """Return the gradients of a layer's weight; one input and one derivative for each call of the layer."""
     if isinstance(layer, nn.GroupNorm):
         normal = [functional.group_norm(x, layer.num_groups, eps=layer.eps) for x in xs]
         sums = [_sum_positions(delta * x) for x, delta in zip(normal, deltas, strict=True)]
-        return Stored(place, torch.stack(sums).sum(0))
+        return [Stored(place, _sum(sums))]
     deltas = [_flat(layer, delta) for delta in deltas]
-    windows = [_windows(layer, x) if isinstance(layer, nn.Conv2d) else x for x in xs]
     t, o = sum(delta.shape[1] for delta in deltas), deltas[0].shape[2]
-    k, order = math.prod(place.shape[1:]), _order(layer)
+    k = math.prod(place.shape[1:])
     if t * t * (k + o) <= _WRITE_COST * k * o:
-        return Outer(place, _join([_patches(layer, x) for x in windows]), _join(deltas), order)
-    written = _written(layer, windows[0], deltas[0], k)
-    for x, delta in zip(windows[1:], deltas[1:], strict=True):
-        written += _written(layer, x, delta, k)
-    return Stored(place, written, lambda g: g.t() if order is None else order(g.t()))
+        return [Outer(place, _join([_patches(layer, x) for x in xs]), _join(deltas), _order(layer))]
+    if isinstance(layer, nn.Conv2d) and layer.in_channels >= _WIDE:
+        lines = [_line_gradients(layer, x, delta) for x, delta in zip(xs, deltas, strict=True)]
+        return [Stored(place, _sum(same), _line_of(line)) for line, same in enumerate(zip(*lines, strict=True))]
+    written = [_gradients(layer, k, x, delta) for x, delta in zip(xs, deltas, strict=True)]
+    return [Stored(place, _sum(written), lambda weight: weight.flatten(1).t())]
 
 
-def _written(layer: nn.Module, windows: Tensor, delta: Tensor, k: int) -> Tensor:
-    """Write out gradients [b, K, O], cutting patches for as many examples at a time as stay in the cache."""
+def _gradients(layer: nn.Module, k: int, x: Tensor, delta: Tensor) -> Tensor:
+    """Write out gradients [b, K, O], cutting patches for some examples at a time."""
     b, t, o = delta.shape
     out = delta.new_empty(b, k, o)
-    for part in row_chunks(b, t * k * delta.element_size(), _CACHED_BYTES):
-        torch.bmm(_patches(layer, windows[part]).transpose(1, 2), delta[part], out=out[part])
+    for part in row_chunks(b, t * k * delta.element_size(), _PATCH_BYTES):
+        torch.bmm(_patches(layer, x[part]).transpose(1, 2), delta[part], out=out[part])
     return out
+
+
+def _line_gradients(layer: nn.Conv2d, x: Tensor, delta: Tensor) -> list[Tensor]:
+    """Write out gradients [b, columns, C, O] for each line of the kernel, cutting patches as _gradients does."""
+    (b, t, o), c, (lines, columns) = delta.shape, layer.in_channels, layer.kernel_size
+    out = [delta.new_empty(b, columns * c, o) for _ in range(lines)]
+    for part in row_chunks(b, t * columns * c * delta.element_size(), _PATCH_BYTES):
+        for line, patches in zip(out, _line_patches(layer, x[part]), strict=True):
+            torch.bmm(patches.transpose(1, 2), delta[part], out=line[part])
+    return [line.view(b, columns, c, o) for line in out]
+
+
+def _line_of(line: int) -> Callable[[Tensor], Tensor]:
+    """View a line of a kernel's weight as [columns, C, O]."""
+    return lambda weight: weight[:, :, line].permute(2, 1, 0)
 
 
 def bias_piece(layer: nn.Module, place: Parameter, deltas: list[Tensor]) -> Piece:
     """Return the gradients of a layer's bias."""
     last = isinstance(layer, nn.Linear)
     sums = [delta.flatten(1, -2).sum(1) if last and delta.ndim > 2 else _sum_positions(delta) for delta in deltas]
-    return Stored(place, sums[0] if len(sums) == 1 else torch.stack(sums).sum(0))
+    return Stored(place, _sum(sums))
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)
 
 
 def _join(parts: list[Tensor]) -> Tensor:
@@ -125,27 +144,35 @@ def _order(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
     return lambda g: g.reshape(o, c, *kernel)
 
 
-def _windows(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """View padded images [b, C, H, W] as overlapping windows: [b, T.., rows, columns, C], or channels first."""
-    wide = x.shape[1] >= _WIDE
-    x = functional.pad(x, _padding(layer))
-    x = x.contiguous(memory_format=torch.channels_last if wide else torch.contiguous_format)
-    (b, c), (kh, kw), (dh, dw), (sh, sw) = x.shape[:2], layer.kernel_size, layer.dilation, layer.stride
-    oh, ow = (x.shape[2] - dh * (kh - 1) - 1) // sh + 1, (x.shape[3] - dw * (kw - 1) - 1) // sw + 1
-    s0, s1, s2, s3 = x.stride()
-    if wide:
-        return x.as_strided((b, oh, ow, kh, kw, c), (s0, sh * s2, sw * s3, dh * s2, dw * s3, s1))
-    return x.as_strided((b, c, kh, kw, oh, ow), (s0, s1, dh * s2, dw * s3, sh * s2, sw * s3))
-
-
-def _patches(layer: nn.Module, windows: Tensor) -> Tensor:
-    """Copy windows into patches [b, T, K]; the inputs of a linear layer are patches as they are."""
-    b = windows.shape[0]
+def _patches(layer: nn.Module, x: Tensor) -> Tensor:
+    """Cut images into patches [b, T, K]; the inputs of a linear layer are patches as they are."""
     if not isinstance(layer, nn.Conv2d):
-        return windows.reshape(b, -1, windows.shape[-1])
+        return x.reshape(x.shape[0], -1, x.shape[-1])
     if layer.in_channels >= _WIDE:
-        return windows.reshape(b, windows.shape[1] * windows.shape[2], -1)
-    return windows.reshape(b, windows.shape[1] * windows.shape[2] * windows.shape[3], -1).transpose(1, 2)
+        return torch.cat(_line_patches(layer, x), 2)
+    x = functional.pad(x, _padding(layer)).contiguous()
+    (b, c), (kh, kw), (dh, dw), (sh, sw) = x.shape[:2], layer.kernel_size, layer.dilation, layer.stride
+    (oh, ow), (s0, s1, s2, s3) = _positions(layer, x), x.stride()
+    windows = x.as_strided((b, c, kh, kw, oh, ow), (s0, s1, dh * s2, dw * s3, sh * s2, sw * s3))
+    return windows.reshape(b, c * kh * kw, oh * ow).transpose(1, 2)
+
+
+def _line_patches(layer: nn.Conv2d, x: Tensor) -> list[Tensor]:
+    """Cut images into patches of one line of the kernel, [b, T, columns * C], for each of its lines.
+
+    Patches of a line lie in those of the whole image as they are where the stride is 1, so they are copied once.
+    """
+    x = functional.pad(x, _padding(layer)).contiguous(memory_format=torch.channels_last)
+    (b, c, h, _), (kh, kw), (dh, dw), (sh, sw) = x.shape, layer.kernel_size, layer.dilation, layer.stride
+    (oh, ow), (s0, s1, s2, s3) = _positions(layer, x), x.stride()
+    rows = x.as_strided((b, h, ow, kw, c), (s0, s2, sw * s3, dw * s3, s1)).flatten(3).contiguous()
+    return [rows[:, line * dh :: sh][:, :oh].reshape(b, oh * ow, kw * c) for line in range(kh)]
+
+
+def _positions(layer: nn.Conv2d, x: Tensor) -> list[int]:
+    """Return the height and width of a layer's output for padded images."""
+    sizes = zip(x.shape[2:], layer.dilation, layer.kernel_size, layer.stride, strict=True)
+    return [(size - dilation * (kernel - 1) - 1) // stride + 1 for size, dilation, kernel, stride in sizes]
 
 
 def _padding(layer: nn.Conv2d) -> list[int]:

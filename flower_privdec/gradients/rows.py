@@ -35,13 +35,13 @@ class Stored:
 
     Attributes:
         place: where the parameter lies.
-        gradients: [b, ...], in the parameter's shape or one that `order` turns into it.
-        order: turns one gradient [...] into the parameter's shape; None where it already has it.
+        gradients: [b, ...], in the shape of the parameter or of a part of it.
+        part: views that part of the parameter; None for the whole.
     """
 
     place: Parameter
     gradients: Tensor
-    order: Callable[[Tensor], Tensor] | None = None
+    part: Callable[[Tensor], Tensor] | None = None
 
     def squared(self) -> Tensor:
         """See Piece."""
@@ -50,9 +50,8 @@ class Stored:
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
         """See Piece."""
         flat = coefficient @ self.gradients.reshape(self.gradients.shape[0], -1)
-        if self.order is not None:
-            flat = self.order(flat.view(self.gradients.shape[1:])).reshape(-1)
-        total[self.place.start : self.place.stop] += flat
+        whole = self.place.view(total)
+        (whole if self.part is None else self.part(whole)).add_(flat.view(self.gradients.shape[1:]))
 
 
 def squares(vectors: Tensor) -> Tensor:
