@@ -76,7 +76,8 @@ def peak(setup: Setup) -> Work:
 
 def _fill(setup: Setup, rows: Tensor, generator: str) -> Work:
     if generator == "torch":
-        return lambda: rows.normal_()
+        dense = rows.contiguous()  # torch fills padded rows number by number
+        return lambda: dense.normal_()
     source = build_noise(generator, SEED, len(rows), setup.device)
     std, peers = torch.ones(len(rows), dtype=rows.dtype, device=rows.device), np.arange(len(rows))
     return lambda: source.add_(rows, std, 0, peers)
