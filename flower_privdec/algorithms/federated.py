@@ -13,10 +13,13 @@ from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.aligned import aligned
 from flower_privdec.cohort import Cohort
 from flower_privdec.errors import ScenarioError
+from flower_privdec.gradients.base import row_chunks
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
 from flower_privdec.scenario.algorithms import FedDeperSection, FedProxSection, LocalStepsSection
 from flower_privdec.topology import Topology
+
+WALKING, CACHED_BYTES = 4, 2**24  # rows of [d] that a walk works on for each peer, and what a processor's cache holds
 
 LocalSteps = LocalStepsSection | FedProxSection | FedDeperSection
 
@@ -42,14 +45,16 @@ class FedAvg(SGP):
         self.program = (self.local, Mix(("x", "w")))
 
     def local(self, cohort: Cohort, state: State) -> None:
-        """Walk τ steps from z = x / w at every active row, and add the walk to x."""
-        rows = np.flatnonzero(cohort.active(state.round_index))
-        if not len(rows):
-            return
-        where = torch.as_tensor(rows, device=cohort.device)
-        start = aligned(state.rows["x"][where]).div_(state.rows["w"][where].unsqueeze(1))
-        walked = self.walk(cohort, state, rows, start)
-        state.rows["x"].index_add_(0, where, walked.sub_(start))
+        """Walk τ steps from z = x / w at every active row, and add the walk to x; on a CPU as many as stay in cache."""
+        active, x = np.flatnonzero(cohort.active(state.round_index)), state.rows["x"]
+        at_once = CACHED_BYTES // (WALKING * x[0].nbytes) if x.device.type == "cpu" else len(active)
+        for part in row_chunks(len(active), 1, at_once):
+            rows = active[part]
+            where = torch.as_tensor(rows, device=cohort.device)
+            start = aligned(x[where]).div_(state.rows["w"][where].unsqueeze(1))
+            walked = self.walk(cohort, state, rows, start).sub_(start)
+            for row, step in zip(rows.tolist(), walked, strict=True):
+                x[row].add_(step)
 
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
         """Return where τ steps from `start` lead, [active, d], in a tensor of its own."""
