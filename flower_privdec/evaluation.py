@@ -49,7 +49,8 @@ def evaluate(experiment: Experiment, rows: dict[str, Tensor], round_index: int) 
     right, value = loss.predict(outputs) == labels, float(loss.value(outputs, labels).mean())
     accuracy, n_classes = float(right.double().mean()), experiment.dataset.n_classes
     blind = accuracy <= 1 / n_classes + HOPELESS_ACCURACY and value > HOPELESS_LOSS * math.log(n_classes)
-    if not value < LARGEST_LOSS or (blind and experiment.plan is None):
+    together = algorithm.weights is not None  # the mean of models that never met may be anything
+    if not value < LARGEST_LOSS or (blind and together and experiment.plan is None):
         raise _diverged(
             experiment, round_index, f"the mean model's test loss is {value:.3g} and its accuracy {accuracy:.1%}"
         )
