@@ -185,7 +185,7 @@ class Cohort:
         if self.plan is not None:
             norm = self.plan.clip_norm(draw)[peers]
             noise = rate * norm * self.plan.noise_multiplier(draw)[peers]
-            scale, clip, std = self.tensor(np.stack([-rate, norm, noise])).unbind(0)
+            scale, clip, std = self.tensor(np.array([-rate, norm, noise])).unbind(0)
         batch = self.data.batch(draw, peers)
         step = PrivateStep(out, params, divisor, batch, clip, scale, peers, rows, round_index, draw, std)
         estimate(self, step)

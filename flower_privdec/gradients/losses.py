@@ -94,7 +94,7 @@ def _hinge(outputs: Tensor, labels: Tensor) -> Tensor:
 
 def _hinge_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
     sign = _sign(outputs, labels)
-    return (sign * outputs).lt(1).to(outputs.dtype).mul_(sign).neg_()
+    return (sign * outputs).lt(1) * sign.neg_()
 
 
 def _squared_hinge(outputs: Tensor, labels: Tensor) -> Tensor:

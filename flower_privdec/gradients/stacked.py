@@ -131,16 +131,28 @@ class StackedKernel:
     ) -> Tensor:
         """Add clipped gradient sums in place; see GradientKernel."""
         m, examples = batch.y.shape
+        chunks = row_chunks(m, examples * self._width * params.element_size(), self._memory)
+        if len(chunks) == 1:
+            return self._add_clipped_(out, params, batch, clip_norm, scale, divisor)
         norms = params.new_empty(m, examples)
-        per_row = examples * self._width * params.element_size()
-        for rows in row_chunks(m, per_row, self._memory):
-            part = _Rows(batch.x[rows], batch.y[rows])
-            factors = self.factors(params[rows], part, None if divisor is None else divisor[rows])
-            clip = None if clip_norm is None else clip_norm[rows]
-            factor = coefficient(factors.norms, batch.weight[rows], clip, scale[rows])
-            self.accumulate_(out[rows], factors, factor)
-            norms[rows] = factors.norms
+        for rows in chunks:
+            part = _Rows(batch.x[rows], batch.y[rows], batch.weight[rows])
+            clip, share = (None if numbers is None else numbers[rows] for numbers in (clip_norm, divisor))
+            norms[rows] = self._add_clipped_(out[rows], params[rows], part, clip, scale[rows], share)
         return norms
+
+    def _add_clipped_(
+        self,
+        out: Tensor,
+        params: Tensor,
+        batch: Examples,
+        clip_norm: Tensor | None,
+        scale: Tensor,
+        divisor: Tensor | None,
+    ) -> Tensor:
+        factors = self.factors(params, batch, divisor)
+        self.accumulate_(out, factors, coefficient(factors.norms, batch.weight, clip_norm, scale))
+        return factors.norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
         """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
@@ -162,7 +174,7 @@ class StackedKernel:
             if layer.bias is not None:
                 size = torch.hypot(size, torch.ones_like(size))
             parts.append(size.mul_(torch.linalg.vector_norm(delta, dim=-1)))
-        norms: Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+        norms: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
         return norms
 
 
@@ -170,6 +182,7 @@ class StackedKernel:
 class _Rows:
     x: Tensor
     y: Tensor
+    weight: Tensor
 
 
 def parse_stack(module: nn.Module) -> list[Layer] | None:
