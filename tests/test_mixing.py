@@ -184,6 +184,18 @@ def test_long_rows_of_a_shift_graph_are_mixed_in_place(n: int) -> None:
         assert torch.equal(x, expected)
 
 
+@pytest.mark.parametrize("edges", [[], [(3, 7), (7, 3)], [(0, 5), (5, 0), (5, 11), (11, 5)]])
+def test_rows_that_few_of_change_are_mixed_in_place(edges: list[tuple[int, int]]) -> None:
+    matrix = mixing_matrix(edge_array(edges, 12), 12, "metropolis")
+    for shape in [(12,), (12, 3, 301)]:
+        x = payload(*shape, dtype=torch.float32)
+        expected = matrix.apply(x)
+        mixed, spare = matrix.replace(x)
+        assert mixed is x
+        assert spare is None
+        assert torch.equal(x, expected)
+
+
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
 @every_form
 def test_apply_keeps_the_dtype(matrix: MixingMatrix, dtype: torch.dtype, atol: float) -> None:

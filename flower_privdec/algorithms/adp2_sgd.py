@@ -105,17 +105,18 @@ class ADP2SGD(Algorithm):
         return rows | {"stale": x.clone(), "step": torch.zeros_like(x), "read_at": x.new_zeros(len(x))}
 
     def gradient(self, cohort: Cohort, state: State) -> None:
-        """Keep the step of the peer that wakes, at its stale model."""
+        """Keep the step of the peer that wakes, at its stale model; the other peers' steps are 0."""
         limit = self.staleness or 4 * cohort.n_peers
         old = state.round_index - state.rows["read_at"] > limit
         state.rows["stale"][old] = state.rows["x"][old]
         state.rows["read_at"][old] = float(state.round_index)
-        cohort.add_step_(state.rows["step"].zero_(), state.rows["stale"], state.round_index)
+        cohort.add_step_(state.rows["step"], state.rows["stale"], state.round_index)
 
     def apply_step(self, cohort: Cohort, state: State) -> None:
         """Add the kept step, and read the model for the peer's next gradient."""
         woken = torch.as_tensor(np.flatnonzero(cohort.active(state.round_index)), device=cohort.device)
-        state.rows["x"].add_(state.rows["step"])
+        state.rows["x"][woken] += state.rows["step"][woken]
+        state.rows["step"][woken] = 0
         state.rows["stale"][woken] = state.rows["x"][woken]
         state.rows["read_at"][woken] = float(state.round_index)
 

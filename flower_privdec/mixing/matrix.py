@@ -139,7 +139,12 @@ class SparseMatrix(MixingMatrix):
         )
 
     def replace(self, x: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """See MixingMatrix; in place where rows are long and all hear the peer the same number before them."""
+        """See MixingMatrix; in place where most rows stay, or are long and all hear the peer the same number before."""
+        changed = self._changed
+        if changed is not None and x.shape[0] == self.n_columns:
+            rows, part = changed
+            x.detach()[torch.from_numpy(rows).to(x.device)] = part.apply(x)
+            return x, spare
         shift, long = self._shift if self.halves else None, x.nbytes >= kernels.IN_PLACE_FROM * self.n_columns
         if shift is None or not long or x.device.type != "cpu" or x.shape[0] != self.n_columns:
             return super().replace(x, spare)
@@ -160,6 +165,15 @@ class SparseMatrix(MixingMatrix):
             kernels.halves(x, out, self._slots(x))
         elif not kernels.fused(x, out, self.indptr, self.columns, self._cast(x), self._widest):
             kernels.slots(x, out, self._slots(x))
+
+    @cached_property
+    def _changed(self) -> tuple[Peers, SparseMatrix] | None:
+        """The rows that are not just their receiver's own, and their weights; None where these are most rows."""
+        first = self.indptr[:-1]
+        own = (np.diff(self.indptr) == 1) & (self.columns[first] == self.receivers) & (self.weights[first] == 1)
+        if 2 * own.sum() <= len(own):
+            return None
+        return np.flatnonzero(~own), self.rows(self.receivers[~own])
 
     @cached_property
     def _widest(self) -> int:
