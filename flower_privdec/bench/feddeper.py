@@ -13,18 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.algorithms import Algorithm, State, build_algorithm
+from flower_privdec.algorithms import Algorithm, build_algorithm
 from flower_privdec.bench import limit
 from flower_privdec.bench.comparison import LOOP
 from flower_privdec.bench.equality import ROUNDS, compare, start
 from flower_privdec.bench.rivals import gradients_of, plain_loss
 from flower_privdec.bench.timing import paired, quiet, ratio
-from flower_privdec.bench.workloads import FOREVER, IMAGES, SEED, Setup, Workload
-from flower_privdec.cohort import Cohort, LearningRate
-from flower_privdec.gradients import build_kernel
+from flower_privdec.bench.workloads import IMAGES, SEED, Setup, Workload
 from flower_privdec.models import flatten
 from flower_privdec.participation import Participation, build_participation
-from flower_privdec.randomness import build_noise
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.scenario.algorithms import FedDeperSection
 from flower_privdec.topology import build_topology
@@ -49,19 +46,7 @@ def engine(setup: Setup) -> Engine:
     )
     algorithm: Algorithm = build_algorithm(section)
     mixing, active = algorithm.exchange(build_topology("server", n), "server", participation(setup), SEED)
-    cohort = Cohort(
-        peers=np.arange(n),
-        n_peers=n,
-        initial=flatten(setup.module),
-        kernel=build_kernel(setup.module, setup.workload.loss),
-        data=setup.data,
-        mixing=mixing,
-        participation=active,
-        noise=build_noise("torch", SEED, n, setup.device),
-        learning_rate=LearningRate(np.full(n, RATE), 0.0, FOREVER),
-        steps_per_round=algorithm.steps_per_round,
-    )
-    return Engine(algorithm, cohort, State(cohort.peers, rows=algorithm.initial(cohort)))
+    return setup.run(algorithm, mixing, active, RATE, "torch")
 
 
 class Loop:

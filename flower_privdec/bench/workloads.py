@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.algorithms import State, build_algorithm
+from flower_privdec.algorithms import Algorithm, State, build_algorithm
 from flower_privdec.cohort import Cohort, LearningRate
 from flower_privdec.data import Dataset, PeerData, Sampler
 from flower_privdec.gradients import build_kernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten, parameter_count
-from flower_privdec.participation import build_participation
+from flower_privdec.participation import Participation, build_participation
 from flower_privdec.privacy.plan import PrivacyPlan
 from flower_privdec.randomness import NoiseSource, build_noise, keyed_generator
 from flower_privdec.runtime.engine import Engine
@@ -120,19 +120,32 @@ class Setup:
             noise: where the noise comes from, or the name of a generator.
         """
         n = self.workload.n_peers
-        source = build_noise(noise, SEED, n, self.device) if isinstance(noise, str) else noise
         algorithm = build_algorithm(SGDSection(name="privsgp", learning_rate=LEARNING_RATE))
+        return self.run(algorithm, self.mixing, build_participation("all", n), LEARNING_RATE, noise, constant_plan(n))
+
+    def run(
+        self,
+        algorithm: Algorithm,
+        mixing: Mixing,
+        participation: Participation,
+        rate: float,
+        noise: NoiseSource | str,
+        plan: PrivacyPlan | None = None,
+    ) -> Engine:
+        """Return the engine that runs an algorithm on this workload, at a constant learning rate."""
+        n = self.workload.n_peers
         cohort = Cohort(
             peers=np.arange(n),
             n_peers=n,
             initial=flatten(self.module),
             kernel=build_kernel(self.module, self.workload.loss),
             data=self.data,
-            mixing=self.mixing,
-            participation=build_participation("all", n),
-            noise=source,
-            learning_rate=LearningRate(np.full(n, LEARNING_RATE), 0.0, FOREVER),
-            plan=constant_plan(n),
+            mixing=mixing,
+            participation=participation,
+            noise=build_noise(noise, SEED, n, self.device) if isinstance(noise, str) else noise,
+            learning_rate=LearningRate(np.full(n, rate), 0.0, FOREVER),
+            steps_per_round=algorithm.steps_per_round,
+            plan=plan,
         )
         return Engine(algorithm, cohort, State(cohort.peers, rows=algorithm.initial(cohort)))
 

@@ -83,16 +83,23 @@ class _Clock:
         return duration(pace * (self.rounds - done))
 
 
-@contextmanager
-def _bar(scenario: Scenario, console: Console) -> Iterator[_View]:
-    bar = Progress(
+def counting_bar(console: Console) -> Progress:
+    """Return a bar of what is done of how much, the time that took, and the task's field `left`."""
+    return Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
+        console=console,
+        disable=not console.is_terminal,
         expand=True,
     )
+
+
+@contextmanager
+def _bar(scenario: Scenario, console: Console) -> Iterator[_View]:
+    bar = counting_bar(console)
     task = bar.add_task(scenario.name, total=scenario.rounds, left="")
     values, clock = Text(style="dim"), _Clock(scenario)
 

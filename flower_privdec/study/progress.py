@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from flower_privdec.console.progress import counting_bar
 from flower_privdec.study.cells import Cell
 from flower_privdec.study.runner import OnCell, Outcome
 from flower_privdec.wording import duration
@@ -33,16 +33,7 @@ def study_progress(name: str, cells: Sequence[Cell], console: Console | None = N
     """Show on stderr how many cells are done while the context lasts; yield what to call after each."""
     console = console or Console(stderr=True, highlight=False, markup=False)
     pace, done = Pace(cells), 0
-    bar = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-        console=console,
-        disable=not console.is_terminal,
-        expand=True,
-    )
+    bar = counting_bar(console)
     with bar:
         task = bar.add_task(f"study {name}", total=len(cells), left="")
 
