@@ -310,6 +310,7 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
     assert [(row["epsilon"], row["algorithm"]) for row in rows][1] == ("2.5", "no privacy")
     assert rows[0]["accuracy_mean"] == "0.5"
     assert float(rows[0]["accuracy_std"]) == pytest.approx(0.02 / 2**0.5, rel=1e-4)
+    assert rows[0]["accuracy_by_seed"] == "0.49 0.51"
     assert (rows[0]["claimed_epsilon"], rows[0]["delta"], rows[0]["seeds"]) == ("1", "0.001", "2")
     readme = (tmp_path / "out" / "README.md").read_text()
     for text in (
@@ -364,6 +365,15 @@ def test_cells_run_once_leave_only_results_and_a_second_study_finds_them(
         assert group.largest("epsilon") == (
             float("inf") if "no privacy" in group.labels else pytest.approx(float(group.labels[0]), rel=0.01)
         )
+
+
+def test_the_published_command_makes_just_what_is_published(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    text = yaml.safe_load(STUDY)
+    text["parts"].append(text["parts"][0] | {"name": "other", "settings": ["rounds=2"]})
+    path, cache = study_at(yaml.safe_dump(text, sort_keys=False)), tmp_path / "cells"
+    for only, command in (["other"], f"study {path} --size laptop --only other`"), ([], f"study {path} --size laptop`"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, only=only, cache=cache, console=quiet())
+        assert command in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_failed_cell_is_reported_the_others_go_on_and_only_it_is_tried_again(

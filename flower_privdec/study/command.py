@@ -59,15 +59,17 @@ def run_study(
     results = [collect(part, size, cells, cache) for part in study.parts]
     shown = [result for result in results if result.part.name in names or result.complete]
     out = out or Path("results") / f"{study.name}-{size}"
-    publish(study, Made(size, _command(name, size, settings)), shown, failed, out)
+    parts = [] if len(shown) == len(study.parts) else [result.part.name for result in shown]
+    publish(study, Made(size, _command(name, size, parts, settings)), shown, failed, out)
     print_verdicts(shown, out, console)
     if failed:
         raise RunError(_failures(failed))
     return shown
 
 
-def _command(name: str, size: str, settings: Sequence[str]) -> str:
-    return shlex.join(["privdec", "study", name, "--size", size, *(w for s in settings for w in ("--set", s))])
+def _command(name: str, size: str, parts: Sequence[str], settings: Sequence[str]) -> str:
+    options = [("--only", part) for part in parts] + [("--set", setting) for setting in settings]
+    return shlex.join(["privdec", "study", name, "--size", size, *(word for option in options for word in option)])
 
 
 def _failures(failed: Sequence[Outcome]) -> str:

@@ -147,17 +147,21 @@ def _row(result: PartResult, group: Group) -> list[str]:
 def _csv(result: PartResult) -> str:
     part, file = result.part, StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    measured = [f"{name}_{what}" for name in part.metrics for what in ("mean", "std")]
+    measured = [f"{name}_{what}" for name in part.metrics for what in ("mean", "std", "by_seed")]
     writer.writerow(
         [*result.axes, *result.chosen, *part.fields, *measured, "claimed_epsilon", "epsilon", "delta", "seeds"]
     )
     for group in result.groups:
-        values: list[float | None] = []
+        values: list[str] = []
         for name in part.metrics:
             estimate = group.final(name)
-            values += [estimate.mean, estimate.std] if estimate else [None, None]
-        privacy = [group.largest(key) for key in ("claimed_epsilon", "epsilon", "delta")]
+            values += [_plain(estimate.mean), _plain(estimate.std)] if estimate else ["", ""]
+            values.append(" ".join(map(_plain, group.finals(name))))
+        privacy = [_plain(group.largest(key)) for key in ("claimed_epsilon", "epsilon", "delta")]
         fields = [group.field(path) for path in part.fields]
-        numbers = ["" if value is None else f"{value:.6g}" for value in [*values, *privacy]]
-        writer.writerow([*group.labels, *group.chosen, *fields, *numbers, len(group.runs)])
+        writer.writerow([*group.labels, *group.chosen, *fields, *values, *privacy, len(group.runs)])
     return file.getvalue()
+
+
+def _plain(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"

@@ -118,12 +118,16 @@ class Group:
         """Return whether every seed is there."""
         return self.missing == 0
 
-    def final(self, name: str) -> Estimate | None:
-        """Return a metric of the finished runs, after the last round unless it looks at more of them."""
+    def finals(self, name: str) -> list[float]:
+        """Return a metric of each finished run that has it, after the last round unless it looks at more of them."""
         found = metric(name)
         lines = [[found.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
         known = [[value for value in line if value is not None] for line in lines]
-        return Estimate.of([found.over(values) for values in known if values])
+        return [found.over(values) for values in known if values]
+
+    def final(self, name: str) -> Estimate | None:
+        """Return mean and spread of `finals`."""
+        return Estimate.of(self.finals(name))
 
     def curves(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the rounds at which every run was tried [T], and a metric then [n_runs, T]; None without it."""
