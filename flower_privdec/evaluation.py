@@ -13,8 +13,10 @@ from flower_privdec.algorithms.federated import FedAvg
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.gradients import resolve_loss
+from flower_privdec.gradients.base import row_chunks
 from flower_privdec.shards import try_on_shards
 
+OUTPUT_BYTES = 2**26  # the outputs of so many models as are tried at once
 LARGEST_LOSS = 1e6  # beyond it a run only waits for infinity
 HOPELESS_LOSS, HOPELESS_ACCURACY = 20.0, 0.05  # without noise: times a blind guess's loss, and above its accuracy
 
@@ -68,12 +70,13 @@ def evaluate(experiment: Experiment, rows: dict[str, Tensor], round_index: int) 
 def _peer_accuracy(experiment: Experiment, models: Tensor, x: Tensor, labels: Tensor) -> dict[str, float]:
     """Return the mean, least and greatest accuracy of the peers' models; one that all share is tried once."""
     few = _spaced(len(labels), experiment.scenario.evaluation.peer_samples)
-    loss = resolve_loss(experiment.scenario.model.loss)
+    x, labels = x[few], labels[few]
+    loss, kernel = resolve_loss(experiment.scenario.model.loss), experiment.kernel
     shared = all(torch.equal(model, models[0]) for model in models)
-    peers = [
-        float((loss.predict(experiment.kernel.logits(model.unsqueeze(0), x[few])[0]) == labels[few]).double().mean())
-        for model in (models[:1] if shared else models)
-    ]
+    tried, peers = models[:1] if shared else models, []
+    for rows in row_chunks(len(tried), len(labels) * experiment.dataset.n_classes * x.element_size(), OUTPUT_BYTES):
+        right = loss.predict(kernel.logits(tried[rows], x)) == labels
+        peers += right.double().mean(1).tolist()
     return {"peer_mean": sum(peers) / len(peers), "peer_min": min(peers), "peer_max": max(peers)}
 
 

@@ -20,6 +20,7 @@ from flower_privdec.gradients import (
     StackedKernel,
     build_kernel,
     resolve_loss,
+    stacked,
 )
 from flower_privdec.gradients.factored import FactoredKernel
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
@@ -275,8 +276,11 @@ def test_loop_agrees_with_the_formula_of_softmax_regression() -> None:
         torch.testing.assert_close(out[i], scale[i] * expected)
 
 
+@pytest.mark.parametrize("columns", [1, 14, 1024])
 @pytest.mark.parametrize("kind", KERNELS)
-def test_logits_are_the_module_s_outputs(kind: str) -> None:
+def test_logits_are_the_module_s_outputs(kind: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked, "SHARED_COLUMNS", columns)
+    monkeypatch.setattr(stacked, "SHARED_EXAMPLES", 4)
     module = module_of("mlp")
     params, batch, *_ = problem(module, 3, 5, torch.float64)
     kernel = build_kernel(module, "cross-entropy", kind=kind, memory_bytes=30_000)

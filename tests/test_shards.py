@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flower_privdec import plots
+from flower_privdec import evaluation, plots
 from flower_privdec.errors import RunError
 from flower_privdec.evaluation import evaluate
 from flower_privdec.planner.stability import growth, stability_warnings
@@ -102,6 +102,20 @@ def test_one_model_shared_by_all_is_tried_once(build, monkeypatch):
     found = evaluate(experiment, rows, 3)["accuracy"]
     assert tried == [100, 100]
     assert found["peer_min"] == found["peer_max"] == found["mean_model"]
+
+
+@pytest.mark.parametrize("at_once", [1, 100 * 10 * 8, 2**26])
+def test_every_peer_s_accuracy_is_its_own(build, monkeypatch, at_once):
+    monkeypatch.setattr(evaluation, "OUTPUT_BYTES", at_once)
+    experiment = build("algorithm={name: local, learning_rate: 0.5}", "privacy=none")
+    rows, x, labels = engine_after(experiment).state.rows, experiment.dataset.x_test, experiment.dataset.y_test
+    found = evaluate(experiment, rows, 3)["accuracy"]
+    weights, biases = rows["x"].split([640, 10], dim=1)
+    outputs = torch.einsum("nf,mof->mno", x.flatten(1).double(), weights.view(4, 10, 64)) + biases[:, None]
+    expected = (outputs.argmax(-1) == labels).double().mean(1)
+    assert len(set(expected.tolist())) > 1
+    assert found["peer_mean"] == pytest.approx(float(expected.mean()))
+    assert (found["peer_min"], found["peer_max"]) == (float(expected.min()), float(expected.max()))
 
 
 @pytest.mark.parametrize(("name", "vectors"), [("fedavg", 1), ("fedprox", 1), ("scaffold", 2), ("feddeper", 1)])

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from flower_privdec.gradients.base import Examples, Inputs, Parameter, coefficient, layout, row_chunks
 from flower_privdec.gradients.losses import Loss
 
+SHARED_EXAMPLES, SHARED_COLUMNS = 1024, 1024  # of a product over inputs that rows share: then its parts stay in cache
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -34,6 +36,15 @@ class Layer:
             z = _product(None if bias is None else bias.unsqueeze(1), a, weight.transpose(1, 2))
         if divisor is not None:
             z.div_(divisor[:, None, None])
+        return self._activate_(z)
+
+    def forward_shared(self, params: Tensor, a: Tensor) -> Tensor:
+        """Return the layer's output [m, N, out] for inputs [N, in] that all rows share, by one product."""
+        weight = self.weight.view(params).flatten(0, 1).t()
+        z = a @ weight if self.bias is None else torch.addmm(self.bias.view(params).flatten(), a, weight)
+        return self._activate_(z).view(len(a), len(params), -1).transpose(0, 1)
+
+    def _activate_(self, z: Tensor) -> Tensor:
         if self.activation is nn.ReLU:
             return z.relu_()
         return z.tanh_() if self.activation is nn.Tanh else z
@@ -156,15 +167,18 @@ class StackedKernel:
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
         """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
-        m, size = params.shape[0], self.layers[-1].weight.shape[0]
-        out = params.new_empty(m, x.shape[0], size)
-        per_example = m * self._width * params.element_size()
+        (first, *rest), m = self.layers, params.shape[0]
+        out = params.new_empty(m, x.shape[0], self.layers[-1].weight.shape[0])
+        per_example = self._width * params.element_size()
+        examples = min(SHARED_EXAMPLES, max(1, self._memory // per_example))
+        together = min(SHARED_COLUMNS // first.weight.shape[0], self._memory // (per_example * examples))
         with torch.no_grad():
-            for part in row_chunks(x.shape[0], per_example, self._memory):
-                a = x[part].flatten(1).to(params.dtype).expand(m, -1, -1)
-                for layer in self.layers:
-                    a = layer.forward(params, a, None)
-                out[:, part] = a
+            for rows in row_chunks(m, 1, together):
+                for part in row_chunks(x.shape[0], 1, examples):
+                    a = first.forward_shared(params[rows], x[part].flatten(1).to(params.dtype))
+                    for layer in rest:
+                        a = layer.forward(params[rows], a, None)
+                    out[rows, part] = a
         return out
 
     def _norms(self, deltas: list[Tensor], inputs: list[Tensor]) -> Tensor:
