@@ -185,8 +185,8 @@ def _window(parts: Sequence[tuple[Losses, int]], interval: float) -> tuple[int, 
     variance = 0.0
     for losses, count in parts:
         index = np.arange(len(losses.mass))
-        mean = losses.mass @ index
-        variance += count * float(losses.mass @ (index - mean) ** 2)
+        mean = _dot(losses.mass, index)
+        variance += count * _dot(losses.mass, (index - mean) ** 2)
     lowest = sum(losses.lowest * count for losses, count in parts)
     highest = sum((losses.lowest + len(losses.mass) - 1) * count for losses, count in parts)
     longest = max(abs(losses.lowest) + len(losses.mass) for losses, _ in parts)
@@ -208,6 +208,11 @@ def _cumulants(losses: Losses, order: float, doublings: int = 11) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore", divide="ignore", under="ignore"):
         power = np.exp(order * index)
         for i in range(doublings):
-            out[i] = np.log(losses.mass @ power)
+            out[i] = np.log(_dot(losses.mass, power))
             power *= power
     return out
+
+
+def _dot(a: np.ndarray, b: np.ndarray) -> float:
+    """Return a · b of long vectors without BLAS, whose threads wait for each other where other work runs."""
+    return float(np.einsum("i,i->", a, b))
