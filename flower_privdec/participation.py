@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -55,11 +56,17 @@ class UniformParticipation:
     kind: str = "uniform"
 
     def active(self, round_index: int) -> npt.NDArray[np.bool_]:
-        """Return the mask of the round's peers, [n_peers]."""
-        mask = np.zeros(self.n_peers, dtype=bool)
-        generator = keyed_generator(self.seed, "participation", round_index)
-        mask[generator.choice(self.n_peers, size=self.count, replace=False, shuffle=False)] = True
-        return mask
+        """Return the mask of the round's peers, [n_peers], read-only."""
+        return _drawn(self.n_peers, self.count, self.seed, round_index)
+
+
+@lru_cache(maxsize=8)  # steps and exchanges of one round all ask
+def _drawn(n_peers: int, count: int, seed: int, round_index: int) -> npt.NDArray[np.bool_]:
+    mask = np.zeros(n_peers, dtype=bool)
+    generator = keyed_generator(seed, "participation", round_index)
+    mask[generator.choice(n_peers, size=count, replace=False, shuffle=False)] = True
+    mask.flags.writeable = False
+    return mask
 
 
 def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float | None = None) -> Participation:

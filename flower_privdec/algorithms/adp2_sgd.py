@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -29,11 +30,16 @@ class Waking:
 
     def peer(self, event: int) -> int:
         """Return who wakes."""
-        return int(keyed_generator(self.seed, "waking", event).integers(self.n_peers))
+        return _woken(self.n_peers, self.seed, event)
 
     def active(self, round_index: int) -> np.ndarray:
         """Return a mask with the peer that wakes, [n_peers]."""
         return np.asarray(np.arange(self.n_peers) == self.peer(round_index))
+
+
+@lru_cache(maxsize=8)  # the gradient, the exchange and the step of one event all ask
+def _woken(n_peers: int, seed: int, event: int) -> int:
+    return int(keyed_generator(seed, "waking", event).integers(n_peers))
 
 
 @dataclass(frozen=True)
