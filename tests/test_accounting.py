@@ -178,7 +178,7 @@ def exact_batches(others: np.ndarray, batch: int, z: float, noise: float, x: np.
     return density / math.comb(len(others) + 1, batch)
 
 
-@pytest.mark.parametrize("noise", [0.7, 2.0])
+@pytest.mark.parametrize("noise", [0.3, 0.7, 2.0])
 @pytest.mark.parametrize(("size", "batch"), [(2, 1), (4, 2), (6, 1), (6, 5)])
 def test_uniform_bound_holds_for_every_data_set_and_is_tight_for_some(size, batch, noise):
     x = np.linspace(-10 * noise - size, 10 * noise + size, 8001)
@@ -224,6 +224,14 @@ def test_uniform_is_between_poisson_and_every_other_known_bound(size, batch, noi
     replace_one = other_epsilon(many, 1e-5, REPLACE, RdpAccountant(neighboring_relation=REPLACE))
     assert epsilon([poisson(batch / size, noise, steps)], 1e-5) < found < replace_one
     assert found <= epsilon([full(noise, steps)], 1e-5) * 1.001
+
+
+def test_uniform_of_little_noise_costs_about_what_poisson_does_and_never_less_than_with_more_noise():
+    noises = [0.011, 0.02, 0.05, 0.0624, 0.0625, 0.0626, 0.07, 0.1]
+    found = [epsilon([uniform(1200, 1, noise, 2400)], 1e-5) for noise in noises]
+    assert found == sorted(found, reverse=True)
+    for noise, eps in zip(noises, found, strict=True):
+        assert 1 < eps / epsilon([poisson(1 / 1200, noise, 2400)], 1e-5) < 1.2
 
 
 def test_uniform_of_everything_is_full():
@@ -278,6 +286,7 @@ def test_nothing_costs_nothing_and_no_noise_costs_everything():
         poisson(1e-6, 500.0, 100_000),
         poisson(0.9, 0.0099, 1000),
         uniform(10**6, 1, 0.07, 1000),
+        uniform(10**6, 1, 0.011, 1000),
         uniform(10**5, 48_100, 0.28, 8000),
         full(1e-6, 1000),
         poisson(0.3, 0.2, 1),

@@ -144,7 +144,7 @@ def test_at_lambda_1_the_personalized_model_of_an_active_peer_is_what_it_sent(bu
     engine = engine_of(experiment)
     start = experiment.initial
     engine.round()
-    active = torch.from_numpy(experiment.participation.active(0))
+    active = torch.tensor(experiment.participation.active(0))
     sent = engine.state.rows["personal"][active]
     torch.testing.assert_close(sent.mean(0), engine.state.rows["x"][0])
     assert torch.equal(engine.state.rows["personal"][~active], start.expand(2, -1))

@@ -40,7 +40,7 @@ from flower_privdec.privacy.profiles import gaussian_profile
 FEWEST_BINS, BIN_WIDTH = 64, 0.01  # at least so many bins; none wider than so much of log σ
 LEAST_SAMPLED_NOISE = {  # below, sampling is not credited (e^loss overflows)
     "poisson": 0.01,
-    "uniform": 0.0625,
+    "uniform": 0.01,
     "poisson-table": 0.02,
     "uniform-table": 0.02,
     "blocks-table": 0.02,

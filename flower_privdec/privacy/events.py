@@ -21,7 +21,7 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from flower_privdec.errors import ScenarioError
 
 SAMPLINGS = ("poisson", "uniform", "shuffle", "full", "poisson-table", "uniform-table", "blocks-table")
-ACCOUNTANT = f"dp-accounting {version('dp-accounting')}, zero-out PLD 1"
+ACCOUNTANT = f"dp-accounting {version('dp-accounting')}, zero-out PLD 2"
 
 
 @dataclass(frozen=True, order=True)

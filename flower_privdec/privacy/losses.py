@@ -84,7 +84,7 @@ MIXTURES: dict[str, Callable[[float], tuple[float, float]]] = {
     "poisson": lambda q: (0.0, 1.0),
     "poisson-table": table_sensitivities,
 }
-SHOWN = ("uniform-table", "blocks-table")
+SHOWN_FROM = 16.0  # C / std from which sampling `uniform` counts as if the choice of examples were public
 
 
 @lru_cache(maxsize=256)
@@ -106,12 +106,19 @@ def step_losses(sampling: str, q: float, mu: float, interval: float) -> tuple[Lo
     elif sampling in MIXTURES:
         low, high = MIXTURES[sampling](q)
         remove, add = mixture_profiles(q, low * mu, high * mu)
-    elif sampling in SHOWN:
-        low, high = table_sensitivities(q)
-        remove = add = shown_profile(q, low * mu, high * mu)
+    elif (shown := _shown(sampling, q, mu)) is not None:
+        remove = add = shown_profile(q, *shown)
     else:
         remove, add = (convex_minorant(bound, interval) for bound in uniform_profiles(q, mu))
     return connect_the_dots(remove, -down, up, interval), connect_the_dots(add, -up, down, interval)
+
+
+def _shown(sampling: str, q: float, mu: float) -> tuple[float, float] | None:
+    """Return how far an example moves a step, over std, (not drawn, drawn), where the choice counts as public."""
+    if sampling in ("uniform-table", "blocks-table"):
+        low, high = table_sensitivities(q)
+        return low * mu, high * mu
+    return (0.0, mu) if sampling == "uniform" and mu >= SHOWN_FROM else None
 
 
 def loss_range(sampling: str, q: float, mu: float) -> tuple[float, float]:
@@ -123,8 +130,8 @@ def loss_range(sampling: str, q: float, mu: float) -> tuple[float, float]:
         low, high = (mu * part for part in MIXTURES[sampling](q))
         ends = mixture_loss(np.array([-TAIL, high + TAIL]), q, low, high)
         return -float(ends[0]), float(ends[1])
-    if sampling in SHOWN:
-        high = mu * table_sensitivities(q)[1]
+    if (shown := _shown(sampling, q, mu)) is not None:
+        high = shown[1]
         return high * high / 2 + high * TAIL, high * high / 2 + high * TAIL
     return sampled_epsilon(reach, q), min(sampled_epsilon(2 * mu * mu + 2 * mu * TAIL, q), reach)
 
@@ -133,10 +140,10 @@ def loss_stds(sampling: str, q: float, mu: float) -> tuple[float, float]:
     """Return about how much the loss (remove) of one step varies, without the example and with it."""
     if q >= 1 or sampling in ("full", "shuffle"):
         return mu, mu
-    low, high = (mu * part for part in MIXTURES.get(sampling, MIXTURES["poisson"])(q))
-    if sampling in SHOWN:
-        low, high = (mu * part for part in table_sensitivities(q))
+    if (shown := _shown(sampling, q, mu)) is not None:
+        low, high = shown
         return math.sqrt((1 - q) * low**2 + q * high**2), math.sqrt((1 - q) * low**2 + q * high**2)
+    low, high = (mu * part for part in MIXTURES.get(sampling, MIXTURES["poisson"])(q))
     x = np.linspace(-8.0, 8.0, 161)
     weight = np.exp(-x * x / 2) / np.exp(-x * x / 2).sum()
     drawn, not_drawn, without = (mixture_loss(y, q, low, high) for y in (x + high, x + low, x))

@@ -80,19 +80,19 @@ def uniform_profiles(q: float, mu: float) -> tuple[Profile, Profile]:
     most C. A pair of Gaussian mixtures coupled at distance <= t C has D_α <= δ_t(log α), the profile of
     N(t μ, 1) against N(0, 1), by joint convexity. Hence, with μ = C / std,
         remove(α') <= q [(1 - β) δ_2(log α) + β δ_1(log α)]    and    add(α') <= q δ_1(log α),
-    both also at most δ_1(log α') (couple all of S); α' < 1 follows from D_α(P|Q) = 1 - α + α D_{1/α}(Q|P).
-    Each bound is the same function at every step whatever happened before, so it composes.  ∎
+    both also at most q δ_1(log α'), what they were if z's being drawn were public (by joint convexity, as
+    D_α'(A | A) = 0); α' < 1 follows from D_α(P|Q) = 1 - α + α D_{1/α}(Q|P). Each bound is the same function at
+    every step whatever happened before, so it composes.  ∎
     """
 
     def remove_up(epsilon: np.ndarray) -> np.ndarray:
         inner = _unsampled(epsilon, q)
         beta = np.exp(epsilon - inner)
         mixed = (1 - beta) * gaussian_profile(inner, 2 * mu) + beta * gaussian_profile(inner, mu)
-        return np.asarray(np.minimum(q * mixed, gaussian_profile(epsilon, mu)))
+        return np.asarray(q * np.minimum(mixed, gaussian_profile(epsilon, mu)))
 
     def add_up(epsilon: np.ndarray) -> np.ndarray:
-        sampled = q * gaussian_profile(_unsampled(epsilon, q), mu)
-        return np.asarray(np.minimum(sampled, gaussian_profile(epsilon, mu)))
+        return np.asarray(q * gaussian_profile(_unsampled(epsilon, q), mu))
 
     return _mirrored(remove_up, add_up), _mirrored(add_up, remove_up)
 
@@ -163,6 +163,12 @@ def shown_profile(q: float, low: float, high: float) -> Profile:
     """Return the profile of a step whose choice of examples is public: (1 - q) δ_low + q δ_high.
 
     It bounds every way of drawing examples that does not look at them, since keeping the choice secret only
-    helps; `uniform-table` and `blocks-table` use it, where all examples of a batch are drawn together.
+    helps; `uniform-table` and `blocks-table` use it, where all examples of a batch are drawn together, and
+    `uniform` with so little noise that its own bound is no better.
     """
-    return lambda epsilon: (1 - q) * gaussian_profile(epsilon, low) + q * gaussian_profile(epsilon, high)
+
+    def profile(epsilon: np.ndarray) -> np.ndarray:
+        not_drawn = gaussian_profile(epsilon, low) if low > 0 else -np.expm1(np.minimum(epsilon, 0.0))
+        return np.asarray((1 - q) * not_drawn + q * gaussian_profile(epsilon, high))
+
+    return profile
