@@ -1,11 +1,15 @@
 """Small scenarios that several tests share."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario, parse_scenario
+
+# The core runs without Flower; so do all tests of the core.
+collect_ignore_glob = [] if find_spec("flwr") else ["test_flower*.py"]
 
 TINY = """\
 name: tiny
@@ -37,3 +41,9 @@ def tiny() -> Callable[..., Scenario]:
 def build(tiny: Callable[..., Scenario]) -> Callable[..., Experiment]:
     """Return a maker of built tiny experiments."""
     return lambda *settings: Experiment.build(tiny(*settings))
+
+
+@pytest.fixture
+def label_partitions() -> None:
+    """Skip a test where the library that partitions by label is not installed."""
+    pytest.importorskip("flwr_datasets")

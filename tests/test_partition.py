@@ -58,12 +58,15 @@ def test_cases_are_all_kinds() -> None:
 
 @pytest.mark.parametrize(("kind", "options"), CASES)
 def test_every_kind_is_lawful_and_keyed_by_the_seed(kind: str, options: dict[str, Any]) -> None:
+    if kind not in ("iid", "sizes"):
+        pytest.importorskip("flwr_datasets")
     parts = partition(LABELS, 7, kind, 1, **options)
     check_lawful(parts, 7, len(LABELS))
     assert same(parts, partition(LABELS, 7, kind, 1, **options))
     assert not same(parts, partition(LABELS, 7, kind, 2, **options))
 
 
+@pytest.mark.usefixtures("label_partitions")
 @pytest.mark.parametrize("kind", ["dirichlet", "shards", "pathological"])
 def test_examples_of_a_class_are_dealt_at_random(kind: str) -> None:
     ordered = np.sort(LABELS)  # class 0 is rows 0..59
@@ -119,6 +122,7 @@ def test_shares_that_sum_to_one_cover() -> None:
     assert [len(part) for part in partition(LABELS, 1, "sizes", 1, sizes=[1])] == [600]
 
 
+@pytest.mark.usefixtures("label_partitions")
 def test_dirichlet_covers_and_alpha_sets_the_skew() -> None:
     def skew(alpha: float) -> float:
         parts = partition(LABELS, 7, "dirichlet", 1, alpha=alpha)
@@ -130,6 +134,7 @@ def test_dirichlet_covers_and_alpha_sets_the_skew() -> None:
     assert skew(1000.0) < skew(1.0) < skew(0.1)
 
 
+@pytest.mark.usefixtures("label_partitions")
 def test_shards_are_equal_and_hold_few_classes() -> None:
     parts = partition(LABELS, 7, "shards", 1, shards_per_peer=2)
     assert {len(part) for part in parts} == {2 * (600 // 14)}  # a shard of 42 touches 2 classes of 60 at most
@@ -139,6 +144,7 @@ def test_shards_are_equal_and_hold_few_classes() -> None:
     assert all(len(np.unique(LABELS[part])) == 2 for part in exact)
 
 
+@pytest.mark.usefixtures("label_partitions")
 @pytest.mark.parametrize("classes", [1, 2, 10])
 def test_pathological_peers_hold_exactly_so_many_classes(classes: int) -> None:
     parts = partition(LABELS, 12, "pathological", 1, classes_per_peer=classes)
@@ -146,11 +152,13 @@ def test_pathological_peers_hold_exactly_so_many_classes(classes: int) -> None:
     assert sum(len(part) for part in parts) == len(LABELS)  # with peers >= classes every class has a holder
 
 
+@pytest.mark.usefixtures("label_partitions")
 def test_pathological_leaves_out_a_class_that_nobody_drew() -> None:
     parts = partition(LABELS, 2, "pathological", 1, classes_per_peer=2)
     assert len(np.unique(LABELS[np.concatenate(parts)])) <= 4
 
 
+@pytest.mark.usefixtures("label_partitions")
 def test_empty_peer_is_named() -> None:
     refused("leaves peer", "no example", "larger alpha", n_peers=60, kind="dirichlet", alpha=0.01)
     refused("leaves peer 1", labels=np.arange(9), n_peers=2, kind="sizes", sizes=[0.5, 0.01])
@@ -182,6 +190,7 @@ def test_wrong_options_are_refused(kind: str, options: dict[str, Any], needles: 
     refused(*needles, kind=kind, **options)
 
 
+@pytest.mark.usefixtures("label_partitions")
 def test_a_class_too_small_for_its_holders_is_refused() -> None:
     labels = np.array([0] * 50 + [1])
     refused("4 peers", labels=labels, n_peers=4, kind="pathological", classes_per_peer=2)
@@ -211,6 +220,7 @@ for kind, options in (("dirichlet", {"alpha": 1.0}), ("shards", {"shards_per_pee
 """
 
 
+@pytest.mark.usefixtures("label_partitions")
 def test_label_partitions_touch_neither_network_nor_disk_and_print_nothing(tmp_path: Path) -> None:
     home, plots = (
         tmp_path / "home",

@@ -41,6 +41,7 @@ def predictions(experiment, model):
     return (x @ model[:640].reshape(10, 64).T + model[640:]).argmax(1)
 
 
+@pytest.mark.usefixtures("label_partitions")
 def test_shard_accuracy_is_that_of_the_test_examples_with_the_peers_labels(build):
     experiment = build(*DEPER, *OWN_LABELS)
     rows = engine_after(experiment).state.rows
@@ -59,6 +60,7 @@ def test_shard_accuracy_is_that_of_the_test_examples_with_the_peers_labels(build
     assert "generalization" not in found
 
 
+@pytest.mark.usefixtures("label_partitions")
 def test_extra_labels_lead_from_the_own_shard_to_the_whole_test_set(build):
     experiment = build(*DEPER, *OWN_LABELS)
     rows = engine_after(experiment).state.rows
@@ -74,6 +76,7 @@ def test_extra_labels_lead_from_the_own_shard_to_the_whole_test_set(build):
     assert again == found
 
 
+@pytest.mark.usefixtures("label_partitions")
 def test_methods_without_personalized_models_try_the_mean_model_alone(build):
     experiment = build(*DEPER, *OWN_LABELS, "algorithm={name: scaffold, learning_rate: 0.5, local_steps: 2}")
     found = evaluate(experiment, engine_after(experiment).state.rows, 6)
@@ -82,6 +85,7 @@ def test_methods_without_personalized_models_try_the_mean_model_alone(build):
     assert "personalized" not in evaluate(other, engine_after(other).state.rows, 6)
 
 
+@pytest.mark.usefixtures("label_partitions")
 def test_a_peer_whose_labels_no_test_example_has_is_left_out(build):
     experiment = build(*DEPER, *OWN_LABELS)
     experiment.dataset.y_test[:] = int(experiment.dataset.y_train[experiment.partition[0][0]])
@@ -125,6 +129,7 @@ def test_the_summary_counts_what_a_peer_sends(build, name, vectors):
     assert traffic(experiment.algorithm, rows) == {"vectors": vectors, "bytes": vectors * 650 * 8}
 
 
+@pytest.mark.usefixtures("label_partitions")
 def test_a_run_leaves_metrics_summary_and_plots(build, tmp_path):
     experiment = build(*DEPER, *OWN_LABELS, HALF)
     summary = run(experiment, tmp_path / "run")
