@@ -119,6 +119,14 @@ def test_nodes_share_unevenly_or_stay_idle(
         ["topology.name=server", "participation={kind: uniform, fraction: 0.5}"],
         ["topology.name=erdos-renyi", "topology.probability=0.6", "algorithm.name=d-psgd"],
         ["evaluation.every=4"],
+        *(
+            [
+                f"algorithm={{name: privsgp-vr, learning_rate: 0.5, table: {table}}}",
+                f"data.batch.sampling={'blocks' if table == 'blocks' else 'poisson'}",
+                "data.partition={kind: sizes, sizes: [100, 30, 70, 40]}",
+            ]
+            for table in ("factored", "blocks", "snapshot", "dense")
+        ),
     ],
     ids=lambda settings: settings[0],
 )

@@ -29,7 +29,8 @@ class State:
         peers: int64 [m], the global id of each row.
         round_index: the round under way, from 0.
         at: the place in the algorithm's program that comes next.
-        rows: named tensors whose first axis is the peer, each [m, ...]; long rows [m, d] are aligned, for speed.
+        rows: named tensors whose first axis is the peer, each [m, ...], the rest of whose shape is the same whoever
+            hosts the peers; long rows [m, d] are aligned, for speed.
             The bits of a product depend on how its operands lie, so a state read back has to lie as the first did.
     """
 

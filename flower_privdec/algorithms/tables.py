@@ -60,6 +60,11 @@ def _clip(cohort: Cohort, peers: np.ndarray) -> Tensor | None:
     return None if cohort.plan is None else cohort.tensor(cohort.plan.clip_norm(0)[peers])
 
 
+def _longest(cohort: Cohort) -> int:
+    """Return the most examples any peer of the network has: how long every peer's table is, whoever hosts it."""
+    return int(cohort.data.sampler.partition_sizes.max())
+
+
 def _fills(cohort: Cohort) -> Iterator[tuple[int, Batch]]:
     longest = int(cohort.data.sampler.partition_sizes[cohort.peers].max())
     for start in range(0, longest, FILL):
@@ -91,8 +96,7 @@ class Dense:
     @staticmethod
     def initial(cohort: Cohort, x: Tensor) -> Rows:
         """Fill the table at x."""
-        longest = int(cohort.data.sampler.partition_sizes[cohort.peers].max())
-        table = x.new_zeros(len(x), longest, x.shape[1])
+        table = x.new_zeros(len(x), _longest(cohort), x.shape[1])
         clip, one = _clip(cohort, cohort.peers), _ones(cohort, len(x))
         for start, batch in _fills(cohort):
             for b in range(batch.y.shape[1]):
@@ -134,7 +138,7 @@ class Factored:
     def initial(cohort: Cohort, x: Tensor) -> Rows:
         """Fill the table at x."""
         kernel = stacked(cohort.kernel)
-        longest = int(cohort.data.sampler.partition_sizes[cohort.peers].max())
+        longest = _longest(cohort)
         rows = {"table.mean": torch.zeros_like(x)}
         for number, layer in enumerate(kernel.layers):
             out, inner = layer.weight.shape
@@ -146,7 +150,7 @@ class Factored:
             stop = start + batch.y.shape[1]
             factors = _folded(kernel.factors(x, batch), batch, _clip(cohort, cohort.peers))
             for name, value in _named(factors):
-                rows[name][:, start:stop] = value
+                rows[name][:, start:stop] = value * batch.weight.unsqueeze(2)  # nothing where a peer has no example
             kernel.accumulate_(rows["table.mean"], factors, batch.weight * share.unsqueeze(1))
         return rows
 
@@ -225,7 +229,8 @@ class Blocks:
         """Fill the table at x, block by block."""
         sampler = cohort.data.sampler
         counts = sampler.blocks(cohort.peers)
-        table = x.new_zeros(len(x), int(counts.max()), x.shape[1])
+        most = sampler.blocks(np.arange(cohort.n_peers)).max()
+        table = x.new_zeros(len(x), int(most), x.shape[1])
         clip, share = _clip(cohort, cohort.peers), 1 / cohort.tensor(sampler.normalizer[cohort.peers])
         for block in range(int(counts.max())):
             batch = cohort.data.block(cohort.peers, np.minimum(block, counts - 1))
