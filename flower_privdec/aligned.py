@@ -19,14 +19,19 @@ def empty_rows(like: Tensor, *shape: int) -> Tensor:
 
 
 def aligned(rows: Tensor) -> Tensor:
-    """Copy rows [..., d] to ones that are aligned."""
-    return empty_rows(rows, *rows.shape).copy_(rows)
+    """Copy a tensor to one that begins on a boundary, as does each of its rows where they are many and long."""
+    out = empty_rows(rows, *rows.shape) if _many_and_long(rows) else rows.new_empty(rows.shape)
+    return out.copy_(rows)
 
 
 def is_aligned(rows: Tensor) -> bool:
-    """Return whether there is nothing to align: rows that begin on a boundary, short ones, or no rows [m, d]."""
-    short = rows.ndim != 2 or len(rows) < 2 or rows.shape[1] * rows.element_size() < SHORTEST
-    return short or rows.stride(0) * rows.element_size() % BOUNDARY == 0
+    """Return whether `aligned` would change nothing but the place."""
+    begins = rows.data_ptr() % BOUNDARY == 0
+    return begins and (not _many_and_long(rows) or rows.stride(0) * rows.element_size() % BOUNDARY == 0)
+
+
+def _many_and_long(rows: Tensor) -> bool:
+    return rows.ndim == 2 and len(rows) > 1 and rows.shape[1] * rows.element_size() >= SHORTEST
 
 
 def padded(rows: Tensor) -> Tensor | None:

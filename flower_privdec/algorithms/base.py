@@ -30,8 +30,8 @@ class State:
         round_index: the round under way, from 0.
         at: the place in the algorithm's program that comes next.
         rows: named tensors whose first axis is the peer, each [m, ...], the rest of whose shape is the same whoever
-            hosts the peers; long rows [m, d] are aligned, for speed.
-            The bits of a product depend on how its operands lie, so a state read back has to lie as the first did.
+            hosts the peers; they are aligned, long rows [m, d] for speed, and all because the bits of a product depend
+            on how its operands lie: a state read back has to lie as the first did.
     """
 
     peers: np.ndarray
