@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -435,3 +437,29 @@ def test_the_command_lists_counts_and_asks_for_a_name(
     assert capsys.readouterr().out.split()[-2:] == ["12", "9"]
     assert status() == 2
     assert "--list" in capsys.readouterr().err
+
+
+ENDLESS = """
+import multiprocessing, time
+from concurrent.futures import ProcessPoolExecutor
+from flower_privdec.study.runner import _end_with_the_study
+
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_end_with_the_study)
+    pool.submit(int).result()
+    pool.submit(time.sleep, 200)
+    print("at work", flush=True)
+    time.sleep(200)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_when_their_study_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    study = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    assert study.stdout is not None
+    assert study.stdout.readline() == "at work\n"
+    study.kill()
+    rest, _ = study.communicate(timeout=100)  # ends when nobody holds the pipe: the worker inherited it
+    assert rest == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -66,7 +67,7 @@ def _in_processes(cells: Sequence[Cell], cache: Path, jobs: int) -> Iterator[Out
     for name in ONE_THREAD:
         os.environ.setdefault(name, "1")  # the processes inherit it
     spawn = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(jobs, len(cells)) or 1, mp_context=spawn, initializer=_die_with_the_terminal)
+    pool = ProcessPoolExecutor(min(jobs, len(cells)) or 1, mp_context=spawn, initializer=_end_with_the_study)
     try:
         waiting = {pool.submit(attempt, to_yaml(c.scenario), folder_of(cache, c.key)): c for c in cells}
         for future in as_completed(waiting):
@@ -75,9 +76,17 @@ def _in_processes(cells: Sequence[Cell], cache: Path, jobs: int) -> Iterator[Out
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _die_with_the_terminal() -> None:
-    """Let Ctrl-C end a worker without a traceback; its cell goes on from its checkpoint another time."""
+def _end_with_the_study() -> None:
+    """End a worker by Ctrl-C without a traceback, and when its study is killed; its cell goes on another time."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_wait_for_the_study, daemon=True).start()
+
+
+def _wait_for_the_study() -> None:
+    study = multiprocessing.parent_process()
+    if study is not None:
+        study.join()
+        os._exit(1)
 
 
 def _error_of(future: Future[str | None]) -> str | None:
