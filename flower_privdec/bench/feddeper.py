@@ -46,7 +46,7 @@ def engine(setup: Setup) -> Engine:
     )
     algorithm: Algorithm = build_algorithm(section)
     mixing, active = algorithm.exchange(build_topology("server", n), "server", participation(setup), SEED)
-    return setup.run(algorithm, mixing, active, RATE, "torch")
+    return setup.engine_of(algorithm, mixing, active, RATE, "torch")
 
 
 class Loop:

@@ -119,11 +119,11 @@ class Setup:
         Args:
             noise: where the noise comes from, or the name of a generator.
         """
-        n = self.workload.n_peers
         algorithm = build_algorithm(SGDSection(name="privsgp", learning_rate=LEARNING_RATE))
-        return self.run(algorithm, self.mixing, build_participation("all", n), LEARNING_RATE, noise, constant_plan(n))
+        everybody, plan = build_participation("all", self.workload.n_peers), constant_plan(self.workload.n_peers)
+        return self.engine_of(algorithm, self.mixing, everybody, LEARNING_RATE, noise, plan)
 
-    def run(
+    def engine_of(
         self,
         algorithm: Algorithm,
         mixing: Mixing,

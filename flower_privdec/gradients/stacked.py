@@ -144,26 +144,15 @@ class StackedKernel:
         m, examples = batch.y.shape
         chunks = row_chunks(m, examples * self._width * params.element_size(), self._memory)
         if len(chunks) == 1:
-            return self._add_clipped_(out, params, batch, clip_norm, scale, divisor)
+            factors = self.factors(params, batch, divisor)
+            self.accumulate_(out, factors, coefficient(factors.norms, batch.weight, clip_norm, scale))
+            return factors.norms
         norms = params.new_empty(m, examples)
         for rows in chunks:
             part = _Rows(batch.x[rows], batch.y[rows], batch.weight[rows])
             clip, share = (None if numbers is None else numbers[rows] for numbers in (clip_norm, divisor))
-            norms[rows] = self._add_clipped_(out[rows], params[rows], part, clip, scale[rows], share)
+            norms[rows] = self.add_clipped_(out[rows], params[rows], part, clip, scale[rows], share)
         return norms
-
-    def _add_clipped_(
-        self,
-        out: Tensor,
-        params: Tensor,
-        batch: Examples,
-        clip_norm: Tensor | None,
-        scale: Tensor,
-        divisor: Tensor | None,
-    ) -> Tensor:
-        factors = self.factors(params, batch, divisor)
-        self.accumulate_(out, factors, coefficient(factors.norms, batch.weight, clip_norm, scale))
-        return factors.norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
         """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
