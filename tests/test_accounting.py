@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import warnings
+from dataclasses import replace
 
 import dp_accounting
 import numpy as np
@@ -97,7 +99,7 @@ def test_gaussian_closed_form(noise, steps, eps):
     exact = gaussian_delta(eps, math.sqrt(steps) / noise)
     assert delta([full(noise, steps)], eps) == pytest.approx(exact, rel=1e-9)
     assert epsilon([full(noise, steps)], exact) == pytest.approx(eps, rel=1e-6)
-    by_grid = losses.compose([(losses.step_losses("full", 1.0, 1 / noise, 2.0**-10)[0], steps)], 2.0**-10)
+    by_grid = losses.compose([(losses.step_losses("full", 1.0, 0.0, 1 / noise, 2.0**-10)[0], steps)], 2.0**-10)
     grid = accounting._pmf(by_grid, 2.0**-10).get_delta_for_epsilon(eps)
     assert exact * (1 - 1e-9) <= grid <= exact * 1.01
 
@@ -134,9 +136,9 @@ def test_agrees_with_googles_accountant_on_a_fine_grid(q, noise, steps, target):
 
 def test_the_distribution_of_one_step_is_googles():
     interval, q, mu = 2.0**-8, 0.05, 1.25
-    down, up = losses.loss_range("poisson", q, mu)
+    down, up = losses.loss_range("poisson", q, 0.0, mu)
     lowest, highest = math.floor(-down / interval), math.ceil(up / interval)
-    ours, _ = losses.step_losses("poisson", q, mu, interval)
+    ours, _ = losses.step_losses("poisson", q, 0.0, mu, interval)
     values = profiles.poisson_profiles(q, mu)[0](np.arange(lowest, highest + 1) * interval)
     theirs = create_pmf_pessimistic_connect_dots_fixed_gap(interval, lowest, highest, values)
     assert (ours.lowest, len(ours.mass)) == (theirs._lower_loss, theirs.size)
@@ -273,6 +275,22 @@ def test_only_the_multiset_counts(parts, rng):
     assert epsilon(single, 1e-5) == epsilon(releases, 1e-5)
 
 
+def test_releases_that_differ_in_idle_examples_are_not_one_mechanism():
+    plain, idle = poisson(0.1, 2.0, 5), replace(poisson(0.1, 2.0, 5), idle=0.25)
+    assert canonical([idle, plain, idle]) == (plain, idle.times(10))
+    assert epsilon([plain], 1e-5) < epsilon([idle], 1e-5) < epsilon([full(2.0, 5)], 1e-5)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "uniform", "blocks"])
+def test_epsilon_grows_with_how_far_idle_examples_move_a_step(sampling):
+    release = Release(sampling, 0.1, 1000, 100, 2.0, 40)
+    found = [epsilon([replace(release, idle=idle)], 1e-5) for idle in (0.0, 1e-9, 0.01, 0.1, 0.5, 1.0)]
+    assert all(less <= more * (1 + 1e-9) for less, more in itertools.pairwise(found))
+    assert found[-1] == pytest.approx(epsilon([full(2.0, 40)], 1e-5), rel=0.01)
+    if sampling != "uniform":  # whose bound without idle examples is another one
+        assert found[1] == pytest.approx(found[0], rel=0.01)
+
+
 def test_nothing_costs_nothing_and_no_noise_costs_everything():
     assert epsilon([], 1e-5) == epsilon([poisson(0.1, 0.0, 0)], 1e-5) == delta([], 0.0) == 0.0
     assert epsilon([poisson(0.1, 0.0), full(3.0)], 1e-5) == math.inf
@@ -334,7 +352,9 @@ def test_three_thousand_distinct_steps_are_few_bins_of_no_more_noise():
 
 
 def test_release_survives_json_and_numpy():
-    release = Release("uniform", np.float64(0.1), np.int64(50), np.int32(5), np.float32(1.5), np.int64(7))
+    release = Release(
+        "uniform", np.float64(0.1), np.int64(50), np.int32(5), np.float32(1.5), np.int64(7), np.float32(0.5)
+    )
     again = Release.from_json(json.loads(json.dumps(release.to_json())))
     assert again == release
     assert again.accountant == release.accountant
@@ -356,6 +376,12 @@ def test_release_survives_json_and_numpy():
         ({"steps": -1}, "steps=-1"),
         ({"steps": "3"}, "steps='3'"),
         ({"steps": True}, "steps=True"),
+        ({"idle": -0.1}, "idle=-0.1 must be in"),
+        ({"idle": 1.1}, "idle=1.1 must be in"),
+        ({"idle": math.nan}, "idle=nan must be in"),
+        ({"sampling": "full", "sampling_rate": 1.0, "idle": 0.1}, "idle=0.1 must be 0 with sampling=full"),
+        ({"sampling": "shuffle", "idle": 0.1}, "idle=0.1 must be 0 with sampling=shuffle"),
+        ({"sampling": "poisson-table"}, "sampling='poisson-table' must be one of"),
     ],
 )
 def test_a_release_that_is_none_is_refused(change, message):
@@ -363,6 +389,8 @@ def test_a_release_that_is_none_is_refused(change, message):
         Release.from_json(poisson(0.1, 1.0).to_json() | change)
     with pytest.raises(ScenarioError, match="keys"):
         Release.from_json(poisson(0.1, 1.0).to_json() | {"extra": 1})
+    with pytest.raises(ScenarioError, match="keys"):
+        Release.from_json({name: value for name, value in poisson(0.1, 1.0).to_json().items() if name != "idle"})
 
 
 def test_uniform_refuses_a_rate_that_is_not_its_own():
@@ -425,3 +453,8 @@ def test_events_are_what_dp_accounting_would_call_them():
     composed = event([poisson(0.1, 1.0, 5), uniform(10, 2, 1.0), full(2.0), poisson(1.0, 3.0)])
     kinds = {type(e.event).__name__ for e in composed.events}
     assert kinds == {"PoissonSampledDpEvent", "SampledWithoutReplacementDpEvent", "GaussianDpEvent"}
+    mixture = replace(poisson(0.1, 2.0, 3), idle=0.5).event().event
+    assert type(mixture).__name__ == "MixtureOfGaussiansDpEvent"
+    assert (list(mixture.sensitivities), list(mixture.sampling_probs)) == ([0.5, 1.0], [0.9, 0.1])
+    shown = [Release("blocks", 0.5, 4, 2, 3.0), Release("uniform", 0.5, 4, 2, 3.0, 1, 0.5)]
+    assert [release.event().event for release in shown] == [dp_accounting.GaussianDpEvent(3.0)] * 2

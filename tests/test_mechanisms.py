@@ -20,7 +20,7 @@ from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy import calibration, profiles
 from flower_privdec.privacy.accounting import delta, epsilon
 from flower_privdec.privacy.events import Release, canonical, event
-from flower_privdec.privacy.mechanisms import Mechanism, Snapshot
+from flower_privdec.privacy.mechanisms import Mechanism, Snapshot, table_sensitivities
 from flower_privdec.runtime.engine import Engine
 
 EPSILONS = (0.0, 0.1, 0.5, 1.0, 2.0)
@@ -104,6 +104,12 @@ def assert_bounded(worlds, releases: list[Release], slack: float = 1e-6) -> floa
     return max(e / b for e, b in zip(exact, bound, strict=True) if b > 1e-9)
 
 
+def table_release(sampling: str, q: float, size: int, batch: int, noise: float, steps: int = 1) -> Release:
+    """A step with a table of noise std `noise`, in clip norms."""
+    idle, drawn = table_sensitivities(q)
+    return Release(sampling, q, size, batch, noise / drawn, steps, idle / drawn)
+
+
 def sign(x: np.ndarray) -> np.ndarray:
     return np.where(x >= 0, 1.0, -1.0)
 
@@ -134,13 +140,13 @@ def test_no_play_against_a_table_beats_the_mixture_event(q, noise, pattern, roun
     play, start = PLAYS[pattern]
     worlds = published([poisson_draws(1, q)] * rounds, with_table(q), play, [start], [noise] * rounds)
     assert sum(map(np.sum, worlds)) == pytest.approx(2, abs=1e-6)
-    assert_bounded(worlds, [Release("poisson-table", q, 1000, round(1000 * q), noise, rounds)])
+    assert_bounded(worlds, [table_release("poisson", q, 1000, round(1000 * q), noise, rounds)])
 
 
 def test_the_mixture_event_is_nearly_attained_and_plain_amplification_is_not_enough():
     play, start = PLAYS["against its table"]
     worlds = published([poisson_draws(1, 0.01)], with_table(0.01), play, [start], [0.7])
-    assert 0.98 < assert_bounded(worlds, [Release("poisson-table", 0.01, 100, 1, 0.7)]) <= 1.0001
+    assert 0.98 < assert_bounded(worlds, [table_release("poisson", 0.01, 100, 1, 0.7)]) <= 1.0001
     plain = Release("poisson", 0.01, 100, 1, 0.7)  # what amplification by 1/J would promise: refuted
     assert exact_delta(worlds, 1.0) > 20 * delta([plain], 1.0)
 
@@ -156,7 +162,7 @@ OTHERS: list[tuple[Play, list]] = [  # with other examples, whose draws are hidd
 def test_the_same_holds_for_batches_at_rate_b_over_j(size, batch, noise, play, start):
     q = batch / size
     worlds = published([poisson_draws(size, q)] * 2, with_table(q), play, start[:size], [noise] * 2)
-    assert_bounded(worlds, [Release("poisson-table", q, size, batch, noise, 2)])
+    assert_bounded(worlds, [table_release("poisson", q, size, batch, noise, 2)])
 
 
 @pytest.mark.parametrize(("play", "start"), OTHERS)
@@ -164,7 +170,7 @@ def test_the_same_holds_for_batches_at_rate_b_over_j(size, batch, noise, play, s
 def test_batches_without_replacement_stay_below_the_bound_for_a_shown_choice(size, batch, noise, play, start):
     q, draws = batch / size, equal_draws(list(itertools.combinations(range(size), batch)))
     worlds = published([draws] * 2, with_table(q), play, start[:size], [noise] * 2)
-    assert_bounded(worlds, [Release("uniform-table", q, size, batch, noise, 2)])
+    assert_bounded(worlds, [table_release("uniform", q, size, batch, noise, 2)])
 
 
 @pytest.mark.parametrize(("play", "start"), OTHERS)
@@ -172,13 +178,13 @@ def test_batches_without_replacement_stay_below_the_bound_for_a_shown_choice(siz
 def test_fixed_blocks_stay_below_the_bound_for_a_shown_choice(noise, rounds, play, start):
     draws = equal_draws([(0, 1), (2, 3)])
     worlds = published([draws] * rounds, with_table(0.5), play, start, [noise] * rounds)
-    assert assert_bounded(worlds, [Release("blocks-table", 0.5, 4, 2, noise, rounds)]) > 0.4
+    assert assert_bounded(worlds, [table_release("blocks", 0.5, 4, 2, noise, rounds)]) > 0.4
 
 
 def test_a_choice_that_is_shown_attains_its_bound():
     q, noise = 0.25, 0.9
     drawn, idle = (profiles.gaussian_profile(np.array([1.0]), move / noise)[0] for move in (2 - q, q))
-    found = delta([Release("uniform-table", q, 4, 1, noise)], 1.0)
+    found = delta([table_release("uniform", q, 4, 1, noise)], 1.0)
     assert found == pytest.approx(q * drawn + (1 - q) * idle, rel=0.01)
 
 
@@ -294,7 +300,7 @@ def test_one_example_moves_a_snapshot_by_one_clip_norm_and_a_step_by_two(build):
 
 @pytest.mark.parametrize(("q", "noise"), [(0.01, 1.5), (0.2, 1.5), (0.5, 4.0)])
 def test_mixture_profiles_are_googles(q, noise):
-    low, high = profiles.table_sensitivities(q)
+    low, high = table_sensitivities(q)
     theirs = from_mixture_gaussian_mechanism(noise, [low, high], [1 - q, q], value_discretization_interval=0.1)
     both = profiles.mixture_profiles(q, low / noise, high / noise)
     for eps in (0.1, 0.5, 1.0, 3.0):  # on its grid, where its distribution is exact
@@ -303,7 +309,7 @@ def test_mixture_profiles_are_googles(q, noise):
 
 
 def test_googles_accountant_agrees_on_the_event_of_a_table():
-    release = Release("poisson-table", 0.25, 200, 50, 1.5, 4)
+    release = table_release("poisson", 0.25, 200, 50, 1.5, 4)
     accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 0.05)
     accountant.compose(event([release]))
     theirs = accountant.get_epsilon(1e-4)
@@ -311,14 +317,14 @@ def test_googles_accountant_agrees_on_the_event_of_a_table():
 
 
 def test_a_table_costs_more_than_a_plain_step_and_less_than_showing_everything():
-    plain, table = (Release(kind, 0.02, 200, 4, 2.0, 200) for kind in ("poisson", "poisson-table"))
-    shown, full = (Release(kind, 0.02, 200, 4, 2.0, 200) for kind in ("uniform-table", "full"))
+    table, shown = (table_release(kind, 0.02, 200, 4, 2.0, 200) for kind in ("poisson", "uniform"))
+    plain, full = (Release(kind, 0.02, 200, 4, 2.0, 200) for kind in ("poisson", "full"))
     found = [epsilon([release], 1e-5) for release in (plain, table, shown)]
     assert found[0] < found[1] < found[2] < epsilon([replace(full, noise_multiplier=1.0)], 1e-5)
 
 
 def test_a_table_whose_batch_is_everything_is_a_plain_gaussian():
-    table, full = (Release(kind, 1.0, 50, 50, 3.0, 20) for kind in ("poisson-table", "full"))
+    table, full = table_release("poisson", 1.0, 50, 50, 3.0, 20), Release("full", 1.0, 50, 50, 3.0, 20)
     assert epsilon([table], 1e-5) == pytest.approx(epsilon([full], 1e-5))
 
 
@@ -358,9 +364,9 @@ def test_every_algorithm_spends_its_budget_and_no_more(build, algorithm):
 @pytest.mark.parametrize(
     ("table", "batch", "kinds"),
     [
-        ("factored", "uniform, size: 12", {"uniform-table"}),
+        ("factored", "uniform, size: 12", {"uniform"}),
         ("factored", "full", {"full"}),
-        ("blocks", "blocks, size: 12", {"blocks-table"}),
+        ("blocks", "blocks, size: 12", {"blocks"}),
         ("snapshot", "uniform, size: 12", {"full", "uniform"}),
         ("snapshot", "full", {"full"}),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import mpmath as mp
 import numpy as np
@@ -14,6 +15,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy import paper
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.events import Release, event
+from flower_privdec.privacy.mechanisms import table_sensitivities
 from flower_privdec.privacy.plan import privacy_rows
 
 BUDGETS = [(0.05, 1e-8), (0.3, 1e-4), (0.7, 1e-4), (1.0, 1e-5), (3.0, 1e-5), (12.0, 1e-6)]
@@ -203,6 +205,8 @@ def test_const_d2p_claims_1_and_spends_more_than_3_by_poisson_sampling_and_22_by
 
 def test_privsgp_vr_claims_3_and_spends_tens_of_thousands():
     sigma = paper.moments_sigma(3.0, 1e-5, rounds=3120, dataset_size=3125, clip_norm=1.0, c_2=0.3724)
-    table, plain = (Release(kind, 1 / 3125, 3125, 1, sigma, 3120) for kind in ("poisson-table", "poisson"))
+    plain = Release("poisson", 1 / 3125, 3125, 1, sigma, 3120)
+    idle, drawn = table_sensitivities(1 / 3125)
+    table = replace(plain, noise_multiplier=sigma / drawn, idle=idle / drawn)
     assert epsilon([table], 1e-5) > 10_000
     assert epsilon([plain], 1e-5) > 1_000  # even without a table

@@ -1,7 +1,8 @@
 """What releases cost: ε at a δ, an upper bound, for any list of releases of one peer.
 
 Unit: one example. Adjacency: zero-out (`events`), so the sensitivity of a sum of clipped gradients is one
-clip norm C, and a noise multiplier is noise std over C. How that reads in dp-accounting 0.6, pinned by tests:
+clip norm C, and the noise multiplier of a plain step is noise std over C. How that reads in dp-accounting 0.6,
+pinned by tests:
   - PLDAccountant: REPLACE_SPECIAL (zero-out) and ADD_OR_REMOVE_ONE take sensitivity C and give the same
     numbers; REPLACE_ONE takes 2 C by itself.
   - RdpAccountant: sensitivity is C under all three. Under REPLACE_ONE the caller has to halve the noise
@@ -12,8 +13,10 @@ By sampling, one step is
   - `shuffle`: a Gaussian an epoch. An epoch's batches are disjoint, so whatever the permutation, even if it
     were known, zeroing an example moves one of the epoch's sums, by at most C, and no other: the epoch is one
     Gaussian release, with the other steps as functions of it. A started epoch counts whole.
-  - `poisson`: a Poisson-sampled Gaussian, exact up to the grid (`profiles.poisson_profiles`).
+  - `poisson`: a Poisson-sampled Gaussian, or with idle examples a mixture of Gaussians, exact up to the grid
+    (`profiles.poisson_profiles`, `profiles.mixture_profiles`).
   - `uniform`: a bound proved in `profiles.uniform_profiles`; dp-accounting has no zero-out event for it.
+  - `blocks`, and `uniform` with idle examples: the choice of examples counts as public (`profiles.shown_profile`).
 
 Many different noise multipliers (schedules) are binned: each is rounded down to the least of its bin, which
 only adds loss (a Gaussian of more noise is the one of less noise, noised again).
@@ -38,14 +41,7 @@ from flower_privdec.privacy.losses import Losses, compose, grid_interval, step_l
 from flower_privdec.privacy.profiles import gaussian_profile
 
 FEWEST_BINS, BIN_WIDTH = 64, 0.01  # at least so many bins; none wider than so much of log σ
-LEAST_SAMPLED_NOISE = {  # below, sampling is not credited (e^loss overflows)
-    "poisson": 0.01,
-    "uniform": 0.01,
-    "poisson-table": 0.02,
-    "uniform-table": 0.02,
-    "blocks-table": 0.02,
-}
-TABLE_CLIP = 2.0  # what one example can move a step with a table, at most, in clip norms
+LEAST_SAMPLED_NOISE = 0.01  # below, sampling is not credited (e^loss overflows)
 
 
 def epsilon(releases: Iterable[Release], delta: float) -> float:
@@ -108,8 +104,8 @@ def _plain(release: Release) -> bool:
 
     So does a sampled one of next to no noise: sampling only helps, and its ε is in the hundreds anyhow.
     """
-    sampled = release.sampling in LEAST_SAMPLED_NOISE and release.sampling_rate < 1
-    return not sampled or release.noise_multiplier < LEAST_SAMPLED_NOISE[release.sampling]
+    sampled = release.sampling not in ("full", "shuffle") and release.sampling_rate < 1
+    return not sampled or release.noise_multiplier < LEAST_SAMPLED_NOISE
 
 
 def _gaussian_only(releases: Sequence[Release]) -> float | None:
@@ -118,19 +114,14 @@ def _gaussian_only(releases: Sequence[Release]) -> float | None:
     Exactly what they cost when all are plain; beside plain ones of next to no noise all may count as plain.
     """
     plain = [r for r in releases if _plain(r)]
-    if len(plain) == len(releases) or (plain and _combined(plain) < min(LEAST_SAMPLED_NOISE.values())):
+    if len(plain) == len(releases) or (plain and _combined(plain) < LEAST_SAMPLED_NOISE):
         return _combined(releases)
     return None
 
 
 def _combined(plain: Iterable[Release]) -> float:
-    """Return σ with 1/σ² = Σ 1/σ_k², noise being over what one example can move."""
-    return 1 / math.sqrt(math.fsum(r.steps * (_moves(r) / r.noise_multiplier) ** 2 for r in plain))
-
-
-def _moves(release: Release) -> float:
-    """Return how far one example can move a step, in clip norms."""
-    return TABLE_CLIP if release.sampling.endswith("-table") and release.sampling_rate < 1 else 1.0
+    """Return σ with 1/σ² = Σ 1/σ_k²."""
+    return 1 / math.sqrt(math.fsum(r.steps / r.noise_multiplier**2 for r in plain))
 
 
 @lru_cache(maxsize=8)
@@ -139,9 +130,9 @@ def _composition(releases: tuple[Release, ...]) -> PrivacyLossDistribution:
     plain = [r for r in releases if _plain(r)]
     steps = [r for r in _binned(releases) if not _plain(r)]
     if plain:
-        steps.append(replace(plain[0], sampling="full", noise_multiplier=_combined(plain), steps=1))
+        steps.append(replace(plain[0], sampling="full", noise_multiplier=_combined(plain), steps=1, idle=0.0))
     interval = grid_interval(steps)
-    pairs = [step_losses(r.sampling, r.sampling_rate, 1 / r.noise_multiplier, interval) for r in steps]
+    pairs = [step_losses(r.sampling, r.sampling_rate, r.idle, 1 / r.noise_multiplier, interval) for r in steps]
     sides = zip(*pairs, strict=True)
     counts = [r.steps for r in steps]
     remove, add = (_pmf(compose(list(zip(side, counts, strict=True)), interval), interval) for side in sides)
@@ -156,7 +147,7 @@ def _pmf(losses: Losses, interval: float) -> DensePLDPmf:
 def _binned(releases: Iterable[Release]) -> list[Release]:
     """Return releases with at most a moderate number of noise multipliers, none raised."""
     out: list[Release] = []
-    for _, group in groupby(releases, key=lambda r: (r.sampling, r.sampling_rate, r.dataset_size, r.batch_size)):
+    for _, group in groupby(releases, key=lambda r: r.mechanism[:-1]):
         out += _bin_noise(list(group))
     return out
 

@@ -20,24 +20,27 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 
 from flower_privdec.errors import ScenarioError
 
-SAMPLINGS = ("poisson", "uniform", "shuffle", "full", "poisson-table", "uniform-table", "blocks-table")
-ACCOUNTANT = f"dp-accounting {version('dp-accounting')}, zero-out PLD 2"
+SAMPLINGS = ("poisson", "uniform", "shuffle", "full", "blocks")
+ACCOUNTANT = f"dp-accounting {version('dp-accounting')}, zero-out PLD 3"
+Mechanism = tuple[str, float, int, int, float, float]
 
 
 @dataclass(frozen=True, order=True)
 class Release:
-    """One step's mechanism at one peer, a number of times: a Gaussian sum of clipped gradients of a batch.
+    """One step's mechanism at one peer, a number of times: a Gaussian sum which the examples of a batch enter.
 
     Attributes:
         sampling: `poisson` (every example with probability q, independently), `uniform` (exactly b of J
-            without replacement, afresh each step), `full` (all J) or `shuffle` (an epoch's disjoint batches);
-            `poisson-table`, `uniform-table` and `blocks-table` (one of 1/q fixed batches) for a step of variance
-            reduction, g - table + mean(table), which every example enters: `profiles.table_sensitivities`.
+            without replacement, afresh each step), `full` (all J), `shuffle` (an epoch's disjoint batches) or
+            `blocks` (one of 1/q fixed batches, at random).
         sampling_rate: q in (0, 1], an example's chance to be in a step.
         dataset_size: J, the peer's number of examples (public).
         batch_size: b, expected (poisson) or exact.
-        noise_multiplier: noise std over clip norm; 0 is no noise and costs ε = ∞.
+        noise_multiplier: noise std over how far a drawn example can move the sum (of a plain step: the clip norm);
+            0 is no noise and costs ε = ∞.
         steps: how many such steps; of `shuffle`, how many epochs, a started one counting whole.
+        idle: how far an example that is not drawn can move the sum, over how far a drawn one can, in [0, 1]; what
+            it may depend on, and why that is enough, is said in `event`.
         accountant: which accountant recorded it; says nothing about the mechanism, so equality ignores it.
     """
 
@@ -47,6 +50,7 @@ class Release:
     batch_size: int
     noise_multiplier: float
     steps: int = 1
+    idle: float = 0.0
     accountant: str = field(default=ACCOUNTANT, compare=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +64,12 @@ class Release:
         _check("steps", self.steps, self.steps >= 0, ">= 0")
         noise = self.noise_multiplier
         _check("noise_multiplier", noise, noise >= 0 and math.isfinite(noise), "finite and >= 0")
+        _check("idle", self.idle, 0 <= self.idle <= 1, "in [0, 1]")
+        if self.idle > 0 and self.sampling in ("full", "shuffle"):
+            reason = "draws everybody" if self.sampling == "full" else "has no proved bound for it"
+            raise ScenarioError(
+                f"idle={self.idle} must be 0 with sampling={self.sampling}, which {reason}; use poisson"
+            )
         if self.sampling == "uniform" and not math.isclose(
             self.sampling_rate, min(1.0, self.batch_size / self.dataset_size), rel_tol=1e-9
         ):
@@ -75,9 +85,16 @@ class Release:
         return other
 
     @property
-    def mechanism(self) -> tuple[str, float, int, int, float]:
-        """Return what one step is, whatever the number of steps."""
-        return self.sampling, self.sampling_rate, self.dataset_size, self.batch_size, self.noise_multiplier
+    def mechanism(self) -> Mechanism:
+        """Return what one step is, whatever the number of steps; steps that differ in noise alone sort together."""
+        return (
+            self.sampling,
+            self.sampling_rate,
+            self.dataset_size,
+            self.batch_size,
+            self.idle,
+            self.noise_multiplier,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the release as a JSON object."""
@@ -101,17 +118,32 @@ class Release:
     def event(self) -> dp_accounting.DpEvent:
         """Return the release as dp-accounting's event: what any other accountant can be asked about.
 
-        `uniform-table` and `blocks-table`, for which it has none, are given as Gaussians at the most an example moves.
+        With memory of past gradients an example may move a step in which it is not drawn. An algorithm declares
+        the most by which example z can move the noised sum: i when z is not drawn, d >= i when it is. A step then
+        is, with σ the noise's standard deviation and `idle` = i / d, `noise_multiplier` = σ / d,
+            P = (1 - q) N(i, σ²) + q N(d, σ²)    against    Q = N(0, σ²).
+
+        Proof, for batches into which z is drawn with probability q independently of everything published so far
+        and of how the other examples are drawn (`poisson`). By how much z moves the sum may depend on when z was
+        drawn before, which is hidden, on the other examples and on all that was published. Fix those: what was
+        published by conditioning, the rest as a mixture's hidden component. A component is
+            (1 - q) N(v_0, σ²) + q N(v_1, σ²)    against    N(0, σ²),    |v_0| <= i, |v_1| <= d,
+        around what the other examples add, for whether z is drawn now is independent of the component. The
+        hockey-stick divergence is jointly convex, so no mixture exceeds its worst component, which is the
+        one-dimensional one with both at their bounds (mixture-of-Gaussians mechanisms, Choquette-Choo et al.
+        2023, arXiv:2310.15526). That bound is the same whatever was published, so it composes.  ∎
+
+        For `uniform` and `blocks`, where examples are drawn together, it counts as public who is drawn, which is
+        one more thing to condition on; see `profiles.shown_profile`. dp-accounting has no such event under
+        zero-out, nor one that has `idle`: these are given as Gaussians at what a drawn example moves.
         """
         step = dp_accounting.GaussianDpEvent(self.noise_multiplier)
         if self.sampling == "poisson" and self.sampling_rate < 1:
             step = dp_accounting.PoissonSampledDpEvent(self.sampling_rate, step)
-        elif self.sampling.endswith("-table"):
-            q = self.sampling_rate
-            step = dp_accounting.GaussianDpEvent(self.noise_multiplier / (2 - q))
-        if self.sampling == "poisson-table":
-            step = MixtureOfGaussiansDpEvent(self.noise_multiplier, [q, 2 - q], [1 - q, q])
-        elif self.sampling == "uniform" and self.batch_size < self.dataset_size:
+            if self.idle > 0:
+                chances = [1 - self.sampling_rate, self.sampling_rate]
+                step = MixtureOfGaussiansDpEvent(self.noise_multiplier, [self.idle, 1.0], chances)
+        elif self.sampling == "uniform" and self.batch_size < self.dataset_size and self.idle == 0:
             step = dp_accounting.SampledWithoutReplacementDpEvent(self.dataset_size, self.batch_size, step)
         return dp_accounting.SelfComposedDpEvent(step, self.steps)
 
@@ -134,10 +166,13 @@ def canonical(releases: Iterable[Release]) -> tuple[Release, ...]:
 
     What a composition costs depends on nothing else.
     """
-    totals: dict[tuple[str, float, int, int, float], int] = {}
+    totals: dict[Mechanism, int] = {}
+    one: dict[Mechanism, Release] = {}
     for r in releases:
-        totals[r.mechanism] = totals.get(r.mechanism, 0) + r.steps
-    return tuple(Release(*key, steps) for key, steps in sorted(totals.items()) if steps)
+        key = r.mechanism
+        totals[key] = totals.get(key, 0) + r.steps
+        one[key] = r
+    return tuple(one[key].times(steps) for key, steps in sorted(totals.items()) if steps)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ step's loss, one Fourier transform for many different steps, and a profile for s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,7 +31,6 @@ from flower_privdec.privacy.profiles import (
     poisson_profiles,
     sampled_epsilon,
     shown_profile,
-    table_sensitivities,
     uniform_profiles,
 )
 
@@ -80,73 +79,59 @@ def convex_minorant(bound: Profile, interval: float) -> Profile:
     return profile
 
 
-MIXTURES: dict[str, Callable[[float], tuple[float, float]]] = {
-    "poisson": lambda q: (0.0, 1.0),
-    "poisson-table": table_sensitivities,
-}
 SHOWN_FROM = 16.0  # C / std from which sampling `uniform` counts as if the choice of examples were public
 
 
 @lru_cache(maxsize=256)
-def step_losses(sampling: str, q: float, mu: float, interval: float) -> tuple[Losses, Losses]:
+def step_losses(sampling: str, q: float, idle: float, mu: float, interval: float) -> tuple[Losses, Losses]:
     """Return the loss distributions (remove, add) of one step.
 
     Args:
-        sampling: of a `Release`; of `full` and `shuffle` a plain Gaussian.
-        q: sampling rate.
+        sampling, q, idle: of a `Release`; of `full` and `shuffle` a plain Gaussian.
         mu: one over the noise multiplier.
         interval: h, the grid's.
     """
-    down, up = loss_range(sampling, q, mu)
+    down, up = loss_range(sampling, q, idle, mu)
     if q >= 1 or sampling in ("full", "shuffle"):
         plain = connect_the_dots(lambda e: gaussian_profile(e, mu), -down, up, interval)
         return plain, plain
-    if sampling == "poisson":
+    if shows_choice(sampling, idle, mu):
+        remove = add = shown_profile(q, idle * mu, mu)
+    elif sampling == "poisson" and idle == 0:
         remove, add = poisson_profiles(q, mu)
-    elif sampling in MIXTURES:
-        low, high = MIXTURES[sampling](q)
-        remove, add = mixture_profiles(q, low * mu, high * mu)
-    elif (shown := _shown(sampling, q, mu)) is not None:
-        remove = add = shown_profile(q, *shown)
+    elif sampling == "poisson":
+        remove, add = mixture_profiles(q, idle * mu, mu)
     else:
         remove, add = (convex_minorant(bound, interval) for bound in uniform_profiles(q, mu))
     return connect_the_dots(remove, -down, up, interval), connect_the_dots(add, -up, down, interval)
 
 
-def _shown(sampling: str, q: float, mu: float) -> tuple[float, float] | None:
-    """Return how far an example moves a step, over std, (not drawn, drawn), where the choice counts as public."""
-    if sampling in ("uniform-table", "blocks-table"):
-        low, high = table_sensitivities(q)
-        return low * mu, high * mu
-    return (0.0, mu) if sampling == "uniform" and mu >= SHOWN_FROM else None
+def shows_choice(sampling: str, idle: float, mu: float) -> bool:
+    """Return whether a step counts as if the choice of its examples were public."""
+    return sampling == "blocks" or (sampling == "uniform" and (idle > 0 or mu >= SHOWN_FROM))
 
 
-def loss_range(sampling: str, q: float, mu: float) -> tuple[float, float]:
+def loss_range(sampling: str, q: float, idle: float, mu: float) -> tuple[float, float]:
     """Return how far below and above 0 the loss (remove) of one step reaches, but for e^-50 of its mass."""
     reach = mu * mu / 2 + mu * TAIL
-    if q >= 1 or sampling in ("full", "shuffle"):
+    if q >= 1 or sampling in ("full", "shuffle") or shows_choice(sampling, idle, mu):
         return reach, reach
-    if sampling in MIXTURES:
-        low, high = (mu * part for part in MIXTURES[sampling](q))
-        ends = mixture_loss(np.array([-TAIL, high + TAIL]), q, low, high)
+    if sampling == "poisson":
+        ends = mixture_loss(np.array([-TAIL, mu + TAIL]), q, idle * mu, mu)
         return -float(ends[0]), float(ends[1])
-    if (shown := _shown(sampling, q, mu)) is not None:
-        high = shown[1]
-        return high * high / 2 + high * TAIL, high * high / 2 + high * TAIL
     return sampled_epsilon(reach, q), min(sampled_epsilon(2 * mu * mu + 2 * mu * TAIL, q), reach)
 
 
-def loss_stds(sampling: str, q: float, mu: float) -> tuple[float, float]:
+def loss_stds(sampling: str, q: float, idle: float, mu: float) -> tuple[float, float]:
     """Return about how much the loss (remove) of one step varies, without the example and with it."""
     if q >= 1 or sampling in ("full", "shuffle"):
         return mu, mu
-    if (shown := _shown(sampling, q, mu)) is not None:
-        low, high = shown
-        return math.sqrt((1 - q) * low**2 + q * high**2), math.sqrt((1 - q) * low**2 + q * high**2)
-    low, high = (mu * part for part in MIXTURES.get(sampling, MIXTURES["poisson"])(q))
+    if shows_choice(sampling, idle, mu):
+        std = mu * math.sqrt((1 - q) * idle**2 + q)
+        return std, std
     x = np.linspace(-8.0, 8.0, 161)
     weight = np.exp(-x * x / 2) / np.exp(-x * x / 2).sum()
-    drawn, not_drawn, without = (mixture_loss(y, q, low, high) for y in (x + high, x + low, x))
+    drawn, not_drawn, without = (mixture_loss(y, q, idle * mu, mu) for y in (x + mu, x + idle * mu, x))
     variance = float(weight @ (without - weight @ without) ** 2)
     with_it = q * float(weight @ drawn**2) + (1 - q) * float(weight @ not_drawn**2)
     return math.sqrt(variance), math.sqrt(with_it)
@@ -158,7 +143,7 @@ def grid_interval(releases: Sequence[Release]) -> float:
     Rounding to the grid adds at most about h²/6 to the variance of a step's loss, 0.02 % of it where h is a
     32nd; distributions with long tails, which take a larger h, are rounded over a small part of their mass.
     """
-    mechanisms = [(r.sampling, r.sampling_rate, 1 / r.noise_multiplier) for r in releases]
+    mechanisms = [(r.sampling, r.sampling_rate, r.idle, 1 / r.noise_multiplier) for r in releases]
     counts = np.array([r.steps for r in releases], dtype=np.float64)
     without, with_it = np.array([loss_stds(*mechanism) for mechanism in mechanisms]).T
     typical = math.sqrt(float(np.average(without**2, weights=counts)))

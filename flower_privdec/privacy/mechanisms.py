@@ -95,8 +95,7 @@ def build_mechanism(scenario: Scenario, sampler: Sampler, peer: int, schedule: S
     """
     size, batch = int(sampler.partition_sizes[peer]), round(float(sampler.normalizer[peer]))
     kind, shape, section = sampler.kind, schedule.noise_shape, scenario.algorithm
-    sampling = "blocks-table" if kind == "blocks" else kind
-    release = Release(sampling, float(sampler.sampling_rate[peer]), size, batch, 1.0)
+    release = Release(kind, float(sampler.sampling_rate[peer]), size, batch, 1.0)
     if isinstance(section, FedDeperSection) and section.rho > 0:
         return Mechanism(release, shape, math.sqrt(2))  # two clipped sums of one batch: see algorithms.feddeper
     if not isinstance(section, VRSection):
@@ -115,4 +114,19 @@ def build_mechanism(scenario: Scenario, sampler: Sampler, peer: int, schedule: S
             "privacy.schedule changes the clip norm, and the gradients a table keeps were clipped to that of earlier "
             "rounds; keep the clip norm constant (noise may change), or use algorithm.table=snapshot"
         )
-    return Mechanism(replace(release, sampling=f"{kind}-table"), shape)
+    idle, drawn = table_sensitivities(release.sampling_rate)
+    return Mechanism(replace(release, idle=idle / drawn), shape, drawn)
+
+
+def table_sensitivities(q: float) -> tuple[float, float]:
+    """Return how far one example can move a step with a table, in clip norms: (not drawn, drawn) = (q, 2 - q).
+
+    Over the batch S, each of J examples with probability q = b / J, and clip norm C, b times the step is
+        Σ_{j in S} (g_j - t_j) + q Σ_j t_j,    |g_j|, |t_j| <= C,
+    t_j being the table's gradient of example j. What example z adds is q t_z when it is not drawn, of norm at
+    most q C, and g_z - (1 - q) t_z when it is, of norm at most (2 - q) C. Zeroing z removes just that. t_z
+    depends on when z was drawn before, which `Release.event` allows.
+
+    This is why PrivSGP-VR's amplification by 1/J (Theorem 2) does not hold as claimed: every step shows q t_z.
+    """
+    return q, 2 - q

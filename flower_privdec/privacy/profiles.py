@@ -108,25 +108,6 @@ def _mirrored(forward: Profile, backward: Profile) -> Profile:
     return profile
 
 
-def table_sensitivities(q: float) -> tuple[float, float]:
-    """Return how far one example can move a step with a table, in clip norms: (not drawn, drawn) = (q, 2 - q).
-
-    Proof. Over the batch S, each of J examples with probability q = b / J, and clip norm C, b times the step is
-        Σ_{j in S} (g_j - t_j) + q Σ_j t_j,    |g_j|, |t_j| <= C,
-    t_j being the table's gradient of example j. What example z adds is q t_z when it is not drawn, of norm at
-    most q C, and g_z - (1 - q) t_z when it is, of norm at most (2 - q) C. Zeroing z removes just that.
-    t_z depends on when z was drawn before, which is hidden. But whether z is drawn now is independent of that
-    and of everything published so far; so, given what was published, the step is a mixture over the hidden past
-    of (1 - q) N(v_0, σ²) + q N(v_1, σ²) with |v_0| <= q C, |v_1| <= (2 - q) C, against N(0, σ²), around
-    what the other examples add. The profile is jointly convex, so no mixture exceeds its worst component,
-    which is the one-dimensional one with both at their bounds (mixture-of-Gaussians mechanisms, Choquette-Choo
-    et al. 2023, arXiv:2310.15526). The bound is the same whatever was published, so it composes.  ∎
-
-    This is why PrivSGP-VR's amplification by 1/J (Theorem 2) does not hold as claimed: every step shows q t_z.
-    """
-    return q, 2 - q
-
-
 def mixture_profiles(q: float, low: float, high: float) -> tuple[Profile, Profile]:
     """Return the exact profiles (remove, add) of P = (1 - q) N(low, 1) + q N(high, 1) against N(0, 1).
 
@@ -163,7 +144,7 @@ def shown_profile(q: float, low: float, high: float) -> Profile:
     """Return the profile of a step whose choice of examples is public: (1 - q) δ_low + q δ_high.
 
     It bounds every way of drawing examples that does not look at them, since keeping the choice secret only
-    helps; `uniform-table` and `blocks-table` use it, where all examples of a batch are drawn together, and
+    helps. `blocks` uses it, `uniform` with idle examples, where all examples of a batch are drawn together, and
     `uniform` with so little noise that its own bound is no better.
     """
 
