@@ -302,9 +302,9 @@ def test_one_example_moves_a_snapshot_by_one_clip_norm_and_a_step_by_two(build):
 def test_mixture_profiles_are_googles(q, noise):
     low, high = table_sensitivities(q)
     theirs = from_mixture_gaussian_mechanism(noise, [low, high], [1 - q, q], value_discretization_interval=0.1)
-    both = profiles.mixture_profiles(q, low / noise, high / noise)
+    both = (profiles.mixture_remove, profiles.mixture_add)
     for eps in (0.1, 0.5, 1.0, 3.0):  # on its grid, where its distribution is exact
-        ours = max(float(profile(np.array([eps]))[0]) for profile in both)
+        ours = max(float(profile(np.array([eps]), q, low / noise, high / noise)[0]) for profile in both)
         assert ours == pytest.approx(theirs.get_delta_for_epsilon(eps), rel=1e-6, abs=1e-12)
 
 

@@ -13,35 +13,34 @@ By sampling, one step is
   - `shuffle`: a Gaussian an epoch. An epoch's batches are disjoint, so whatever the permutation, even if it
     were known, zeroing an example moves one of the epoch's sums, by at most C, and no other: the epoch is one
     Gaussian release, with the other steps as functions of it. A started epoch counts whole.
-  - `poisson`: a Poisson-sampled Gaussian, or with idle examples a mixture of Gaussians, exact up to the grid
-    (`profiles.poisson_profiles`, `profiles.mixture_profiles`).
-  - `uniform`: a bound proved in `profiles.uniform_profiles`; dp-accounting has no zero-out event for it.
+  - `poisson`: a Poisson-sampled Gaussian, or with idle examples a mixture of Gaussians (`profiles.poisson_remove`,
+    `profiles.mixture_remove`).
+  - `uniform`: a bound proved in `profiles.uniform_remove`; dp-accounting has no zero-out event for it.
   - `blocks`, and `uniform` with idle examples: the choice of examples counts as public (`profiles.shown_profile`).
 
-Many different noise multipliers (schedules) are binned: each is rounded down to the least of its bin, which
-only adds loss (a Gaussian of more noise is the one of less noise, noised again).
+One step, and Gaussians alone, are solved from their profile; other compositions go over a grid of privacy losses,
+always upwards, as fine as changes their ε by no more than about 0.1 % (`refinement`). What this adds to
+dp-accounting's PLDAccountant: a grid that follows the size of ε, tilted distributions, which keep their digits at
+any δ, thousands of different steps without rounding their noise, and sampling without replacement.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
-from itertools import groupby
 
 import numpy as np
-from dp_accounting import get_epsilon_gaussian
-from dp_accounting.pld.pld_pmf import DensePLDPmf
-from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.events import Release, canonical
-from flower_privdec.privacy.losses import Losses, compose, grid_interval, step_losses
-from flower_privdec.privacy.profiles import gaussian_profile
+from flower_privdec.privacy.losses import Steps, group_steps, quietly
+from flower_privdec.privacy.refinement import composed_epsilon
+from flower_privdec.privacy.search import bracket, narrow
 
-FEWEST_BINS, BIN_WIDTH = 64, 0.01  # at least so many bins; none wider than so much of log σ
-LEAST_SAMPLED_NOISE = 0.01  # below, sampling is not credited (e^loss overflows)
+CLOSE = 1e-5  # relative difference of ε, or of δ, at which a δ is found
+LEAST_DELTA = 1e-300
+LARGEST = 1e100  # sensitivity over noise from which on ε counts as ∞
 
 
 def epsilon(releases: Iterable[Release], delta: float) -> float:
@@ -76,89 +75,79 @@ def delta(releases: Iterable[Release], epsilon: float) -> float:
         return 0.0
     if any(r.noise_multiplier == 0 for r in merged):
         return 1.0
-    if (sigma := _gaussian_only(merged)) is not None:
-        return float(gaussian_profile(np.array([epsilon]), 1 / sigma)[0])
-    return min(1.0, float(_composition(merged).get_delta_for_epsilon(epsilon)))
+    groups = group_steps(merged)
+    if _is_one_step(groups):
+        return float(_profile(groups[0], np.array([float(epsilon)]))[0])
+    return _delta(merged, float(epsilon))
 
 
 def check_delta(delta: float) -> None:
-    """Refuse a δ outside (0, 1)."""
+    """Refuse a δ outside (0, 1), or so small that numbers run out."""
     if not 0 < delta < 1:
         raise ScenarioError(f"delta={delta} must be in (0, 1); use about one over 10 times the number of examples")
+    if delta < LEAST_DELTA:
+        raise ScenarioError(f"delta={delta} must be at least {LEAST_DELTA:g}; use about one over 10 times the examples")
 
 
 @lru_cache(maxsize=8192)
+@quietly
 def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
     if not releases:
         return 0.0
     if any(r.noise_multiplier == 0 for r in releases):
         return math.inf
-    if (sigma := _gaussian_only(releases)) is not None:
-        with np.errstate(divide="ignore"):  # log δ = -∞ of next to no loss
-            return float(get_epsilon_gaussian(sigma, delta))
-    return float(_composition(releases).get_epsilon_for_delta(delta))
+    groups = group_steps(releases)
+    if max(float(g.drawn.max()) for g in groups) > LARGEST:
+        return math.inf
+    if no_event_gains(groups, delta):
+        return 0.0
+    if _is_one_step(groups):
+        return _step_epsilon(groups[0], delta)
+    return composed_epsilon(groups, delta)
 
 
-def _plain(release: Release) -> bool:
-    """Return whether a step counts as a Gaussian of all examples.
-
-    So does a sampled one of next to no noise: sampling only helps, and its ε is in the hundreds anyhow.
-    """
-    sampled = release.sampling not in ("full", "shuffle") and release.sampling_rate < 1
-    return not sampled or release.noise_multiplier < LEAST_SAMPLED_NOISE
+def no_event_gains(groups: Sequence[Steps], delta: float) -> bool:
+    """Return whether no event's chance changes by more than δ: it does so by at most the sum over all steps."""
+    return math.fsum(float(g.counts @ _profiles(g, np.zeros(1))[0][:, 0]) for g in groups) <= delta
 
 
-def _gaussian_only(releases: Sequence[Release]) -> float | None:
-    """Return σ of one Gaussian that costs at least what all releases do, or None when sampling matters.
-
-    Exactly what they cost when all are plain; beside plain ones of next to no noise all may count as plain.
-    """
-    plain = [r for r in releases if _plain(r)]
-    if len(plain) == len(releases) or (plain and _combined(plain) < LEAST_SAMPLED_NOISE):
-        return _combined(releases)
-    return None
+def _is_one_step(groups: Sequence[Steps]) -> bool:
+    return len(groups) == 1 and float(groups[0].counts.sum()) == 1
 
 
-def _combined(plain: Iterable[Release]) -> float:
-    """Return σ with 1/σ² = Σ 1/σ_k²."""
-    return 1 / math.sqrt(math.fsum(r.steps / r.noise_multiplier**2 for r in plain))
+def _profiles(steps: Steps, epsilon: np.ndarray) -> list[np.ndarray]:
+    """Return δ(ε), (remove, add), each [b, n]."""
+    return [profile(epsilon) for profile in steps.profiles()]
 
 
-@lru_cache(maxsize=8)
-def _composition(releases: tuple[Release, ...]) -> PrivacyLossDistribution:
-    """Return dp-accounting's privacy-loss distribution of a composition (losses > 0, where ε is read)."""
-    plain = [r for r in releases if _plain(r)]
-    steps = [r for r in _binned(releases) if not _plain(r)]
-    if plain:
-        steps.append(replace(plain[0], sampling="full", noise_multiplier=_combined(plain), steps=1, idle=0.0))
-    interval = grid_interval(steps)
-    pairs = [step_losses(r.sampling, r.sampling_rate, r.idle, 1 / r.noise_multiplier, interval) for r in steps]
-    sides = zip(*pairs, strict=True)
-    counts = [r.steps for r in steps]
-    remove, add = (_pmf(compose(list(zip(side, counts, strict=True)), interval), interval) for side in sides)
-    return PrivacyLossDistribution(remove, add)
+@quietly
+def _profile(step: Steps, epsilon: np.ndarray) -> np.ndarray:
+    """Return δ(ε) of one step, the larger of both directions."""
+    return np.asarray(np.maximum(*_profiles(step, epsilon))[0])
 
 
-def _pmf(losses: Losses, interval: float) -> DensePLDPmf:
-    skipped = min(max(0, -losses.lowest), len(losses.mass) - 1)
-    return DensePLDPmf(interval, losses.lowest + skipped, losses.mass[skipped:], losses.infinite, True)
+def _step_epsilon(step: Steps, delta: float) -> float:
+    """Return the least ε at which the profile of one step is at most δ."""
+    low, high = 0.0, max(step.reach(math.log(delta)))
+    while high - low > 1e-12 * high:
+        points = np.linspace(low, high, 66)[1:-1]
+        inside = _profile(step, points) <= delta
+        first = int(np.argmax(inside)) if inside.any() else len(points)
+        low, high = float((low, *points)[first]), float((*points, high)[first])
+    return high
 
 
-def _binned(releases: Iterable[Release]) -> list[Release]:
-    """Return releases with at most a moderate number of noise multipliers, none raised."""
-    out: list[Release] = []
-    for _, group in groupby(releases, key=lambda r: r.mechanism[:-1]):
-        out += _bin_noise(list(group))
-    return out
+def _delta(releases: tuple[Release, ...], epsilon: float) -> float:
+    """Return about the least δ at which ε is no more than a given one."""
 
+    def excess(log_delta: float) -> float:
+        found = _epsilon(releases, math.exp(log_delta)) if log_delta < 0 else 0.0
+        if 0 < found < math.inf and epsilon > 0:
+            return math.log(found / epsilon)
+        return 1.0 if found > epsilon else -1.0
 
-def _bin_noise(group: list[Release]) -> list[Release]:
-    """Return releases that differ in noise alone, each noise multiplier rounded down to its bin's least."""
-    if len(group) <= FEWEST_BINS:
-        return group
-    logs = np.log([r.noise_multiplier for r in group])
-    width = min(BIN_WIDTH, float(logs[-1] - logs[0]) / FEWEST_BINS)
-    bins = np.floor((logs - logs[0]) / width).astype(np.int64)
-    starts = np.flatnonzero(np.diff(bins, prepend=-1))
-    steps = np.add.reduceat([r.steps for r in group], starts)
-    return [group[start].times(int(count)) for start, count in zip(starts, steps, strict=True)]
+    ends = bracket(excess, -5.0, 3.0, -math.log(LEAST_DELTA))
+    if ends is None:
+        return LEAST_DELTA
+    _, high = narrow(excess, *ends, lambda value: -CLOSE <= value <= 0, CLOSE)
+    return min(1.0, math.exp(high[0]))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib.metadata import version
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +20,8 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from flower_privdec.errors import ScenarioError
 
 SAMPLINGS = ("poisson", "uniform", "shuffle", "full", "blocks")
-ACCOUNTANT = f"dp-accounting {version('dp-accounting')}, zero-out PLD 3"
+ACCOUNTANT = "zero-out PLD 4"
+MOST_STEPS = 10**12
 Mechanism = tuple[str, float, int, int, float, float]
 
 
@@ -61,7 +61,7 @@ class Release:
         _check("dataset_size", self.dataset_size, self.dataset_size >= 1, ">= 1")
         _check("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
         _check("sampling_rate", self.sampling_rate, 0 < self.sampling_rate <= 1, "in (0, 1]")
-        _check("steps", self.steps, self.steps >= 0, ">= 0")
+        _check("steps", self.steps, 0 <= self.steps <= MOST_STEPS, f">= 0 and at most {MOST_STEPS:g}")
         noise = self.noise_multiplier
         _check("noise_multiplier", noise, noise >= 0 and math.isfinite(noise), "finite and >= 0")
         _check("idle", self.idle, 0 <= self.idle <= 1, "in [0, 1]")
