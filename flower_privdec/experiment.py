@@ -21,7 +21,7 @@ from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.privacy.ledger import CohortLedger
 from flower_privdec.privacy.plan import PrivacyPlan, build_plan
-from flower_privdec.randomness import build_noise
+from flower_privdec.randomness import build_noise, seed_keys
 from flower_privdec.scenario import Scenario
 from flower_privdec.topology import build_topology
 
@@ -149,7 +149,7 @@ class Experiment:
             ),
             mixing=self.mixing,
             participation=self.participation,
-            noise=build_noise(scenario.compute.generator, scenario.seed, scenario.n_peers, self.device),
+            noise=build_noise(scenario.compute.generator, seed_keys(scenario.seed, peers), self.device),
             learning_rate=self.learning_rate,
             steps_per_round=self.algorithm.steps_per_round,
             plan=self.plan,
