@@ -174,7 +174,8 @@ def _build_data(scenario: Scenario) -> tuple[Dataset, list[np.ndarray], Sampler]
     labels = dataset.y_train.numpy()
     parts = partition(labels, scenario.n_peers, section.partition.kind, scenario.seed, **options)
     sizes = np.array([len(part) for part in parts])
-    sampler = Sampler(section.batch.sampling, section.batch.size, sizes, scenario.seed)
+    keys = dict.fromkeys(range(scenario.n_peers), scenario.seed)
+    sampler = Sampler(section.batch.sampling, section.batch.size, sizes, keys)
     if scenario.features is not None:
         dataset = apply_features(dataset, scenario.features)
     return dataset, parts, sampler

@@ -95,7 +95,7 @@ class Setup:
         dataset = synthetic(workload)
         sizes = np.full(workload.n_peers, workload.examples)
         parts = np.split(np.arange(sizes.sum()), workload.n_peers)
-        sampler = Sampler("uniform", workload.batch, sizes, SEED)
+        sampler = Sampler("uniform", workload.batch, sizes, dict.fromkeys(range(workload.n_peers), SEED))
         outputs = 1 if workload.loss == "hinge" else workload.n_classes
         module = build_model(workload.model, workload.shape, outputs, seed=SEED, **workload.options)
         return cls(
