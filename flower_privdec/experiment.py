@@ -21,7 +21,7 @@ from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.privacy.ledger import CohortLedger
 from flower_privdec.privacy.plan import PrivacyPlan, build_plan
-from flower_privdec.randomness import build_noise
+from flower_privdec.randomness import build_noise, seed_keys
 from flower_privdec.scenario import Scenario
 from flower_privdec.topology import build_topology
 
@@ -149,7 +149,7 @@ class Experiment:
             ),
             mixing=self.mixing,
             participation=self.participation,
-            noise=build_noise(scenario.compute.generator, scenario.seed, scenario.n_peers, self.device),
+            noise=build_noise(scenario.compute.generator, seed_keys(scenario.seed, peers), self.device),
             learning_rate=self.learning_rate,
             steps_per_round=self.algorithm.steps_per_round,
             plan=self.plan,
@@ -174,7 +174,8 @@ def _build_data(scenario: Scenario) -> tuple[Dataset, list[np.ndarray], Sampler]
     labels = dataset.y_train.numpy()
     parts = partition(labels, scenario.n_peers, section.partition.kind, scenario.seed, **options)
     sizes = np.array([len(part) for part in parts])
-    sampler = Sampler(section.batch.sampling, section.batch.size, sizes, scenario.seed)
+    keys = dict.fromkeys(range(scenario.n_peers), scenario.seed)
+    sampler = Sampler(section.batch.sampling, section.batch.size, sizes, keys)
     if scenario.features is not None:
         dataset = apply_features(dataset, scenario.features)
     return dataset, parts, sampler

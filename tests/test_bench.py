@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from flower_privdec import bench, randomness
+from flower_privdec import bench
 from flower_privdec.bench import command, comparison, equality, feddeper, ledgers, limit, timing, views
 from flower_privdec.bench.rivals import OpacusLoop, PeerLoop, TextbookVmap
 from flower_privdec.bench.workloads import WORKLOADS, Setup
 from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.randomness import build
 from flower_privdec.runtime.engine import Engine
 
 CPU = torch.device("cpu")
@@ -159,7 +160,7 @@ def needs_numba(*_):
 
 
 def test_without_numba_the_figures_are_torchs_and_the_reason_is_given(monkeypatch, tiny_workloads, capsys):
-    monkeypatch.setattr(randomness, "FastNoise", needs_numba)
+    monkeypatch.setattr(build, "FastNoise", needs_numba)
     results = bench.measure(["W4"], rounds=3)
     assert results["W4"]["ratio_to_loop"] == results["W4"]["ratio_to_loop_torch"]
     assert comparison.FAST not in results["W4"]["variants"]

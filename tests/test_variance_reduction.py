@@ -296,7 +296,9 @@ def test_over_a_sparse_graph_it_converges_where_peers_agree_and_else_up_to_their
     path, best, _ = two_classes
     sparse = logistic(build, path, vr("factored", RATE), "topology.name=directed-exponential")
     orders = [np.random.default_rng(seed).permutation(EXAMPLES) for seed in range(PEERS)]
-    same = replace(sparse, partition=orders, sampler=Sampler("uniform", 1, [EXAMPLES] * PEERS, 3))
+    same = replace(
+        sparse, partition=orders, sampler=Sampler("uniform", 1, [EXAMPLES] * PEERS, dict.fromkeys(range(PEERS), 3))
+    )
     agreed, split = distances(same, best), distances(sparse, best)
     assert agreed[-1] < 1e-3 < 0.05 * agreed[0]
     assert 1e-3 < split[-1] < 0.05  # a constant rate keeps O(rate) of ∇f_i - ∇f, which nothing tracks

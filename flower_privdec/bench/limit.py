@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flower_privdec.aligned import aligned
 from flower_privdec.bench.timing import Work, once
 from flower_privdec.bench.workloads import SEED, Setup
-from flower_privdec.randomness import build_noise
+from flower_privdec.randomness import build_noise, seed_keys
 
 TRIALS = 5  # of each form of a product
 PEAK_SIZE = 512
@@ -78,8 +78,8 @@ def _fill(setup: Setup, rows: Tensor, generator: str) -> Work:
     if generator == "torch":
         dense = rows.contiguous()  # torch fills padded rows number by number
         return lambda: dense.normal_()
-    source = build_noise(generator, SEED, len(rows), setup.device)
-    std, peers = torch.ones(len(rows), dtype=rows.dtype, device=rows.device), np.arange(len(rows))
+    peers = np.arange(len(rows))
+    source, std = build_noise(generator, seed_keys(SEED, peers), setup.device), rows.new_ones(len(rows))
     return lambda: source.add_(rows, std, 0, peers)
 
 

@@ -17,7 +17,7 @@ from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten, parameter_count
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.privacy.plan import PrivacyPlan
-from flower_privdec.randomness import NoiseSource, build_noise, keyed_generator
+from flower_privdec.randomness import NoiseSource, build_noise, keyed_generator, seed_keys
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.scenario.algorithms import SGDSection
 from flower_privdec.topology import build_topology
@@ -95,7 +95,7 @@ class Setup:
         dataset = synthetic(workload)
         sizes = np.full(workload.n_peers, workload.examples)
         parts = np.split(np.arange(sizes.sum()), workload.n_peers)
-        sampler = Sampler("uniform", workload.batch, sizes, SEED)
+        sampler = Sampler("uniform", workload.batch, sizes, dict.fromkeys(range(workload.n_peers), SEED))
         outputs = 1 if workload.loss == "hinge" else workload.n_classes
         module = build_model(workload.model, workload.shape, outputs, seed=SEED, **workload.options)
         return cls(
@@ -134,6 +134,8 @@ class Setup:
     ) -> Engine:
         """Return the engine that runs an algorithm on this workload, at a constant learning rate."""
         n = self.workload.n_peers
+        if isinstance(noise, str):
+            noise = build_noise(noise, seed_keys(SEED, range(n)), self.device)
         cohort = Cohort(
             peers=np.arange(n),
             n_peers=n,
@@ -142,7 +144,7 @@ class Setup:
             data=self.data,
             mixing=mixing,
             participation=participation,
-            noise=build_noise(noise, SEED, n, self.device) if isinstance(noise, str) else noise,
+            noise=noise,
             learning_rate=LearningRate(np.full(n, rate), 0.0, FOREVER),
             steps_per_round=algorithm.steps_per_round,
             plan=plan,

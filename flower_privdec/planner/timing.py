@@ -65,7 +65,7 @@ def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
     kept = max(2 * (batch.size or 1), min(FILLED, _affordable(experiment) // experiment.scenario.n_peers))
     parts = [part[:kept] for part in experiment.partition]
     sizes = np.array([len(part) for part in parts])
-    smaller = Sampler(batch.sampling, batch.size, sizes, experiment.scenario.seed)
+    smaller = Sampler(batch.sampling, batch.size, sizes, sampler.keys)
     return (
         replace(experiment, partition=parts, sampler=smaller),
         float(sampler.partition_sizes.max() / sizes.max()),

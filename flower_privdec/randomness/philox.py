@@ -2,9 +2,9 @@
 
 Import this module only where the fast generator is asked for: it needs numba. A row is cut into tiles of
 4 * LANES elements; element 4*LANES*j + LANES*w + t is made from word w of the Philox block with counter
-(LANES*j + t, round, peer, purpose), so a value depends on nothing but its key and its column. Both precisions
-draw the same 32-bit uniforms. Seven rounds are the fewest that pass BigCrush (section 4.3 of the source); ten, the
-usual margin on top, take a sixth longer.
+(LANES*j + t, step, receiver, 0) under the row's key, so a value depends on nothing but these and its column. Both
+precisions draw the same 32-bit uniforms. Seven rounds are the fewest that pass BigCrush (section 4.3 of the source);
+ten, the usual margin on top, take a sixth longer.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -103,46 +103,52 @@ def normals64(x, y):  # type: ignore[no-untyped-def]
 
 
 @_inline
-def _add_tile(normals, out, std, first, round_index, peer, purpose, k0, k1):  # type: ignore[no-untyped-def]
+def _fill_tile(normals, tile, first, step, receiver, k0, k1):  # type: ignore[no-untyped-def]
     for t in range(LANES):
-        x0, x1, x2, x3 = philox(first + _u8(t), round_index, peer, purpose, k0, k1)
+        x0, x1, x2, x3 = philox(first + _u8(t), step, receiver, _u8(0), k0, k1)
         n0, n1 = normals(x0, x1)
         n2, n3 = normals(x2, x3)
-        out[t] += std * n0
-        out[LANES + t] += std * n1
-        out[2 * LANES + t] += std * n2
-        out[3 * LANES + t] += std * n3
+        tile[t] = n0
+        tile[LANES + t] = n1
+        tile[2 * LANES + t] = n2
+        tile[3 * LANES + t] = n3
 
 
 @_inline
-def _add_tiles(normals, out, shape, std, peers, key, start, stop):  # type: ignore[no-untyped-def]
+def _add_scaled(row, tile, std):  # type: ignore[no-untyped-def]
+    for t in range(row.size):
+        row[t] += std * tile[t]
+
+
+@_inline
+def _add_tiles(normals, out, shape, std, keys, receivers, step, start, stop):  # type: ignore[no-untyped-def]
     """Add to tiles start..stop, counted row by row.
 
-    out is flat, shape = (columns, elements from row to row), key = (round, purpose, low and high word of the seed).
+    out is flat, shape = (columns, elements from row to row); std, keys and receivers have a number for each row.
     """
     d, stride = shape
     tiles = (d + TILE - 1) // TILE
-    spare = np.zeros(TILE, out.dtype)
-    for item in range(start, stop):
-        i, j = item // tiles, item % tiles
+    tile = np.empty(TILE, out.dtype)
+    for i in range(start // tiles, (stop + tiles - 1) // tiles):
         if std[i] == 0:
             continue
-        row = out[i * stride + j * TILE : i * stride + min(d, (j + 1) * TILE)]
-        if row.size == TILE:
-            _add_tile(normals, row, std[i], _u8(j * LANES), key[0], peers[i], key[1], key[2], key[3])
-        else:
-            spare[: row.size] = row
-            _add_tile(normals, spare, std[i], _u8(j * LANES), key[0], peers[i], key[1], key[2], key[3])
-            row[:] = spare[: row.size]
+        k0, k1 = keys[i] & _LOW, keys[i] >> _32
+        for j in range(max(0, start - i * tiles), min(tiles, stop - i * tiles)):
+            _fill_tile(normals, tile, _u8(j * LANES), step, receivers[i], k0, k1)
+            row = out[i * stride + j * TILE : i * stride + min(d, (j + 1) * TILE)]
+            if row.size == TILE:
+                _add_scaled(row, tile, std[i])  # of a length the compiler knows
+            else:
+                _add_scaled(row, tile[: row.size], std[i])
 
 
 @_entry
-def add_normals32(out, shape, std, peers, key, start, stop):  # type: ignore[no-untyped-def]
+def add_normals32(out, shape, std, keys, receivers, step, start, stop):  # type: ignore[no-untyped-def]
     """Add std[i] * N(0, I) to tiles start..stop of float32 rows."""
-    _add_tiles(normals32, out, shape, std, peers, key, start, stop)
+    _add_tiles(normals32, out, shape, std, keys, receivers, step, start, stop)
 
 
 @_entry
-def add_normals64(out, shape, std, peers, key, start, stop):  # type: ignore[no-untyped-def]
+def add_normals64(out, shape, std, keys, receivers, step, start, stop):  # type: ignore[no-untyped-def]
     """Add std[i] * N(0, I) to tiles start..stop of float64 rows."""
-    _add_tiles(normals64, out, shape, std, peers, key, start, stop)
+    _add_tiles(normals64, out, shape, std, keys, receivers, step, start, stop)

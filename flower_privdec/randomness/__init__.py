@@ -1,0 +1,19 @@
+"""Random numbers that depend on keys alone: the same for any cohort, any order and any resume."""
+
+from flower_privdec.randomness.build import GENERATORS, build_noise
+from flower_privdec.randomness.fast import FastNoise
+from flower_privdec.randomness.keys import KEY_BYTES, Secret, keyed_generator, seed_keys
+from flower_privdec.randomness.source import NoiseSource
+from flower_privdec.randomness.torch_noise import TorchNoise
+
+__all__ = [
+    "GENERATORS",
+    "KEY_BYTES",
+    "FastNoise",
+    "NoiseSource",
+    "Secret",
+    "TorchNoise",
+    "build_noise",
+    "keyed_generator",
+    "seed_keys",
+]

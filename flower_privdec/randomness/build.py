@@ -1,0 +1,49 @@
+"""Noise sources by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.randomness.fast import FastNoise
+from flower_privdec.randomness.source import NoiseSource
+from flower_privdec.randomness.torch_noise import TorchNoise
+
+GENERATORS = {
+    "auto": "fast where numba is installed and the device is a CPU, else torch",
+    "fast": "Philox4x32-7 and Box-Muller compiled by numba (CPU)",
+    "torch": "torch's own generator, started anew for each row (any device)",
+}
+
+
+def build_noise(generator: str, keys: Mapping[int, bytes], device: torch.device | str = "cpu") -> NoiseSource:
+    """Build a noise source by name.
+
+    Args:
+        generator: one of GENERATORS.
+        keys: a secret key of 16 bytes or more for each peer hosted here, by global id. A run's keys should follow
+            from all that decides its numbers, so that no other run shares a draw with it.
+        device: where the rows live.
+
+    Raises:
+        ScenarioError: an unknown generator, or `fast` where it cannot run.
+        ValueError: a key is too short.
+    """
+    device = torch.device(device)
+    if generator not in GENERATORS:
+        raise ScenarioError(f"generator={generator!r} must be one of {', '.join(GENERATORS)}")
+    if generator == "fast" and device.type != "cpu":
+        raise ScenarioError(f"generator='fast' runs on a CPU, not {device}: set generator to torch or auto")
+    if generator == "torch" or device.type != "cpu":
+        return TorchNoise(keys, device)
+    try:
+        return FastNoise(keys)
+    except ImportError as error:
+        if generator == "auto":
+            return TorchNoise(keys, device)
+        raise ScenarioError(
+            "generator='fast' needs numba, which is not installed: pip install 'flower-privdec[fast]', "
+            "or set generator to torch"
+        ) from error
