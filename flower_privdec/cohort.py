@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,19 +45,19 @@ class PrivateStep:
     """What some rows need for one private step, before noise is added.
 
     Attributes:
-        out, params: [m, d]; add the step to the first, at the second over `divisor`. May be the same tensor.
+        sums: the tensors [m, d] to which each sum that the algorithm declares is added, by name.
+        params: [m, d]; the gradients are taken at params / divisor. May be one of the sums.
         divisor: [m] or None.
-        batch: the round's examples of these rows.
+        batch: the step's examples of these rows.
         clip_norm: [m], or None for no clipping.
         scale: [m], -γ over the expected batch size.
         peers: int64 [m], global ids.
         rows: int64 [m], where these rows stand in the cohort.
         round_index: the round.
-        draw: numbers the step over the whole run; it keys batch and noise.
-        std: noise the cohort will add to out, [m], or None without privacy.
+        step: its number in the run; it keys batch and noise.
     """
 
-    out: Tensor
+    sums: Mapping[str, Tensor]
     params: Tensor
     divisor: Tensor | None
     batch: Batch
@@ -66,8 +66,13 @@ class PrivateStep:
     peers: np.ndarray
     rows: np.ndarray
     round_index: int
-    draw: int
-    std: Tensor | None
+    step: int
+
+    @property
+    def out(self) -> Tensor:
+        """Return where a step with one sum adds it."""
+        (only,) = self.sums.values()
+        return only
 
 
 Estimate = Callable[["Cohort", PrivateStep], None]
@@ -86,7 +91,7 @@ class Cohort:
         peers: int64 [m], their global ids, ascending.
         n_peers: how many peers the whole network has.
         initial: [d], the parameters every peer starts from.
-        plan, ledger: the privacy plan of the whole network and these peers' ledgers; None without privacy.
+        plan, ledger: the privacy plan of the whole network and these peers' ledger; None without privacy.
     """
 
     peers: np.ndarray
@@ -117,16 +122,11 @@ class Cohort:
         return torch.as_tensor(values, dtype=self.dtype, device=self.device)
 
     def active(self, round_index: int) -> np.ndarray:
-        """Return which rows take their steps in a round, bool [m]: participating, and within budget.
-
-        The ledger is charged here for all steps of the round, before any example is read.
-        """
+        """Return which rows take their steps in a round, bool [m]: participating, and all steps within budget."""
         active = self.participation.active(round_index)[self.peers]
         if self.ledger is None:
             return np.asarray(active)
-        last = (round_index + 1) * self.steps_per_round - 1
-        self.ledger.reserve(last)
-        return np.asarray(active & self.ledger.allowed(last))
+        return np.asarray(active & self.ledger.allowed((round_index + 1) * self.steps_per_round - 1))
 
     def add_step_(
         self,
@@ -147,24 +147,23 @@ class Cohort:
             divisor: [m], push weights, or None for 1.
             estimate: adds the step without noise; the sum above unless an algorithm reduces its variance.
 
-        Privacy: one release for each active peer (unit: example, adjacency: zero-out), charged to its
-            ledger before an example is read.
+        Privacy: what the algorithm declares for the step, see `release_rows_`.
         """
         active = self.active(round_index)
         if active.all():
-            self.step_rows_(out, params, divisor, round_index, np.arange(len(self.peers)), estimate)
+            self.release_rows_(out, params, divisor, round_index, np.arange(len(self.peers)), estimate)
         elif active.any():
             chosen = np.flatnonzero(active)
             rows = torch.as_tensor(chosen, device=self.device)
             part = out[rows]
             point = part if out is params else params[rows]
             share = None if divisor is None else divisor[rows]
-            self.step_rows_(part, point, share, round_index, chosen, estimate)
+            self.release_rows_(part, point, share, round_index, chosen, estimate)
             out[rows] = part
 
-    def step_rows_(
+    def release_rows_(
         self,
-        out: Tensor,
+        sums: Tensor | Mapping[str, Tensor],
         params: Tensor,
         divisor: Tensor | None,
         round_index: int,
@@ -172,22 +171,49 @@ class Cohort:
         estimate: Estimate = stochastic_gradient,
         local_step: int = 0,
     ) -> None:
-        """Add -γ g̃ to `out` for some rows, which `active` has said may step; see `add_step_`.
+        """Take one private step of some rows, which `active` has said may step: pay, estimate, add noise.
 
         Args:
-            out, params, divisor: of these rows alone, [r, d] and [r].
+            sums: where the step's sums are added, each [r, d], by the names the algorithm declares; a tensor alone
+                is the sum `gradient`.
+            params, divisor: of these rows alone, [r, d] and [r].
             rows: int64 [r], where they stand in the cohort.
+            estimate: adds the sums, without noise, from the step's batch.
             local_step: which step of the round, for algorithms that take several.
+
+        Privacy: unit example, adjacency zero-out; the release that the algorithm declares for the step, charged to
+            each row's ledger before an example is read.
         """
-        peers, draw = self.peers[rows], round_index * self.steps_per_round + local_step
+        peers, index = self.peers[rows], round_index * self.steps_per_round + local_step
+        if self.ledger is not None:
+            self.ledger.pay(index, rows)
         rate = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[peers]
-        scale, clip, std = self.tensor(-rate), None, None
+        named = {"gradient": sums} if isinstance(sums, Tensor) else sums
+        numbers, noises = [-rate], {}
         if self.plan is not None:
-            norm = self.plan.clip_norm(draw)[peers]
-            noise = rate * norm * self.plan.noise_multiplier(draw)[peers]
-            scale, clip, std = self.tensor(np.array([-rate, norm, noise])).unbind(0)
-        batch = self.data.batch(draw, peers)
-        step = PrivateStep(out, params, divisor, batch, clip, scale, peers, rows, round_index, draw, std)
+            clip, noises = self.plan.clip_norm(index)[peers], self.plan.noise(index, named)
+            numbers += [clip, *(rate * clip * noise[peers] for noise in noises.values())]
+        scale, *rest = self.tensor(np.array(numbers)).unbind(0)
+        step = PrivateStep(
+            sums=named,
+            params=params,
+            divisor=divisor,
+            batch=self.data.batch(index, peers),
+            clip_norm=rest[0] if rest else None,
+            scale=scale,
+            peers=peers,
+            rows=rows,
+            round_index=round_index,
+            step=index,
+        )
+        self.release_(step, estimate, dict(zip(noises, rest[1:], strict=True)))
+
+    def release_(self, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        """Add the estimate and then the noise to a step's sums: the one door from examples to messages.
+
+        Args:
+            std: the noise of every sum that is published, [r]; a sum that is not there stays on the peer.
+        """
         estimate(self, step)
-        if std is not None:
-            self.noise.add_(out, std, draw, peers)
+        for name, scale in std.items():
+            self.noise.add_(step.sums[name], scale, step.step, step.peers, name)

@@ -14,6 +14,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.gradients import resolve_loss
 from flower_privdec.gradients.base import row_chunks
+from flower_privdec.scenario import Scenario
 from flower_privdec.shards import try_on_shards
 
 OUTPUT_BYTES = 2**26  # the outputs of so many models as are tried at once
@@ -32,20 +33,20 @@ def evaluate(experiment: Experiment, rows: dict[str, Tensor], round_index: int) 
     """Try the network's mean model and every peer's on the test set.
 
     Args:
-        rows: the state's rows of all peers.
+        rows: the state's rows of all peers, at least those that others may see.
         round_index: rounds done so far.
 
     Returns:
         accuracy (mean_model, peer_mean, peer_min, peer_max), loss (mean_model, in nats), consensus_distance;
-        and for methods of several local steps personalized, see `shards.try_on_shards`.
+        and for methods of several local steps personalized, see `shards.try_on_shards`, where there is no privacy
+        to lose by it.
 
     Raises:
         RunError: when the run has diverged.
     """
     algorithm, loss = experiment.algorithm, resolve_loss(experiment.scenario.model.loss)
-    models, personal = algorithm.debiased(rows), algorithm.personal(rows)
-    for each in (models,) if personal is None else (models, personal):
-        _check_finite(experiment, each, round_index)
+    models = algorithm.debiased(rows)
+    _check_finite(experiment, models, round_index)
     x, labels = experiment.dataset.x_test.to(models), experiment.dataset.y_test.to(models.device)
     outputs = experiment.kernel.logits(algorithm.network_mean(rows).unsqueeze(0), x)[0]
     right, value = loss.predict(outputs) == labels, float(loss.value(outputs, labels).mean())
@@ -61,10 +62,20 @@ def evaluate(experiment: Experiment, rows: dict[str, Tensor], round_index: int) 
         "loss": {"mean_model": value},
         "consensus_distance": consensus_distance(models),
     }
-    if isinstance(algorithm, FedAvg):
-        last = round_index >= experiment.scenario.rounds
+    if isinstance(algorithm, FedAvg) and shows_private(experiment.scenario):
+        personal, last = algorithm.personal(rows), round_index >= experiment.scenario.rounds
+        if personal is not None:
+            _check_finite(experiment, personal, round_index)
         metrics["personalized"] = try_on_shards(experiment, rows, right, last)
     return metrics
+
+
+def shows_private(scenario: Scenario) -> bool:
+    """Return whether figures may be computed from private labels, which no account covers.
+
+    They may where nothing is private, or where the scenario says that it ignores what they tell (evaluation.private).
+    """
+    return scenario.private is None or scenario.evaluation.private == "ignored"
 
 
 def _peer_accuracy(experiment: Experiment, models: Tensor, x: Tensor, labels: Tensor) -> dict[str, float]:

@@ -214,14 +214,14 @@ class Tape:
     def __init__(self):
         self.asked = []
 
-    def add_(self, out, std, round_index, peers, purpose="noise"):
+    def add_(self, out, std, step, peers, purpose="noise", receivers=None):
         for row, peer in enumerate(peers):
-            self.asked.append((round_index, int(peer), purpose, float(std[row])))
-            out[row] += std[row] * torch.from_numpy(self.draw(round_index, peer, purpose))
+            self.asked.append((step, int(peer), purpose, float(std[row])))
+            out[row] += std[row] * torch.from_numpy(self.draw(step, peer, purpose))
 
     @staticmethod
-    def draw(round_index, peer, purpose):
-        return np.random.default_rng([round_index, int(peer), len(purpose)]).standard_normal(650)
+    def draw(step, peer, purpose):
+        return np.random.default_rng([step, int(peer), *purpose.encode()]).standard_normal(650)
 
 
 def private(name, *more):
@@ -244,7 +244,7 @@ def test_private_feddeper_clips_and_noises_both_gradients(build):
                 draw = k * TAU + j
                 std = RATE * 0.7 * experiment.plan.noise_multiplier(draw)[i] / 12
                 pull = RHO * (v[i] + y - 2 * x)
-                y = y - RATE * g(i, k, j, y, 0.7) - pull + std * tape.draw(draw, i, "noise")
+                y = y - RATE * g(i, k, j, y, 0.7) - pull + std * tape.draw(draw, i, "gradient")
                 v[i] = v[i] - RATE * g(i, k, j, v[i], 0.7) + std * tape.draw(draw, i, "personal")
             v[i] = (1 - LAMBDA) * v[i] + LAMBDA * y
             sent.append(y - x)
@@ -259,13 +259,13 @@ def test_at_rho_0_the_personalized_model_gets_no_noise_and_no_clipping(build):
     engine = engine_of(experiment, tape)
     engine.round()
     assert tape.asked
-    assert {purpose for _, _, purpose, _ in tape.asked} == {"noise"}
+    assert {purpose for _, _, purpose, _ in tape.asked} == {"gradient"}
     g, start = Gradients(experiment), experiment.initial.numpy()
     for i in np.flatnonzero(experiment.participation.active(0)):
         v, y = start.copy(), start.copy()
         for j in range(TAU):
             std = RATE * 0.01 * experiment.plan.noise_multiplier(j)[i] / 12
-            y = y - RATE * g(i, 0, j, y, 0.01) + std * tape.draw(j, i, "noise")
+            y = y - RATE * g(i, 0, j, y, 0.01) + std * tape.draw(j, i, "gradient")
             v = v - RATE * g(i, 0, j, v)
         np.testing.assert_allclose(engine.state.rows["personal"][i].numpy(), 0.5 * (v + y), rtol=1e-9, atol=1e-11)
 
@@ -280,7 +280,7 @@ def test_the_ledger_charges_tau_releases_a_round_to_active_peers_alone(build, tm
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     for _ in range(ROUNDS):
         engine.round()
-    spent = cohort.ledger.spent_all()
+    spent = cohort.ledger.spending.epsilons(ROUNDS * TAU)
     cohort.ledger.close()
     rounds = np.stack([experiment.participation.active(k) for k in range(ROUNDS)]).sum(0)
     assert len(set(rounds.tolist())) > 1  # the peers differ, or nothing is shown
@@ -300,7 +300,7 @@ def test_every_peer_keeps_its_budget_and_uses_it(build, tmp_path, name, graph):
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     for _ in range(4):
         engine.round()
-    spent = cohort.ledger.spent_all()
+    spent = cohort.ledger.spending.epsilons(4 * experiment.algorithm.steps_per_round)
     cohort.ledger.close()
     active = np.stack([experiment.participation.active(k) for k in range(4)]).any(0)
     assert spent[active].max() <= 3.0

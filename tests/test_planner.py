@@ -217,11 +217,15 @@ def test_mu_of_dyn_d2p(build: Build, capsys: pytest.CaptureFixture[str]) -> None
     row = peer_rows(build(PAPER, named("dyn-d2p")))[0]
     assert row["claimed_epsilon"] == 3
     assert row["mu_total"] == pytest.approx(total)
-    assert row["mu_0"] == pytest.approx(gdp_mu_0(total, rate, 6, 2.0)) == pytest.approx(1 / row["noise_multiplier"])
+    assert (
+        row["mu_0"]
+        == pytest.approx(gdp_mu_0(total, rate, 2.0 ** (np.arange(6) / 3)))
+        == pytest.approx(1 / row["noise_multiplier"])
+    )
     assert row["mu_bar"] is None
     constant = build(PAPER, named("dyn-c-d2p"))
     row = peer_rows(constant)[0]
-    assert row["mu_bar"] == row["mu_0"] == pytest.approx(gdp_mu_0(total, rate, 6, 1.0))
+    assert row["mu_bar"] == row["mu_0"] == pytest.approx(gdp_mu_0(total, rate, np.ones(6)))
     console.print_plan(make_plan(constant), as_json=False)
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("claimed ε", "μ_tot", "μ̄"))

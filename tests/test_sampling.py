@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from flower_privdec.data import SAMPLINGS, Dataset, LocalBatch, PeerData, Sampler
-from flower_privdec.data.datasets import fingerprint
 from flower_privdec.data.sampling import draw_distinct, draw_poisson
 from flower_privdec.errors import ScenarioError
 from flower_privdec.randomness import keyed_generator, seed_keys
@@ -295,7 +294,7 @@ def data_and_parts() -> tuple[Dataset, list[np.ndarray]]:
     y = torch.randint(0, 4, (total,), generator=generator)
     order = np.random.default_rng(1).permutation(total)
     parts = [np.sort(part) for part in np.split(order, np.cumsum(SIZES))[:-1]]
-    return Dataset("made", x, y, x[:3], y[:3], 4, fingerprint(x, y)), parts
+    return Dataset("made", x, y, x[:3], y[:3], 4), parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -49,8 +49,9 @@ def after(experiment, rounds, tape=None):
 @pytest.mark.parametrize("privacy", ["privacy.clip_norm=0.4", "privacy=none"])
 @pytest.mark.parametrize("model", [[], MLP], ids=["softmax", "mlp"])
 @pytest.mark.parametrize("more", [[], UNEQUAL, SOME, UNEQUAL + SOME], ids=["all", "unequal", "some", "unequal some"])
-def test_factored_is_dense(build, privacy, model, more):
-    factored, dense = (after(build(*vr(table), privacy, *model, *more), 6) for table in ("factored", "dense"))
+def test_factored_is_dense(build, alike, privacy, model, more):
+    first, second = (build(*vr(table), privacy, *model, *more) for table in ("factored", "dense"))
+    factored, dense = (after(experiment, 6) for experiment in (first, alike(second, first)))
     for name in ("x", "w", "table.mean"):
         torch.testing.assert_close(factored[name], dense[name], rtol=1e-10, atol=1e-12)
     assert dense["table"].abs().max() > 0

@@ -15,6 +15,7 @@ from flower_privdec.cohort import Cohort
 from flower_privdec.errors import ScenarioError
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
+from flower_privdec.privacy.declared import one_sum
 from flower_privdec.randomness import keyed_generator
 from flower_privdec.scenario.algorithms import AsynchronousSection
 from flower_privdec.topology import EdgeArray, Topology, edge_array, in_neighbors
@@ -98,6 +99,7 @@ class ADP2SGD(Algorithm):
     summary: ClassVar[str] = "asynchronous pairwise gossip with stale noised gradients (A(DP)²SGD)"
     weights = "doubly-stochastic"
     slots = 3
+    released = one_sum
 
     def __init__(self, section: AsynchronousSection) -> None:
         super().__init__(section)

@@ -13,6 +13,7 @@ from torch import Tensor
 from flower_privdec.aligned import aligned, is_aligned
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
+from flower_privdec.privacy.declared import Declaration, Drawing, PaperNoise
 from flower_privdec.scenario.algorithms import GradientSection, steps_per_round
 from flower_privdec.topology import Topology
 
@@ -59,12 +60,19 @@ class Algorithm:
 
     Only an exchange crosses rows. The row law holds for every step: step(state)[i] == step(state[i:i+1]).
 
+    What private steps publish is declared by `released`, beside the steps. A subclass that defines or overrides
+    anything an instance does has to declare anew: it inherits no promise about steps that it changed.
+
     Attributes:
         name: what a scenario calls it.
         weights: the mixing weights its theory needs, or None when it exchanges nothing.
         program: steps and exchanges of one round, in order.
         slots: how many [m, d] buffers its state holds (for memory estimates).
-        steps_per_round: private steps of an active peer in a round; each is a release.
+        open_rows: the rows of the state that other peers may see: functions of what was released, here and elsewhere.
+            Every other row stays with its peer.
+        steps_per_round: private steps of an active peer in a round.
+        remembers_clipped: whether a step publishes gradients that were clipped to the norms of earlier steps.
+        paper_noise: whose formula `calibration: paper` computes the noise by; None where no paper claims an ε.
     """
 
     name: ClassVar[str]
@@ -72,10 +80,29 @@ class Algorithm:
     weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
     program: tuple[Step | Mix, ...]
     slots: ClassVar[int] = 1
+    open_rows: ClassVar[tuple[str, ...]] = ("x",)
+    paper_noise: ClassVar[PaperNoise | None] = None
+    remembers_clipped: bool = False
 
     def __init__(self, section: GradientSection) -> None:
         self.section = section
         self.steps_per_round = steps_per_round(section)
+
+    def __init_subclass__(cls) -> None:
+        """Drop an inherited declaration where a subclass changes what it was about."""
+        super().__init_subclass__()
+        changed = [name for name, value in vars(cls).items() if callable(value) or name == "program"]
+        if changed and "released" not in vars(cls):
+            cls.released = Algorithm.released  # type: ignore[method-assign]
+
+    def released(self, step: int, drawing: Drawing) -> Declaration:
+        """Return what a private step publishes; None, which costs ε = ∞, unless an algorithm declares it.
+
+        Args:
+            step: its number in the run, from 0: `steps_per_round` of them a round.
+            drawing: how the peer draws its examples.
+        """
+        return None
 
     def exchange(
         self, topology: Topology, weights: str, participation: Participation, seed: int
@@ -99,7 +126,7 @@ class Algorithm:
         return rows["x"]
 
     def personal(self, rows: dict[str, Tensor]) -> Tensor | None:
-        """Return each peer's personalized model, [m, d], or None where the algorithm has none."""
+        """Return each peer's personalized model, [m, d], or None where there is none at hand."""
         return None
 
     def network_mean(self, rows: dict[str, Tensor]) -> Tensor:

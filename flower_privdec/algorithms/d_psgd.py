@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flower_privdec.algorithms.base import Algorithm, Mix, State
 from flower_privdec.cohort import Cohort
+from flower_privdec.privacy.declared import one_sum
 
 
 def gradient(cohort: Cohort, state: State) -> None:
@@ -40,6 +41,7 @@ class DPSGD(Algorithm):
     weights = "doubly-stochastic"
     program = (gradient, Mix(("x",)), apply_step)
     slots = 2
+    released = one_sum
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return x_i^0 = x^0 and room for the step."""

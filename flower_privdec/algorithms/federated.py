@@ -16,6 +16,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.base import row_chunks
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
+from flower_privdec.privacy.declared import one_sum
 from flower_privdec.scenario.algorithms import FedDeperSection, FedProxSection, LocalStepsSection
 from flower_privdec.topology import Topology
 
@@ -39,6 +40,7 @@ class FedAvg(SGP):
 
     name: ClassVar[str] = "fedavg"
     summary: ClassVar[str] = "several local steps, then averaging (FedAvg); over a graph: local-step push-sum"
+    released = one_sum
 
     def __init__(self, section: LocalSteps) -> None:
         super().__init__(section)
@@ -61,7 +63,7 @@ class FedAvg(SGP):
         y = aligned(start)
         for step in range(self.steps_per_round):
             pull = self.pull(cohort, state, rows, y, start)
-            cohort.step_rows_(y, y, None, state.round_index, rows, local_step=step)
+            cohort.release_rows_(y, y, None, state.round_index, rows, local_step=step)
             if pull is not None:
                 y.sub_(pull)
         return y
@@ -79,6 +81,7 @@ class FedProx(FedAvg):
 
     name = "fedprox"
     summary = "FedAvg with a proximal term (FedProx)"
+    released = one_sum
 
     def __init__(self, section: FedProxSection) -> None:
         super().__init__(section)
@@ -112,6 +115,8 @@ class Scaffold(FedAvg):
     name = "scaffold"
     summary = "FedAvg with control variates (SCAFFOLD); twice the traffic; topology server"
     slots = 5
+    open_rows = ("x", "w", "change")
+    released = one_sum
 
     def __init__(self, section: LocalStepsSection) -> None:
         super().__init__(section)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from flower_privdec.algorithms.base import Algorithm, State
 from flower_privdec.cohort import Cohort
+from flower_privdec.privacy.declared import one_sum
 
 
 def descend(cohort: Cohort, state: State) -> None:
@@ -23,6 +24,7 @@ class Local(Algorithm):
     summary: ClassVar[str] = "every peer alone (no exchange): the baseline"
     weights = None
     program = (descend,)
+    released = one_sum
 
 
 class DPSGDCentral(Local):
@@ -30,3 +32,4 @@ class DPSGDCentral(Local):
 
     name = "dp-sgd"
     summary = "one peer with all data (DP-SGD): the centralized reference"
+    paper_noise = "moments"

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from flower_privdec.algorithms.base import Algorithm, Mix, State, Step, push_weights
 from flower_privdec.cohort import Cohort
+from flower_privdec.privacy.declared import one_sum
 
 
 def descend(cohort: Cohort, state: State) -> None:
@@ -34,6 +35,8 @@ class SGP(Algorithm):
     summary: ClassVar[str] = "stochastic gradient push (push-sum) over directed graphs"
     weights = "column-stochastic"
     program: tuple[Step | Mix, ...] = (descend, Mix(("x", "w")))
+    open_rows: ClassVar[tuple[str, ...]] = ("x", "w")
+    released = one_sum
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return x_i^0 = x^0 and w_i^0 = 1."""
@@ -57,3 +60,4 @@ class PrivSGP(SGP):
 
     name = "privsgp"
     summary = "private stochastic gradient push (PrivSGP, Alg. 2), a budget for each peer"
+    paper_noise = "moments"

@@ -156,7 +156,8 @@ def constant_plan(n_peers: int) -> PrivacyPlan:
     """Return the same clip norm and noise for every peer and round; nobody is charged."""
     ones = np.broadcast_to(1.0, (FOREVER, n_peers))
     noise = np.broadcast_to(NOISE_MULTIPLIER, ones.shape)
-    return PrivacyPlan(np.broadcast_to(CLIP_NORM, ones.shape), noise, (), (None,) * n_peers, "none")
+    kinds, kind_of = ({"gradient": 1.0},), np.broadcast_to(0, (FOREVER,))
+    return PrivacyPlan(np.broadcast_to(CLIP_NORM, ones.shape), noise, (), (None,) * n_peers, "none", kinds, kind_of)
 
 
 def synthetic(workload: Workload) -> Dataset:
@@ -165,4 +166,4 @@ def synthetic(workload: Workload) -> Dataset:
     count = workload.n_peers * workload.examples
     x = torch.from_numpy(generator.standard_normal((count, *workload.shape), dtype=np.float32))
     y: Tensor = torch.arange(count) % workload.n_classes
-    return Dataset("synthetic", x, y, x[:64], y[:64], workload.n_classes, "synthetic")
+    return Dataset("synthetic", x, y, x[:64], y[:64], workload.n_classes)

@@ -38,8 +38,8 @@ TINY = 1e-6
 def apply_features(dataset: Dataset, section: FeaturesSection) -> Dataset:
     """Replace the examples of a dataset by their features, float32 [N, D].
 
-    Computed once for the same examples and settings, then read from disk. The fingerprint stays that of the
-    examples themselves: the same private data under another transform is still the same private data.
+    Computed once for the same examples and settings, then read from disk. The name, under which a ledger pays, stays
+    that of the examples: the same private data under another transform is still the same private data.
 
     Raises:
         ScenarioError: the examples are no images, or of a size or kind that the settings do not fit.

@@ -12,7 +12,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.planner.peers import noise_std
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.plan import PrivacyPlan
-from flower_privdec.runtime.recorder import json_number
+from flower_privdec.runtime.spent import json_number
 from flower_privdec.wording import epsilon_text, number, peer_ranges, setting
 
 WEAK_EPSILON = 10.0

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.plan import Claim
+from flower_privdec.privacy.scale import Claim
 from flower_privdec.privacy.schedules import build_schedule
-from flower_privdec.runtime.recorder import json_number
+from flower_privdec.runtime.spent import json_number
 from flower_privdec.scenario.algorithms import dynamic
 
 

@@ -162,3 +162,15 @@ def _bin_noise(group: list[Release]) -> list[Release]:
     starts = np.flatnonzero(np.diff(bins, prepend=-1))
     steps = np.add.reduceat([r.steps for r in group], starts)
     return [group[start].times(int(count)) for start, count in zip(starts, steps, strict=True)]
+
+
+# SHIM
+Alternatives = tuple[tuple[Release, ...], ...]
+
+
+def epsilon_of_runs(runs, delta):
+    import itertools
+
+    return max(
+        (epsilon([r for part in choice for r in part], delta) for choice in itertools.product(*runs)), default=0.0
+    )

@@ -1,6 +1,6 @@
 """Random numbers that depend on keys alone: the same for any cohort, any order and any resume."""
 
-from flower_privdec.randomness.build import GENERATORS, build_noise
+from flower_privdec.randomness.build import GENERATORS, build_noise, resolve_generator
 from flower_privdec.randomness.fast import FastNoise
 from flower_privdec.randomness.keys import KEY_BYTES, Secret, keyed_generator, seed_keys
 from flower_privdec.randomness.source import NoiseSource
@@ -15,5 +15,6 @@ __all__ = [
     "TorchNoise",
     "build_noise",
     "keyed_generator",
+    "resolve_generator",
     "seed_keys",
 ]

@@ -36,14 +36,27 @@ def build_noise(generator: str, keys: Mapping[int, bytes], device: torch.device 
         raise ScenarioError(f"generator={generator!r} must be one of {', '.join(GENERATORS)}")
     if generator == "fast" and device.type != "cpu":
         raise ScenarioError(f"generator='fast' runs on a CPU, not {device}: set generator to torch or auto")
-    if generator == "torch" or device.type != "cpu":
+    if resolve_generator(generator, device) == "torch":
         return TorchNoise(keys, device)
     try:
         return FastNoise(keys)
     except ImportError as error:
-        if generator == "auto":
-            return TorchNoise(keys, device)
         raise ScenarioError(
             "generator='fast' needs numba, which is not installed: pip install 'flower-privdec[fast]', "
             "or set generator to torch"
         ) from error
+
+
+def resolve_generator(generator: str, device: torch.device) -> str:
+    """Return which generator `auto` stands for here; any other is itself."""
+    if generator != "auto":
+        return generator
+    return "fast" if device.type == "cpu" and _has_numba() else "torch"
+
+
+def _has_numba() -> bool:
+    try:
+        from flower_privdec.randomness import philox  # noqa: F401 (what it needs is the question)
+    except ImportError:
+        return False
+    return True

@@ -217,6 +217,7 @@ class EvaluationSection(Section):
 
     every: Count = 20
     peer_samples: Count | None = None  # test examples for each peer's own model; the mean model has them all
+    private: Literal["withheld", "ignored"] = "withheld"  # figures from private labels, which no ε covers, beside one
 
 
 class ComputeSection(Section):

@@ -20,23 +20,25 @@ ORDER, POSITION, ROWS = "order", "position", "rows"
 class Order:
     """What the ServerApp asks of a node in every train message.
 
+    It names no ledger, no key and, outside a simulation, no path: those are the node's own (`own`).
+
     Attributes:
         scenario: the scenario, as YAML.
-        base: the folder from which the scenario's relative paths start.
-        folder: where the run is kept (cohort mode), or the ledgers (relay mode).
         until: stop when so many rounds are done.
         peers: global ids of the peers the node hosts.
-        run_id: names the run in the ledgers (relay mode; in cohort mode the node's own recorder does).
+        base: the folder from which the scenario's relative paths start (simulation).
+        folder: where the run is kept (cohort mode, simulation).
         resume: go on from the checkpoint in `folder` (cohort mode).
+        begin: go on from the node's own checkpoint of this round; 0 to begin anew, -1 to go on as it is (relay mode).
     """
 
     scenario: str
-    base: str
-    folder: str
     until: int
     peers: list[int]
-    run_id: str = ""
+    base: str = ""
+    folder: str = ""
     resume: bool = False
+    begin: int = -1
 
     def record(self) -> ConfigRecord:
         """Return the order as a record."""

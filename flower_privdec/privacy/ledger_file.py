@@ -1,18 +1,18 @@
-"""One peer's ledger for one data set: the file, its lock, and what the budget leaves."""
+"""One ledger file: what was paid for one source of data, its lock, and what it amounts to."""
 
 from __future__ import annotations
 
 import fcntl
 import logging
-import math
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from flower_privdec.errors import BudgetError
-from flower_privdec.privacy.accounting import check_delta, epsilon
+from flower_privdec.privacy.accounting import Alternatives
 from flower_privdec.privacy.chain import (
     NOTHING,
     RESTORE,
@@ -24,62 +24,49 @@ from flower_privdec.privacy.chain import (
     parse,
     payments,
 )
-from flower_privdec.privacy.events import Release, Spend, canonical
+from flower_privdec.privacy.events import Release, canonical
 
 _log = logging.getLogger(__name__)
 
 
-class Ledger:
-    """One peer's ledger, open, verified and locked; a context manager.
+class LedgerFile:
+    """A ledger, open, verified and locked; a context manager.
 
     Attributes:
         path: the file.
-        budget, delta: ε of the budget (None for no limit) and its δ.
         payments: every payment that is safe on disk, oldest first.
         head: the number of lines and the last line's hash.
     """
 
-    def __init__(self, path: Path, dataset_fingerprint: str, peer: int, budget: float | None, delta: float) -> None:
-        """Open and lock a file in a folder that exists; see `open`."""
-        check_delta(delta)
-        self.path, self.budget, self.delta = path, budget, delta
-        self._header = header(dataset_fingerprint, peer)
+    def __init__(self, directory: Path | str, source: str) -> None:
+        """Open DIRECTORY/SOURCE.jsonl, made if missing.
+
+        Raises:
+            BudgetError: when the file is in use, was edited, or is another source's.
+        """
+        self.path = ledger_path(directory, source)
+        _make_folder(self.path.parent)
+        self._header = header(source)
         self._appended: tuple[list[Payment], list[str]] = ([], [])
-        self._fd: int | None = _open_locked(path)
+        self._fd: int | None = _open_locked(self.path)
         try:
             bodies = self._load()
-            self.payments = payments(bodies, path)
+            self.payments = payments(bodies, self.path)
+            _sync_folder(self.path.parent)
         except BaseException:
             self.close()
             raise
         self._hashes = [str(body["hash"]) for body in bodies]
-
-    @classmethod
-    def open(
-        cls,
-        directory: Path | str,
-        dataset_fingerprint: str,
-        peer: int,
-        budget_epsilon: float | None,
-        delta: float,
-    ) -> Self:
-        """Open directory/<first 16 of the fingerprint>/peer-<id>.jsonl, made if missing.
-
-        Raises:
-            BudgetError: when the file is in use, was edited, or is another data set's or peer's.
-        """
-        path = ledger_path(directory, dataset_fingerprint, peer)
-        make_folder(path.parent)
-        ledger = cls(path, dataset_fingerprint, peer, budget_epsilon, delta)
-        sync_folder(path.parent)
-        return ledger
 
     def _load(self) -> list[Body]:
         content = _read_all(self._descriptor)
         bodies, kept = parse(content, self.path)
         for name, value in self._header.items():
             if bodies and bodies[0].get(name) != value:
-                raise BudgetError(f"{self.path} line 1: {name} is not this run's; give another ledger folder")
+                raise BudgetError(
+                    f"{self.path} line 1: {name} is {bodies[0].get(name)!r} and must be {value!r}; give another "
+                    "ledger folder"
+                )
         if kept < len(content):
             _log.warning("%s: dropped an incomplete last line; no step had begun on it", self.path)
             os.ftruncate(self._descriptor, kept)
@@ -109,53 +96,21 @@ class Ledger:
         if length > 0 and self._hashes[length - 1] != digest:
             raise BudgetError(f"{self.path} line {length}: not the line that the checkpoint saw; {RESTORE}")
 
-    @property
-    def releases(self) -> tuple[Release, ...]:
-        """Return all that was paid for by any run, equal mechanisms together."""
-        return canonical(release for payment in self.payments for _, release in payment.parts)
-
-    def spent(self) -> float:
-        """Return the ε of everything recorded, rounds reserved ahead included."""
-        return epsilon(self.releases, self.delta)
-
-    def paid_until(self, run: str) -> int:
-        """Return the round before which all that a run may do is paid."""
-        return max((payment.to_round for payment in self.payments if payment.run == run), default=0)
-
-    def fits(self, releases: Iterable[Release]) -> bool:
-        """Return whether the budget allows releases beside what is recorded."""
-        if self.budget is None or self.budget == math.inf:
-            return True
-        return epsilon([*self.releases, *releases], self.delta) <= self.budget
-
-    def spend(self, run: str, spend: Spend) -> None:
-        """Pay for rounds of a run, in order; safe on disk when this returns. What the run has paid is free.
+    def append(self, payment: Payment) -> None:
+        """Write a payment, whole or not at all; it counts, and is safe on disk, when this returns.
 
         Raises:
-            BudgetError: when the budget does not allow it (nothing is recorded), or the disk fails.
+            BudgetError: when the disk fails; then nothing may be run on it.
         """
-        due = spend.between(self.paid_until(run), spend.to_round)
-        if due is None:
-            return
-        if not self.fits([due.release]):
-            raise BudgetError(
-                f"epsilon={self.budget} does not allow rounds {due.from_round} to {due.to_round}: "
-                f"{self.spent():.4g} is spent ({self.path}); raise the budget or stop here"
-            )
-        self.append(Payment.of(run, [due]))
-        self.sync()
-
-    def append(self, payment: Payment) -> None:
-        """Write a payment, whole or not at all, without a look at the budget; it counts after `sync`."""
         if self._appended[1]:
-            self.sync()  # one that an interrupt kept from it
+            self._sync()  # one that an interrupt kept from it
         bodies = [payment.to_json()] if self._hashes else [self._header, payment.to_json()]
         content, hashes = chained(bodies, self.head)
         self._appended = ([payment], hashes)
         self._guarded(lambda fd: _write_all(fd, content))
+        self._sync()
 
-    def sync(self) -> None:
-        """Make what was appended safe on disk, and count it."""
+    def _sync(self) -> None:
         self._guarded(os.fsync)
         paid, hashes = self._appended
         self.payments += paid
@@ -187,21 +142,50 @@ class Ledger:
         self.close()
 
 
-def ledger_path(directory: Path | str, dataset_fingerprint: str, peer: int) -> Path:
-    """Return where a peer's ledger for a data set lies."""
-    return Path(directory) / dataset_fingerprint[:16] / f"peer-{peer:05d}.jsonl"
+def paid_until(paid: Sequence[Payment], run: str) -> int:
+    """Return the step before which all that a run may do is paid."""
+    return max((payment.to_step for payment in paid if payment.run.id == run), default=0)
 
 
-def make_folder(folder: Path) -> None:
+def paid_by_peer(paid: Sequence[Payment], run: str) -> dict[int, int]:
+    """Return the step up to which each peer's own active steps of a run are paid, by peer."""
+    found: dict[int, int] = {}
+    for payment in paid:
+        for share in payment.shares if payment.run.id == run else ():
+            end = max(b for steps, _ in share.parts for _, b in steps)
+            found |= {peer: max(end, found.get(peer, 0)) for peer in share.peers}
+    return found
+
+
+def runs_in(paid: Sequence[Payment]) -> dict[str, Alternatives]:
+    """Return what each run cost, by its id: the different lists of releases that its peers paid for.
+
+    Which peer held an example in a run depends on how the data were dealt out, so each example is charged as if it had
+    been at whichever peer costs most: an upper bound for any partition.
+    """
+    lists: dict[str, dict[int, list[Release]]] = {}
+    for payment in paid:
+        for share in payment.shares:
+            for peer in share.peers:
+                lists.setdefault(payment.run.id, {}).setdefault(peer, []).extend(share.releases)
+    return {run: tuple(dict.fromkeys(map(canonical, peers.values()))) for run, peers in lists.items()}
+
+
+def ledger_path(directory: Path | str, source: str) -> Path:
+    """Return where the ledger of a source of data lies."""
+    return Path(directory) / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl"
+
+
+def _make_folder(folder: Path) -> None:
     """Make a ledger folder, its name safe on disk."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)
+        _sync_folder(folder.parent)
     except OSError as error:
         raise BudgetError(f"{folder} cannot be made ({error.strerror}); give another ledger folder") from error
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Make the names in a folder safe on disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
