@@ -6,24 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from flower_privdec.algorithms import ALGORITHMS, Mix, State
+from flower_privdec.algorithms import Mix, State
 from flower_privdec.runtime.engine import Engine
+from variants import VARIANTS, settings_for
 
 ROUNDS = 6
-UNDIRECTED = ("d-psgd", "dp2-sgd", "adp2-sgd")
-VARIANTS = [
-    *([f"algorithm.name={name}"] for name in ALGORITHMS),
-    ["algorithm.name=privsgp-vr", "algorithm.table=dense"],
-    ["algorithm.name=privsgp-vr", "algorithm.table=snapshot", "algorithm.snapshot_every=2"],
-    ["algorithm.name=privsgp-vr", "algorithm.table=blocks", "data.batch.sampling=blocks"],
-]
-
-
-def settings_for(*settings):
-    name = settings[0].removeprefix("algorithm.name=")
-    graph = "ring" if name in UNDIRECTED else "server" if name == "scaffold" else "directed-exponential"
-    return [*settings, f"topology.name={graph}", *(["n_peers=1"] if name == "dp-sgd" else [])]
-
 
 @pytest.fixture(params=VARIANTS, ids=" ".join)
 def variant(request):
