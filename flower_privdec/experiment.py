@@ -117,7 +117,10 @@ class Experiment:
         if scenario.private is not None:
             plan = build_plan(scenario, scenario.private, algorithm, drawings_of(sampler), participation)
         kernel = build_kernel(
-            module.to(device, dtype), scenario.model.loss, memory_bytes=scenario.compute.memory_mib << 20
+            module.to(device, dtype),
+            scenario.model.loss,
+            dataset.input_shape,
+            memory_bytes=scenario.compute.memory_mib << 20,
         )
         algorithm.check_model(kernel)
         rate = np.broadcast_to(np.asarray(scenario.algorithm.learning_rate, dtype=np.float64), (scenario.n_peers,))

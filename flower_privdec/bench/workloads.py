@@ -140,7 +140,7 @@ class Setup:
             peers=np.arange(n),
             n_peers=n,
             initial=flatten(self.module),
-            kernel=build_kernel(self.module, self.workload.loss),
+            kernel=build_kernel(self.module, self.workload.loss, self.workload.shape),
             data=self.data,
             mixing=mixing,
             participation=participation,
