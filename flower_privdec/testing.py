@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -27,6 +27,7 @@ from flower_privdec.algorithms import Mix
 from flower_privdec.cohort import Cohort, Estimate, PrivateStep
 from flower_privdec.data import Batch, Dataset, LocalBatch, PeerData
 from flower_privdec.experiment import Experiment, drawings_of
+from flower_privdec.randomness import NoiseSource
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.run import run
 
@@ -42,18 +43,20 @@ class Released:
         peers: int64 [r].
         drawn: the local positions each row drew.
         unit: [r], one clip norm in the sums.
-        raw: each sum as computed, without noise, [r, d].
-        published: what was published of it, [r, d]; a sum that stays on the peer is not there.
-        std: the noise that each published sum was given, [r].
+        before: what each sum was added to, [r, d].
+        raw: what was computed of it, without noise, [r, d].
+        after: what it was added to, with the sum and the noise of those that are published, [r, d].
+        public: the names of the sums that are published.
     """
 
     step: int
     peers: np.ndarray
     drawn: list[set[int]]
     unit: Tensor
+    before: Mapping[str, Tensor]
     raw: Mapping[str, Tensor]
-    published: Mapping[str, Tensor]
-    std: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
+    public: tuple[str, ...]
 
 
 @dataclass
@@ -77,13 +80,14 @@ def _take(
     clip = torch.ones_like(step.scale) if step.clip_norm is None else step.clip_norm
     used = step.batch.weight > 0
     return Released(
-        step.step,
-        step.peers,
-        [set(index[mask].tolist()) for index, mask in zip(step.batch.index, used, strict=True)],
-        step.scale.abs() * clip,
-        raw,
-        {name: step.sums[name].clone() for name in std},
-        dict(std),
+        step=step.step,
+        peers=step.peers,
+        drawn=[set(index[mask].tolist()) for index, mask in zip(step.batch.index, used, strict=True)],
+        unit=step.scale.abs() * clip,
+        before=before,
+        raw=raw,
+        after={name: out.clone() for name, out in step.sums.items()},
+        public=tuple(std),
     )
 
 
@@ -111,9 +115,12 @@ def replaying(tape: Tape) -> Iterator[Tape]:
         past = tape.steps[len(again.steps)]
         assert (past.step, past.peers.tolist()) == (step.step, step.peers.tolist())
 
+        start = {name: step.sums[name].clone() for name in std}
+
         def publish(_: Cohort, step: PrivateStep, std: Mapping[str, Tensor]) -> None:
-            for name in std:
-                step.sums[name].copy_(past.published[name])
+            for name in std:  # bit for bit, where it is added to the same
+                moved = start[name] + (past.after[name] - past.before[name])
+                step.sums[name].copy_(past.after[name] if torch.equal(start[name], past.before[name]) else moved)
 
         again.steps.append(_take(cohort, step, estimate, std, publish))
 
@@ -170,7 +177,7 @@ def assert_sensitivity(
     for one, other in zip(tape.steps, again.steps, strict=True):
         for row in np.flatnonzero(one.peers == peer).tolist():
             declared = {each.name: each for each in experiment.algorithm.released(one.step, drawing) or ()}
-            for name in one.published:
+            for name in one.public:
                 each = declared[name]
                 moved = float((one.raw[name][row] - other.raw[name][row]).norm() / one.unit[row])
                 allowed = each.drawn if each.over == "all" or example in one.drawn[row] else each.idle
@@ -184,11 +191,15 @@ def assert_sensitivity(
 # --- each release has its noise ---
 
 
-class _Watched:
-    """A noise source that notes every draw."""
+Draw = tuple[int, int, str, int | None]  # peer, step, purpose, receiver
 
-    def __init__(self, source: Any, drawn: list[tuple[Any, ...]]) -> None:
-        self._source, self._drawn = source, drawn
+
+class _Watched:
+    """A noise source that notes the standard deviation of every draw."""
+
+    def __init__(self, source: NoiseSource) -> None:
+        self._source = source
+        self.drawn: dict[Draw, float] = {}
 
     def add_(
         self,
@@ -201,7 +212,10 @@ class _Watched:
     ) -> None:
         """See NoiseSource."""
         to = [None] * len(peers) if receivers is None else receivers.tolist()
-        self._drawn += [(peer, step, purpose, receiver) for peer, receiver in zip(peers.tolist(), to, strict=True)]
+        for peer, receiver, scale in zip(peers.tolist(), to, std.tolist(), strict=True):
+            draw = peer, step, purpose, receiver
+            assert draw not in self.drawn, f"a draw of noise is used twice: peer {peer}, step {step}, {purpose!r}"
+            self.drawn[draw] = scale
         self._source.add_(out, std, step, peers, purpose, receivers)
 
 
@@ -211,30 +225,28 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
     Raises:
         AssertionError: naming the step and the sum.
     """
-    plan, drawn = experiment.plan, []
+    plan, cohort = experiment.plan, experiment.cohort()
     assert plan is not None
-    cohort = experiment.cohort()
-    cohort.noise = _Watched(cohort.noise, drawn)
+    cohort.noise = watched = _Watched(cohort.noise)
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
-    drawings = drawings_of(experiment.sampler)
     with recording() as tape:
         for _ in range(rounds):
             engine.round()
-    assert len(set(drawn)) == len(drawn), "a draw of noise is used twice"
+    drawings = drawings_of(experiment.sampler)
     for each in tape.steps:
         for row, peer in enumerate(each.peers.tolist()):
             for said in experiment.algorithm.released(each.step, drawings[peer]) or ():
-                if said.to == "nobody":
-                    assert said.name not in each.std
-                    continue
-                wanted = plan.noise_multipliers[each.step, peer] * said.noise * float(each.unit[row])
-                found = float(each.std[said.name][row])
-                assert abs(found - wanted) <= 1e-9 * wanted, (
-                    f"step {each.step}: {said.name!r} has noise {found}, not {wanted}"
-                )
-                where = f"step {each.step}: the noise of {said.name!r} of peer {peer}"
-                added = each.published[said.name][row] - each.raw[said.name][row]
-                assert wanted == 0 or float(added.norm()) > 0, f"{where} was not added"
+                multiplier = 0.0 if said.to == "nobody" else plan.noise_multipliers[each.step, peer] * said.noise
+                _check_noise(each, row, said.name, multiplier, watched.drawn.get((peer, each.step, said.name, None)))
+
+
+def _check_noise(step: Released, row: int, name: str, multiplier: float, found: float | None) -> None:
+    where = f"step {step.step}: sum {name!r} of peer {step.peers[row]}"
+    wanted = multiplier * float(step.unit[row])
+    assert abs((found or 0.0) - wanted) <= 1e-9 * wanted, f"{where} has noise {found}, and must have {wanted}"
+    noise = step.after[name][row] - step.before[name][row] - step.raw[name][row]
+    size = float(noise.norm()) / math.sqrt(len(noise))
+    assert (size > 0.1 * wanted) if wanted else size < 1e-9, f"{where}: its noise of {wanted} was not added"
 
 
 # --- nothing else leaves ---

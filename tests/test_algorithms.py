@@ -5,12 +5,13 @@ import copy
 import numpy as np
 import pytest
 import torch
+from variants import VARIANTS, settings_for
 
 from flower_privdec.algorithms import Mix, State
 from flower_privdec.runtime.engine import Engine
-from variants import VARIANTS, settings_for
 
 ROUNDS = 6
+
 
 @pytest.fixture(params=VARIANTS, ids=" ".join)
 def variant(request):
