@@ -224,6 +224,11 @@ def test_a_snapshot_costs_one_full_sum_and_then_steps_of_twice_the_clip_norm(q, 
     assert near > 0.99 or size > 1
 
 
+def test_a_snapshots_noise_weighs_as_much_in_m_steps_as_their_own():
+    noise = snapshot_steps(0.25, 7).noise(6.0)["gradient"]  # every third step is a snapshot
+    np.testing.assert_allclose(noise, 6.0 * np.array([3**-0.5, 1, 1, 3**-0.5, 1, 1, 3**-0.5]), rtol=1e-15)
+
+
 def test_a_snapshot_charged_for_one_clip_norm_would_be_found_out():
     mechanism = snapshot_steps(0.5, 2)
     charged = [Release("poisson", 0.5, 100, 50, 2.0, 2)]

@@ -177,29 +177,31 @@ def test_with_one_example_a_step_it_is_eq_6_word_for_word(build):
 
 
 def reference_blocks(ref, rounds, rate, b):
-    """The same with one entry a block: the mean of the clipped gradients of examples j, j + c, j + 2 c, ..."""
+    """The same with one entry a block: the sum over J / c of the clipped gradients of examples j, j + c, ..."""
     n, sizes = 4, ref.experiment.sampler.partition_sizes
     x, w = np.tile(ref.start, (n, 1)), np.ones(n)
-    blocks = [[np.arange(j, size // b * b, size // b) for j in range(size // b)] for size in sizes]
-    tables = [np.stack([ref.gradients(i, ref.start, block).mean(0) for block in blocks[i]]) for i in range(n)]
+    blocks = [[np.arange(j, size, size // b) for j in range(size // b)] for size in sizes]
+    assert [sum(map(len, each)) for each in blocks] == sizes.tolist()  # nobody is left out
+    b = sizes / [len(each) for each in blocks]
+    tables = [np.stack([ref.gradients(i, ref.start, block).sum(0) / b[i] for block in blocks[i]]) for i in range(n)]
     for k in range(rounds):
         half = x.copy()
         for i in range(n):
             chosen = ref.batch(k, i)
             number = next(j for j, block in enumerate(blocks[i]) if set(block) == set(chosen))
-            now = ref.gradients(i, x[i] / w[i], chosen).mean(0)
+            now = ref.gradients(i, x[i] / w[i], chosen).sum(0) / b[i]
             g = now - tables[i][number] + tables[i].mean(0)
             tables[i][number] = now
-            half[i] -= rate * (g + ref.noise(k, i, b))
+            half[i] -= rate * (g + ref.noise(k, i, b[i]))
         p = exponential_graph(k, n)
         x, w = p @ half, p @ w
     return x, w
 
 
 def test_blocks_follow_their_reference(build):
-    experiment = build(*vr("blocks"), *UNEQUAL, "privacy.clip_norm=0.6", "rounds=12")
+    experiment = build(*vr("blocks"), *UNEQUAL, "data.batch.size=7", "privacy.clip_norm=0.6", "rounds=12")
     ref = Reference(experiment, 0.6)
-    rows, (x, _) = after(experiment, 12, ref.tape), reference_blocks(ref, 12, 0.5, 6)
+    rows, (x, _) = after(experiment, 12, ref.tape), reference_blocks(ref, 12, 0.5, 7)
     np.testing.assert_allclose(rows["x"].numpy(), x, rtol=1e-9, atol=1e-11)
 
 

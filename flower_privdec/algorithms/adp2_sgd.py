@@ -89,8 +89,9 @@ class ADP2SGD(Algorithm):
 
     Privacy: a release at each event in which the peer wakes; who wakes is public.
 
-    Deviations from the paper: events are drawn uniformly instead of by wall-clock speed, and noise is solved
-    by the exact accountant instead of RDP.
+    Deviations from the paper: gradients are clipped example by example, where the paper bounds them by a Lipschitz
+    constant and clips nothing; the noised sum is divided by the expected batch size; events are drawn uniformly
+    instead of by wall-clock speed; and noise is solved by the exact accountant instead of RDP.
 
     Source: Xu et al. 2021 (A(DP)²SGD) on AD-PSGD, Lian et al. 2018, Algorithm 1.
     """

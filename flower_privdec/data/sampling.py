@@ -18,7 +18,7 @@ SAMPLINGS: dict[str, str] = {
     "uniform": "exactly size distinct local examples, drawn afresh each round",
     "shuffle": "consecutive batches of size from each epoch's permutation, no incomplete one",
     "full": "all local examples",
-    "blocks": "one of count // size fixed batches (examples of equal position modulo that number), at random",
+    "blocks": "one of count // size fixed batches (all examples of equal position modulo that number), at random",
 }
 # A generator is keyed for a block of rounds, because keying costs more than one small batch. The block's
 # length depends on the batch size alone, so that the numbers do not depend on the cohort.
@@ -79,8 +79,9 @@ class Sampler:
         self.size = _checked_size(kind, size, self.partition_sizes) if kind != "full" else 0
         self.normalizer = counts.copy() if kind == "full" else np.full_like(counts, self.size)
         self.sampling_rate = self.normalizer / counts
-        if kind == "blocks":
+        if kind == "blocks":  # of J mod c of them one example more
             self.sampling_rate = 1 / self.blocks(np.arange(len(counts)))
+            self.normalizer = counts * self.sampling_rate
         self._rounds = max(1, min(_BLOCK_ROUNDS, _BLOCK_EXAMPLES // max(1, self.size)))
         self._block = _Block(-1, len(counts), self._rounds)
 
@@ -117,10 +118,12 @@ class Sampler:
         return np.asarray(self.partition_sizes[peers] // max(1, self.size))
 
     def block(self, peers: np.ndarray, numbers: np.ndarray) -> LocalBatch:
-        """Return one fixed batch of each peer: positions j, j + c, j + 2 c, ... for batch j of c."""
-        counts = self.blocks(peers)
-        index = numbers[:, None] + counts[:, None] * np.arange(self.size)
-        return LocalBatch(index, np.ones(index.shape, np.float32))
+        """Return one fixed batch of each peer: positions j, j + c, j + 2 c, ... below J for batch j of c."""
+        sizes, counts = self.partition_sizes[peers], self.blocks(peers)
+        longest = -(-(sizes - numbers) // counts)
+        index = numbers[:, None] + counts[:, None] * np.arange(int(longest.max(initial=1)))
+        inside = index < sizes[:, None]
+        return LocalBatch(np.where(inside, index, 0), inside.astype(np.float32))
 
     def _drawn_blocks(self, round_index: int, peers: np.ndarray) -> np.ndarray:
         counts = self.blocks(peers)

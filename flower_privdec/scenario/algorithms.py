@@ -74,8 +74,16 @@ class AsynchronousSection(GradientSection):
 class LocalStepsSection(GradientSection):
     """Several local steps between two exchanges."""
 
-    name: Literal["fedavg", "scaffold"]
+    name: Literal["scaffold"]
     local_steps: Count = 10
+
+
+class FedAvgSection(GradientSection):
+    """FedAvg: a peer's walk counts by its number of examples, as in the paper, or all count alike."""
+
+    name: Literal["fedavg"]
+    local_steps: Count = 10
+    weighting: Literal["examples", "uniform"] = "examples"
 
 
 class FedProxSection(GradientSection):
@@ -84,6 +92,7 @@ class FedProxSection(GradientSection):
     name: Literal["fedprox"]
     local_steps: Count = 10
     proximal: NonNegative = 0.01
+    weighting: Literal["examples", "uniform"] = "examples"
 
 
 class FedDeperSection(GradientSection):
@@ -115,6 +124,7 @@ AlgorithmSection = Annotated[
     | ConstSection
     | AsynchronousSection
     | LocalStepsSection
+    | FedAvgSection
     | FedProxSection
     | FedDeperSection,
     Field(discriminator="name"),
