@@ -11,7 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.gradients.base import Examples, Parameter, coefficient, layout, row_chunks
+from flower_privdec.errors import ScenarioError
+from flower_privdec.gradients.base import Examples, Parameter, coefficient, layout, reason, row_chunks
 from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.losses import Loss
 
@@ -81,8 +82,18 @@ class RowKernel(ABC):
     """A kernel that takes the rows one by one, and a row's examples in parts that fit into memory."""
 
     def __init__(self, module: nn.Module, run: nn.Module, loss: Loss, memory_bytes: int) -> None:
-        """Keep a copy of `run`, which computes what the module does with parameters of the same names."""
-        self._module = copy.deepcopy(run).requires_grad_(False)
+        """Keep a copy of `run`, which computes what the module does with parameters of the same names.
+
+        Raises:
+            ScenarioError: it cannot be copied.
+        """
+        try:
+            self._module = copy.deepcopy(run).requires_grad_(False)
+        except Exception as error:  # a user's module may hold anything
+            raise ScenarioError(
+                f"the model cannot be copied: {reason(error)}; keep no tensors in it that were computed, nor locks or "
+                "files (for weight norm use torch.nn.utils.parametrizations)"
+            ) from None
         self._layout = layout(module)
         self._parameters = dict(self._module.named_parameters())
         self._loss, self._memory = loss, memory_bytes
