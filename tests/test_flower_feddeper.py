@@ -6,9 +6,10 @@ import importlib
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional
@@ -78,6 +79,66 @@ def test_sampled_clients_alone_count_and_train(experiment):
     assert sum(personalized(context) is not None for context in grid.contexts.values()) == 2
 
 
+def test_a_client_that_is_sampled_late_starts_its_own_model_at_x_0(build):
+    """The engine's peers all begin with v = x^0; a client that first takes part in round 3 does as well."""
+    half = "participation={kind: uniform, fraction: 0.5}"
+    experiment = build(*SCENARIO, half, *(f"algorithm.{name}={value}" for name, value in SETTINGS.items()))
+    cohort = experiment.cohort()
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+
+    class Scheduled(FedDeper):
+        def configure_train(self, server_round, arrays, config, grid):
+            active = experiment.participation.active(server_round - 1)
+            chosen = [node for node, wanted in zip(grid.contexts, active, strict=True) if wanted]
+            messages = super().configure_train(server_round, arrays, config, grid)
+            return [message for message in messages if message.metadata.dst_node_id in chosen]
+
+    grid, rounds = LocalGrid(client_app(experiment), 4), 6
+    strategy = Scheduled(**SETTINGS, fraction_evaluate=0.0)
+    result = strategy.start(grid, ArrayRecord(experiment.module.state_dict()), num_rounds=rounds)
+    for _ in range(rounds):
+        engine.round()
+    first = [next(k for k in range(99) if experiment.participation.active(k)[peer]) for peer in range(4)]
+    assert max(first) in range(1, rounds)  # somebody is late
+    got = flat(experiment.module, result.arrays.to_torch_state_dict())
+    torch.testing.assert_close(got, engine.state.rows["x"][0], rtol=1e-9, atol=1e-11)
+    for peer, context in enumerate(grid.contexts.values()):
+        kept = flat(experiment.module, personalized(context))
+        torch.testing.assert_close(kept, engine.state.rows["personal"][peer], rtol=1e-9, atol=1e-11)
+
+
+def test_a_client_that_lost_its_model_says_so_and_gets_x_0_again(experiment):
+    grid = LocalGrid(client_app(experiment), 4)
+    strategy = FedDeper(**SETTINGS, fraction_evaluate=0.0)
+    start = ArrayRecord(experiment.module.state_dict())
+    strategy.start(grid, start, num_rounds=1)
+    grid.contexts[102].state = RecordDict()
+    messages = list(strategy.configure_train(2, start, ConfigRecord({"server-round": 2}), grid))
+    assert not [message for message in messages if "feddeper.start" in message.content]
+    replies = grid.send_and_receive(messages)
+    assert ["personalized model is lost" in reply.error.reason for reply in replies if reply.has_error()] == [True]
+    strategy.aggregate_train(2, replies)
+    again = strategy.configure_train(3, start, ConfigRecord({"server-round": 3}), grid)
+    assert [message.metadata.dst_node_id for message in again if "feddeper.start" in message.content] == [102]
+
+
+def test_clients_count_alike_whatever_they_say_of_their_examples(experiment):
+    start = ArrayRecord(experiment.module.state_dict())
+    grid = LocalGrid(ClientApp(), 4)
+    strategy = FedDeper(**SETTINGS)
+    sent = list(strategy.configure_train(1, start, ConfigRecord(), grid))[:3]
+    names = list(start)
+    replies = []
+    for size, message in enumerate(sent, start=1):
+        message.metadata.__dict__["_message_id"] = str(size)
+        change = ArrayRecord({name: Array(np.full_like(start[name].numpy(), size)) for name in names})
+        content = RecordDict({"arrays": change, "metrics": MetricRecord({"num-examples": 10**size})})
+        replies.append(Message(content, reply_to=message))
+    moved, _ = strategy.aggregate_train(1, replies)
+    for name in names:
+        np.testing.assert_allclose(moved[name].numpy(), start[name].numpy() + 2.0, rtol=1e-6)
+
+
 def test_a_round_in_which_every_client_fails_keeps_the_model(experiment):
     grid = LocalGrid(ClientApp(), 4)  # it knows no message
     start = ArrayRecord(experiment.module.state_dict())
@@ -105,7 +166,8 @@ def test_any_mixing_rate_is_an_explicit_choice():
 
 
 def order(module, **config):
-    content = RecordDict({"arrays": ArrayRecord(module.state_dict()), "config": ConfigRecord(config)})
+    arrays = ArrayRecord(module.state_dict())
+    content = RecordDict({"arrays": arrays, "feddeper.start": arrays, "config": ConfigRecord(config)})
     return Message(content, 1, "train"), Context(1, 1, {}, RecordDict(), {})
 
 

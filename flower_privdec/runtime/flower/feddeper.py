@@ -17,7 +17,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.scenario.algorithms import FedDeperSection
 from flower_privdec.scenario.loading import parse_model
 
-PERSONAL, PREFIX = "feddeper.personal", "feddeper."
+PERSONAL, START, PREFIX = "feddeper.personal", "feddeper.start", "feddeper."
 NAMES = ("learning_rate", "rho", "mixing_rate", "local_steps")
 Parameters = dict[str, Tensor]
 LossFunction = Callable[[Callable[..., Tensor], Any], Tensor]
@@ -28,7 +28,8 @@ class FedDeper(FedAvg):
 
         x ← x + mean over the sampled clients of (y - x)                          (FedDeper, Algorithm 1, line 14)
 
-    The clients answer with `train_two_models`. η, ρ, λ and τ travel in the train config: they are set here alone.
+    The clients answer with `train_two_models`. η, ρ, λ and τ travel in the train config: they are set here alone. With
+    its first message a client is sent x^0 beside x, for its v begins there, however late it is sampled first.
 
     Args:
         learning_rate: η.
@@ -64,21 +65,29 @@ class FedDeper(FedAvg):
         parse_model(FedDeperSection, text, form="numbers", where="FedDeper")
         self.settings = given
         self._global: Parameters = {}
+        self._start: ArrayRecord | None = None
+        self._met: set[int] = set()  # the nodes that have a personalized model
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send x and the settings to the sampled clients."""
-        self._global = _tensors(arrays)
+        """Send x and the settings to the sampled clients, and x^0 to those that are new."""
+        self._global, self._start = _tensors(arrays), self._start or arrays
         for name, value in self.settings.items():
             config[PREFIX + name] = value
-        return super().configure_train(server_round, arrays, config, grid)
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        for message in messages:
+            if message.metadata.dst_node_id not in self._met:
+                message.content = RecordDict({**message.content, START: self._start})
+        return messages
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return x plus the clients' mean change, and their metrics; None where no client answered."""
-        valid, _ = self._check_and_log_replies(replies, is_train=True)
+        valid, failed = self._check_and_log_replies(replies, is_train=True)
+        self._met |= {message.metadata.src_node_id for message in valid}
+        self._met -= {message.metadata.src_node_id for message in failed}
         if not valid:
             return None, None
         contents = [message.content for message in valid]
@@ -101,6 +110,8 @@ def train_two_models(
         y ← x;  τ times:  y ← y - η g(y) - ρ (v + y - 2 x),  v ← v - η g(v)      (v fixed in y's step)
         v ← (1 - λ) v + λ y
 
+    v begins at x^0, which comes with a client's first message.
+
     Args:
         message: from the strategy `FedDeper`.
         context: of the client; keeps v under "feddeper.personal".
@@ -113,15 +124,17 @@ def train_two_models(
         The reply: an ArrayRecord with y - x, and the metric.
 
     Raises:
-        RunError: the message is not FedDeper's, the module does not fit it, or there is no batch.
+        RunError: the message is not FedDeper's, the module does not fit it, there is no batch, or v is lost.
 
     Source: FedDeper, Algorithm 1, lines 5 to 11.
     """
-    key, record = next(iter(message.content.array_records.items()))
+    key, record = next((key, record) for key, record in message.content.array_records.items() if key != START)
     rate, rho, mixing_rate, steps = _settings(message.content)
     x = _fitting(_tensors(record), module)
-    kept = context.state.array_records.get(PERSONAL)
-    y, v = dict(x), dict(x) if kept is None else _fitting(_tensors(kept), module)
+    kept = context.state.array_records.get(PERSONAL) or message.content.array_records.get(START)
+    if kept is None:
+        raise RunError("the personalized model is lost, and the message has no x^0: the next one will bring it")
+    y, v = dict(x), _fitting(_tensors(kept), module)
     for batch in _repeated(batches, int(steps)):
         g_y, g_v = (_gradient(module, parameters, loss, batch) for parameters in (y, v))
         y = {name: y[name] - rate * g_y[name] - rho * (v[name] + y[name] - 2 * x[name]) for name in x}
