@@ -176,7 +176,8 @@ def guarantee(summary: dict[str, Any]) -> str:
     facts = ", ".join(
         f"{key}: {' / '.join(sorted({str(row[key]) for row in rows}))}" for key in ("unit", "adjacency", "calibration")
     )
-    return f"{who}{budget(summary)} ({facts})"
+    scopes = sorted({row["scope"] for row in rows if "scope" in row})
+    return f"{who}{budget(summary)} ({'; '.join([facts, *scopes])})"
 
 
 def budget(summary: dict[str, Any]) -> str:

@@ -50,7 +50,7 @@ def print_plan(plan: dict[str, Any], as_json: bool) -> None:
     console.show(_peers(plan))
     graph = plan["topology"]
     connected = [("graph", None if graph is None else graph_facts(graph))]
-    console.show(_facts([*connected, *_optimum(plan), *_cost(plan)]))
+    console.show(_facts([*connected, ("ledger", _ledger(plan["ledger"])), *_optimum(plan), *_cost(plan)]))
     if plan["warnings"]:
         console.show()
         console.show(_warnings(plan["warnings"]), style="yellow")
@@ -61,6 +61,14 @@ def _warnings(warnings: list[str]) -> Table:
     for warning in warnings:
         table.add_row("warning:", warning)
     return table
+
+
+def _ledger(ledger: dict[str, Any] | None) -> str:
+    """Say what the ledger comes to with this run."""
+    if ledger is None:
+        return "the run's own: ε counts this run alone"
+    before, after = (epsilon_text(ledger[key]) for key in ("epsilon_before", "epsilon_after"))
+    return f"{ledger['folder']}: ε = {before} before this run, {after} after it"
 
 
 def _peers(plan: dict[str, Any]) -> Table:

@@ -103,6 +103,8 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
                 ),
                 ("privacy", guarantee(summary)),
                 ("", meaning(summary)),
+                ("budget", summary.get("budget_note")),
+                ("not covered", summary.get("evaluation_private")),
                 ("claimed", claim(summary)),
                 ("traffic", sent(summary)),
                 ("noise", summary.get("noise") if is_private(summary) else None),

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.experiment import Experiment
-from flower_privdec.planner.peers import noise_std
+from flower_privdec.planner.peers import ledger_spending, noise_std
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.plan import PrivacyPlan
-from flower_privdec.runtime.spent import json_number
+from flower_privdec.runtime.spent import budget_note, json_number
 from flower_privdec.wording import epsilon_text, number, peer_ranges, setting
 
 WEAK_EPSILON = 10.0
@@ -57,6 +57,13 @@ def privacy_warnings(experiment: Experiment) -> list[str]:
             "to learn from; take larger batches, more examples a peer, a smaller model or a larger ε"
         )
     return found
+
+
+def ledger_warnings(experiment: Experiment) -> list[str]:
+    """Return where what other runs have spent ends the run's steps before its plan does."""
+    spending = ledger_spending(experiment)
+    note = None if spending is None else budget_note(spending, experiment.algorithm.steps_per_round)
+    return [] if note is None else [note]
 
 
 def _claims(plan: PrivacyPlan, spent: list[float]) -> list[str]:

@@ -63,6 +63,9 @@ class Spending:
     recorded all of it is allowed, and elsewhere the longest beginning that fits.
 
     Attributes:
+        accounts: of the peers hosted here.
+        start: the step from which this run goes on.
+        steps: how many its plan has.
         limits: int64 [m], the first step each account's peer may not take any more.
     """
 
@@ -81,7 +84,7 @@ class Spending:
             paid: up to which step each peer has paid for this run, whatever the budget says now.
             start: the step from which this run goes on.
         """
-        self._start = start
+        self.start = start
         self._past, self.accounts = tuple(past), tuple(accounts)
         self.steps = max((account.spends[-1].to_round for account in accounts if account.spends), default=0)
         self._known: dict[tuple[object, ...], float] = {}
@@ -108,7 +111,7 @@ class Spending:
         """Return ε after so many steps of this run, over all runs."""
         key = (id(account.spends), stop, account.delta)
         if key not in self._known:
-            own = account.releases(self._start, stop)
+            own = account.releases(self.start, stop)
             runs: list[Alternatives] = [*self._past, (own,)] if own else list(self._past)
             self._known[key] = epsilon_of_runs(runs, account.delta)
         return self._known[key]

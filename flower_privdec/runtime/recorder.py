@@ -138,6 +138,7 @@ class Recorder:
             **({"personalized": metrics["personalized"]} if "personalized" in metrics else {}),
             "traffic": traffic(self.experiment.algorithm, rows),
             "privacy": privacy_rows(self.experiment.plan, spent, ledger_scope(scenario)),
+            **({"budget_note": spent.note} if spent.note else {}),
             **self._not_covered(),
             "noise": "simulated: seeded and reproducible, not for deployment",
             "wall_seconds": round(self.seconds, 3),

@@ -12,7 +12,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.chain import Head
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import OnMetrics, Recorder
-from flower_privdec.runtime.spent import Spent, check_budget, epsilons, ledger_folder, rounds_run
+from flower_privdec.runtime.spent import Spent, budget_note, check_budget, epsilons, ledger_folder, rounds_run
 
 
 class Run:
@@ -79,7 +79,9 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """Write models and summary of a run whose rounds are done; return the summary."""
         rounds = self.experiment.scenario.rounds
-        spent = Spent(epsilons(self.cohort, rounds), rounds_run(self.cohort, rounds))
+        ledger = self.cohort.ledger
+        note = None if ledger is None else budget_note(ledger.spending, self.cohort.steps_per_round)
+        spent = Spent(epsilons(self.cohort, rounds), rounds_run(self.cohort, rounds), note)
         return self.recorder.finish(self.engine.state.rows, spent)
 
     def close(self) -> None:

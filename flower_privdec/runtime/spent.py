@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 
 from flower_privdec.cohort import Cohort
 from flower_privdec.errors import BudgetError
-from flower_privdec.privacy.ledger import Account, Spending
+from flower_privdec.privacy.ledger import Spending
 from flower_privdec.privacy.plan import UNLIMITED, PrivacyPlan
 from flower_privdec.scenario import Scenario
 from flower_privdec.wording import epsilon_text, peer_ranges
@@ -35,10 +34,12 @@ class Spent:
     Attributes:
         epsilons: ε of each peer over all runs in its ledger; ∞ without privacy.
         rounds_run: in how many rounds each took its private steps.
+        note: where the budget ended a peer's steps before the plan did; None where it did not.
     """
 
     epsilons: list[float]
     rounds_run: list[int]
+    note: str | None = None
 
 
 def epsilons(cohort: Cohort, rounds: int) -> list[float]:
@@ -100,7 +101,7 @@ def privacy_rows(plan: PrivacyPlan | None, spent: Spent, scope: str) -> list[dic
 
 
 def check_budget(cohort: Cohort, ledger: Path) -> None:
-    """Refuse a run that its ledger allows no step at all, and say where it allows only some.
+    """Refuse a run that its ledger allows no step at all, and warn of one that it allows only some.
 
     Raises:
         BudgetError: naming what is spent, and the remedy.
@@ -109,29 +110,36 @@ def check_budget(cohort: Cohort, ledger: Path) -> None:
         return
     spending = cohort.ledger.spending
     short = shortages(spending)
-    if not short:
-        return
-    first = spending.accounts[0]
-    already = epsilon_text(json_number(float(spending.epsilons(0).max())))
     if len(short) == len(spending.accounts) and not any(short.values()):
         raise BudgetError(
-            f"{ledger}: other runs over the same data have spent ε = {already}, and privacy.epsilon={first.budget:g} "
-            "allows this run no step; raise the budget, or, if these are other data, give another privacy.ledger"
+            f"{ledger}: other runs over the same data have spent ε = {_already(spending)}, and privacy.epsilon="
+            f"{spending.accounts[0].budget:g} allows this run no step; raise the budget, or, if these are other data, "
+            "give another privacy.ledger"
         )
-    rounds = sorted({steps // cohort.steps_per_round for steps in short.values()})
-    _log.warning(
-        "%s: after the ε = %s that other runs have spent, peers %s may take steps in the first %s rounds only; they "
-        "then train no more and go on exchanging",
-        ledger,
-        already,
-        peer_ranges(short),
-        " to ".join(str(each) for each in dict.fromkeys((rounds[0], rounds[-1]))),
+    if short:
+        _log.warning("%s: %s", ledger, budget_note(spending, cohort.steps_per_round))
+
+
+def budget_note(spending: Spending, steps_per_round: int) -> str | None:
+    """Say where a run's steps end before its plan does because of what other runs have spent; None where they do not."""
+    short = shortages(spending)
+    if not short:
+        return None
+    rounds = sorted({steps // steps_per_round for steps in short.values()})
+    some = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+    return (
+        f"after the ε = {_already(spending)} that other runs over the same data have spent, the budget of peers "
+        f"{peer_ranges(short)} allows steps in the first {some} of {spending.steps // steps_per_round} rounds only; "
+        "after them they train no more and go on exchanging"
     )
+
+
+def _already(spending: Spending) -> str:
+    return epsilon_text(json_number(float(spending.epsilons(spending.start).max())))
 
 
 def shortages(spending: Spending) -> dict[int, int]:
     """Return the first step that is not allowed, of each peer whose budget does not reach to the end of its plan."""
-    limits: Sequence[int] = spending.limits.tolist()
-    pairs: list[tuple[Account, int]] = list(zip(spending.accounts, limits, strict=True))
+    pairs = list(zip(spending.accounts, spending.limits.tolist(), strict=True))
     ends = [account.spends[-1].to_round if account.spends else 0 for account, _ in pairs]
     return {account.peer: limit for (account, limit), end in zip(pairs, ends, strict=True) if limit < end}
