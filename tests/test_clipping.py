@@ -193,7 +193,7 @@ def test_a_norm_is_never_below_the_true_one(n: int, how: str, dtype: torch.dtype
     true = exactly(values)
     assert Fraction(bound.item()) ** 2 >= true
     relative = Fraction(4 * slack(dtype, n))
-    beside = max(0.0, bound.item() - 2 * float(floor(dtype, n)))
+    beside = max(0.0, bound.item() - 2 * float(floor(values, n)))
     assert Fraction(beside) ** 2 <= true * (1 + relative)
 
 
@@ -202,7 +202,7 @@ def test_bounds_are_close() -> None:
     assert slack(torch.float32, 784, 100, 2) < 3e-5
     assert slack(torch.float32, 2**30) < 5e-4
     assert slack(torch.float64, 2**30) < 1e-12
-    assert float(floor(torch.float32, 2**20)) < 1e-15
+    assert float(floor(torch.ones(1), 2**20)) < 1e-15
     assert length(torch.ones(3, 5 * LONGEST)).tolist() == pytest.approx([math.sqrt(5 * LONGEST)] * 3)
 
 
@@ -217,6 +217,52 @@ def test_a_coefficient_is_rounded_within_what_slack_allows(norm: float, clip: fl
     one = torch.ones(1, 1)
     found = coefficient(norm * one, one, clip * one[0], scale * one[0]).item()
     assert Fraction(found) * Fraction(norm) <= Fraction(scale) * Fraction(clip) * (1 + Fraction(2, 2**23))
+
+
+class Total(nn.Module):
+    """A linear layer summed over positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum(1)
+
+
+def tiny_deltas(gap: float, large: float, _: float) -> tuple[nn.Module, list[float], list[float]]:
+    """Softmax that is all but sure: deltas whose squares underflow, times a large input."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(2, 3)), [0.0] * 6 + [gap, 0.0, 0.0], [large, 0.0]
+
+
+def tiny_deltas_twice(gap: float, large: float, _: float) -> tuple[nn.Module, list[float], list[list[float]]]:
+    """The same for two positions."""
+    return Total(), [0.0] * 6 + [gap / 2, 0.0, 0.0], [[large, 0.0], [0.0, 0.0]]
+
+
+def tiny_inputs(_: float, large: float, tiny: float) -> tuple[nn.Module, list[float], list[float]]:
+    """Features whose squares underflow, into a layer without bias, times large deltas."""
+    module = nn.Sequential(nn.Flatten(), nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 3))
+    return module, [1.0, 0.0, 0.0, 1.0, large, 0.0, -large, 0.0, 0.0, large, 0.0, 0.0, 0.0], [tiny, tiny]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "clip"), [(torch.float32, (53, 1e18, 1e-23), 1e-7), (torch.float64, (375, 1e153, 1e-163), 1e-12)]
+)
+@pytest.mark.parametrize("kind", ["stacked", "factored", "vmap", "loop"])
+@pytest.mark.parametrize("make", [tiny_deltas, tiny_deltas_twice, tiny_inputs])
+def test_what_underflows_in_one_factor_is_not_multiplied_by_the_other(
+    make: Any, kind: str, dtype: torch.dtype, sizes: tuple[float, ...], clip: float
+) -> None:
+    module, numbers, example = make(*sizes)
+    row, x = torch.tensor([numbers], dtype=dtype), torch.tensor([[example]], dtype=dtype)
+    if kind == "stacked" and isinstance(module, Total):
+        return
+    kernel, one = build_kernel(module, "cross-entropy", x.shape[2:], kind=kind), torch.ones(1, dtype=dtype)
+    batch = Batch(x, torch.zeros(1, 1, dtype=torch.int64), one[None])
+    free, norms = added(kernel, row, batch, None, one)
+    assert norms >= free.norm() > 2 * clip
+    assert_within(added(kernel, row, batch, clip * one, one)[0], float((clip * one).double()))
 
 
 class Difference(nn.Module):

@@ -56,24 +56,29 @@ def _summed(n: int) -> int:
     return n if n <= LONGEST else BLOCK + _summed(n // BLOCK + 1)
 
 
+def floor(like: Tensor, n: int) -> Tensor:
+    """Return the largest norm of a vector of n numbers that underflow may hide, without axes; of `like`'s type."""
+    return constant(math.sqrt(8 * n * torch.finfo(like.dtype).tiny), like.dtype, like.device)
+
+
 @cache
-def floor(dtype: torch.dtype, n: int) -> Tensor:
-    """Return the largest norm of a vector of n numbers that underflow may hide, as a tensor without axes."""
-    return torch.tensor(math.sqrt(8 * n * torch.finfo(dtype).tiny), dtype=dtype)
+def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a number as a tensor without axes, made once."""
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def upper(vectors: Tensor) -> Tensor:
     """Return upper bounds [...] on the norms of vectors [..., n]."""
-    dtype, n = vectors.dtype, vectors.shape[-1]
-    return torch.add(floor(dtype, n), length(vectors), alpha=1 + slack(dtype, n))
+    n = vectors.shape[-1]
+    return torch.add(floor(vectors, n), length(vectors), alpha=1 + slack(vectors.dtype, n))
 
 
-def beyond(norms: Tensor) -> Tensor | None:
+def beyond(norms: Tensor, *, ask: bool = True) -> Tensor | None:
     """Return which norms are infinite, not numbers or beyond LARGEST; None where none is.
 
-    Asking a GPU would make it wait for the answer; there the mask is returned in any case.
+    Asking a GPU makes it wait for the answer: without, the mask is returned whatever it holds.
     """
     largest = LARGEST[norms.dtype]
-    if norms.numel() == 0 or (norms.is_cpu and norms.max().item() <= largest):
+    if norms.numel() == 0 or (ask and norms.max().item() <= largest):
         return None
     return ~(norms <= largest)

@@ -62,7 +62,7 @@ class Outer:
         double, own = torch.finfo(torch.float64).eps / 2, torch.finfo(dtype).eps / 2
         k, o = self.u.shape[2], self.delta.shape[2]
         exact = (us * deltas).sum((1, 2)).clamp_(min=0) + (k + o + t * t + 16) * double * size.square()
-        hidden = floor(dtype, k) * delta.sum(1) + floor(dtype, o) * u.sum(1)
+        hidden = floor(self.u, k) * delta.sum(1) + floor(self.u, o) * u.sum(1)
         return ((exact.sqrt_() + (b * t + 2) * own * size + hidden) * (1 + ROUNDINGS * own)).to(dtype)
 
     def without(self, bad: Tensor) -> Outer:
@@ -82,7 +82,7 @@ def _gram(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Return the products [b, T, T] of vectors [b, T, n] with each other and their norms [b, T], in float64."""
     double = vectors.double()
     gram = double @ double.transpose(1, 2)
-    return gram, gram.diagonal(dim1=1, dim2=2).sqrt() + floor(vectors.dtype, vectors.shape[2])
+    return gram, gram.diagonal(dim1=1, dim2=2).sqrt() + floor(vectors, vectors.shape[2])
 
 
 def is_supported(layer: nn.Module) -> bool:

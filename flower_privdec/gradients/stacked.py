@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec.gradients.base import Examples, Inputs, Parameter, coefficient, is_plain, layout, row_chunks
-from flower_privdec.gradients.bounds import beyond, floor, length, slack
+from flower_privdec.gradients.bounds import beyond, constant, floor, length, slack
 from flower_privdec.gradients.losses import Loss
 
 SHARED_EXAMPLES, SHARED_COLUMNS = 1024, 1024  # of a product over inputs that rows share: then its parts stay in cache
-_ONE = torch.tensor(1.0)
 
 
 @dataclass(frozen=True)
@@ -176,17 +175,18 @@ class StackedKernel:
         """Return upper bounds (1 + slack) (floor + |delta|) |(a, 1)|, in which a floor stands for a missing bias."""
         parts = []
         for layer, delta, a in zip(self.layers, deltas, inputs, strict=False):
-            (out, inner), dtype = layer.weight.shape, a.dtype
-            size = torch.hypot(length(a), floor(dtype, inner) if layer.bias is None else _ONE)
-            more = slack(dtype, inner, out, len(self.layers))
-            parts.append(size.mul_(torch.add(floor(dtype, out), length(delta), alpha=1 + more)))
+            out, inner = layer.weight.shape
+            least = floor(a, inner) if layer.bias is None else constant(1.0, a.dtype, a.device)
+            more = slack(a.dtype, inner, out, len(self.layers))
+            size = torch.hypot(length(a), least)
+            parts.append(size.mul_(torch.add(floor(a, out), length(delta), alpha=1 + more)))
         norms: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
         return norms
 
 
 def _finite(factors: Factors) -> Factors:
     """Let examples count as zero whose gradients are not finite; numbers of the others stay as they are."""
-    bad = beyond(factors.norms)
+    bad = beyond(factors.norms, ask=factors.norms.is_cpu)
     if bad is None:
         return factors
     deltas = [delta.masked_fill(bad.unsqueeze(-1), 0) for delta in factors.deltas]
