@@ -9,12 +9,14 @@ import torch
 from flower_privdec.errors import ScenarioError
 from flower_privdec.randomness.fast import FastNoise
 from flower_privdec.randomness.source import NoiseSource
+from flower_privdec.randomness.system import SystemNoise
 from flower_privdec.randomness.torch_noise import TorchNoise
 
 GENERATORS = {
     "auto": "fast where numba is installed and the device is a CPU, else torch",
     "fast": "Philox4x32-7 and Box-Muller compiled by numba (CPU)",
     "torch": "torch's own generator, started anew for each row (any device)",
+    "system": "AES-256 under fresh keys of the operating system, for deployed peers: never the same twice (any device)",
 }
 
 
@@ -24,11 +26,11 @@ def build_noise(generator: str, keys: Mapping[int, bytes], device: torch.device 
     Args:
         generator: one of GENERATORS.
         keys: a secret key of 16 bytes or more for each peer hosted here, by global id. A run's keys should follow
-            from all that decides its numbers, so that no other run shares a draw with it.
+            from all that decides its numbers, so that no other run shares a draw with it. `system` reads none.
         device: where the rows live.
 
     Raises:
-        ScenarioError: an unknown generator, or `fast` where it cannot run.
+        ScenarioError: an unknown generator, or one that cannot run here.
         ValueError: a key is too short.
     """
     device = torch.device(device)
@@ -36,6 +38,8 @@ def build_noise(generator: str, keys: Mapping[int, bytes], device: torch.device 
         raise ScenarioError(f"generator={generator!r} must be one of {', '.join(GENERATORS)}")
     if generator == "fast" and device.type != "cpu":
         raise ScenarioError(f"generator='fast' runs on a CPU, not {device}: set generator to torch or auto")
+    if generator == "system":
+        return SystemNoise()
     if resolve_generator(generator, device) == "torch":
         return TorchNoise(keys, device)
     try:

@@ -31,7 +31,6 @@ class FastNoise:
             torch.float64: philox.add_normals64,
         }
         self._keys = PeerKeys(keys)
-        self._derived: dict[str, np.ndarray] = {}  # Philox keys of all slots, by purpose
         self._pool: ThreadPoolExecutor | None = None
         self._pool_size = 0
 
@@ -46,7 +45,7 @@ class FastNoise:
     ) -> None:
         """Add noise in place; see NoiseSource."""
         check_call(out, std, step, peers, receivers)
-        keys = self._philox_keys(peers, purpose)
+        keys = self._keys.table(purpose, 1)[self._keys.slots(peers), 0]
         if out.numel() == 0:
             return
         rows = out.detach()
@@ -64,12 +63,6 @@ class FastNoise:
         self._run(self._kernels[out.dtype], arrays, m * -(-d // self._tile))
         if rows.data_ptr() != out.data_ptr():
             out.detach().copy_(rows)
-
-    def _philox_keys(self, peers: np.ndarray, purpose: str) -> np.ndarray:
-        slots = self._keys.slots(peers)
-        if purpose not in self._derived:
-            self._derived[purpose] = self._keys.derive_all(purpose)
-        return self._derived[purpose].take(slots)
 
     def _run(self, kernel: Any, arrays: tuple[Any, ...], tiles: int) -> None:
         threads = min(torch.get_num_threads(), max(1, tiles * self._tile // 2**16))

@@ -79,6 +79,7 @@ class PeerKeys:
         """
         self._peers = np.array(sorted(keys), dtype=np.int64)
         self._keys = [checked_key(keys[peer]) for peer in self._peers.tolist()]
+        self._tables: dict[tuple[str, int], np.ndarray] = {}
 
     def slots(self, peers: np.ndarray) -> np.ndarray:
         """Return the slots of some peers, int64 [m].
@@ -92,11 +93,10 @@ class PeerKeys:
             raise ValueError(f"peers {peers[held != peers].tolist()} have no key here: ask only for peers hosted here")
         return slots
 
-    def derive(self, slot: int, size: int, purpose: str, *numbers: int) -> bytes:
-        """Return `size` bytes that follow from one peer's key, its id, a purpose and some integers."""
-        return digest(size, self._keys[slot], purpose, int(self._peers[slot]), numbers)
-
-    def derive_all(self, purpose: str) -> np.ndarray:
-        """Return 64 bits for every slot that follow from its key, its id and a purpose, uint64 [peers]."""
-        found = b"".join(self.derive(slot, 8, purpose) for slot in range(len(self._keys)))
-        return np.frombuffer(found, dtype=np.uint64)
+    def table(self, purpose: str, words: int) -> np.ndarray:
+        """Return some words that follow from each slot's key, its id and a purpose, uint64 [peers, words]."""
+        if (purpose, words) not in self._tables:
+            pairs = zip(self._keys, self._peers.tolist(), strict=True)
+            found = b"".join(digest(8 * words, key, "noise", purpose, peer) for key, peer in pairs)
+            self._tables[purpose, words] = np.frombuffer(found, np.uint64).reshape(-1, words)
+        return self._tables[purpose, words]

@@ -8,6 +8,8 @@ Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OO
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 
@@ -15,7 +17,8 @@ WORDS = 624  # of 32 bits, in a state
 _HALF = WORDS // 4  # numbers of 64 bits that each of two streams gives to a state
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _HEAD = 24  # bytes before the words in torch's state: seed, words left, flag, next word
-_PROBE = 12345
+_AT_ONCE = 32  # states made at a time
+_PROBE = 12345  # a seed
 
 
 def splitmix(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
@@ -43,11 +46,11 @@ def twister_words(keys: np.ndarray, block: int) -> np.ndarray:
     return splitmix(keys[:, :, None], numbers).view(np.uint32).reshape(len(keys), WORDS)
 
 
-class TwisterState:
-    """torch's CPU generator set to any state.
+class Twister:
+    """torch's CPU generator, to be started from any states.
 
     Attributes:
-        generator: the generator, at the start of what `set_` chose last.
+        generator: the generator, at the start of what `starts` chose last.
     """
 
     def __init__(self) -> None:
@@ -57,16 +60,21 @@ class TwisterState:
             RuntimeError: torch keeps them otherwise than every version so far.
         """
         self.generator = torch.Generator().manual_seed(_PROBE)
-        self._state = self.generator.get_state()
-        body = self._state.numpy()[_HEAD : _HEAD + 8 * WORDS]
-        if body.nbytes != 8 * WORDS or not np.array_equal(body.view(np.uint64), _seeded_words(_PROBE)):
+        states = self.generator.get_state().repeat(_AT_ONCE, 1).numpy()
+        words = states[:, _HEAD : _HEAD + 8 * WORDS]
+        if words.shape[1] != 8 * WORDS or not np.array_equal(words[0].view(np.uint64), _seeded_words(_PROBE)):
             raise RuntimeError(f"torch {torch.__version__} keeps its CPU generator's state in an unknown form")
-        self._words = body.view(np.uint64)
+        self._words = words.view(np.uint64)
+        self._states = [torch.from_numpy(state) for state in states]  # set_state crashes on torch's views of a tensor
 
-    def set_(self, words: np.ndarray) -> None:
-        """Start from the state of these words, uint32 [624]."""
-        self._words[:] = words
-        self.generator.set_state(self._state)
+    def starts(self, keys: np.ndarray, block: int) -> Iterator[None]:
+        """Start the generator from the state of each row, one after the other; see `twister_words`."""
+        for first in range(0, len(keys), _AT_ONCE):
+            part = keys[first : first + _AT_ONCE]
+            self._words[: len(part)] = twister_words(part, block)
+            for state in self._states[: len(part)]:
+                self.generator.set_state(state)
+                yield
 
 
 def _seeded_words(seed: int) -> np.ndarray:

@@ -3,8 +3,12 @@
 Import this module only where the fast generator is asked for: it needs numba. A row is cut into tiles of
 4 * LANES elements; element 4*LANES*j + LANES*w + t is made from word w of the Philox block with counter
 (LANES*j + t, step, receiver, 0) under the row's key, so a value depends on nothing but these and its column. Both
-precisions draw the same 32-bit uniforms. Seven rounds are the fewest that pass BigCrush (section 4.3 of the source);
+precisions draw the same uniforms. Seven rounds are the fewest that pass BigCrush (section 4.3 of the source);
 ten, the usual margin on top, take a sixth longer.
+
+A radius has 32 bits, which would end the normals at 6.8. Words below REFINED, one in 2**16, get 64 bits more from
+the block with counter (LANES*j + t, step, receiver, 1): they end at 11.6, and no cell of the 32-bit grid that is left
+holds more than 2**-16 of the tail beyond it.
 
 Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -21,6 +25,7 @@ import numpy as np
 LANES = 32
 ROUNDS = 7
 TILE = 4 * LANES
+REFINED = np.uint32(2**16)
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW, _32 = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -79,8 +84,20 @@ def normals32(x, y):  # type: ignore[no-untyped-def]
 
 @_inline
 def normals64(x, y):  # type: ignore[no-untyped-def]
-    """The same two normals in float64, to about 1e-15: ln by the atanh series, sine and cosine by Taylor."""
-    bits = _f8(_f8(x) + _f8(0.5)).view(_i8)
+    """The same two normals in float64."""
+    return polar64(_f8(x) + _f8(0.5), y)
+
+
+@_inline
+def refined(x, x1, x2):  # type: ignore[no-untyped-def]
+    """Return where in its cell of the 32-bit grid a radius lies: the word x and 64 bits behind its point."""
+    return _f8(x) + (_f8(x1) + (_f8(x2) + 0.5) * 2.0**-32) * 2.0**-32
+
+
+@_inline
+def polar64(v, y):  # type: ignore[no-untyped-def]
+    """Two normals of radius sqrt(-2 ln(v / 2^32)), to about 1e-15: ln by the atanh series, the rest by Taylor."""
+    bits = _f8(v).view(_i8)
     exponent = (bits - _i8(0x3FE6A09E667F3BCD)) >> _i8(52)
     m = _i8(bits - (exponent << _i8(52))).view(_f8) - 1.0
     q = m / (2.0 + m)
@@ -104,20 +121,37 @@ def normals64(x, y):  # type: ignore[no-untyped-def]
 
 @_inline
 def _fill_tile(normals, tile, first, step, receiver, k0, k1):  # type: ignore[no-untyped-def]
+    """Fill a tile from 32-bit words; return the smallest word of a radius."""
+    least = _u4(0xFFFFFFFF)
     for t in range(LANES):
         x0, x1, x2, x3 = philox(first + _u8(t), step, receiver, _u8(0), k0, k1)
+        least = min(least, min(x0, x2))
         n0, n1 = normals(x0, x1)
         n2, n3 = normals(x2, x3)
         tile[t] = n0
         tile[LANES + t] = n1
         tile[2 * LANES + t] = n2
         tile[3 * LANES + t] = n3
+    return least
+
+
+@numba.njit(fastmath=_FLOAT, error_model="numpy")
+def _refine_tile(tile, first, step, receiver, k0, k1):  # type: ignore[no-untyped-def]
+    """Replace the pairs of a tile whose radius is below REFINED."""
+    for t in range(LANES):
+        x0, x1, x2, x3 = philox(first + _u8(t), step, receiver, _u8(0), k0, k1)
+        if min(x0, x2) < REFINED:
+            more = philox(first + _u8(t), step, receiver, _u8(1), k0, k1)
+            if x0 < REFINED:
+                tile[t], tile[LANES + t] = polar64(refined(x0, more[0], more[1]), x1)
+            if x2 < REFINED:
+                tile[2 * LANES + t], tile[3 * LANES + t] = polar64(refined(x2, more[2], more[3]), x3)
 
 
 @_inline
-def _add_scaled(row, tile, std):  # type: ignore[no-untyped-def]
-    for t in range(row.size):
-        row[t] += std * tile[t]
+def _add_scaled(row, tile, scale, length):  # type: ignore[no-untyped-def]
+    for t in range(length):
+        row[t] += scale * tile[t]
 
 
 @_inline
@@ -130,16 +164,17 @@ def _add_tiles(normals, out, shape, std, keys, receivers, step, start, stop):  #
     tiles = (d + TILE - 1) // TILE
     tile = np.empty(TILE, out.dtype)
     for i in range(start // tiles, (stop + tiles - 1) // tiles):
-        if std[i] == 0:
+        scale, receiver, k0, k1 = std[i], receivers[i], keys[i] & _LOW, keys[i] >> _32
+        if scale == 0:
             continue
-        k0, k1 = keys[i] & _LOW, keys[i] >> _32
         for j in range(max(0, start - i * tiles), min(tiles, stop - i * tiles)):
-            _fill_tile(normals, tile, _u8(j * LANES), step, receivers[i], k0, k1)
+            if _fill_tile(normals, tile, _u8(j * LANES), step, receiver, k0, k1) < REFINED:
+                _refine_tile(tile, _u8(j * LANES), step, receiver, k0, k1)
             row = out[i * stride + j * TILE : i * stride + min(d, (j + 1) * TILE)]
             if row.size == TILE:
-                _add_scaled(row, tile, std[i])  # of a length the compiler knows
+                _add_scaled(row, tile, scale, TILE)  # a length the compiler knows
             else:
-                _add_scaled(row, tile[: row.size], std[i])
+                _add_scaled(row, tile, scale, row.size)
 
 
 @_entry

@@ -71,9 +71,9 @@ def pieces(count: int, d: int, size: int) -> Iterator[tuple[slice, slice]]:
         size: elements of a piece, at least 1.
 
     Yields:
-        The rows and the columns of each piece; a long row's parts in order, one after the other.
+        The rows and the columns of each piece; a long row's parts, of nearly the same length, one after the other.
     """
-    rows = max(1, size // d)
+    rows, width = max(1, size // d), -(-d // -(-d // size))
     for first in range(0, count, rows):
-        for column in range(0, d, size):
-            yield slice(first, min(first + rows, count)), slice(column, min(column + size, d))
+        for column in range(0, d, width):
+            yield slice(first, min(first + rows, count)), slice(column, min(column + width, d))

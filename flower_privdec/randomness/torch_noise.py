@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from flower_privdec.randomness.keys import PeerKeys
-from flower_privdec.randomness.mersenne import TwisterState, splitmix, twister_words
+from flower_privdec.randomness.mersenne import Twister, splitmix
 from flower_privdec.randomness.source import NOBODY, STEPS, check_call, pieces
+from flower_privdec.randomness.tails import Tails
 
 _BLOCK = 2**13  # rows shorter than this are drawn several steps at a time
 _ROOM = 2**12  # such blocks that are kept, at most (128 MB in float32)
 _SCRATCH = 2**17  # elements drawn at a time on a CPU (512 kB in float32)
-_STATES = 64  # generator states derived at a time
 
 
 class TorchNoise:
@@ -47,23 +47,26 @@ class TorchNoise:
         if out.numel() == 0:
             return
         with torch.no_grad():
-            if _BLOCK // out.shape[1] >= 2:
-                self._add_short(out, std.to(out), step, ids, purpose)
-            else:
-                self._add_long(out, std.tolist(), step, ids, purpose)
+            add = self._add_short if _BLOCK // out.shape[1] >= 2 else self._add_long
+            add(out, std.to(out), step, ids, purpose)
 
-    def _add_long(self, out: Tensor, std: list[float], step: int, ids: np.ndarray, purpose: str) -> None:
-        wanted = np.flatnonzero(std)
-        d, size = out.shape[1], self._streams.scratch
-        keys = self._stream_keys(ids[wanted], purpose)
-        starts = self._streams.starts(keys, step)
-        scratch = torch.empty(min(size, len(wanted) * d), dtype=out.dtype, device=out.device)
+    def _add_long(self, out: Tensor, std: Tensor, step: int, ids: np.ndarray, purpose: str) -> None:
+        scales, lines = np.array(std.tolist()), out.unbind(0)
+        wanted = np.flatnonzero(scales)
+        keys, d, size = self._stream_keys(ids[wanted], purpose), out.shape[1], self._streams.scratch
+        starts, tails = self._streams.starts(keys, step), Tails()
+        scratch = _Scratch(out, min(size, len(wanted) * d))
         for rows, columns in pieces(len(wanted), d, size):
-            for i in wanted[rows].tolist():
+            part, normals = scratch.part(rows.stop - rows.start, columns.stop - columns.start)
+            for row in normals:
                 if columns.start == 0:
                     next(starts)
-                part = scratch[: columns.stop - columns.start].normal_(generator=self._streams.generator)
-                out[i, columns].add_(part, alpha=std[i])
+                row.normal_(generator=self._streams.generator)
+            tails.take_(part, rows.start * d + columns.start)
+            for i, row in zip(wanted[rows].tolist(), normals, strict=True):
+                lines[i][columns].add_(row, alpha=scales[i])
+        found, places, values = tails.draw(d, keys[:, 2], step)
+        _add_at_(out, wanted[found], places, scales[wanted[found]] * values)
 
     def _add_short(self, out: Tensor, std: Tensor, step: int, ids: np.ndarray, purpose: str) -> None:
         """Add rows from the kept blocks, and those for which there is no room from blocks that are dropped again."""
@@ -75,24 +78,32 @@ class TorchNoise:
 
     def _add_from(self, cache: _Cache, out: Tensor, std: Tensor, step: int, ids: np.ndarray) -> None:
         block, place = divmod(step, cache.normals.shape[1])
-        slots = np.searchsorted(cache.ids, ids)
-        self._refill(cache, np.unique(slots[cache.block[slots] != block]), block)
+        slots = cache.ids.searchsorted(ids)
+        stale = slots[cache.block[slots] != block]
+        if len(stale):
+            self._refill(cache, np.unique(stale), block)
         normals = cache.normals[:, place]
         if not np.array_equal(slots, np.arange(len(cache.ids))):
             normals = normals.index_select(0, torch.as_tensor(slots, device=out.device))
         out.addcmul_(normals, std[:, None])
 
     def _refill(self, cache: _Cache, slots: np.ndarray, block: int) -> None:
-        starts = self._streams.starts(cache.keys[slots], block)
-        for slot in slots.tolist():
-            next(starts)
-            cache.normals[slot].normal_(generator=self._streams.generator)
+        starts, tails = self._streams.starts(cache.keys[slots], block), Tails()
+        normals = cache.normals.view(len(cache.ids), -1)
+        cache.block[slots] = -1  # until all is done
+        for run in _runs(slots, self._streams.scratch // _BLOCK):
+            part = normals[run[0] : run[-1] + 1]
+            for row in part.unbind(0):
+                next(starts)
+                row.normal_(generator=self._streams.generator)
+            tails.take_(part, int(run[0]) * normals.shape[1])
+        _add_at_(normals, *tails.draw(normals.shape[1], cache.keys[:, 2], block))
         cache.block[slots] = block
 
     def _cache(self, kind: tuple[str, torch.dtype, int], ids: np.ndarray) -> _Cache:
         """Return the kept blocks of one kind of rows, these among them; other kinds make room, the oldest first."""
         cache = self._caches.get(kind)
-        if cache is None or not np.isin(ids, cache.ids).all():
+        if cache is None or not np.array_equal(cache.ids.take(cache.ids.searchsorted(ids), mode="clip"), ids):
             self._caches.pop(kind, None)
             cache = self._extended(cache, kind, ids)
             while sum(len(other.ids) for other in self._caches.values()) + len(cache.ids) > _ROOM:
@@ -104,23 +115,15 @@ class TorchNoise:
         """Return a cache with room for some more rows; only for these where there is no room for all."""
         known = np.unique(ids if cache is None else np.concatenate([cache.ids, ids]))
         if len(known) > _ROOM:
-            cache, known = None, np.unique(ids)
-        keys = np.empty((len(known), 3), np.uint64)
-        new = np.ones(len(known), bool)
-        if cache is not None:
-            old = np.searchsorted(known, cache.ids)
-            keys[old], new[old] = cache.keys, False
-        keys[new] = self._stream_keys(known[new], kind[0])
+            known = np.unique(ids)
         shape = (len(known), _BLOCK // kind[2], kind[2])
         normals = torch.empty(shape, dtype=kind[1], device=self._streams.device)
-        return _Cache(known, keys, np.full(len(known), -1), normals)
+        return _Cache(known, self._stream_keys(known, kind[0]), np.full(len(known), -1), normals)
 
     def _stream_keys(self, ids: np.ndarray, purpose: str) -> np.ndarray:
         """Return three 64-bit keys for each stream, uint64 [m, 3]."""
         slots, receivers = np.divmod(ids, STEPS)
-        pairs = zip(slots.tolist(), receivers.tolist(), strict=True)
-        found = b"".join(self._keys.derive(slot, 24, purpose, receiver) for slot, receiver in pairs)
-        return np.frombuffer(found, np.uint64).reshape(-1, 3)
+        return splitmix(self._keys.table(purpose, 3)[slots], receivers.astype(np.uint64)[:, None])
 
 
 @dataclass
@@ -133,23 +136,49 @@ class _Cache:
     normals: Tensor  # [streams, steps in a block, d]
 
 
+class _Scratch:
+    """Memory through which long rows pass, some rows or a part of one at a time."""
+
+    def __init__(self, like: Tensor, size: int) -> None:
+        self._memory = like.new_empty(size)
+        self._parts: dict[tuple[int, int], tuple[Tensor, tuple[Tensor, ...]]] = {}
+
+    def part(self, count: int, width: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return its first count * width elements, and these as rows; the same tensors when asked for again."""
+        if (count, width) not in self._parts:
+            flat = self._memory[: count * width]
+            self._parts[count, width] = flat, flat.view(count, width).unbind(0)
+        return self._parts[count, width]
+
+
 class _Streams:
     """A torch.Generator that can be started anew for any stream and block of steps."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.scratch = _SCRATCH if device.type == "cpu" else 64 * _SCRATCH
-        self._twister = TwisterState() if device.type == "cpu" else None
+        self._twister = Twister() if device.type == "cpu" else None
         self.generator = torch.Generator(device) if self._twister is None else self._twister.generator
 
     def starts(self, keys: np.ndarray, block: int) -> Iterator[None]:
         """Set the generator to the start of each stream's block, one after the other."""
-        if self._twister is None:
-            for seed in splitmix(keys[:, 0], np.array([block], np.uint64)).tolist():
-                self.generator.manual_seed(seed)
-                yield
-            return
-        for first in range(0, len(keys), _STATES):
-            for words in twister_words(keys[first : first + _STATES, :2], block):
-                self._twister.set_(words)
-                yield
+        return self._seeds(keys, block) if self._twister is None else self._twister.starts(keys[:, :2], block)
+
+    def _seeds(self, keys: np.ndarray, block: int) -> Iterator[None]:
+        for seed in splitmix(keys[:, 0], np.array([block], np.uint64)).tolist():
+            self.generator.manual_seed(seed)
+            yield
+
+
+def _runs(slots: np.ndarray, most: int) -> Iterator[np.ndarray]:
+    """Cut ascending slots into runs of neighbours, `most` at a time."""
+    for run in np.split(slots, np.flatnonzero(np.diff(slots) != 1) + 1):
+        yield from (run[start : start + most] for start in range(0, len(run), most))
+
+
+def _add_at_(out: Tensor, rows: np.ndarray, columns: np.ndarray, values: np.ndarray) -> None:
+    """Add a value to each of some places, none of which comes twice."""
+    if out.device.type == "cpu":
+        out.detach().numpy()[rows, columns] += values  # torch's own indexing takes fifteen times as long
+    else:
+        out[torch.from_numpy(rows), torch.from_numpy(columns)] += torch.from_numpy(values).to(out)
