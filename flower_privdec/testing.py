@@ -181,8 +181,9 @@ def assert_sensitivity(
                 each = declared[name]
                 moved = float((one.raw[name][row] - other.raw[name][row]).norm() / one.unit[row])
                 allowed = each.drawn if each.over == "all" or example in one.drawn[row] else each.idle
+                where = f"step {one.step}: sum {name!r} of peer {peer}"
                 assert moved <= allowed * (1 + slack) + slack, (
-                    f"step {one.step}: sum {name!r} of peer {peer} moves by {moved:.6g} clip norms, declared {allowed:.6g}"
+                    f"{where} moves by {moved:.6g} clip norms, declared {allowed:.6g}"
                 )
                 most = max(most, moved / allowed if allowed else 0.0)
     return most

@@ -352,7 +352,7 @@ def test_a_table_forgets_a_gradient_that_is_no_longer_finite(build: Any, table: 
     for number, factor in enumerate((1.0, math.nan, 1.0, math.inf, 1.0)):
         out, batch = torch.zeros_like(x), cohort.data.examples(peers, 0, 20)
         scale = torch.full((4,), 1 / 20, dtype=x.dtype)
-        step = PrivateStep(out, x * factor, None, batch, None, scale, peers, peers, number, number, None)
+        step = PrivateStep({"gradient": out}, x * factor, None, batch, None, scale, peers, peers, number, number)
         TABLES[table].add_(state, cohort, step)
         assert all(torch.isfinite(rows).all() for rows in state.values())
         if factor == 1.0:

@@ -151,7 +151,7 @@ def test_peers_of_unequal_size_count_by_their_examples_unless_asked_otherwise(bu
 
 @pytest.mark.parametrize("name", ["scaffold", "feddeper"])
 def test_methods_whose_papers_average_plainly_do(build, name):
-    with pytest.raises(ScenarioError, match="unknown key 'algorithm.weighting'"):
+    with pytest.raises(ScenarioError, match=r"unknown key 'algorithm\.weighting'"):
         build(*settings_for(name, "algorithm.weighting=examples"))
     experiment = build(*settings_for(name, UNEQUAL))
     expected = {"scaffold": reference_scaffold, "feddeper": reference_feddeper}[name](experiment, ROUNDS)["x"]

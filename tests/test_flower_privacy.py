@@ -163,7 +163,7 @@ def test_a_deployed_node_draws_its_own_noise_and_keeps_its_own_ledger(tiny: Tiny
 
 def test_a_deployed_node_pays_again_for_steps_it_takes_again(tiny: Tiny, tmp_path: Path) -> None:
     for _ in range(3):
-        grid = deployed(tmp_path / "node")
+        grid = deployed(tmp_path / "node", epsilon=30.0)
         assert not answer(grid, order(tiny("rounds=2"))).has_error()
     paid = ledger_of(tmp_path / "node")
     assert len(paid) == 3

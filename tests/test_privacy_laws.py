@@ -31,10 +31,10 @@ SHORT = ["rounds=4", "data.samples=48", "n_peers=4", "privacy.clip_norm=0.05", "
 SAMPLINGS = ["poisson", "uniform", "shuffle", "full"]
 MODELS = {
     "mlp": "model={name: mlp, hidden: [7], activation: tanh}",
-    "cnn": "model={module: own_models:convolutional}",
-    "residual": "model={module: own_models:residual}",
-    "nosy": "model={module: own_models:nosy}",
-    "tokens": "model={module: own_models:tokens}",
+    "cnn": "model={module: user_models:convolutional}",
+    "residual": "model={module: user_models:residual}",
+    "nosy": "model={module: user_models:nosy}",
+    "tokens": "model={module: user_models:tokens}",
 }
 
 

@@ -121,7 +121,7 @@ def check_budget(cohort: Cohort, ledger: Path) -> None:
 
 
 def budget_note(spending: Spending, steps_per_round: int) -> str | None:
-    """Say where a run's steps end before its plan does because of what other runs have spent; None where they do not."""
+    """Say where a run's steps end before its plan does because of what other runs have spent, or return None."""
     short = shortages(spending)
     if not short:
         return None

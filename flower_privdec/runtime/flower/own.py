@@ -95,8 +95,8 @@ class Own:
         scenario = parse_scenario(order.scenario)
         if scenario.private is not None and scenario.private.ledger is not None:
             raise RunError(
-                f"privacy.ledger={scenario.private.ledger} is not for relay mode, where each node keeps a ledger of its "
-                "own: leave it out, or use cohort mode"
+                f"privacy.ledger={scenario.private.ledger} is not for relay mode, where each node keeps a ledger of "
+                "its own: leave it out, or use cohort mode"
             )
         if self.simulated:
             if order.base and Path.cwd() != Path(order.base):

@@ -1,4 +1,4 @@
-"""Models of a user's own, for tests: scenarios name them as `own_models:factory`."""
+"""Models of a user's own, for tests: scenarios name them as `user_models:factory`."""
 
 from __future__ import annotations
 
