@@ -155,6 +155,27 @@ def test_paper_noise_of_dyn_d2p_is_eq_8(build):
     assert (claim.epsilon, claim.mu_total, claim.mu_0) == (3.0, total, mu_0)
 
 
+def test_paper_noise_of_dyn_d2p_counts_the_rounds_in_which_a_peer_is_active(build):
+    some = "participation={kind: uniform, fraction: 0.5}"
+    experiment = paper_mode(build, "algorithm={name: dyn-d2p, learning_rate: 0.1, rho_mu: 3.0}", some)
+    total, found = paper.gdp_mu(3.0, 1e-3), set()
+    for peer in range(4):
+        active = np.flatnonzero([experiment.participation.active(k)[peer] for k in range(6)])
+        mu_0 = paper.gdp_mu_0(total, 1 / 60, 3.0 ** (2 * active / 6))
+        assert experiment.plan.claims[peer].mu_0 == pytest.approx(mu_0, rel=1e-12)
+        spent = (1 / 60) ** 2 * np.expm1(mu_0**2 * 3.0 ** (2 * active / 6)).sum()
+        assert math.sqrt(spent) == pytest.approx(total, rel=1e-9)
+        found.add(round(mu_0, 9))
+    assert len(found) > 1
+
+
+def test_no_paper_claims_an_epsilon_for_other_algorithms(build):
+    for name in ("feddeper", "fedavg", "d-psgd", "local", "sgp"):
+        graph = ["topology.name=ring"] if name == "d-psgd" else []
+        with pytest.raises(ScenarioError, match=f"'paper' has no formula for {name}: no paper claims an ε for it"):
+            paper_mode(build, f"algorithm={{name: {name}, learning_rate: 0.1}}", *graph)
+
+
 def test_paper_noise_of_a_given_schedule_is_proposition_4(build):
     lists = "privacy.schedule={clip_norms: [2.0, 1.5, 1.0, 1.0, 0.5, 0.5], noise: [3.0, 2.0, 2.0, 1.0, 1.0, 1.0]}"
     experiment = paper_mode(build, lists, "privacy.epsilon=0.01")

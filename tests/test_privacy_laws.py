@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import linecache
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -326,10 +329,13 @@ def test_a_models_code_is_part_of_the_run(build: Build, tmp_path: Path, monkeypa
     source = "from torch import nn\nclass Net(nn.Sequential):\n    pass\n"
     source += "def make():\n    return Net(nn.Flatten(), nn.Linear(64, 10))\n"
     ids = []
-    for number, extra in enumerate(("", "# another line\n")):
-        (tmp_path / f"net{number}.py").write_text(source + extra)
-        ids.append(build(f"model={{module: net{number}:make}}").run.id)
-    assert ids[0] != ids[1]
+    for text in (source, source, source.replace("pass", "factor = 2.0  # which forward might use")):
+        (tmp_path / "my_net.py").write_text(text)
+        sys.modules.pop("my_net", None)
+        importlib.invalidate_caches()
+        linecache.clearcache()
+        ids.append(build("model={module: my_net:make}").run.id)
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_two_budgets_at_one_seed_do_not_cancel_their_noise(build: Build) -> None:
