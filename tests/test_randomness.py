@@ -250,6 +250,28 @@ def test_rows_that_come_again_are_not_drawn_again(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", SOURCES)
+def test_some_rows_may_be_steps_ahead_of_others(name: str) -> None:
+    noise = source(name)
+    for step, peers in [(0, range(10)), (4, [3]), (4, range(10)), (0, [1]), (4, [3, 1]), (0, [3, 1])]:
+        assert torch.equal(draw(noise, peers, 2000, step), draw(source(name), peers, 2000, step))
+
+
+def test_rows_that_were_drawn_in_part_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = source("torch")
+    first, starts = draw(noise, range(10), 2000, 0), torch_noise._Streams.starts
+
+    def interrupted(self: Any, keys: np.ndarray, block: int) -> Any:
+        yield from itertools.islice(starts(self, keys, block), 5)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_noise._Streams, "starts", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            draw(noise, range(10), 2000, 4)
+    assert torch.equal(draw(noise, range(10), 2000, 0), first)
+
+
+@pytest.mark.parametrize("name", SOURCES)
 def test_noise_is_added_with_its_scale(name: str) -> None:
     for d in (2001, 9001):
         noise, std = source(name), torch.tensor([0.5, 0.0, 2.0])

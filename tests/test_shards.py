@@ -145,7 +145,8 @@ def test_a_run_leaves_metrics_summary_and_plots(build, tmp_path):
     assert sent(summary) == "1 vector (5.08 KiB) a round from an active peer to each receiver"
     active = sum(int(experiment.participation.active(k).sum()) for k in range(6))
     assert sum(row["rounds_run"] for row in summary["privacy"]) == active
-    assert summary["peer_steps_per_second"] > 0
+    seconds = 3 * active / summary["peer_steps_per_second"]
+    assert seconds == pytest.approx(summary["wall_seconds"], abs=6e-4)  # which is rounded to 1 ms
 
 
 def test_pictures_are_drawn_where_there_is_something_to_draw():

@@ -75,6 +75,7 @@ def peak(setup: Setup) -> Work:
 
 
 def _fill(setup: Setup, rows: Tensor, generator: str) -> Work:
+    """Return the noise fill; torch's is its bare normals, without the cost of keys and of exact tails."""
     if generator == "torch":
         dense = rows.contiguous()  # torch fills padded rows number by number
         return lambda: dense.normal_()
