@@ -153,6 +153,18 @@ def test_an_example_that_overflows_counts_as_zero(name: str, kind: str, bad: flo
                 assert (found - expected).norm() <= 1 + 1e-5 or clip is None
 
 
+@pytest.mark.parametrize("bad", [0.5, math.nan])
+def test_masking_without_asking_gives_the_same_bits(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, which is not made to wait for whether there is anything to mask."""
+    module, kernel = kernel_of("mlp", "stacked")
+    x = torch.randn(1, 3, *SHAPE, generator=torch.Generator().manual_seed(0))
+    x[0, 1, 0, 0, 0] = bad
+    given = flatten(module)[None], Batch(x, torch.tensor([[0, 1, 2]]), torch.ones(1, 3)), torch.ones(1), torch.ones(1)
+    asked, _ = added(kernel, *given)
+    monkeypatch.setattr("flower_privdec.gradients.stacked.beyond", lambda norms, ask: beyond(norms, ask=False))
+    assert torch.equal(added(kernel, *given)[0], asked)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
 @pytest.mark.parametrize("clip", [None, torch.tensor([0.5, 0.5])], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize(("name", "kind"), KINDS)

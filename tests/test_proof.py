@@ -417,6 +417,29 @@ def test_images_without_channels_are_not_taken_for_a_batch() -> None:
         prove(module, (6, 6))
 
 
+class Words(nn.Module):
+    """Features that are indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(10, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.table(x.long()).mean(1))
+
+
+def test_models_of_words_go_under_vmap() -> None:
+    module = Words()
+    kernel, rows = build_kernel(module, "cross-entropy", (7,)), flatten(module)[None]
+    assert isinstance(kernel, VmapKernel)
+    batch = Batch(torch.randint(0, 10, (1, 3, 7), generator=torch.Generator().manual_seed(0)).float())
+    found, expected, clip = torch.zeros_like(rows), torch.zeros_like(rows), torch.tensor([0.1])
+    kernel.add_clipped_(found, rows, batch, clip, torch.ones(1))
+    LoopKernel(module, kernel._loss).add_clipped_(expected, rows, batch, clip, torch.ones(1))
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-7)
+    assert found[:, :50].any()
+
+
 class Secretive(nn.Module):
     """Fails on large examples, and says what they are."""
 
