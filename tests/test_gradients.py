@@ -227,6 +227,14 @@ def test_auto_takes_the_fastest_kernel_that_fits(name: str) -> None:
     assert type(build_kernel(module_of(name), "cross-entropy", SHAPE)) is MODELS[name][1]
 
 
+@pytest.mark.parametrize("name", ["cnn-small", "cnn-dyn-d2p", "cnn-pdsl", "cnn-feddeper", "strided"])
+def test_plain_chains_of_layers_need_no_autograd(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = module_of(name)
+    kernel = build_kernel(module, "cross-entropy", SHAPE)
+    monkeypatch.delattr(torch.autograd, "grad")
+    assert added(kernel, *problem(module, 2, 2, torch.float32)[:4])[0].any()
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-4)])
 @pytest.mark.parametrize(("name", "kind"), FITTING)
 def test_kernels_agree_with_the_loop(name: str, kind: str, dtype: torch.dtype, tolerance: float) -> None:

@@ -17,7 +17,7 @@ The bound is `floor(n) + (1 + slack(n)) computed`. It exceeds the norm by 3e-5 o
 
 An example whose bound is beyond LARGEST, infinite or not a number counts as zero: the same for overflow anywhere in
 the model as for features, parameters or divisors that are not numbers. Below LARGEST nothing that is computed from
-clip / norm underflows, as long as clip norm and scale are themselves above 1e-18.
+clip / norm underflows, as long as the clip norm and its product with |scale|, which are public, are above 1e-15.
 """
 
 from __future__ import annotations

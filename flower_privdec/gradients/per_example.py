@@ -39,9 +39,9 @@ class VmapKernel(RowKernel):
         self._try(module, input_shape)
 
     def _try(self, module: nn.Module, input_shape: Sequence[int]) -> None:
-        """Differentiate zeros and random numbers."""
+        """Differentiate zeros and random numbers of [0, 1), which are good indices too once they are integers."""
         like, generator = next(module.parameters()), torch.Generator().manual_seed(0)
-        x = torch.stack([torch.zeros(*input_shape), torch.randn(*input_shape, generator=generator)]).to(like)
+        x = torch.stack([torch.zeros(*input_shape), torch.rand(*input_shape, generator=generator)]).to(like)
         row, y = flatten(module), torch.zeros(2, dtype=torch.int64, device=like.device)
         try:
             with torch.random.fork_rng(devices=[]):

@@ -119,20 +119,22 @@ class _Checker(fx.Interpreter):
         self._layers = dict(graph.named_modules())
 
     def run_node(self, n: Node) -> Any:
-        """Run one operation and judge it."""
+        """Run one operation and judge it; what cannot be run or judged is not proved."""
+        try:
+            return self._judged(n)
+        except Unproved:
+            raise
+        except Exception as error:
+            raise Unproved(f"{self._name(n)} fails on random examples ({reason(error)})") from None
+
+    def _judged(self, n: Node) -> Any:
+        rule = self._rule(n) if n.op.startswith("call_") else None
         tensors = [value for value in map(self.env.get, n.all_input_nodes) if isinstance(value, Tensor)]
         versions = [tensor._version for tensor in tensors]
-        rule = None
-        if n.op in ("call_function", "call_method", "call_module"):
-            rule = self._rule(n)
-        try:
-            result = super().run_node(n)
-        except RuntimeError as error:
-            raise Unproved(f"{self._name(n)} fails on random examples ({reason(error)})") from None
+        result = super().run_node(n)
         if versions != [tensor._version for tensor in tensors]:
             raise Unproved(f"{self._name(n)} changes its input in place")
-        kind = self._kind(n, rule, result)
-        self._kinds[n] = kind
+        self._kinds[n] = kind = self._kind(n, rule, result)
         self.facts[n.name] = _fact(kind, result)
         return result
 
