@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms import Mix
-from flower_privdec.cohort import Cohort, Estimate, PrivateStep
+from flower_privdec.algorithms.cohort import Cohort, Estimate, PrivateStep
 from flower_privdec.data import Batch, Dataset, LocalBatch, PeerData
-from flower_privdec.experiment import Experiment, drawings_of
-from flower_privdec.randomness import NoiseSource
+from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.build import drawings_of
+from flower_privdec.rows import NoiseSource
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.run import run
 

@@ -8,7 +8,7 @@ import torch
 from variants import VARIANTS, settings_for
 
 from flower_privdec.algorithms import Mix, State
-from flower_privdec.cohort import LearningRate
+from flower_privdec.algorithms.cohort import LearningRate
 from flower_privdec.runtime.engine import Engine
 
 ROUNDS = 6

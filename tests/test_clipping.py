@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from test_gradients import CLASSES, MARGINS, MODELS, ORDER, SHAPE, Batch, added, module_of
 from torch import Tensor, nn
 
+from flower_privdec.algorithms.cohort import PrivateStep
 from flower_privdec.algorithms.tables import TABLES
-from flower_privdec.cohort import PrivateStep
 from flower_privdec.gradients import LOSSES, GradientKernel, StackedKernel, build_kernel
-from flower_privdec.gradients.base import Parameter, coefficient
 from flower_privdec.gradients.bounds import BLOCK, LARGEST, LONGEST, beyond, floor, length, slack, upper
 from flower_privdec.gradients.layers import Outer
+from flower_privdec.gradients.protocol import Parameter, coefficient
 from flower_privdec.models import flatten
 
 KINDS = [  # every kernel that fits a model

@@ -19,7 +19,7 @@ from flower_privdec.data.strokes import draw_strokes
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
-from flower_privdec.scenario.features import FeaturesSection
+from flower_privdec.scenario.features_section import FeaturesSection
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 SMALL: dict[str, Any] = {"kind": "scattering", "scales": 1, "angles": 4, "groups": 5, "pool": 2}

@@ -17,7 +17,7 @@ from torch.nn import functional
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.models import flatten
 from flower_privdec.runtime.engine import Engine
-from flower_privdec.runtime.flower.feddeper import FedDeper, personalized, train_two_models
+from flower_privdec.runtime.flower.feddeper_strategy import FedDeperStrategy, personalized, train_two_models
 from flower_privdec.runtime.flower.local_grid import LocalGrid
 
 SETTINGS = {"learning_rate": 0.5, "rho": 0.1, "mixing_rate": 0.6, "local_steps": 3}
@@ -58,7 +58,7 @@ def test_a_plain_flower_app_has_the_engines_numbers(experiment):
     cohort = experiment.cohort()
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     grid = LocalGrid(client_app(experiment), 4)
-    strategy = FedDeper(**SETTINGS, fraction_evaluate=0.0)
+    strategy = FedDeperStrategy(**SETTINGS, fraction_evaluate=0.0)
     before = flatten(experiment.module).clone()
     result = strategy.start(grid, ArrayRecord(experiment.module.state_dict()), num_rounds=2)
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_a_plain_flower_app_has_the_engines_numbers(experiment):
 
 def test_sampled_clients_alone_count_and_train(experiment):
     grid = LocalGrid(client_app(experiment), 4)
-    strategy = FedDeper(**SETTINGS, fraction_train=0.5, fraction_evaluate=0.0)
+    strategy = FedDeperStrategy(**SETTINGS, fraction_train=0.5, fraction_evaluate=0.0)
     strategy.start(grid, ArrayRecord(experiment.module.state_dict()), num_rounds=1)
     assert sum(personalized(context) is not None for context in grid.contexts.values()) == 2
 
@@ -86,7 +86,7 @@ def test_a_client_that_is_sampled_late_starts_its_own_model_at_x_0(build):
     cohort = experiment.cohort()
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
 
-    class Scheduled(FedDeper):
+    class Scheduled(FedDeperStrategy):
         def configure_train(self, server_round, arrays, config, grid):
             active = experiment.participation.active(server_round - 1)
             chosen = [node for node, wanted in zip(grid.contexts, active, strict=True) if wanted]
@@ -109,7 +109,7 @@ def test_a_client_that_is_sampled_late_starts_its_own_model_at_x_0(build):
 
 def test_a_client_that_lost_its_model_says_so_and_gets_x_0_again(experiment):
     grid = LocalGrid(client_app(experiment), 4)
-    strategy = FedDeper(**SETTINGS, fraction_evaluate=0.0)
+    strategy = FedDeperStrategy(**SETTINGS, fraction_evaluate=0.0)
     start = ArrayRecord(experiment.module.state_dict())
     strategy.start(grid, start, num_rounds=1)
     grid.contexts[102].state = RecordDict()
@@ -125,7 +125,7 @@ def test_a_client_that_lost_its_model_says_so_and_gets_x_0_again(experiment):
 def test_clients_count_alike_whatever_they_say_of_their_examples(experiment):
     start = ArrayRecord(experiment.module.state_dict())
     grid = LocalGrid(ClientApp(), 4)
-    strategy = FedDeper(**SETTINGS)
+    strategy = FedDeperStrategy(**SETTINGS)
     sent = list(strategy.configure_train(1, start, ConfigRecord(), grid))[:3]
     names = list(start)
     replies = []
@@ -142,7 +142,7 @@ def test_clients_count_alike_whatever_they_say_of_their_examples(experiment):
 def test_a_round_in_which_every_client_fails_keeps_the_model(experiment):
     grid = LocalGrid(ClientApp(), 4)  # it knows no message
     start = ArrayRecord(experiment.module.state_dict())
-    strategy = FedDeper(**SETTINGS, fraction_evaluate=0.0)
+    strategy = FedDeperStrategy(**SETTINGS, fraction_evaluate=0.0)
     assert not strategy.start(grid, start, num_rounds=1).arrays
 
 
@@ -157,12 +157,12 @@ def test_a_round_in_which_every_client_fails_keeps_the_model(experiment):
 )
 def test_bad_settings_are_refused_at_once(wrong, said):
     with pytest.raises(ScenarioError, match=said) as error:
-        FedDeper(**wrong)
+        FedDeperStrategy(**wrong)
     assert "\n" not in str(error.value)
 
 
 def test_any_mixing_rate_is_an_explicit_choice():
-    assert FedDeper(mixing_rate=0.3, any_mixing_rate=True).settings["mixing_rate"] == 0.3
+    assert FedDeperStrategy(mixing_rate=0.3, any_mixing_rate=True).settings["mixing_rate"] == 0.3
 
 
 def order(module, **config):
@@ -183,7 +183,7 @@ def mean_loss(model, batch):
 @pytest.mark.parametrize(
     ("module", "config", "batches", "said"),
     [
-        (LINEAR, {}, [BATCH], "send it with the strategy FedDeper"),
+        (LINEAR, {}, [BATCH], "send it with the strategy FedDeperStrategy"),
         (LINEAR, SENT, [], "no batches for 3 more local steps"),
         (LINEAR, SENT, iter([BATCH]), "no batches for 2 more local steps"),
         (nn.Linear(4, 3), SENT, [BATCH], "are not the module's parameters"),
@@ -207,8 +207,8 @@ def test_the_example_app_learns_a_global_and_better_personalized_models(monkeypa
     config = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     config |= {"num-rounds": 4, "fraction-train": 1.0}  # Flower's sampling of clients has no seed
     grid, results = LocalGrid(client, 10), []
-    start = FedDeper.start
-    monkeypatch.setattr(FedDeper, "start", lambda *given, **options: results.append(start(*given, **options)))
+    start = FedDeperStrategy.start
+    monkeypatch.setattr(FedDeperStrategy, "start", lambda *given, **options: results.append(start(*given, **options)))
     for context in grid.contexts.values():
         context.run_config.update(config)
     server(grid, Context(1, 0, {}, RecordDict(), config))

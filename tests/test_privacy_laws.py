@@ -18,11 +18,11 @@ from variants import VARIANTS, settings_for
 
 from flower_privdec import testing
 from flower_privdec.algorithms import ALGORITHMS, Mix, State
-from flower_privdec.algorithms.base import Algorithm
+from flower_privdec.algorithms.algorithm import Algorithm
+from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP
-from flower_privdec.cohort import Cohort
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.gradients import StackedKernel

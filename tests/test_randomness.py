@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from flower_privdec import randomness
+from flower_privdec import rows as randomness
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import (
+from flower_privdec.rows import (
     FastNoise,
     NoiseSource,
     TorchNoise,
@@ -27,7 +27,7 @@ from flower_privdec.randomness import (
     seed_keys,
     torch_noise,
 )
-from flower_privdec.randomness.keys import digest
+from flower_privdec.rows.keys import digest
 
 FALSE_ALARM = 1e-7  # of each statistical check; the keys are fixed, so a check that passes goes on passing
 HAVE_NUMBA = importlib.util.find_spec("numba") is not None
@@ -83,7 +83,7 @@ KNOWN_ANSWERS = [  # Random123's kat_vectors for philox4x32-7
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
 def test_philox_known_answers(counter: Any, key: Any, expected: Any) -> None:
     numba = pytest.importorskip("numba")
-    from flower_privdec.randomness.philox import philox
+    from flower_privdec.rows.philox import philox
 
     run = numba.njit(lambda a, b, c, d, low, high: philox(a, b, c, d, low, high))
     words = run(*(np.uint64(word) for word in (*counter, *key)))
@@ -95,7 +95,7 @@ def test_philox_known_answers(counter: Any, key: Any, expected: Any) -> None:
 @pytest.mark.parametrize("receiver", [None, 7])
 def test_fast_noise_is_box_muller_of_philox(receiver: int | None) -> None:
     """Every element of a row, the last tile's included, against a reference of two formulas."""
-    from flower_privdec.randomness.philox import LANES
+    from flower_privdec.rows.philox import LANES
 
     key, peer, step, d = bytes(range(20)), 3, 2**32 - 2, 300
     noise = FastNoise({peer: key, 4: bytes(16)})
@@ -421,7 +421,7 @@ def test_no_error_shows_a_key() -> None:
 
 
 def test_without_numba_auto_falls_to_torch_and_fast_says_what_to_do(monkeypatch: Any) -> None:
-    monkeypatch.setitem(sys.modules, "flower_privdec.randomness.philox", None)
+    monkeypatch.setitem(sys.modules, "flower_privdec.rows.philox", None)
     monkeypatch.delattr(randomness, "philox", raising=False)
     assert isinstance(build_noise("auto", {}), TorchNoise)
     with pytest.raises(ScenarioError, match=r"pip install 'flower-privdec\[fast\]'"):

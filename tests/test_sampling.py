@@ -16,7 +16,7 @@ from scipy.stats import chi2
 from flower_privdec.data import SAMPLINGS, Dataset, LocalBatch, PeerData, Sampler
 from flower_privdec.data.sampling import draw_distinct, draw_poisson
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import keyed_generator, seed_keys
+from flower_privdec.rows import keyed_generator, seed_keys
 
 SIZES = np.array([12, 30, 7, 25, 19, 40, 8, 16, 33, 21])
 KINDS = list(SAMPLINGS)

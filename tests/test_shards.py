@@ -9,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from flower_privdec import evaluation, plots
 from flower_privdec.errors import RunError
-from flower_privdec.evaluation import evaluate
+from flower_privdec.experiment import evaluation
+from flower_privdec.experiment.evaluation import evaluate
+from flower_privdec.experiment.own_labels import held_labels, try_on_shards
 from flower_privdec.planner.stability import growth, stability_warnings
+from flower_privdec.reporting import plots
+from flower_privdec.reporting.wording import own_labels, sent
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import traffic
 from flower_privdec.runtime.run import run
-from flower_privdec.shards import held_labels, try_on_shards
 from flower_privdec.study.cells import expand
 from flower_privdec.study.results import metric
 from flower_privdec.study.spec import load_study
-from flower_privdec.wording import own_labels, sent
 
 DEPER = ["algorithm.name=feddeper", "algorithm.local_steps=3", "topology.name=server", "privacy=none"]
 OWN_LABELS = ["data.partition={kind: pathological, classes_per_peer: 2}", "n_peers=5"]

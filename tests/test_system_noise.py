@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import SystemNoise, build_noise, system
+from flower_privdec.rows import SystemNoise, build_noise, system
 
 ciphers = pytest.importorskip("cryptography.hazmat.primitives.ciphers")
 

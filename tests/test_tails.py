@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from flower_privdec.randomness import build_noise, mersenne, seed_keys, tails
-from flower_privdec.randomness.keys import PeerKeys
-from flower_privdec.randomness.tails import THRESHOLD, Tails, tail_normals
+from flower_privdec.rows import build_noise, mersenne, seed_keys, tails
+from flower_privdec.rows.keys import PeerKeys
+from flower_privdec.rows.tails import THRESHOLD, Tails, tail_normals
 
 FALSE_ALARM = 1e-7
 HAVE_NUMBA = importlib.util.find_spec("numba") is not None
@@ -94,7 +94,7 @@ def fast_row(d: int, step: int, receiver: int, key: int, refined: int) -> tuple[
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.float64, 1e-12)])
 def test_fast_rows_are_refined_where_their_words_are_small(dtype: torch.dtype, tolerance: float) -> None:
     """Every one of a million numbers against NumPy, in whole tiles and in the last one."""
-    from flower_privdec.randomness.philox import REFINED
+    from flower_privdec.rows.philox import REFINED
 
     keys, d = seed_keys(2, [3]), 2**21
     key = int(PeerKeys(keys).table("noise", 1)[0, 0])
@@ -109,7 +109,7 @@ def test_fast_rows_are_refined_where_their_words_are_small(dtype: torch.dtype, t
 def fast_radii(words: Any) -> list[float]:
     """The radii of refined words, as the kernel computes them."""
     numba = pytest.importorskip("numba")
-    from flower_privdec.randomness import philox as kernels
+    from flower_privdec.rows import philox as kernels
 
     run = numba.njit(lambda x, x1, x2: kernels.polar64(kernels.refined(x, x1, x2), np.uint32(0))[0])
     return [float(run(*(np.uint32(word) for word in each))) for each in words]
@@ -118,7 +118,7 @@ def fast_radii(words: Any) -> list[float]:
 @NEEDS_NUMBA
 def test_refined_radii_are_the_quantiles_without_a_gap() -> None:
     """In the order of their words radii fall, each by little; they reach 11.5, and meet the 32-bit grid."""
-    from flower_privdec.randomness.philox import REFINED
+    from flower_privdec.rows.philox import REFINED
 
     steps = [0, 1, 2, 3, *(2**k for k in range(2, 32)), ONES]
     words = [(0, 0, low) for low in steps] + [(0, high, 7) for high in steps[1:]]

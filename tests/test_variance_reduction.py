@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_algorithms import NoiseTape, softmax_gradients
 
-from flower_privdec import memory
 from flower_privdec.algorithms.tables import TABLES, stacked
 from flower_privdec.data import Sampler
 from flower_privdec.errors import ScenarioError
+from flower_privdec.experiment import memory
 from flower_privdec.runtime.engine import Engine
 
 UNEQUAL = ["data.partition={kind: sizes, sizes: [100, 60, 50, 30]}"]

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.base import Algorithm, Mix, State
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms.algorithm import Algorithm, Mix, State
+from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import ScenarioError
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
 from flower_privdec.privacy.declared import one_sum
-from flower_privdec.randomness import keyed_generator
-from flower_privdec.scenario.algorithms import AsynchronousSection
+from flower_privdec.rows import keyed_generator
+from flower_privdec.scenario.algorithm_sections import AsynchronousSection
 from flower_privdec.topology import EdgeArray, Topology, edge_array, in_neighbors
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.base import State
+from flower_privdec.algorithms.algorithm import State
+from flower_privdec.algorithms.cohort import Cohort, PrivateStep
 from flower_privdec.algorithms.federated import FedAvg
-from flower_privdec.aligned import empty_rows
-from flower_privdec.cohort import Cohort, PrivateStep
 from flower_privdec.data import Batch
 from flower_privdec.privacy.declared import Declaration, Drawing, ReleasedSum
-from flower_privdec.scenario.algorithms import FedDeperSection
+from flower_privdec.rows.aligned import empty_rows
+from flower_privdec.scenario.algorithm_sections import FedDeperSection
 
 
 class FedDeper(FedAvg):

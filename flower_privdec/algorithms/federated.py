@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.base import Mix, State
+from flower_privdec.algorithms.algorithm import Mix, State
+from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.algorithms.sgp import SGP
-from flower_privdec.aligned import aligned
-from flower_privdec.cohort import Cohort
 from flower_privdec.errors import ScenarioError
-from flower_privdec.gradients.base import row_chunks
+from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
 from flower_privdec.privacy.declared import one_sum
-from flower_privdec.scenario.algorithms import FedAvgSection, FedDeperSection, FedProxSection, LocalStepsSection
+from flower_privdec.rows.aligned import aligned
+from flower_privdec.scenario.algorithm_sections import FedAvgSection, FedDeperSection, FedProxSection, LocalStepsSection
 from flower_privdec.topology import Topology
 
 WALKING, CACHED_BYTES = 4, 2**24  # rows of [d] that a walk works on for each peer, and what a processor's cache holds

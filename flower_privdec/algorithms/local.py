@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from flower_privdec.algorithms.base import Algorithm, State
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms.algorithm import Algorithm, State
+from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.privacy.declared import one_sum
 
 
@@ -27,7 +27,7 @@ class Local(Algorithm):
     released = one_sum
 
 
-class DPSGDCentral(Local):
+class DPSGD(Local):
     """Descend on pooled data at one peer: DP-SGD, the centralized reference. Source: Abadi et al. 2016, Alg. 1."""
 
     name = "dp-sgd"

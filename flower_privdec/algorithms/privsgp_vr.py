@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms import snapshot
-from flower_privdec.algorithms.base import State
+from flower_privdec.algorithms.algorithm import State
+from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.algorithms.tables import TABLES, stacked
-from flower_privdec.cohort import Cohort
 from flower_privdec.gradients import GradientKernel
 from flower_privdec.privacy.declared import ONE_SUM, Declaration, Drawing, ReleasedSum
-from flower_privdec.scenario.algorithms import VRSection
+from flower_privdec.scenario.algorithm_sections import VRSection
 
 
 class PrivSGPVR(SGP):

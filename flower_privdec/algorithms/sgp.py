@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from flower_privdec.algorithms.base import Algorithm, Mix, State, Step, push_weights
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms.algorithm import Algorithm, Mix, State, Step, push_weights
+from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.privacy.declared import one_sum
 
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.cohort import Cohort, PrivateStep
+from flower_privdec.algorithms.cohort import Cohort, PrivateStep
 from flower_privdec.data import Batch
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import Factors, GradientKernel, StackedKernel
-from flower_privdec.gradients.base import coefficient
+from flower_privdec.gradients.protocol import coefficient
 
 FILL = 256  # examples at a time when a table is filled at the starting point
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from flower_privdec.bench.rivals import PeerLoop, Rival
 from flower_privdec.bench.workloads import SEED, Setup, Workload
 from flower_privdec.errors import RunError
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 from flower_privdec.runtime.engine import Engine
 
 ROUNDS = 2

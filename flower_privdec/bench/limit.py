@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.aligned import aligned
 from flower_privdec.bench.timing import Work, once
 from flower_privdec.bench.workloads import SEED, Setup
-from flower_privdec.randomness import build_noise, seed_keys
+from flower_privdec.rows import build_noise, seed_keys
+from flower_privdec.rows.aligned import aligned
 
 TRIALS = 5  # of each form of a product
 PEAK_SIZE = 512

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, distributed
 
 from flower_privdec.algorithms import Mix, State, advance
+from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.bench.timing import paired, quiet
 from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload
-from flower_privdec.cohort import Cohort
 from flower_privdec.errors import RunError
 
 PEERS = 8

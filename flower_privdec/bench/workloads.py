@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec.algorithms import Algorithm, State, build_algorithm
-from flower_privdec.cohort import Cohort, LearningRate
+from flower_privdec.algorithms.cohort import Cohort, LearningRate
 from flower_privdec.data import Dataset, PeerData, Sampler
 from flower_privdec.gradients import build_kernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten, parameter_count
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.privacy.plan import PrivacyPlan
-from flower_privdec.randomness import NoiseSource, build_noise, keyed_generator, seed_keys
+from flower_privdec.rows import NoiseSource, build_noise, keyed_generator, seed_keys
 from flower_privdec.runtime.engine import Engine
-from flower_privdec.scenario.algorithms import SGDSection
+from flower_privdec.scenario.algorithm_sections import SGDSection
 from flower_privdec.topology import build_topology
 
 SEED = 1

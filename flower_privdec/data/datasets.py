@@ -13,7 +13,7 @@ from torch import Tensor
 from flower_privdec.data import npz, readers
 from flower_privdec.data.readers import Rows, Source, Split
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 
 DATASETS: dict[str, str] = {
     "digits": "1,440 + 357 handwritten digits 8x8, 10 classes; embedded (scikit-learn)",

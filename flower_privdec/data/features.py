@@ -27,7 +27,7 @@ from flower_privdec.data.datasets import Dataset
 from flower_privdec.data.scattering import Scattering2D, n_paths
 from flower_privdec.data.strokes import draw_strokes
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.features import FeaturesSection
+from flower_privdec.scenario.features_section import FeaturesSection
 
 VERSION = 1  # raise it with any change of the numbers: features kept on disk are then made afresh
 CHUNK, IMAGES = 256, 32  # examples that a thread takes at a time, and images that stay in its cache

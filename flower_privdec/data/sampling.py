@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import Secret, keyed_generator
+from flower_privdec.rows import Secret, keyed_generator
 
 SAMPLINGS: dict[str, str] = {
     "poisson": "each local example with probability size / count, independently: what amplification needs",

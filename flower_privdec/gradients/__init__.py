@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from torch import nn
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.gradients.base import Examples, GradientKernel
 from flower_privdec.gradients.factored import FactoredKernel
 from flower_privdec.gradients.losses import LOSSES, Loss, resolve_loss
 from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
 from flower_privdec.gradients.proof import prove
+from flower_privdec.gradients.protocol import Examples, GradientKernel
 from flower_privdec.gradients.stacked import Factors, StackedKernel, parse_stack
 from flower_privdec.models import check_model
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from flower_privdec.gradients.base import row_chunks
-from flower_privdec.gradients.chain import Call, Chain, parse_chain
+from flower_privdec.gradients.chain import Chain, LayerCall, parse_chain
 from flower_privdec.gradients.layers import bias_piece, is_supported, weight_pieces
 from flower_privdec.gradients.losses import Loss
+from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.gradients.rows import Piece, RowKernel
 
 _GRAPH = 3  # a captured tensor stands for so many in the backward pass
@@ -79,7 +79,7 @@ class FactoredKernel(RowKernel):
                 pieces.append(bias_piece(layer, bias, deltas))
         return pieces
 
-    def _calls(self, point: Tensor, x: Tensor, y: Tensor) -> list[Call]:
+    def _calls(self, point: Tensor, x: Tensor, y: Tensor) -> list[LayerCall]:
         if x.shape[1:] != self._input_shape:
             raise ValueError(f"examples of shape {list(x.shape[1:])} must be {list(self._input_shape)}")
         if self._images and x.ndim == 4:
@@ -93,7 +93,7 @@ class FactoredKernel(RowKernel):
             hooked, start = list(self._hooked), self._loss.derivative(outputs.detach(), y)
             sources = [call.output for call in hooked]
             deltas = torch.autograd.grad(outputs, sources, start, materialize_grads=True, allow_unused=True)
-            return [Call(h.name, h.layer, h.x, delta) for h, delta in zip(hooked, deltas, strict=True)]
+            return [LayerCall(h.name, h.layer, h.x, delta) for h, delta in zip(hooked, deltas, strict=True)]
         finally:
             self._hooked.clear()
 

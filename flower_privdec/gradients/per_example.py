@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.gradients.base import Examples, reason, row_chunks
 from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.losses import Loss
+from flower_privdec.gradients.protocol import Examples, reason, row_chunks
 from flower_privdec.gradients.rows import Piece, RowKernel, Stored
 from flower_privdec.models import flatten, unflatten
 

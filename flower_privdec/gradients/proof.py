@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import Node
 
-from flower_privdec.gradients.base import is_plain, reason
 from flower_privdec.gradients.layers import is_supported
 from flower_privdec.gradients.operations import FUNCTIONS, LAYERS, METHODS, Call, Kind, Rule, Unproved, Value, judge
+from flower_privdec.gradients.protocol import is_plain, reason
 
 BATCHES = (1, 2, 3)
 _TRIED, _NOISE, _TOLERANCE = 4, 0.05, 1e-3  # examples, change of the parameters, relative difference of outputs

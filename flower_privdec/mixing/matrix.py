@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flower_privdec.aligned import empty_rows
 from flower_privdec.mixing import kernels
+from flower_privdec.rows.aligned import empty_rows
 from flower_privdec.topology.graphs import Peers
 
 

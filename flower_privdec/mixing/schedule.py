@@ -9,7 +9,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.mixing.matrix import MixingMatrix
 from flower_privdec.mixing.weights import average_matrix, check_weights, mixing_matrix
 from flower_privdec.participation import Everybody, Participation
-from flower_privdec.topology.check import check_topology
+from flower_privdec.topology.connectivity import check_topology
 from flower_privdec.topology.graphs import CompleteTopology, EdgeArray, Topology
 
 

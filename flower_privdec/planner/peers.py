@@ -12,7 +12,7 @@ from flower_privdec.privacy.ledger import Spending, spending_of
 from flower_privdec.privacy.scale import Claim
 from flower_privdec.privacy.schedules import build_schedule
 from flower_privdec.runtime.spent import json_number
-from flower_privdec.scenario.algorithms import dynamic
+from flower_privdec.scenario.algorithm_sections import dynamic
 
 
 def noise_std(experiment: Experiment, round_index: int) -> np.ndarray:

@@ -6,14 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 from flower_privdec.experiment import Experiment
-from flower_privdec.graphs import connectivity
-from flower_privdec.memory import memory_need, shortage, table_bytes
+from flower_privdec.experiment.memory import memory_need, shortage, table_bytes
 from flower_privdec.planner.checks import cost_warnings, ledger_warnings, network_warnings, privacy_warnings
 from flower_privdec.planner.optimum import optimum
 from flower_privdec.planner.peers import ledger_facts, peer_rows
+from flower_privdec.planner.seconds import estimate_seconds
 from flower_privdec.planner.stability import stability_warnings
-from flower_privdec.planner.timing import estimate_seconds
-from flower_privdec.scenario.algorithms import VRSection
+from flower_privdec.reporting.graph_view import connectivity
+from flower_privdec.scenario.algorithm_sections import VRSection
 
 
 def make_plan(experiment: Experiment) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flower_privdec.algorithms import Algorithm, Mix, State, advance
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms.cohort import Cohort
 
 
 class Engine:

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic.types import Discriminator
 
-from flower_privdec.scenario.algorithms import AlgorithmSection, DynSection, VRSection
-from flower_privdec.scenario.features import FeaturesSection
+from flower_privdec.scenario.algorithm_sections import AlgorithmSection, DynSection, VRSection
+from flower_privdec.scenario.features_section import FeaturesSection
 from flower_privdec.scenario.fields import Count, Fraction, NonNegative, PerPeer, Positive, Section
 
 ModelName = Literal[

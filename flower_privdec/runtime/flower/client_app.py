@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from flower_privdec.algorithms import Mix, State, advance
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.mixing import MixingMatrix

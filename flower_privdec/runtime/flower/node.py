@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import RecordDict
 
 from flower_privdec.algorithms import State
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint

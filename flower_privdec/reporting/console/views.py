@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from flower_privdec.wording import (
+from flower_privdec.reporting.wording import (
     NOTHING,
     claim,
     duration,

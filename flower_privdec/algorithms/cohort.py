@@ -15,7 +15,7 @@ from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
 from flower_privdec.privacy.ledger import CohortLedger
 from flower_privdec.privacy.plan import PrivacyPlan
-from flower_privdec.randomness import NoiseSource
+from flower_privdec.rows import NoiseSource
 
 
 @dataclass(frozen=True)

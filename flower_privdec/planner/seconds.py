@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from flower_privdec.data import Sampler
-from flower_privdec.evaluation import evaluate
 from flower_privdec.experiment import Experiment
-from flower_privdec.memory import outputs_per_example
+from flower_privdec.experiment.evaluation import evaluate
+from flower_privdec.experiment.memory import outputs_per_example
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import evaluation_rounds
-from flower_privdec.scenario.algorithms import VRSection
+from flower_privdec.scenario.algorithm_sections import VRSection
 
 TIMED_ROUNDS = 5
 TIMED_SECONDS = 4.0  # a slow model is timed over fewer rounds

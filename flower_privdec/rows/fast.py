@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.randomness.keys import PeerKeys
-from flower_privdec.randomness.source import NOBODY, check_call
+from flower_privdec.rows.keys import PeerKeys
+from flower_privdec.rows.source import NOBODY, check_call
 
 
 class FastNoise:
@@ -23,7 +23,7 @@ class FastNoise:
     """
 
     def __init__(self, keys: Mapping[int, bytes]) -> None:
-        from flower_privdec.randomness import philox
+        from flower_privdec.rows import philox
 
         self._tile: int = philox.TILE
         self._kernels: dict[torch.dtype, Any] = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness.source import check_call, pieces
+from flower_privdec.rows.source import check_call, pieces
 
 _PIECE = 2**15  # elements drawn at a time (a few hundred kB)
 

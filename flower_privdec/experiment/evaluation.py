@@ -12,10 +12,10 @@ from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.federated import FedAvg
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.own_labels import try_on_shards
 from flower_privdec.gradients import resolve_loss
-from flower_privdec.gradients.base import row_chunks
+from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.scenario import Scenario
-from flower_privdec.shards import try_on_shards
 
 OUTPUT_BYTES = 2**26  # the outputs of so many models as are tried at once
 LARGEST_LOSS = 1e6  # beyond it a run only waits for infinity

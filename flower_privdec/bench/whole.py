@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from flower_privdec.bench import feddeper, memory, processes, relay
+from flower_privdec.bench import flower_relay, local_steps, peak_memory, processes
 from flower_privdec.bench.comparison import SCALES, generators, measure_workload, scaling
 from flower_privdec.bench.ledgers import SECONDS, ledger_share
-from flower_privdec.bench.views import print_results
+from flower_privdec.bench.printing import print_results
 from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload
 from flower_privdec.errors import PrivdecError, ScenarioError
-from flower_privdec.experiment import resolve_device
+from flower_privdec.experiment.build import resolve_device
 
 WITH_LEDGER = ("W1", "W2")
 EXTRA_ROUNDS = 10
@@ -67,16 +67,16 @@ def measure(
             _say(f"{workload.name}: a run of {ledger_seconds:g} s with its ledgers")
             setup = Setup.build(workload, where)
             results[workload.name]["ledger"] = ledger_share(setup, generators(where)[0][0], ledger_seconds)
-    if feddeper.NAME in names:
-        _say(f"{feddeper.NAME}: comparing in float64, then timing {feddeper.WORKLOAD.describe()}")
-        results[feddeper.NAME] = feddeper.measure_feddeper(feddeper.WORKLOAD, where, rounds)
+    if local_steps.NAME in names:
+        _say(f"{local_steps.NAME}: comparing in float64, then timing {local_steps.WORKLOAD.describe()}")
+        results[local_steps.NAME] = local_steps.measure_feddeper(local_steps.WORKLOAD, where, rounds)
     if extras and chosen:
         _add_extras(results, chosen, where)
     return results
 
 
 def _names(wanted: list[str]) -> list[str]:
-    known = [*WORKLOADS, feddeper.NAME]
+    known = [*WORKLOADS, local_steps.NAME]
     for name in wanted:
         if name not in known:
             raise ScenarioError(f"workload={name!r} must be one of {', '.join(known)}")
@@ -90,7 +90,7 @@ def _add_extras(results: Results, workloads: list[Workload], device: torch.devic
         _say(f"{workload.name}: more peers, peak memory, relay")
         _try(result, "scaling", partial(scaling, workload, device))
         if device.type == "cpu":
-            _try(result, "memory", partial(memory.peak_memory, workload.name, _many(workload), quickest))
+            _try(result, "memory", partial(peak_memory.peak_memory, workload.name, _many(workload), quickest))
             _try(result, "relay", partial(_relay, workload))
     if device.type == "cpu":
         _say(f"one process for each of {processes.PEERS} peers, over gloo")
@@ -107,14 +107,14 @@ def _many(workload: Workload) -> int:
 def _relay(workload: Workload) -> dict[str, float]:
     if importlib.util.find_spec("flwr") is None:
         raise PrivdecError("flwr is not installed")
-    return {"ms": relay.in_process(workload, EXTRA_ROUNDS), "nodes": workload.n_peers}
+    return {"ms": flower_relay.in_process(workload, EXTRA_ROUNDS), "nodes": workload.n_peers}
 
 
 def _flwr_run(workload: Workload) -> dict[str, float]:
     for package in ("flwr", "ray"):
         if importlib.util.find_spec(package) is None:
             raise PrivdecError(f"{package} is not installed")
-    return {"ms": relay.by_flwr_run(workload), "nodes": relay.FLWR_PEERS}
+    return {"ms": flower_relay.by_flwr_run(workload), "nodes": flower_relay.FLWR_PEERS}
 
 
 def _add_gloo(results: Results, workloads: list[Workload], generator: str) -> None:

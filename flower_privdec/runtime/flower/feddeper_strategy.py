@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from flower_privdec.errors import RunError
-from flower_privdec.scenario.algorithms import FedDeperSection
+from flower_privdec.scenario.algorithm_sections import FedDeperSection
 from flower_privdec.scenario.loading import parse_model
 
 PERSONAL, START, PREFIX = "feddeper.personal", "feddeper.start", "feddeper."
@@ -23,7 +23,7 @@ Parameters = dict[str, Tensor]
 LossFunction = Callable[[Callable[..., Tensor], Any], Tensor]
 
 
-class FedDeper(FedAvg):
+class FedDeperStrategy(FedAvg):
     """Average what the clients' depersonalized models moved by, and add it to the global model.
 
         x ← x + mean over the sampled clients of (y - x)                          (FedDeper, Algorithm 1, line 14)
@@ -113,7 +113,7 @@ def train_two_models(
     v begins at x^0, which comes with a client's first message.
 
     Args:
-        message: from the strategy `FedDeper`.
+        message: from the strategy `FedDeperStrategy`.
         context: of the client; keeps v under "feddeper.personal".
         module: the architecture; its own parameters are not changed. Without buffers.
         loss: takes a model to call and a batch, and returns the batch's mean loss.
@@ -154,7 +154,7 @@ def _settings(content: RecordDict) -> tuple[float, ...]:
     for config in content.config_records.values():
         if PREFIX + NAMES[0] in config:
             return tuple(float(config[PREFIX + name]) for name in NAMES)  # type: ignore[arg-type]
-    raise RunError("the message has no setting feddeper.learning_rate: send it with the strategy FedDeper")
+    raise RunError("the message has no setting feddeper.learning_rate: send it with the strategy FedDeperStrategy")
 
 
 def _fitting(parameters: Parameters, module: nn.Module) -> Parameters:

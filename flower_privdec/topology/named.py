@@ -13,7 +13,7 @@ import networkx as nx
 import numpy as np
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 from flower_privdec.topology.edge_list import read_edge_list
 from flower_privdec.topology.graphs import (
     CompleteTopology,

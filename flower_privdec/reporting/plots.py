@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.results import Result, read_result
-from flower_privdec.wording import main_accuracy, main_loss
+from flower_privdec.reporting.run_folder import Result, read_result
+from flower_privdec.reporting.wording import main_accuracy, main_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

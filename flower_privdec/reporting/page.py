@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from flower_privdec import __version__
-from flower_privdec.console.views import comparison_row, graph_facts
 from flower_privdec.errors import ScenarioError
-from flower_privdec.graphs import NO_GRAPH, build_graph, connectivity, draw_topology, rounds_shown
-from flower_privdec.plots import CURVES, DASHES, draw_curve, drawing, line_style, to_svg
-from flower_privdec.results import Result, read_results
-from flower_privdec.scenario import to_yaml
-from flower_privdec.topology import Topology
-from flower_privdec.wording import (
+from flower_privdec.reporting.console.views import comparison_row, graph_facts
+from flower_privdec.reporting.graph_view import NO_GRAPH, build_graph, connectivity, draw_topology, rounds_shown
+from flower_privdec.reporting.plots import CURVES, DASHES, draw_curve, drawing, line_style, to_svg
+from flower_privdec.reporting.run_folder import Result, read_results
+from flower_privdec.reporting.wording import (
     alike,
     budget,
     claim,
@@ -33,6 +31,8 @@ from flower_privdec.wording import (
     setting,
     shares_models,
 )
+from flower_privdec.scenario import to_yaml
+from flower_privdec.topology import Topology
 
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
 MOST_EDGES = 2000  # in a round; more are a megabyte of lines
@@ -67,7 +67,7 @@ def render(results: Sequence[Result]) -> str:
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
-        loader=PackageLoader("flower_privdec"),
+        loader=PackageLoader("flower_privdec.reporting"),
         autoescape=select_autoescape(default=True),
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -23,7 +23,7 @@ from flower_privdec.bench.workloads import IMAGES, SEED, Setup, Workload
 from flower_privdec.models import flatten
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.runtime.engine import Engine
-from flower_privdec.scenario.algorithms import FedDeperSection
+from flower_privdec.scenario.algorithm_sections import FedDeperSection
 from flower_privdec.topology import build_topology
 
 NAME, ENGINE = "FedDeper", "engine"

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.randomness.keys import PeerKeys
-from flower_privdec.randomness.mersenne import Twister, splitmix
-from flower_privdec.randomness.source import NOBODY, STEPS, check_call, pieces
-from flower_privdec.randomness.tails import Tails
+from flower_privdec.rows.keys import PeerKeys
+from flower_privdec.rows.mersenne import Twister, splitmix
+from flower_privdec.rows.source import NOBODY, STEPS, check_call, pieces
+from flower_privdec.rows.tails import Tails
 
 _BLOCK = 2**13  # rows shorter than this are drawn several steps at a time
 _ROOM = 2**12  # such blocks that are kept, at most (128 MB in float32)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.gradients import resolve_loss
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 
 
 def held_labels(experiment: Experiment) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.special import ndtr, ndtri
 from torch import Tensor
 
-from flower_privdec.randomness.mersenne import splitmix
+from flower_privdec.rows.mersenne import splitmix
 
 THRESHOLD = 4.25
 _MASS = float(ndtr(-THRESHOLD))

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms import Algorithm, State, build_algorithm
-from flower_privdec.cohort import Cohort, LearningRate
+from flower_privdec.algorithms.cohort import Cohort, LearningRate
 from flower_privdec.data import Dataset, PeerData, Sampler, load_dataset, partition
 from flower_privdec.data.features import apply_features
 from flower_privdec.errors import ScenarioError
+from flower_privdec.experiment.memory import check_memory
+from flower_privdec.experiment.run_key import environment, own_keys, run_id, shared_secret
 from flower_privdec.gradients import GradientKernel, build_kernel, resolve_loss
-from flower_privdec.memory import check_memory
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
@@ -25,8 +26,7 @@ from flower_privdec.privacy.chain import RunName
 from flower_privdec.privacy.declared import Drawing
 from flower_privdec.privacy.ledger import CohortLedger
 from flower_privdec.privacy.plan import PrivacyPlan, build_plan
-from flower_privdec.randomness import build_noise, resolve_generator
-from flower_privdec.run_key import environment, own_keys, run_id, shared_secret
+from flower_privdec.rows import build_noise, resolve_generator
 from flower_privdec.scenario import Scenario, numbers_hash
 from flower_privdec.topology import build_topology
 

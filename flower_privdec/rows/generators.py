@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness.fast import FastNoise
-from flower_privdec.randomness.source import NoiseSource
-from flower_privdec.randomness.system import SystemNoise
-from flower_privdec.randomness.torch_noise import TorchNoise
+from flower_privdec.rows.fast import FastNoise
+from flower_privdec.rows.source import NoiseSource
+from flower_privdec.rows.system import SystemNoise
+from flower_privdec.rows.torch_noise import TorchNoise
 
 GENERATORS = {
     "auto": "fast where numba is installed and the device is a CPU, else torch",
@@ -60,7 +60,7 @@ def resolve_generator(generator: str, device: torch.device) -> str:
 
 def _has_numba() -> bool:
     try:
-        from flower_privdec.randomness import philox  # noqa: F401 (what it needs is the question)
+        from flower_privdec.rows import philox  # noqa: F401 (what it needs is the question)
     except ImportError:
         return False
     return True

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.aligned import aligned, is_aligned
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
 from flower_privdec.privacy.declared import Declaration, Drawing, PaperNoise
-from flower_privdec.scenario.algorithms import GradientSection, steps_per_round
+from flower_privdec.rows.aligned import aligned, is_aligned
+from flower_privdec.scenario.algorithm_sections import GradientSection, steps_per_round
 from flower_privdec.topology import Topology
 
 if TYPE_CHECKING:
-    from flower_privdec.cohort import Cohort
+    from flower_privdec.algorithms.cohort import Cohort
     from flower_privdec.gradients import GradientKernel
 
 

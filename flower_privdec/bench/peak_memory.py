@@ -1,4 +1,4 @@
-"""Peak memory of the engine in a process of its own: `python -m flower_privdec.bench.memory W1 1000 auto`."""
+"""Peak memory of the engine in a process of its own: `python -m flower_privdec.bench.peak_memory W1 1000 auto`."""
 
 from __future__ import annotations
 
