@@ -67,6 +67,7 @@ def run(
     """Train: run a scenario to its end and leave metrics, models, ledgers and a summary."""
     from flower_privdec.experiment import Experiment
     from flower_privdec.reporting import console
+    from flower_privdec.reporting.plots import save_run_plots
     from flower_privdec.scenario import load_scenario
 
     loaded = load_scenario(scenario, settings or ())
@@ -90,6 +91,7 @@ def run(
                 resume=resume,
                 on_metrics=on_metrics,
             )
+    save_run_plots(folder)
     console.print_summary(summary, folder)
 
 

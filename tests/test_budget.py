@@ -16,18 +16,11 @@ from flower_privdec.planner import make_plan
 from flower_privdec.privacy.accounting import epsilon_of_runs
 from flower_privdec.privacy.chain import read_chain
 from flower_privdec.privacy.ledger_file import paid_until, runs_in
-from flower_privdec.runtime import recorder
 from flower_privdec.runtime.run import Run, run
 from flower_privdec.scenario import Scenario, to_yaml
 
 Build = Callable[..., Experiment]
 Tiny = Callable[..., Scenario]
-
-
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare a second of drawing a run."""
-    monkeypatch.setattr(recorder, "save_run_plots", lambda *_, **__: None)
 
 
 @pytest.fixture

@@ -38,12 +38,6 @@ ITS_OWN = {  # what some algorithms need
 }
 
 
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare a second of drawing a run."""
-    monkeypatch.setattr("flower_privdec.runtime.recorder.save_run_plots", lambda *_, **__: None)
-
-
 def run_under_flower(
     scenario: Scenario, out: Path, host: str, app: ClientApp | None = None, resume: bool = False
 ) -> Path:

@@ -36,12 +36,6 @@ HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "share": (Relay, 2)}
 SHORT = ["rounds=4", "data.samples=48", "data.batch.size=4", "privacy.clip_norm=0.05", "algorithm.learning_rate=2.0"]
 
 
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare a second of drawing a run."""
-    monkeypatch.setattr("flower_privdec.runtime.recorder.save_run_plots", lambda *_, **__: None)
-
-
 def bytes_of(content: RecordDict) -> str:
     """Return a hash of every byte that a message carries, but for the clock's."""
     digest = hashlib.sha256()

@@ -134,6 +134,7 @@ def test_the_summary_counts_what_a_peer_sends(build, name, vectors):
 def test_a_run_leaves_metrics_summary_and_plots(build, tmp_path):
     experiment = build(*DEPER, *OWN_LABELS, HALF)
     summary = run(experiment, tmp_path / "run")
+    plots.save_run_plots(tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all(line["personalized"]["personal_models"]["mean"] >= 0 for line in lines)
     assert [("generalization" in line["personalized"]) for line in lines] == [False, False, True]

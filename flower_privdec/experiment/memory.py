@@ -16,8 +16,8 @@ from torch import nn
 from flower_privdec.algorithms.tables import TABLES
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import StackedKernel
-from flower_privdec.reporting.wording import memory
 from flower_privdec.scenario.algorithm_sections import VRSection
+from flower_privdec.words import memory
 
 if TYPE_CHECKING:
     from flower_privdec.experiment import Experiment

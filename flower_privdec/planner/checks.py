@@ -12,8 +12,8 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.planner.peers import ledger_spending, noise_std
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.plan import PrivacyPlan
-from flower_privdec.reporting.wording import epsilon_text, number, peer_ranges, setting
 from flower_privdec.runtime.spent import budget_note, json_number
+from flower_privdec.words import epsilon_text, number, peer_ranges, setting
 
 WEAK_EPSILON = 10.0
 HOPELESS_SIGNAL = 1.5  # in trials, digits at 2.4 reached 38 %, at 1.1 no more than 22 %, near chance

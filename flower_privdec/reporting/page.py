@@ -16,23 +16,18 @@ from flower_privdec.reporting.wording import (
     alike,
     budget,
     claim,
-    duration,
     epsilon_range,
-    epsilon_text,
     guarantee,
     headline,
     is_private,
     main_accuracy,
     meaning,
-    number,
-    peer_ranges,
     peers_range,
-    percent,
-    setting,
     shares_models,
 )
 from flower_privdec.scenario import to_yaml
 from flower_privdec.topology import Topology
+from flower_privdec.words import duration, epsilon_text, number, peer_ranges, percent, setting
 
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
 MOST_EDGES = 2000  # in a round; more are a megabyte of lines

@@ -18,7 +18,6 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate, shows_private
 from flower_privdec.gradients.protocol import layout
 from flower_privdec.privacy.chain import Head
-from flower_privdec.reporting.plots import save_run_plots
 from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_atomically
 from flower_privdec.runtime.spent import Spent, json_number, ledger_scope, privacy_rows
 from flower_privdec.scenario import scenario_hash, to_yaml
@@ -31,8 +30,8 @@ class Recorder:
     """Keeps the folder of one run.
 
     Files: scenario.yaml (every default visible), metrics.jsonl (a line an evaluation), ledger/,
-    checkpoint, model.safetensors (each peer and the mean), plots/, summary.json. A lean run, one of many
-    in a study, keeps no models and no plots, and writes a checkpoint once a minute at most.
+    checkpoint, model.safetensors (each peer and the mean), summary.json. A lean run, one of many
+    in a study, keeps no models and writes a checkpoint once a minute at most.
 
     Privacy: the numbers written are computed from noised models and the public test set, but for those from private
     labels that a scenario asks for by `evaluation.private: ignored`. The checkpoint holds private rows.
@@ -116,7 +115,7 @@ class Recorder:
         return last
 
     def finish(self, rows: dict[str, Tensor], spent: Spent) -> dict[str, Any]:
-        """Write the models, the plots and the summary, and return the summary.
+        """Write the models and the summary, and return the summary.
 
         Args:
             rows: the final state's, at least those that others may see.
@@ -146,7 +145,6 @@ class Recorder:
         }
         if not self.lean:
             self._save_models(rows)
-            save_run_plots(self.out)
         write_atomically(self.out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         return summary
 

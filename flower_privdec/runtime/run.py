@@ -23,7 +23,7 @@ class Run:
         out: the run's folder.
         runtime: what the summary calls it.
         resume: go on from the folder's checkpoint.
-        lean: keep no models and no plots, and few checkpoints.
+        lean: keep no models, and few checkpoints.
 
     Raises:
         ScenarioError: when the folder holds another run, or nothing to resume.
@@ -102,7 +102,7 @@ def run(
     """Run a scenario to its end.
 
     Args:
-        lean: keep no models and no plots, and few checkpoints.
+        lean: keep no models, and few checkpoints.
         on_metrics: called with each evaluation's metrics.
 
     Returns:

@@ -14,8 +14,8 @@ from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import BudgetError
 from flower_privdec.privacy.ledger import Spending
 from flower_privdec.privacy.plan import UNLIMITED, PrivacyPlan
-from flower_privdec.reporting.wording import epsilon_text, peer_ranges
 from flower_privdec.scenario import Scenario
+from flower_privdec.words import epsilon_text, peer_ranges
 
 ALONE = "this run alone"
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from flower_privdec.reporting.console.progress import counting_bar
-from flower_privdec.reporting.wording import duration
 from flower_privdec.study.cells import Cell
 from flower_privdec.study.runner import OnCell, Outcome
+from flower_privdec.words import duration
 
 
 class Pace:

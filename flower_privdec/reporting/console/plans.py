@@ -8,16 +8,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from flower_privdec.reporting.console.views import _console, _facts, _print_json, _table, graph_facts
-from flower_privdec.reporting.wording import (
-    NOTHING,
-    alike,
-    duration,
-    epsilon_text,
-    memory,
-    number,
-    peer_ranges,
-    setting,
-)
+from flower_privdec.reporting.wording import alike
+from flower_privdec.words import NOTHING, duration, epsilon_text, memory, number, peer_ranges, setting
 
 PEER_COLUMNS = (
     "sigma",

@@ -15,8 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.reporting.wording import duration, epsilon_text, main_accuracy, number, percent
+from flower_privdec.reporting.wording import main_accuracy
 from flower_privdec.scenario import Scenario
+from flower_privdec.words import duration, epsilon_text, number, percent
 
 Metrics = dict[str, Any]
 PLAIN_LINES = 10

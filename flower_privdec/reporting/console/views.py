@@ -13,23 +13,20 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from flower_privdec.reporting.wording import (
-    NOTHING,
     claim,
-    duration,
     epsilon_range,
     guarantee,
     headline,
     is_private,
     main_loss,
     meaning,
-    number,
     own_labels,
     peers_accuracy,
     peers_range,
-    percent,
     sent,
     shares_models,
 )
+from flower_privdec.words import NOTHING, duration, number, percent
 
 PLAIN_WIDTH = 130
 NARROW = 120

@@ -190,6 +190,3 @@ def client_app() -> ClientApp:
     client.train("cohort")(train_cohort)
     client.train("relay")(train_relay)
     return client
-
-
-app = client_app()

@@ -44,8 +44,9 @@ resume = false
 APP, RUN_CONFIG = "privdec-run", "run.toml"
 MODULES = {
     "__init__.py": "",
-    "server_app.py": "from flower_privdec.runtime.flower import server_app\n\napp = server_app.app\n",
-    "client_app.py": "from flower_privdec.runtime.flower import client_app\n\napp = client_app.app\n",
+    "server_app.py": "from pathlib import Path\n\nfrom flower_privdec.runtime.flower.server_app import server_app\n\n"
+    "app = server_app(Path.cwd())\n",
+    "client_app.py": "from flower_privdec.runtime.flower.client_app import client_app\n\napp = client_app()\n",
 }
 
 
