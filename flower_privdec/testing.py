@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms import Mix
+from flower_privdec.algorithms import Exchange
 from flower_privdec.algorithms.cohort import Cohort, Estimate, PrivateStep
 from flower_privdec.data import Batch, Dataset, LocalBatch, PeerData
 from flower_privdec.experiment import Experiment
@@ -268,13 +268,15 @@ def other_data(dataset: Dataset, rows: np.ndarray) -> Dataset:
 def seen_in_engine(experiment: Experiment) -> Seen:
     """Run in the engine; return what was handed to exchanges, and what metrics, summary and models say."""
     seen: Seen = {"exchange": []}
-    mix = Engine._mix
+    perform = Engine.perform
 
-    def watched(engine: Engine, exchange: Mix) -> None:
-        seen["exchange"] += [_hash(engine.state.rows[name]) for name in exchange.names]
-        mix(engine, exchange)
+    def watched(engine: Engine, exchange: Exchange) -> None:
+        mixing = engine.cohort.mixing
+        sent = {} if mixing is None else exchange.outgoing(engine.state, mixing)
+        seen["exchange"] += [f"{link} {name} {_hash(row)}" for link, rows in sent.items() for name, row in rows.items()]
+        perform(engine, exchange)
 
-    with tempfile.TemporaryDirectory() as folder, patch.object(Engine, "_mix", watched):
+    with tempfile.TemporaryDirectory() as folder, patch.object(Engine, "perform", watched):
         run(experiment, Path(folder) / "run")
         return seen | seen_in_folder(Path(folder) / "run")
 

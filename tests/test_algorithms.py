@@ -7,7 +7,7 @@ import pytest
 import torch
 from variants import VARIANTS, settings_for
 
-from flower_privdec.algorithms import Mix, State
+from flower_privdec.algorithms import Exchange, State
 from flower_privdec.algorithms.cohort import LearningRate
 from flower_privdec.runtime.engine import Engine
 
@@ -44,8 +44,9 @@ def test_row_law_every_step_of_a_row_is_that_row_of_the_step(build, variant, par
     engine = Engine(experiment.algorithm, whole, state)
     for _ in range(3):
         for item in experiment.algorithm.program:
-            if isinstance(item, Mix):
-                engine._mix(item)
+            if isinstance(item, Exchange):
+                engine.perform(item)
+                state.at = 0
                 continue
             alone = [slice_of(state, row) for row in range(len(state.peers))]
             item(whole, state)

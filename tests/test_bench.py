@@ -115,7 +115,7 @@ def step_of_other_examples(engine):
 
 
 def mixing_left_out(engine):
-    engine._mix = lambda exchange: None
+    engine.perform = lambda exchange: setattr(engine.state, "at", engine.state.at + 1)
 
 
 TAMPERINGS = [

@@ -263,7 +263,7 @@ def cut_row(content: RecordDict, key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (drop_record, "the rows of peer . are missing"),
+        (drop_record, "the message of peer . is missing"),
         (drop_weight, "'w' of peer . is missing"),
         (poison, "'x' of peer . is not finite"),
         (cut_row, r"'x' of peer . is \[649\] torch.float64, not \[650\]"),

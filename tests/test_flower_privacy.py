@@ -110,7 +110,7 @@ def test_an_answer_holds_what_other_peers_may_see_and_no_more(tiny: Tiny, tmp_pa
     names = {key for content in kept for record in content.array_records.values() for key in record}
     assert names == {"x", "w"}
     told = {key for content in kept for record in content.config_records.values() for key in record}
-    assert told == {"partition-id", "num-partitions", "round", "waiting", "epsilons", "rounds_run"}
+    assert told == {"partition-id", "num-partitions", "round", "at", "waiting", "epsilons", "rounds_run"}
     assert not [record for content in kept for record in content.metric_records.values()]
 
 
@@ -169,7 +169,8 @@ def test_a_deployed_nodes_own_budget_ends_its_steps_whatever_the_scenario_says(t
     assert not reply.has_error()
     assert not (tmp_path / "node" / "ledger" / "digits.jsonl").read_text()
     start = Experiment.build(scenario).initial.numpy()
-    np.testing.assert_array_equal(reply.content.array_records["peer-0"]["x"].numpy(), start)
+    sent = reply.content.array_records["peer-0"]
+    np.testing.assert_array_equal(sent["x"].numpy() / sent["w"].numpy(), start)  # its share of x and of w
 
 
 @pytest.mark.parametrize(

@@ -3,53 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.algorithms.exchange import Exchange
+from flower_privdec.algorithms.state import State
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
 from flower_privdec.privacy.declared import Declaration, Drawing, PaperNoise
-from flower_privdec.rows.aligned import aligned, is_aligned
 from flower_privdec.scenario.algorithm_sections import GradientSection, steps_per_round
 from flower_privdec.topology import Topology
 
 if TYPE_CHECKING:
     from flower_privdec.algorithms.cohort import Cohort
     from flower_privdec.gradients import GradientKernel
-
-
-@dataclass
-class State:
-    """Everything a cohort remembers between two steps; complete at every exchange.
-
-    Attributes:
-        peers: int64 [m], the global id of each row.
-        round_index: the round under way, from 0.
-        at: the place in the algorithm's program that comes next.
-        rows: named tensors whose first axis is the peer, each [m, ...], the rest of whose shape is the same whoever
-            hosts the peers; they are aligned, long rows [m, d] for speed, and all because the bits of a product depend
-            on how its operands lie: a state read back has to lie as the first did.
-    """
-
-    peers: np.ndarray
-    round_index: int = 0
-    at: int = 0
-    rows: dict[str, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Align the rows."""
-        self.rows = {name: part if is_aligned(part) else aligned(part) for name, part in self.rows.items()}
-
-
-@dataclass(frozen=True)
-class Mix:
-    """Exchange: each named row i becomes Σ_j W[i, j] row_j, with the round's mixing matrix W."""
-
-    names: tuple[str, ...]
 
 
 Step = Callable[["Cohort", State], None]
@@ -78,7 +47,7 @@ class Algorithm:
     name: ClassVar[str]
     summary: ClassVar[str]
     weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
-    program: tuple[Step | Mix, ...]
+    program: tuple[Step | Exchange, ...]
     slots: ClassVar[int] = 1
     open_rows: ClassVar[tuple[str, ...]] = ("x",)
     paper_noise: ClassVar[PaperNoise | None] = None
@@ -135,17 +104,17 @@ class Algorithm:
         return total / (rows["w"].sum() if "w" in rows else len(rows["x"]))
 
 
-def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Mix | None:
+def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | None:
     """Run steps up to the next exchange, or to the end of the round.
 
     Returns:
-        The exchange the caller has to perform (it then adds one to `state.at`), or None when the
-        round ended; `state.round_index` then names the next round.
+        The exchange the caller has to perform, or None when the round ended; `state.round_index` then names the
+        next round.
     """
     program = algorithm.program
     while state.at < len(program):
         item = program[state.at]
-        if isinstance(item, Mix):
+        if isinstance(item, Exchange):
             return item
         item(cohort, state)
         state.at += 1

@@ -7,8 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.algorithm import Algorithm, Mix, State
+from flower_privdec.algorithms.algorithm import Algorithm
 from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.algorithms.exchange import Mix
+from flower_privdec.algorithms.state import State
 from flower_privdec.privacy.declared import one_sum
 
 

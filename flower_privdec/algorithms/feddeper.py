@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.algorithm import State
 from flower_privdec.algorithms.cohort import Cohort, PrivateStep
 from flower_privdec.algorithms.federated import FedAvg
+from flower_privdec.algorithms.state import State
 from flower_privdec.data import Batch
 from flower_privdec.privacy.declared import Declaration, Drawing, ReleasedSum
 from flower_privdec.rows.aligned import empty_rows

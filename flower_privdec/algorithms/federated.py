@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.algorithm import Mix, State
 from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.algorithms.exchange import Mix
 from flower_privdec.algorithms.sgp import SGP
+from flower_privdec.algorithms.state import State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.mixing import Mixing

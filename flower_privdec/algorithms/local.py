@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from flower_privdec.algorithms.algorithm import Algorithm, State
+from flower_privdec.algorithms.algorithm import Algorithm
 from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.algorithms.state import State
 from flower_privdec.privacy.declared import one_sum
 
 

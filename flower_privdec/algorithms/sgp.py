@@ -6,8 +6,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from flower_privdec.algorithms.algorithm import Algorithm, Mix, State, Step, push_weights
+from flower_privdec.algorithms.algorithm import Algorithm, Step, push_weights
 from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.algorithms.exchange import Exchange, Mix
+from flower_privdec.algorithms.state import State
 from flower_privdec.privacy.declared import one_sum
 
 
@@ -34,7 +36,7 @@ class SGP(Algorithm):
     name: ClassVar[str] = "sgp"
     summary: ClassVar[str] = "stochastic gradient push (push-sum) over directed graphs"
     weights = "column-stochastic"
-    program: tuple[Step | Mix, ...] = (descend, Mix(("x", "w")))
+    program: tuple[Step | Exchange, ...] = (descend, Mix(("x", "w")))
     open_rows: ClassVar[tuple[str, ...]] = ("x", "w")
     released = one_sum
 

@@ -13,9 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from flower_privdec.algorithms import State
+from flower_privdec.algorithms import Edges, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.chain import RunName
+
+EDGE = "edge."  # before the names of edges, to tell them from rows
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint atomically."""
     state = checkpoint.state
     tensors = {name: rows.contiguous().cpu() for name, rows in state.rows.items()}
+    tensors |= {EDGE + name: edges.values.contiguous().cpu() for name, edges in state.edges.items()}
     facts: dict[str, Any] = {
         "scenario": checkpoint.scenario,
         "run": asdict(checkpoint.run),
@@ -64,6 +67,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "round_index": state.round_index,
         "at": state.at,
         "peers": state.peers.tolist(),
+        "edges": {name: [edges.own.tolist(), edges.other.tolist()] for name, edges in state.edges.items()},
     }
     write_atomically(path, save(tensors, {"privdec": json.dumps(facts)}))
 
@@ -102,5 +106,9 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
             f"{path}: was made with other data or another version of the model's code; restore them, or start anew "
             "with another --out"
         )
-    state = State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows)
+    edges = {
+        name: Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), rows.pop(EDGE + name))
+        for name, (own, other) in facts["edges"].items()
+    }
+    state = State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows, edges)
     return Checkpoint(state, scenario, made, facts["seconds"], facts["head"])

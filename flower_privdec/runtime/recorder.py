@@ -12,7 +12,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor
 
-from flower_privdec.algorithms import Algorithm, Mix, State
+from flower_privdec.algorithms import Algorithm, Exchange, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate, shows_private
@@ -175,7 +175,7 @@ def traffic(algorithm: Algorithm, rows: dict[str, Tensor]) -> dict[str, int]:
         vectors: how many as long as the model; bytes: of these vectors.
     """
     d = rows["x"].shape[1]
-    names = [name for item in algorithm.program if isinstance(item, Mix) for name in item.names]
+    names = [name for item in algorithm.program if isinstance(item, Exchange) for name in item.names]
     sent = [rows[name] for name in names if rows[name].ndim == 2 and rows[name].shape[1] == d]
     return {"vectors": len(sent), "bytes": sum(d * row.element_size() for row in sent)}
 

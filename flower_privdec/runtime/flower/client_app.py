@@ -11,22 +11,14 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from torch import Tensor
 
-from flower_privdec.algorithms import Mix, State, advance
+from flower_privdec.algorithms import Exchange, State, advance
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
-from flower_privdec.mixing import MixingMatrix
 from flower_privdec.runtime.flower.node import Node
 from flower_privdec.runtime.flower.own import Own, in_simulation
-from flower_privdec.runtime.flower.records import (
-    Order,
-    pack_peers,
-    pack_state,
-    row_key,
-    unpack_rows,
-)
+from flower_privdec.runtime.flower.records import Order, pack_messages, pack_peers, pack_state, unpack_message
 from flower_privdec.runtime.run import Run
 from flower_privdec.runtime.spent import epsilons, rounds_run
 from flower_privdec.scenario import parse_scenario
@@ -99,12 +91,15 @@ def train_relay(message: Message, context: Context) -> Message:
         _finish_exchange(experiment, state, message.content)
         exchange = _proceed(experiment, cohort, state, order.until)
         content = RecordDict()
-        content[PLACE] = ConfigRecord({"round": state.round_index, "waiting": exchange is not None})
+        content[PLACE] = ConfigRecord({"round": state.round_index, "at": state.at, "waiting": exchange is not None})
         if exchange is None:
             node.keep(state, cohort)
             content[SPENT] = _spent(cohort, state.round_index)
     pack_state(state, context.state)
-    content.update(pack_peers(state, experiment.algorithm.open_rows if exchange is None else exchange.names))
+    if exchange is None or experiment.mixing is None:
+        content.update(pack_peers(state, experiment.algorithm.open_rows))
+    else:
+        content.update(pack_messages(exchange, exchange.outgoing(state, experiment.mixing)))
     return Message(content, reply_to=message)
 
 
@@ -113,50 +108,22 @@ def _spent(cohort: Cohort, rounds: int) -> ConfigRecord:
 
 
 def _finish_exchange(experiment: Experiment, state: State, content: RecordDict) -> None:
-    """Mix the rows a waiting state was promised: its own and those in the message."""
+    """Give a waiting state what it was promised: what its peers send each other, and what is in the message."""
     program = experiment.algorithm.program
     exchange = program[state.at] if state.at < len(program) else None
-    if not isinstance(exchange, Mix) or experiment.mixing is None:
+    if not isinstance(exchange, Exchange) or experiment.mixing is None:
         return
-    matrix = experiment.mixing.matrix(state.round_index).rows(state.peers)
-    received = _receive(state, exchange, matrix, content)
-    for name in exchange.names:
-        stacked = torch.stack([received[peer][name] for peer in matrix.sources.tolist()])
-        state.rows[name] = matrix.apply_sources(stacked)
-    state.at += 1
+    device = state.rows["x"].device
+    among = exchange.outgoing(state, experiment.mixing)
+    messages = {
+        link: among[link] if link in among else unpack_message(exchange, content, link, device)
+        for link in exchange.awaited(state, experiment.mixing)
+    }
+    there = {link: payload for link, payload in messages.items() if payload is not None}
+    exchange.incoming(state, experiment.mixing, there).apply_(state)
 
 
-def _receive(state: State, exchange: Mix, matrix: MixingMatrix, content: RecordDict) -> dict[int, dict[str, Tensor]]:
-    """Return the rows of every source, by peer; refuse what is missing or does not fit."""
-    own = {peer: i for i, peer in enumerate(state.peers.tolist())}
-    here = f"peers {state.peers.tolist()}, round {state.round_index}"
-    received = {}
-    for peer in matrix.sources.tolist():
-        if peer in own:
-            received[peer] = {name: state.rows[name][own[peer]] for name in exchange.names}
-            continue
-        if row_key(peer) not in content.array_records:
-            raise RunError(f"{here}: the rows of peer {peer} are missing; the strategy has to deliver them")
-        device = state.rows[exchange.names[0]].device
-        received[peer] = unpack_rows(content.array_records[row_key(peer)], device)
-        for name in exchange.names:
-            _check_fit(received[peer].get(name), state.rows[name][0], f"{here}: {name!r} of peer {peer}")
-    return received
-
-
-def _check_fit(theirs: Tensor | None, ours: Tensor, what: str) -> None:
-    if theirs is None:
-        raise RunError(f"{what} is missing; all peers must run one scenario")
-    if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
-        raise RunError(
-            f"{what} is {list(theirs.shape)} {theirs.dtype}, not {list(ours.shape)} {ours.dtype}; "
-            "all peers must run one scenario"
-        )
-    if not bool(torch.isfinite(theirs).all()):
-        raise RunError(f"{what} is not finite; a peer diverged, or somebody changed it on its way")
-
-
-def _proceed(experiment: Experiment, cohort: Cohort, state: State, until: int) -> Mix | None:
+def _proceed(experiment: Experiment, cohort: Cohort, state: State, until: int) -> Exchange | None:
     """Run to the next exchange, which is returned, or until so many rounds are done."""
     while state.round_index < until:
         exchange = advance(experiment.algorithm, cohort, state)

@@ -11,11 +11,11 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from flower_privdec.algorithms import Mix, State
+from flower_privdec.algorithms import Exchange, State
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.flower.client_app import PLACE, SPENT, flat_record
-from flower_privdec.runtime.flower.records import row_key, unpack_rows
+from flower_privdec.runtime.flower.records import message_key, row_key, unpack_rows
 from flower_privdec.runtime.flower.strategy import Serverless, log_metrics
 from flower_privdec.runtime.recorder import Recorder
 from flower_privdec.runtime.spent import Spent
@@ -43,10 +43,10 @@ class Relay(Serverless):
         self.experiment = Experiment.build(self.scenario)
         self.recorder = Recorder(self.experiment, self.out, "flower", self.resume)
         self.state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
-        self._round, self._waiting = self.state.round_index, False
+        self._round, self._at, self._waiting = self.state.round_index, 0, False
         self._outbox: dict[str, ArrayRecord] = {}
         self._spent = Spent([], [])
-        exchanges = sum(isinstance(item, Mix) for item in self.experiment.algorithm.program)
+        exchanges = sum(isinstance(item, Exchange) for item in self.experiment.algorithm.program)
         left = self.scenario.rounds - self._round
         return left * exchanges + len(self._evaluations(self._round))
 
@@ -60,17 +60,21 @@ class Relay(Serverless):
         messages = []
         for node, peers in self.nodes:
             message = self._message(node, "train.relay", peers, until=until, begin=begin)
-            for key in self._needed(peers):
-                message.content[key] = self._outbox[key]
+            message.content.update(self._for(peers))
             messages.append(message)
         return messages
 
-    def _needed(self, peers: np.ndarray) -> list[str]:
-        """Return the keys of the records a node waits for: its peers' in-neighbours on other nodes."""
-        if not self._waiting or self.experiment.mixing is None:
-            return []
-        sources = self.experiment.mixing.matrix(self._round).rows(peers).sources
-        return [row_key(peer) for peer in np.setdiff1d(sources, peers).tolist()]
+    def _for(self, peers: np.ndarray) -> dict[str, ArrayRecord]:
+        """Return the records that a node's peers wait for, and no others."""
+        mixing = self.experiment.mixing
+        if not self._waiting or mixing is None:
+            return {}
+        exchange = self.experiment.algorithm.program[self._at]
+        if not isinstance(exchange, Exchange):
+            raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
+        links = [(a, b) for a, b in exchange.awaited(State(peers, self._round), mixing) if a not in peers]
+        keys = dict.fromkeys(message_key(exchange, link) for link in links)
+        return {key: self._outbox[key] for key in keys if key in self._outbox}
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -78,12 +82,12 @@ class Relay(Serverless):
         """Keep the rows for the next message, or evaluate the network by them; aggregate nothing."""
         answers = self._answers(replies, f"round {self._round}")
         places = {
-            (int(str(place["round"])), bool(place["waiting"]))
+            (int(str(place["round"])), int(str(place["at"])), bool(place["waiting"]))
             for place in (answer.content.config_records[PLACE] for answer in answers.values())
         }
         if len(places) != 1:
-            raise RunError(f"the nodes disagree on where the run is (round, waiting): {sorted(places)}")
-        ((self._round, self._waiting),) = places
+            raise RunError(f"the nodes disagree on where the run is (round, place, waiting): {sorted(places)}")
+        ((self._round, self._at, self._waiting),) = places
         self._outbox = {
             key: record for answer in answers.values() for key, record in answer.content.array_records.items()
         }
