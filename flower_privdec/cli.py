@@ -65,8 +65,9 @@ def run(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUT/tensorboard as well.")] = False,
 ) -> None:
     """Train: run a scenario to its end and leave metrics, models, ledgers and a summary."""
-    from flower_privdec import console
     from flower_privdec.experiment import Experiment
+    from flower_privdec.reporting import console
+    from flower_privdec.reporting.plots import save_run_plots
     from flower_privdec.scenario import load_scenario
 
     loaded = load_scenario(scenario, settings or ())
@@ -90,6 +91,7 @@ def run(
                 resume=resume,
                 on_metrics=on_metrics,
             )
+    save_run_plots(folder)
     console.print_summary(summary, folder)
 
 
@@ -104,7 +106,7 @@ def show(scenario: ScenarioFile, settings: Settings = None) -> None:
 @app.command("list")
 def list_parts(as_json: Json = False) -> None:
     """List algorithms, topologies, models and datasets."""
-    from flower_privdec import console
+    from flower_privdec.reporting import console
 
     console.print_parts(as_json)
 
@@ -112,8 +114,9 @@ def list_parts(as_json: Json = False) -> None:
 @app.command()
 def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = False) -> None:
     """Say what a run would cost: noise, ε over the rounds, memory and time; run nothing."""
-    from flower_privdec import console, planner
+    from flower_privdec import planner
     from flower_privdec.experiment import Experiment
+    from flower_privdec.reporting import console
     from flower_privdec.scenario import load_scenario
 
     console.print_plan(planner.make_plan(Experiment.build(load_scenario(scenario, settings or ()))), as_json)
@@ -127,10 +130,10 @@ def topology(
     as_json: Json = False,
 ) -> None:
     """Describe the graph: edges, spectral gap, rounds until jointly connected; draw it."""
-    from flower_privdec import console, graphs
+    from flower_privdec.reporting import console, graph_view
     from flower_privdec.scenario import load_scenario
 
-    console.print_topology(graphs.describe(load_scenario(scenario, settings or ()), out), as_json)
+    console.print_topology(graph_view.describe(load_scenario(scenario, settings or ()), out), as_json)
 
 
 @app.command()
@@ -139,10 +142,9 @@ def report(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Write a self-contained HTML page about one run, or comparing several."""
-    from flower_privdec import console
-    from flower_privdec import report as reporting
+    from flower_privdec.reporting import console, page
 
-    summaries = reporting.write_report(runs, out)
+    summaries = page.write_report(runs, out)
     console.print_comparison(summaries)
     typer.echo(f"report: {out}")
 

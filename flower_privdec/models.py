@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 
 Shape = tuple[int, ...]
 ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
@@ -286,8 +286,10 @@ def _check_output(module: nn.Module, name: str, shape: Shape, n_classes: int) ->
     try:
         with torch.no_grad():
             output = module(torch.zeros(2, *shape))
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # the user's own forward may raise anything
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ScenarioError(f"model {name!r} cannot take inputs of shape {list(shape)}: {reason}") from error
+    if not isinstance(output, Tensor):
+        raise ScenarioError(f"model {name!r} returns {type(output).__name__}: it must be one tensor [2, {n_classes}]")
     if output.shape != (2, n_classes):
         raise ScenarioError(f"model {name!r} turns 2 examples into {list(output.shape)}: it must be [2, {n_classes}]")

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 
 PARTICIPATIONS: dict[str, str] = {
     "all": "everybody, every round",

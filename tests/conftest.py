@@ -1,10 +1,12 @@
 """Small scenarios that several tests share."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
 
+from flower_privdec.data import Sampler
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario, parse_scenario
 
@@ -41,6 +43,18 @@ def tiny() -> Callable[..., Scenario]:
 def build(tiny: Callable[..., Scenario]) -> Callable[..., Experiment]:
     """Return a maker of built tiny experiments."""
     return lambda *settings: Experiment.build(tiny(*settings))
+
+
+@pytest.fixture
+def alike() -> Callable[[Experiment, Experiment], Experiment]:
+    """Return a function that gives an experiment the keys of another, so that both draw the same noise and batches."""
+
+    def with_keys_of(experiment: Experiment, other: Experiment) -> Experiment:
+        ours = experiment.sampler
+        sampler = Sampler(ours.kind, ours.size or None, ours.partition_sizes, other.sampler.keys)
+        return replace(experiment, keys=other.keys, sampler=sampler)
+
+    return with_keys_of
 
 
 @pytest.fixture

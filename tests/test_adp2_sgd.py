@@ -77,7 +77,7 @@ def reference(experiment, tape, staleness):
         g = softmax_gradients(features[rows], stale[i, :640].reshape(10, 64), stale[i, 640:], labels[rows])
         g *= np.minimum(1, 1 / np.linalg.norm(g, axis=1, keepdims=True))
         noise = -experiment.plan.noise_multiplier(k)[i] * tape.draw(k, i)
-        (j,) = {int(peer) for peer in experiment.mixing.edges(k).ravel()} - {i}
+        (j,) = {int(peer) for peer in experiment.mixing.links(k).ravel()} - {i}
         x[[i, j]] = (x[i] + x[j]) / 2
         x[i] -= 0.5 * (g.sum(0) + noise) / 12
         stale[i], read[i] = x[i], k
@@ -97,7 +97,7 @@ def test_at_each_event_one_peer_steps_and_one_pair_averages(build):
     models, points, tape = watched_run(experiment)
     assert len(points) == EVENTS
     for k, i in enumerate(wakes(experiment)):
-        edges = experiment.mixing.edges(k)
+        edges = experiment.mixing.links(k)
         (j,) = {int(peer) for peer in edges.ravel()} - {i}
         assert sorted(map(tuple, edges.tolist())) == sorted([(i, j), (j, i)])
         assert abs(i - j) in (1, PEERS - 1)  # neighbours on the ring
@@ -142,7 +142,7 @@ def test_averaging_conserves_the_mean_whoever_wakes(build, graph):
 def test_a_peer_without_a_neighbour_just_then_steps_alone(build):
     experiment = asynchronous(build, graph="random-edges, edges: 1")
     models, _, _ = watched_run(experiment)
-    alone = [k for k in range(EVENTS) if not len(experiment.mixing.edges(k))]
+    alone = [k for k in range(EVENTS) if not len(experiment.mixing.links(k))]
     assert len(alone) > 5
     for k in alone:
         moved = (models[k + 1] != models[k]).any(1).numpy()

@@ -5,24 +5,13 @@ import copy
 import numpy as np
 import pytest
 import torch
+from variants import VARIANTS, settings_for
 
-from flower_privdec.algorithms import ALGORITHMS, Mix, State
+from flower_privdec.algorithms import Exchange, State
+from flower_privdec.algorithms.cohort import LearningRate
 from flower_privdec.runtime.engine import Engine
 
 ROUNDS = 6
-UNDIRECTED = ("d-psgd", "dp2-sgd", "adp2-sgd")
-VARIANTS = [
-    *([f"algorithm.name={name}"] for name in ALGORITHMS),
-    ["algorithm.name=privsgp-vr", "algorithm.table=dense"],
-    ["algorithm.name=privsgp-vr", "algorithm.table=snapshot", "algorithm.snapshot_every=2"],
-    ["algorithm.name=privsgp-vr", "algorithm.table=blocks", "data.batch.sampling=blocks"],
-]
-
-
-def settings_for(*settings):
-    name = settings[0].removeprefix("algorithm.name=")
-    graph = "ring" if name in UNDIRECTED else "server" if name == "scaffold" else "directed-exponential"
-    return [*settings, f"topology.name={graph}", *(["n_peers=1"] if name == "dp-sgd" else [])]
 
 
 @pytest.fixture(params=VARIANTS, ids=" ".join)
@@ -55,8 +44,9 @@ def test_row_law_every_step_of_a_row_is_that_row_of_the_step(build, variant, par
     engine = Engine(experiment.algorithm, whole, state)
     for _ in range(3):
         for item in experiment.algorithm.program:
-            if isinstance(item, Mix):
-                engine._mix(item)
+            if isinstance(item, Exchange):
+                engine.perform(item)
+                state.at = 0
                 continue
             alone = [slice_of(state, row) for row in range(len(state.peers))]
             item(whole, state)
@@ -123,9 +113,9 @@ class NoiseTape:
     def draw(self, round_index, peer):
         return np.random.default_rng([round_index, int(peer)]).standard_normal(self.dimension)
 
-    def add_(self, out, std, round_index, peers, purpose="noise"):
+    def add_(self, out, std, step, peers, purpose="noise", receivers=None):
         for row, peer in enumerate(peers):
-            out[row] += std[row] * torch.from_numpy(self.draw(round_index, peer))
+            out[row] += std[row] * torch.from_numpy(self.draw(step, peer))
 
 
 def reference_privsgp(experiment, tape, rounds):
@@ -164,6 +154,69 @@ def test_privsgp_follows_the_numpy_reference(build):
     x, w = reference_privsgp(experiment, tape, ROUNDS)
     np.testing.assert_allclose(engine.state.rows["x"].numpy(), x, rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(engine.state.rows["w"].numpy(), w, rtol=1e-12)
+
+
+GRAPHS = ["star", "erdos-renyi, probability: 0.5", "random-edges, edges: 3, supergraph: complete"]
+
+
+def engine_with(experiment, tape):
+    cohort = experiment.cohort()
+    cohort.noise = tape
+    return Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+
+
+def clipped_step(experiment, tape, k, i, z):
+    """Return the noised mean of clipped gradients of peer i's batch of round k at z."""
+    batch = experiment.sampler.batch(k, [i])
+    rows = experiment.partition[i][batch.index[0][batch.weight[0] > 0]]
+    features = experiment.dataset.x_train.double().numpy().reshape(240, -1)
+    labels = experiment.dataset.y_train.numpy()
+    g = softmax_gradients(features[rows], z[:640].reshape(10, 64), z[640:], labels[rows])
+    g *= np.minimum(1, 1 / np.linalg.norm(g, axis=1, keepdims=True))
+    return (g.sum(0) - experiment.plan.noise_multiplier(k)[i] * tape.draw(k, i)) / 12
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_push_sum_takes_its_gradient_at_the_debiased_model(build, graph):
+    """On graphs whose push weights leave 1, where x and z = x / w are different points."""
+    experiment, tape = build(f"topology={{name: {graph}}}"), NoiseTape(650)
+    engine = engine_with(experiment, tape)
+    x, w = np.tile(experiment.initial.numpy(), (4, 1)), np.ones(4)
+    for k in range(ROUNDS):
+        engine.round()
+        half = np.stack([x[i] - 0.5 * clipped_step(experiment, tape, k, i, x[i] / w[i]) for i in range(4)])
+        p = experiment.mixing.matrix(k).dense()
+        x, w = p @ half, p @ w
+    assert np.ptp(w) > 0.1
+    np.testing.assert_allclose(engine.state.rows["x"].numpy(), x, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(engine.state.rows["w"].numpy(), w, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["d-psgd", "dp2-sgd"])
+def test_gossip_mixes_the_models_and_descends_at_what_they_were_before(build, name):
+    """Lian et al. 2017: x_i ← Σ_j W_ij x_j - γ g_i(x_i), not W (x - γ g), nor with g at the mixed model."""
+    experiment, tape = build(f"algorithm.name={name}", "topology.name=ring", "n_peers=6"), NoiseTape(650)
+    engine = engine_with(experiment, tape)
+    x = np.tile(experiment.initial.numpy(), (6, 1))
+    for k in range(ROUNDS):
+        engine.round()
+        w = experiment.mixing.matrix(k).dense()
+        x = w @ x - 0.5 * np.stack([clipped_step(experiment, tape, k, i, x[i]) for i in range(6)])
+    np.testing.assert_allclose(engine.state.rows["x"].numpy(), x, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [
+        (0.0, [1, 1, 1, 1, 1, 1, 1, 1]),
+        (0.5, [1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4]),
+        (1.0, [1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]),
+    ],
+)
+def test_the_learning_rate_falls_to_0_after_the_last_round(decay, expected):
+    rate = LearningRate(np.array([2.0, 0.5]), decay, 8)
+    for k, share in enumerate(expected):
+        np.testing.assert_allclose(rate.at(k), [2.0 * share, 0.5 * share], rtol=1e-15)
 
 
 def test_runs_repeat_bit_for_bit_and_follow_the_seed(build):

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from flower_privdec import bench, randomness
-from flower_privdec.bench import command, comparison, equality, feddeper, ledgers, limit, timing, views
+from flower_privdec import bench
+from flower_privdec.bench import comparison, equality, ledgers, limit, local_steps, printing, timing, whole
 from flower_privdec.bench.rivals import OpacusLoop, PeerLoop, TextbookVmap
 from flower_privdec.bench.workloads import WORKLOADS, Setup
 from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.rows import generators
 from flower_privdec.runtime.engine import Engine
 
 CPU = torch.device("cpu")
@@ -47,33 +48,35 @@ def test_workloads_are_those_promised():
     }
 
 
-TINY_FEDDEPER = replace(feddeper.WORKLOAD, n_peers=10, batch=3, shape=(1, 8, 8), options={"hidden": [6, 5]}, examples=6)
+TINY_FEDDEPER = replace(
+    local_steps.WORKLOAD, n_peers=10, batch=3, shape=(1, 8, 8), options={"hidden": [6, 5]}, examples=6
+)
 
 
 def test_feddeper_is_timed_beside_the_loop_and_the_floor(monkeypatch, capsys):
     monkeypatch.setattr(timing, "STRETCH", 1e-4)
-    monkeypatch.setattr(feddeper, "WORKLOAD", TINY_FEDDEPER)
+    monkeypatch.setattr(local_steps, "WORKLOAD", TINY_FEDDEPER)
     results = bench.measure(["FedDeper"], rounds=3)
     result = results["FedDeper"]
     assert result["times_the_floor"] > 0
     assert result["fraction_of_floor"] == pytest.approx(1 / result["times_the_floor"])
     assert result["ratio_to_loop"] > 0
-    assert set(result["variants"]) == {comparison.LOOP, feddeper.ENGINE}
-    views.print_results(results)
+    assert set(result["variants"]) == {comparison.LOOP, local_steps.ENGINE}
+    printing.print_results(results)
     assert "times that" in capsys.readouterr().out
 
 
 def test_feddeper_is_not_timed_when_the_engine_does_something_else(monkeypatch):
-    built = feddeper.engine
+    built = local_steps.engine
 
     def tampered(setup):
         engine = built(setup)
         engine.algorithm.rho *= 1.001
         return engine
 
-    monkeypatch.setattr(feddeper, "engine", tampered)
+    monkeypatch.setattr(local_steps, "engine", tampered)
     with pytest.raises(RunError, match=r"FedDeper: after 2 rounds the engine's x differs"):
-        feddeper.measure_feddeper(TINY_FEDDEPER, CPU, 3)
+        local_steps.measure_feddeper(TINY_FEDDEPER, CPU, 3)
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -112,7 +115,7 @@ def step_of_other_examples(engine):
 
 
 def mixing_left_out(engine):
-    engine._mix = lambda exchange: None
+    engine.perform = lambda exchange: setattr(engine.state, "at", engine.state.at + 1)
 
 
 TAMPERINGS = [
@@ -140,7 +143,7 @@ def test_nothing_is_timed_when_the_engine_does_something_else(monkeypatch, tiny_
 
 
 def test_figures_have_the_promised_shape(monkeypatch, tiny_workloads, capsys):
-    monkeypatch.setattr(command, "ledger_share", lambda *_: {"share": 0.001, "rounds": 10, "seconds": 1.0})
+    monkeypatch.setattr(whole, "ledger_share", lambda *_: {"share": 0.001, "rounds": 10, "seconds": 1.0})
     bench.main(["W1", "W4"], rounds=3, as_json=True)
     results = json.loads(capsys.readouterr().out)
     assert list(results) == ["W1", "W4"]
@@ -159,12 +162,12 @@ def needs_numba(*_):
 
 
 def test_without_numba_the_figures_are_torchs_and_the_reason_is_given(monkeypatch, tiny_workloads, capsys):
-    monkeypatch.setattr(randomness, "FastNoise", needs_numba)
+    monkeypatch.setattr(generators, "FastNoise", needs_numba)
     results = bench.measure(["W4"], rounds=3)
     assert results["W4"]["ratio_to_loop"] == results["W4"]["ratio_to_loop_torch"]
     assert comparison.FAST not in results["W4"]["variants"]
     assert any("numba" in reason for reason in results["W4"]["left_out"])
-    views.print_results(results)
+    printing.print_results(results)
     printed = capsys.readouterr().out
     assert "W4: 4 peers" in printed
     assert "numba" in printed
@@ -243,7 +246,7 @@ def test_a_measurement_that_cannot_be_had_gives_the_reason():
     def missing():
         raise RunError("no such thing here")
 
-    command._try(result, "relay", missing)
+    whole._try(result, "relay", missing)
     assert result == {"left_out": ["relay: left out, no such thing here"]}
 
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from run_folders import metrics_line, privacy_row, small_scenario, summary_of
 
-from flower_privdec import console, wording
 from flower_privdec.algorithms import ALGORITHMS
-from flower_privdec.console.progress import PLAIN_LINES, scalars
-from flower_privdec.console.views import adjacency_picture, comparison_row, parts
 from flower_privdec.errors import ScenarioError
+from flower_privdec.reporting import console, wording
+from flower_privdec.reporting.console.progress import PLAIN_LINES, scalars
+from flower_privdec.reporting.console.views import adjacency_picture, comparison_row, parts
 
 
 @given(st.floats(min_value=1e-6, max_value=1e8))

@@ -64,17 +64,19 @@ class Gradients:
         return g.sum(0) / 12  # the expected batch size
 
 
-def reference_fedavg(experiment, rounds, proximal=0.0):
+def reference_fedavg(experiment, rounds, proximal=0.0, uniform=False):
     """McMahan et al. 2017, Algorithm 1; Li et al. 2020, eq. 2, for a proximal term."""
     g, x = Gradients(experiment), experiment.initial.numpy().copy()
+    sizes = [len(part) for part in experiment.partition]
     for k in range(rounds):
         sent = []
-        for i in np.flatnonzero(experiment.participation.active(k)):
+        active = np.flatnonzero(experiment.participation.active(k))
+        for i in active:
             y = x.copy()
             for j in range(TAU):
                 y = y - RATE * (g(i, k, j, y) + proximal * (y - x))
             sent.append(y)
-        x = np.mean(sent, axis=0)
+        x = np.average(sent, axis=0, weights=None if uniform else [sizes[i] for i in active])
     return {"x": x}
 
 
@@ -129,6 +131,44 @@ def test_every_method_follows_its_papers_pseudocode(build, name):
     for key, expected in REFERENCES[name](experiment, ROUNDS).items():
         whole = np.broadcast_to(expected, rows[key].shape)  # one x and one c, the same at every peer
         np.testing.assert_allclose(rows[key].numpy(), whole, rtol=1e-9, atol=1e-11, err_msg=key)
+
+
+UNEQUAL = "data.partition={kind: sizes, sizes: [100, 60, 50, 30]}"
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox"])
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+def test_peers_of_unequal_size_count_by_their_examples_unless_asked_otherwise(build, name, weighting):
+    chosen = [] if weighting == "examples" else ["algorithm.weighting=uniform"]
+    experiment = build(*settings_for(name, UNEQUAL, *chosen))
+    proximal = PROXIMAL if name == "fedprox" else 0.0
+    expected = reference_fedavg(experiment, ROUNDS, proximal, uniform=weighting == "uniform")["x"]
+    rows = final_rows(experiment)
+    np.testing.assert_allclose(rows["x"][0].numpy(), expected, rtol=1e-9, atol=1e-12)
+    other = final_rows(build(*settings_for(name, UNEQUAL, f"algorithm.weighting={weighting}")))
+    assert torch.equal(rows["x"], other["x"])
+
+
+@pytest.mark.parametrize("name", ["scaffold", "feddeper"])
+def test_methods_whose_papers_average_plainly_do(build, name):
+    with pytest.raises(ScenarioError, match=r"unknown key 'algorithm\.weighting'"):
+        build(*settings_for(name, "algorithm.weighting=examples"))
+    experiment = build(*settings_for(name, UNEQUAL))
+    expected = {"scaffold": reference_scaffold, "feddeper": reference_feddeper}[name](experiment, ROUNDS)["x"]
+    np.testing.assert_allclose(final_rows(experiment)["x"][0].numpy(), expected, rtol=1e-9, atol=1e-11)
+
+
+def test_over_a_graph_the_network_moves_by_the_weighted_mean_of_the_walks(build):
+    graph = ["topology.name=star", "participation={kind: all}", UNEQUAL]
+    experiment = build(*settings_for("fedavg", *graph))
+    g, start = Gradients(experiment), experiment.initial.numpy()
+    walks = np.stack([start] * N)
+    for i in range(N):
+        for j in range(TAU):
+            walks[i] -= RATE * g(i, 0, j, walks[i])
+    expected = np.average(walks, axis=0, weights=[100, 60, 50, 30])
+    mean = experiment.algorithm.network_mean(final_rows(experiment, 1))
+    np.testing.assert_allclose(mean.numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_feddeper_at_lambda_1_and_rho_0_is_fedavg(build):
@@ -214,14 +254,14 @@ class Tape:
     def __init__(self):
         self.asked = []
 
-    def add_(self, out, std, round_index, peers, purpose="noise"):
+    def add_(self, out, std, step, peers, purpose="noise", receivers=None):
         for row, peer in enumerate(peers):
-            self.asked.append((round_index, int(peer), purpose, float(std[row])))
-            out[row] += std[row] * torch.from_numpy(self.draw(round_index, peer, purpose))
+            self.asked.append((step, int(peer), purpose, float(std[row])))
+            out[row] += std[row] * torch.from_numpy(self.draw(step, peer, purpose))
 
     @staticmethod
-    def draw(round_index, peer, purpose):
-        return np.random.default_rng([round_index, int(peer), len(purpose)]).standard_normal(650)
+    def draw(step, peer, purpose):
+        return np.random.default_rng([step, int(peer), *purpose.encode()]).standard_normal(650)
 
 
 def private(name, *more):
@@ -244,7 +284,7 @@ def test_private_feddeper_clips_and_noises_both_gradients(build):
                 draw = k * TAU + j
                 std = RATE * 0.7 * experiment.plan.noise_multiplier(draw)[i] / 12
                 pull = RHO * (v[i] + y - 2 * x)
-                y = y - RATE * g(i, k, j, y, 0.7) - pull + std * tape.draw(draw, i, "noise")
+                y = y - RATE * g(i, k, j, y, 0.7) - pull + std * tape.draw(draw, i, "gradient")
                 v[i] = v[i] - RATE * g(i, k, j, v[i], 0.7) + std * tape.draw(draw, i, "personal")
             v[i] = (1 - LAMBDA) * v[i] + LAMBDA * y
             sent.append(y - x)
@@ -259,13 +299,13 @@ def test_at_rho_0_the_personalized_model_gets_no_noise_and_no_clipping(build):
     engine = engine_of(experiment, tape)
     engine.round()
     assert tape.asked
-    assert {purpose for _, _, purpose, _ in tape.asked} == {"noise"}
+    assert {purpose for _, _, purpose, _ in tape.asked} == {"gradient"}
     g, start = Gradients(experiment), experiment.initial.numpy()
     for i in np.flatnonzero(experiment.participation.active(0)):
         v, y = start.copy(), start.copy()
         for j in range(TAU):
             std = RATE * 0.01 * experiment.plan.noise_multiplier(j)[i] / 12
-            y = y - RATE * g(i, 0, j, y, 0.01) + std * tape.draw(j, i, "noise")
+            y = y - RATE * g(i, 0, j, y, 0.01) + std * tape.draw(j, i, "gradient")
             v = v - RATE * g(i, 0, j, v)
         np.testing.assert_allclose(engine.state.rows["personal"][i].numpy(), 0.5 * (v + y), rtol=1e-9, atol=1e-11)
 
@@ -280,7 +320,7 @@ def test_the_ledger_charges_tau_releases_a_round_to_active_peers_alone(build, tm
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     for _ in range(ROUNDS):
         engine.round()
-    spent = cohort.ledger.spent_all()
+    spent = cohort.ledger.spending.epsilons(ROUNDS * TAU)
     cohort.ledger.close()
     rounds = np.stack([experiment.participation.active(k) for k in range(ROUNDS)]).sum(0)
     assert len(set(rounds.tolist())) > 1  # the peers differ, or nothing is shown
@@ -300,7 +340,7 @@ def test_every_peer_keeps_its_budget_and_uses_it(build, tmp_path, name, graph):
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     for _ in range(4):
         engine.round()
-    spent = cohort.ledger.spent_all()
+    spent = cohort.ledger.spending.epsilons(4 * experiment.algorithm.steps_per_round)
     cohort.ledger.close()
     active = np.stack([experiment.participation.active(k) for k in range(4)]).any(0)
     assert spent[active].max() <= 3.0

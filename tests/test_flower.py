@@ -38,24 +38,29 @@ ITS_OWN = {  # what some algorithms need
 }
 
 
-@pytest.fixture(autouse=True)
-def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare a second of drawing a run."""
-    monkeypatch.setattr("flower_privdec.runtime.recorder.save_run_plots", lambda *_, **__: None)
-
-
 def run_under_flower(
     scenario: Scenario, out: Path, host: str, app: ClientApp | None = None, resume: bool = False
 ) -> Path:
     strategy, n_nodes = HOSTS[host]
-    strategy(scenario, out, resume=resume).start(LocalGrid(app or client_app(), n_nodes))
+    grid = LocalGrid(app or client_app(), n_nodes, folder=out.with_name(out.name + "-nodes"))
+    strategy(scenario, out, resume=resume).start(grid)
     return out
 
 
 def final_rows(out: Path) -> dict[str, Tensor]:
+    """Return the last state: the run folder's and, of relay, what each node kept for itself."""
     from safetensors.torch import load_file
 
-    return load_file(out / "checkpoint")
+    kept = sorted(out.with_name(out.name + "-nodes").glob("*/peers-*"), key=lambda path: int(path.name.split("-")[1]))
+    last = [max(node.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])) for node in kept]
+    rows = load_file(out / "checkpoint")
+    for name, parts in (
+        (name, [load_file(path)[name] for path in last]) for name in (load_file(last[0]) if last else ())
+    ):
+        together = torch.cat(parts)
+        assert name not in rows or torch.equal(rows[name], together)
+        rows[name] = together
+    return rows
 
 
 def metrics(out: Path) -> list[dict[str, object]]:
@@ -148,8 +153,7 @@ def failing_app(train_messages: int, kind: str) -> ClientApp:
             raise ValueError("the disk is on fire")
         return good(message, context)
 
-    for query in ("place", "state"):
-        app.query(query)(good)
+    app.query("place")(good)
     return app
 
 
@@ -165,9 +169,7 @@ def test_failed_run_says_why_and_resumes_where_it_was(
     assert_same_run(tmp_path / "flower", engine_runs(scenario))
 
 
-def test_relay_goes_on_with_a_run_of_the_engine(
-    tiny: Tiny, tmp_path: Path, engine_runs: Callable[[Scenario], Path]
-) -> None:
+def test_relay_does_not_go_on_without_the_nodes_own_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
     class StopHereError(Exception):
         pass
 
@@ -177,8 +179,8 @@ def test_relay_goes_on_with_a_run_of_the_engine(
 
     with pytest.raises(StopHereError):
         run(Experiment.build(tiny()), tmp_path / "both", on_metrics=interrupt)
-    run_under_flower(tiny(), tmp_path / "both", "relay", resume=True)
-    assert_same_run(tmp_path / "both", engine_runs(tiny()))
+    with pytest.raises(RunError, match="checkpoint-4 is not there, and the run is to go on from it"):
+        run_under_flower(tiny(), tmp_path / "both", "relay", resume=True)
 
 
 def test_node_that_does_not_answer_is_named(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +250,11 @@ def drop_weight(content: RecordDict, key: str) -> None:
     del content.array_records[key]["w"]
 
 
+def poison(content: RecordDict, key: str) -> None:
+    rows = unpack_rows(content.array_records[key], torch.device("cpu"))
+    content[key] = pack_rows({"x": rows["x"] * torch.inf, "w": rows["w"]})
+
+
 def cut_row(content: RecordDict, key: str) -> None:
     rows = unpack_rows(content.array_records[key], torch.device("cpu"))
     content[key] = pack_rows({"x": rows["x"][:-1], "w": rows["w"]})
@@ -256,8 +263,9 @@ def cut_row(content: RecordDict, key: str) -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (drop_record, "the rows of peer . are missing"),
+        (drop_record, "the message of peer . is missing"),
         (drop_weight, "'w' of peer . is missing"),
+        (poison, "'x' of peer . is not finite"),
         (cut_row, r"'x' of peer . is \[649\] torch.float64, not \[650\]"),
     ],
 )
@@ -284,7 +292,7 @@ def test_states_travel_bit_for_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("method", ["configure_train", "aggregate_train"])
 def test_router_opens_no_rows(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    routed = getattr(Relay, method)
+    routed, evaluated = getattr(Relay, method), []
     calls = []
 
     def route(strategy: Relay, server_round: int, *arguments: object) -> object:
@@ -294,8 +302,11 @@ def test_router_opens_no_rows(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
             return routed(strategy, server_round, *arguments)
 
     monkeypatch.setattr(Relay, method, route)
+    monkeypatch.setattr(Relay, "_evaluate", lambda strategy, answers: evaluated.append(strategy._round))
+    monkeypatch.setattr(Relay, "_conclude", lambda strategy: None)
     run_under_flower(tiny(), tmp_path / "run", "relay")
     assert len(calls) == 6 + 3
+    assert evaluated == [2, 4, 6]  # then alone rows are opened, those that other peers may see
 
 
 def settings_of(folder: Path, **config: str | bool) -> Settings:
@@ -351,7 +362,7 @@ def test_launcher_refuses_before_anything_starts(
     rule: str,
 ) -> None:
     started: list[bool] = []
-    monkeypatch.setattr(launcher, "LocalSuperLink", lambda: started.append(True))
+    monkeypatch.setattr(launcher, "LocalSuperLink", lambda environment: started.append(True))
     with pytest.raises(ScenarioError, match=rule):
         launcher.flower_run(tiny(*settings), tmp_path / "run", **arguments)
     assert started == []

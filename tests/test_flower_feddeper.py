@@ -6,9 +6,10 @@ import importlib
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional
@@ -16,7 +17,7 @@ from torch.nn import functional
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.models import flatten
 from flower_privdec.runtime.engine import Engine
-from flower_privdec.runtime.flower.feddeper import FedDeper, personalized, train_two_models
+from flower_privdec.runtime.flower.feddeper_strategy import FedDeperStrategy, personalized, train_two_models
 from flower_privdec.runtime.flower.local_grid import LocalGrid
 
 SETTINGS = {"learning_rate": 0.5, "rho": 0.1, "mixing_rate": 0.6, "local_steps": 3}
@@ -57,7 +58,7 @@ def test_a_plain_flower_app_has_the_engines_numbers(experiment):
     cohort = experiment.cohort()
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     grid = LocalGrid(client_app(experiment), 4)
-    strategy = FedDeper(**SETTINGS, fraction_evaluate=0.0)
+    strategy = FedDeperStrategy(**SETTINGS, fraction_evaluate=0.0)
     before = flatten(experiment.module).clone()
     result = strategy.start(grid, ArrayRecord(experiment.module.state_dict()), num_rounds=2)
     for _ in range(2):
@@ -73,15 +74,75 @@ def test_a_plain_flower_app_has_the_engines_numbers(experiment):
 
 def test_sampled_clients_alone_count_and_train(experiment):
     grid = LocalGrid(client_app(experiment), 4)
-    strategy = FedDeper(**SETTINGS, fraction_train=0.5, fraction_evaluate=0.0)
+    strategy = FedDeperStrategy(**SETTINGS, fraction_train=0.5, fraction_evaluate=0.0)
     strategy.start(grid, ArrayRecord(experiment.module.state_dict()), num_rounds=1)
     assert sum(personalized(context) is not None for context in grid.contexts.values()) == 2
+
+
+def test_a_client_that_is_sampled_late_starts_its_own_model_at_x_0(build):
+    """The engine's peers all begin with v = x^0; a client that first takes part in round 3 does as well."""
+    half = "participation={kind: uniform, fraction: 0.5}"
+    experiment = build(*SCENARIO, half, *(f"algorithm.{name}={value}" for name, value in SETTINGS.items()))
+    cohort = experiment.cohort()
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+
+    class Scheduled(FedDeperStrategy):
+        def configure_train(self, server_round, arrays, config, grid):
+            active = experiment.participation.active(server_round - 1)
+            chosen = [node for node, wanted in zip(grid.contexts, active, strict=True) if wanted]
+            messages = super().configure_train(server_round, arrays, config, grid)
+            return [message for message in messages if message.metadata.dst_node_id in chosen]
+
+    grid, rounds = LocalGrid(client_app(experiment), 4), 6
+    strategy = Scheduled(**SETTINGS, fraction_evaluate=0.0)
+    result = strategy.start(grid, ArrayRecord(experiment.module.state_dict()), num_rounds=rounds)
+    for _ in range(rounds):
+        engine.round()
+    first = [next(k for k in range(99) if experiment.participation.active(k)[peer]) for peer in range(4)]
+    assert max(first) in range(1, rounds)  # somebody is late
+    got = flat(experiment.module, result.arrays.to_torch_state_dict())
+    torch.testing.assert_close(got, engine.state.rows["x"][0], rtol=1e-9, atol=1e-11)
+    for peer, context in enumerate(grid.contexts.values()):
+        kept = flat(experiment.module, personalized(context))
+        torch.testing.assert_close(kept, engine.state.rows["personal"][peer], rtol=1e-9, atol=1e-11)
+
+
+def test_a_client_that_lost_its_model_says_so_and_gets_x_0_again(experiment):
+    grid = LocalGrid(client_app(experiment), 4)
+    strategy = FedDeperStrategy(**SETTINGS, fraction_evaluate=0.0)
+    start = ArrayRecord(experiment.module.state_dict())
+    strategy.start(grid, start, num_rounds=1)
+    grid.contexts[102].state = RecordDict()
+    messages = list(strategy.configure_train(2, start, ConfigRecord({"server-round": 2}), grid))
+    assert not [message for message in messages if "feddeper.start" in message.content]
+    replies = grid.send_and_receive(messages)
+    assert ["personalized model is lost" in reply.error.reason for reply in replies if reply.has_error()] == [True]
+    strategy.aggregate_train(2, replies)
+    again = strategy.configure_train(3, start, ConfigRecord({"server-round": 3}), grid)
+    assert [message.metadata.dst_node_id for message in again if "feddeper.start" in message.content] == [102]
+
+
+def test_clients_count_alike_whatever_they_say_of_their_examples(experiment):
+    start = ArrayRecord(experiment.module.state_dict())
+    grid = LocalGrid(ClientApp(), 4)
+    strategy = FedDeperStrategy(**SETTINGS)
+    sent = list(strategy.configure_train(1, start, ConfigRecord(), grid))[:3]
+    names = list(start)
+    replies = []
+    for size, message in enumerate(sent, start=1):
+        message.metadata.__dict__["_message_id"] = str(size)
+        change = ArrayRecord({name: Array(np.full_like(start[name].numpy(), size)) for name in names})
+        content = RecordDict({"arrays": change, "metrics": MetricRecord({"num-examples": 10**size})})
+        replies.append(Message(content, reply_to=message))
+    moved, _ = strategy.aggregate_train(1, replies)
+    for name in names:
+        np.testing.assert_allclose(moved[name].numpy(), start[name].numpy() + 2.0, rtol=1e-6)
 
 
 def test_a_round_in_which_every_client_fails_keeps_the_model(experiment):
     grid = LocalGrid(ClientApp(), 4)  # it knows no message
     start = ArrayRecord(experiment.module.state_dict())
-    strategy = FedDeper(**SETTINGS, fraction_evaluate=0.0)
+    strategy = FedDeperStrategy(**SETTINGS, fraction_evaluate=0.0)
     assert not strategy.start(grid, start, num_rounds=1).arrays
 
 
@@ -96,16 +157,17 @@ def test_a_round_in_which_every_client_fails_keeps_the_model(experiment):
 )
 def test_bad_settings_are_refused_at_once(wrong, said):
     with pytest.raises(ScenarioError, match=said) as error:
-        FedDeper(**wrong)
+        FedDeperStrategy(**wrong)
     assert "\n" not in str(error.value)
 
 
 def test_any_mixing_rate_is_an_explicit_choice():
-    assert FedDeper(mixing_rate=0.3, any_mixing_rate=True).settings["mixing_rate"] == 0.3
+    assert FedDeperStrategy(mixing_rate=0.3, any_mixing_rate=True).settings["mixing_rate"] == 0.3
 
 
 def order(module, **config):
-    content = RecordDict({"arrays": ArrayRecord(module.state_dict()), "config": ConfigRecord(config)})
+    arrays = ArrayRecord(module.state_dict())
+    content = RecordDict({"arrays": arrays, "feddeper.start": arrays, "config": ConfigRecord(config)})
     return Message(content, 1, "train"), Context(1, 1, {}, RecordDict(), {})
 
 
@@ -121,7 +183,7 @@ def mean_loss(model, batch):
 @pytest.mark.parametrize(
     ("module", "config", "batches", "said"),
     [
-        (LINEAR, {}, [BATCH], "send it with the strategy FedDeper"),
+        (LINEAR, {}, [BATCH], "send it with the strategy FedDeperStrategy"),
         (LINEAR, SENT, [], "no batches for 3 more local steps"),
         (LINEAR, SENT, iter([BATCH]), "no batches for 2 more local steps"),
         (nn.Linear(4, 3), SENT, [BATCH], "are not the module's parameters"),
@@ -145,8 +207,8 @@ def test_the_example_app_learns_a_global_and_better_personalized_models(monkeypa
     config = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     config |= {"num-rounds": 4, "fraction-train": 1.0}  # Flower's sampling of clients has no seed
     grid, results = LocalGrid(client, 10), []
-    start = FedDeper.start
-    monkeypatch.setattr(FedDeper, "start", lambda *given, **options: results.append(start(*given, **options)))
+    start = FedDeperStrategy.start
+    monkeypatch.setattr(FedDeperStrategy, "start", lambda *given, **options: results.append(start(*given, **options)))
     for context in grid.contexts.values():
         context.run_config.update(config)
     server(grid, Context(1, 0, {}, RecordDict(), config))

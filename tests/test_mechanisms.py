@@ -15,13 +15,17 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld.privacy_loss_distribution import from_mixture_gaussian_mechanism
 
+from flower_privdec.algorithms import build_algorithm
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy import calibration, profiles
 from flower_privdec.privacy.accounting import delta, epsilon
+from flower_privdec.privacy.declared import Drawing
 from flower_privdec.privacy.events import Release, canonical, event
-from flower_privdec.privacy.mechanisms import Mechanism, Snapshot, table_sensitivities
+from flower_privdec.privacy.mechanisms import Mechanism, build_mechanism
+from flower_privdec.privacy.schedules import Schedule
 from flower_privdec.runtime.engine import Engine
+from flower_privdec.scenario.algorithm_sections import VRSection
 
 EPSILONS = (0.0, 0.1, 0.5, 1.0, 2.0)
 FINENESS = {1: 200, 2: 40, 3: 6}  # grid points in a standard deviation, by the number of rounds
@@ -31,6 +35,16 @@ FINENESS = {1: 200, 2: 40, 3: 6}  # grid points in a standard deviation, by the 
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibration, "_solved", {})
+
+
+def vr(**options):
+    return build_algorithm(VRSection(name="privsgp-vr", learning_rate=0.1, **options))
+
+
+def table_sensitivities(q: float) -> tuple[float, float]:
+    """What the algorithm declares: how far an example moves a step, (not drawn, drawn), in clip norms."""
+    (declared,) = vr().released(0, Drawing("poisson", q, 100, 100 * q))
+    return declared.idle, declared.drawn
 
 
 # --- exact simulation: K noised sums over J examples, every hidden draw enumerated, example 0 there or zeroed ---
@@ -188,9 +202,14 @@ def test_a_choice_that_is_shown_attains_its_bound():
     assert found == pytest.approx(q * drawn + (1 - q) * idle, rel=0.01)
 
 
-def snapshot_worlds(mechanism: Snapshot, scale: float, size: int):
+def snapshot_steps(q: float, rounds: int) -> Mechanism:
+    plain = Schedule(np.ones(1), np.ones(rounds), np.ones(rounds), (1.0, 1.0))
+    return build_mechanism(vr(table="snapshot", snapshot_every=3), Drawing("poisson", q, 100, 100 * q), plain)
+
+
+def snapshot_worlds(mechanism: Mechanism, scale: float, size: int):
     """SVRG's worst case: the snapshot's gradients are -C and those of every later draw +C."""
-    q, noise = mechanism.release.sampling_rate, mechanism.noise(scale)
+    q, noise = mechanism.drawing.rate, mechanism.noise(scale)["gradient"]
     draws = [[(1.0, tuple(range(size)))], *[poisson_draws(size, q)] * (len(noise) - 1)]
     sigmas = [noise[0] / q, *noise[1:]]  # round 0's is over the sum of all J = b / q examples
     return published(draws, with_snapshot, lambda k, table, seen: [1.0 if k else -1.0] * size, [0.0] * size, sigmas, 1)
@@ -199,15 +218,20 @@ def snapshot_worlds(mechanism: Snapshot, scale: float, size: int):
 @pytest.mark.parametrize(("rounds", "size"), [(1, 1), (2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize(("q", "scale"), [(0.1, 3.0), (0.5, 2.0)])
 def test_a_snapshot_costs_one_full_sum_and_then_steps_of_twice_the_clip_norm(q, scale, rounds, size):
-    mechanism = Snapshot(Release("poisson", q, 100, round(100 * q), 1.0), np.ones(rounds), 2.0, every=3)
+    mechanism = snapshot_steps(q, rounds)
     worlds = snapshot_worlds(mechanism, scale, size)
     near = assert_bounded(worlds, mechanism.releases(np.ones(rounds, dtype=bool), scale))
     assert near > 0.99 or size > 1
 
 
+def test_a_snapshots_noise_weighs_as_much_in_m_steps_as_their_own():
+    noise = snapshot_steps(0.25, 7).noise(6.0)["gradient"]  # every third step is a snapshot
+    np.testing.assert_allclose(noise, 6.0 * np.array([3**-0.5, 1, 1, 3**-0.5, 1, 1, 3**-0.5]), rtol=1e-15)
+
+
 def test_a_snapshot_charged_for_one_clip_norm_would_be_found_out():
-    mechanism = Snapshot(Release("poisson", 0.5, 100, 50, 1.0), np.ones(2), 2.0, every=3)
-    charged = Mechanism(mechanism.release, mechanism.shape).releases(np.ones(2, dtype=bool), 2.0)
+    mechanism = snapshot_steps(0.5, 2)
+    charged = [Release("poisson", 0.5, 100, 50, 2.0, 2)]
     assert exact_delta(snapshot_worlds(mechanism, 2.0, 1), 1.0) > 2 * delta(charged, 1.0)
 
 
@@ -235,7 +259,7 @@ class Zeroed(StackedKernel):
 class Silence:
     """Noise that is none."""
 
-    def add_(self, out, std, round_index, peers, purpose="noise"):
+    def add_(self, out, std, step, peers, purpose="noise", receivers=None):
         pass
 
 
@@ -416,10 +440,13 @@ VR = "algorithm={name: privsgp-vr, learning_rate: 0.1, table: dense}"
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ([VR, "data.batch={sampling: shuffle, size: 12}"], "'shuffle' has no proved privacy with variance reduction"),
+        ([VR, "data.batch={sampling: shuffle, size: 12}"], "'shuffle' has no proved privacy where a step shows"),
         ([VR, "privacy.schedule={rho_c: 2.0}"], "privacy.schedule changes the clip norm, and the gradients a table"),
         ([VR, "privacy.schedule={clip_norms: [2.0, 1.0]}"], "privacy.schedule changes the clip norm"),
-        (["privacy={epsilon: 0.1, delta: 1.0e-3, noise_multiplier: 0.5}"], "is below what its first step costs, 4.9"),
+        (
+            ["privacy={epsilon: 0.1, delta: 1.0e-3, noise_multiplier: 0.5}"],
+            "is below what a peer's first step costs, 4.9",
+        ),
     ],
 )
 def test_what_has_no_proved_bound_is_refused_in_one_line(build, settings, message):
@@ -447,8 +474,8 @@ def test_a_run_uses_the_noise_and_the_batches_its_plan_was_made_for(build):
     asked = []
 
     class Tape:
-        def add_(self, out, std, round_index, peers, purpose="noise"):
-            asked.append((round_index, std.clone()))
+        def add_(self, out, std, step, peers, purpose="noise", receivers=None):
+            asked.append((step, std.clone()))
 
     cohort.noise = Tape()
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))

@@ -122,7 +122,7 @@ def test_weights_sit_on_the_edges_of_active_peers_and_the_diagonal(name: str, we
     mix = mixing(name, weights, fraction=1.0 if weights == "doubly-stochastic" else 0.5)
     for k in range(3):
         support = np.eye(12, dtype=bool)
-        support[tuple(mix.edges(k)[:, ::-1].T)] = True
+        support[tuple(mix.links(k)[:, ::-1].T)] = True
         if kind == "row":
             support[:] = mix.active(k)
         assert np.array_equal(mix.matrix(k).dense() > 0, support)
@@ -344,7 +344,7 @@ def test_matrices_repeat_with_the_period_and_are_kept() -> None:
 def test_sources_are_the_receiver_and_its_in_neighbors() -> None:
     mix = mixing("erdos-renyi", "metropolis", fraction=0.7)
     for peer in range(12):
-        expected = sorted({peer, *in_neighbors(mix.edges(3), peer).tolist()})
+        expected = sorted({peer, *in_neighbors(mix.links(3), peer).tolist()})
         assert mix.matrix(3).rows([peer]).sources.tolist() == expected
 
 

@@ -42,6 +42,17 @@ def lazy():
 def number():
     return 3
 
+class Strange(nn.Module):
+    def __init__(self, answer):
+        super().__init__()
+        self.layer, self.answer = nn.Linear(4, 3), answer
+
+    def forward(self, x):
+        return {"pair": (x, x)}[self.answer]
+
+def strange(answer):
+    return Strange(answer)
+
 CONSTANT = 1
 """
 
@@ -139,6 +150,13 @@ def test_own_module_with_wrong_shapes(factory: str) -> None:
         build_model("module", (4,), 5, seed=1, factory=target)
     with pytest.raises(ScenarioError, match="cannot take inputs of shape"):
         build_model("module", (7,), 3, seed=1, factory=target)
+
+
+def test_own_module_that_fails_or_returns_no_tensor(factory: str) -> None:
+    with pytest.raises(ScenarioError, match=r"returns tuple: it must be one tensor \[2, 3\]"):
+        build_model("module", (4,), 3, seed=1, factory=f"{factory}:strange", answer="pair")
+    with pytest.raises(ScenarioError, match=r"cannot take inputs of shape \[4\]: KeyError: 'other'"):
+        build_model("module", (4,), 3, seed=1, factory=f"{factory}:strange", answer="other")
 
 
 @pytest.mark.parametrize(

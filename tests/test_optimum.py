@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from flower_privdec import console
 from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model
 from flower_privdec.planner import estimate, make_plan
 from flower_privdec.planner.optimum import find_constants, optimum
 from flower_privdec.planner.peers import noise_std
 from flower_privdec.privacy.paper import moments_sigma
+from flower_privdec.reporting import console
 from flower_privdec.scenario import load_scenario
 
 Build = Callable[..., Experiment]

@@ -15,8 +15,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy import paper
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.events import Release, event
-from flower_privdec.privacy.mechanisms import table_sensitivities
-from flower_privdec.privacy.plan import privacy_rows
+from flower_privdec.runtime.spent import Spent, privacy_rows
 
 BUDGETS = [(0.05, 1e-8), (0.3, 1e-4), (0.7, 1e-4), (1.0, 1e-5), (3.0, 1e-5), (12.0, 1e-6)]
 RESNET18 = {
@@ -72,14 +71,16 @@ def test_eq_8_mu_0_of_a_growing_budget(total, size, rounds, rho_mu):
     goal = (size * mp.mpf(total)) ** 2
     with mp.workdps(25):
         expected = bisected(lambda mu_0: sum(mp.expm1(mu_0**2 * g) for g in growth) - goal, mp.mpf("1e-6"), mp.mpf(20))
-    assert paper.gdp_mu_0(total, 1 / size, rounds, rho_mu) == pytest.approx(float(expected), rel=1e-8)
+    assert paper.gdp_mu_0(total, 1 / size, rho_mu ** (2 * np.arange(rounds) / rounds)) == pytest.approx(
+        float(expected), rel=1e-8
+    )
 
 
 @pytest.mark.parametrize(("eps", "delta"), BUDGETS)
 def test_eq_9_mu_bar_is_eq_8_at_rho_1(eps, delta):
     total, size, rounds = mu_of_budget(eps, delta), 2500, 2000
     expected = mp.sqrt(mp.log((size * total) ** 2 / rounds + 1))
-    assert paper.gdp_mu_0(float(total), 1 / size, rounds, 1.0) == pytest.approx(float(expected), rel=1e-8)
+    assert paper.gdp_mu_0(float(total), 1 / size, np.ones(rounds)) == pytest.approx(float(expected), rel=1e-8)
 
 
 def test_eq_10_scale_of_a_general_schedule():
@@ -147,11 +148,32 @@ def test_paper_noise_of_privsgp_is_eq_11(build, name, factor):
 def test_paper_noise_of_dyn_d2p_is_eq_8(build):
     experiment = paper_mode(build, "algorithm={name: dyn-d2p, learning_rate: 0.1, rho_c: 2.0, rho_mu: 3.0}")
     total = paper.gdp_mu(3.0, 1e-3)
-    mu_0 = paper.gdp_mu_0(total, 1 / 60, 6, 3.0)
+    mu_0 = paper.gdp_mu_0(total, 1 / 60, 3.0 ** (np.arange(6) / 3))
     found = [experiment.plan.noise_multiplier(k)[0] for k in range(6)]
     np.testing.assert_allclose(found, [3 ** (-k / 6) / mu_0 for k in range(6)], rtol=1e-12)
     claim = experiment.plan.claims[0]
     assert (claim.epsilon, claim.mu_total, claim.mu_0) == (3.0, total, mu_0)
+
+
+def test_paper_noise_of_dyn_d2p_counts_the_rounds_in_which_a_peer_is_active(build):
+    some = "participation={kind: uniform, fraction: 0.5}"
+    experiment = paper_mode(build, "algorithm={name: dyn-d2p, learning_rate: 0.1, rho_mu: 3.0}", some)
+    total, found = paper.gdp_mu(3.0, 1e-3), set()
+    for peer in range(4):
+        active = np.flatnonzero([experiment.participation.active(k)[peer] for k in range(6)])
+        mu_0 = paper.gdp_mu_0(total, 1 / 60, 3.0 ** (2 * active / 6))
+        assert experiment.plan.claims[peer].mu_0 == pytest.approx(mu_0, rel=1e-12)
+        spent = (1 / 60) ** 2 * np.expm1(mu_0**2 * 3.0 ** (2 * active / 6)).sum()
+        assert math.sqrt(spent) == pytest.approx(total, rel=1e-9)
+        found.add(round(mu_0, 9))
+    assert len(found) > 1
+
+
+def test_no_paper_claims_an_epsilon_for_other_algorithms(build):
+    for name in ("feddeper", "fedavg", "d-psgd", "local", "sgp"):
+        graph = ["topology.name=ring"] if name == "d-psgd" else []
+        with pytest.raises(ScenarioError, match=f"'paper' has no formula for {name}: no paper claims an ε for it"):
+            paper_mode(build, f"algorithm={{name: {name}, learning_rate: 0.1}}", *graph)
 
 
 def test_paper_noise_of_a_given_schedule_is_proposition_4(build):
@@ -168,7 +190,7 @@ def test_paper_noise_of_a_given_schedule_is_proposition_4(build):
 @pytest.mark.parametrize("name", ["const-d2p", "privsgp-vr"])
 def test_claimed_and_exact_epsilon_stand_side_by_side(build, name):
     experiment = paper_mode(build, f"algorithm={{name: {name}, learning_rate: 0.1}}", "privacy.epsilon=[1,2,3,4]")
-    rows = privacy_rows(experiment.plan, experiment.plan.epsilons(6))
+    rows = privacy_rows(experiment.plan, Spent(experiment.plan.epsilons(6), [6] * 4), "this run alone")
     assert [row["claimed_epsilon"] for row in rows] == [1, 2, 3, 4]
     assert {row["calibration"] for row in rows} == {"paper"}
     for row, account in zip(rows, experiment.plan.accounts, strict=True):
@@ -176,7 +198,9 @@ def test_claimed_and_exact_epsilon_stand_side_by_side(build, name):
         assert row["epsilon"] > 1.1 * row["claimed_epsilon"]
         assert account.budget is None  # a claim stops no run: it is not what is spent
     rigorous = build("algorithm={name: privsgp-vr, learning_rate: 0.1}")
-    assert {row["claimed_epsilon"] for row in privacy_rows(rigorous.plan, rigorous.plan.epsilons(6))} == {None}
+    assert {
+        row["claimed_epsilon"] for row in privacy_rows(rigorous.plan, Spent([3.0] * 4, [6] * 4), "this run alone")
+    } == {None}
 
 
 @pytest.mark.parametrize(("budget", "delta"), [(1e6, 1e-3), (1e-7, 1e-9)])
@@ -184,7 +208,7 @@ def test_extreme_budgets_have_a_mu_and_a_mu_0(budget, delta):
     mu = paper.gdp_mu(budget, delta)
     assert paper.gdp_delta(mu, budget) == pytest.approx(delta, rel=1e-6)
     for total in (mu, 1e150):
-        mu_0 = paper.gdp_mu_0(total, 1e-3, 10, 1.0)  # 10 (e^x - 1) = (1000 μ_tot)², x = μ_0²
+        mu_0 = paper.gdp_mu_0(total, 1e-3, np.ones(10))  # 10 (e^x - 1) = (1000 μ_tot)², x = μ_0²
         assert math.log(10) + mu_0**2 + math.log(-math.expm1(-(mu_0**2))) == pytest.approx(2 * math.log(1e3 * total))
 
 
@@ -193,7 +217,7 @@ def test_extreme_budgets_have_a_mu_and_a_mu_0(budget, delta):
 
 def test_const_d2p_claims_1_and_spends_more_than_3_by_poisson_sampling_and_22_by_its_own():
     rate, rounds, delta = 1 / 2500, 2000, 1e-4
-    mu_bar = paper.gdp_mu_0(paper.gdp_mu(1.0, delta), rate, rounds, 1.0)
+    mu_bar = paper.gdp_mu_0(paper.gdp_mu(1.0, delta), rate, np.ones(rounds))
     poisson, uniform = (Release(kind, rate, 2500, 1, 1 / mu_bar, rounds) for kind in ("poisson", "uniform"))
     exact = epsilon([poisson], delta)
     assert 3.2 < exact < 3.5
@@ -206,7 +230,7 @@ def test_const_d2p_claims_1_and_spends_more_than_3_by_poisson_sampling_and_22_by
 def test_privsgp_vr_claims_3_and_spends_tens_of_thousands():
     sigma = paper.moments_sigma(3.0, 1e-5, rounds=3120, dataset_size=3125, clip_norm=1.0, c_2=0.3724)
     plain = Release("poisson", 1 / 3125, 3125, 1, sigma, 3120)
-    idle, drawn = table_sensitivities(1 / 3125)
+    idle, drawn = 1 / 3125, 2 - 1 / 3125
     table = replace(plain, noise_multiplier=sigma / drawn, idle=idle / drawn)
     assert epsilon([table], 1e-5) > 10_000
     assert epsilon([plain], 1e-5) > 1_000  # even without a table

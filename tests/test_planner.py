@@ -11,15 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flower_privdec import cli, console, memory
+from flower_privdec import cli
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment import Experiment
-from flower_privdec.memory import memory_need, outputs_per_example, table_bytes
+from flower_privdec.experiment import Experiment, memory
+from flower_privdec.experiment.memory import memory_need, outputs_per_example, table_bytes
 from flower_privdec.models import build_model
 from flower_privdec.planner import make_plan
 from flower_privdec.planner.checks import best_signal, cost_warnings, network_warnings, privacy_warnings
 from flower_privdec.planner.peers import noise_std, peer_rows
 from flower_privdec.privacy.paper import gdp_mu, gdp_mu_0
+from flower_privdec.reporting import console
 from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
 
 Build = Callable[..., Experiment]
@@ -217,11 +218,15 @@ def test_mu_of_dyn_d2p(build: Build, capsys: pytest.CaptureFixture[str]) -> None
     row = peer_rows(build(PAPER, named("dyn-d2p")))[0]
     assert row["claimed_epsilon"] == 3
     assert row["mu_total"] == pytest.approx(total)
-    assert row["mu_0"] == pytest.approx(gdp_mu_0(total, rate, 6, 2.0)) == pytest.approx(1 / row["noise_multiplier"])
+    assert (
+        row["mu_0"]
+        == pytest.approx(gdp_mu_0(total, rate, 2.0 ** (np.arange(6) / 3)))
+        == pytest.approx(1 / row["noise_multiplier"])
+    )
     assert row["mu_bar"] is None
     constant = build(PAPER, named("dyn-c-d2p"))
     row = peer_rows(constant)[0]
-    assert row["mu_bar"] == row["mu_0"] == pytest.approx(gdp_mu_0(total, rate, 6, 1.0))
+    assert row["mu_bar"] == row["mu_0"] == pytest.approx(gdp_mu_0(total, rate, np.ones(6)))
     console.print_plan(make_plan(constant), as_json=False)
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("claimed ε", "μ_tot", "μ̄"))

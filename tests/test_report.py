@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from run_folders import make_run, privacy_row
 
-from flower_privdec import plots
 from flower_privdec.errors import ScenarioError
-from flower_privdec.report import write_report
-from flower_privdec.results import read_results
+from flower_privdec.reporting import plots
+from flower_privdec.reporting.page import write_report
+from flower_privdec.reporting.run_folder import read_results
 
 FETCHING = re.compile(r'(?:src|href|action|data)="(?!#)|url\((?!#)|@import|<(?:script|link|img|iframe|object|base)\b')
 

@@ -79,7 +79,7 @@ def test_given_noise_stops_at_the_budget(scenario, tmp_path):
     assert all(2 < row["epsilon"] <= 3 for row in summary["privacy"])
     for path in (out / "ledger").rglob("*.jsonl"):
         _, payments = read_chain(path)
-        assert max(payment.to_round for payment in payments) < 8
+        assert max(payment.to_step for payment in payments) < 8
 
 
 WRONG = {
@@ -154,7 +154,7 @@ def test_a_killed_run_resumes_to_the_same_summary_and_never_undercounts(scenario
     assert child.returncode == -signal.SIGKILL, child.stderr.decode()
     for path in (parted / "ledger").rglob("*.jsonl") if killed_in else ():
         _, payments = read_chain(path)
-        assert max(payment.to_round for payment in payments) >= killed_in
+        assert max(payment.to_step for payment in payments) >= killed_in
     assert privdec("run", scenario, "--out", parted, "--resume") == 0
     first, second = (json.loads((out / "summary.json").read_text()) for out in (whole, parted))
     for summary in (first, second):

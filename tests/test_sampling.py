@@ -14,13 +14,18 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from flower_privdec.data import SAMPLINGS, Dataset, LocalBatch, PeerData, Sampler
-from flower_privdec.data.datasets import fingerprint
-from flower_privdec.data.sampling import draw_poisson
+from flower_privdec.data.sampling import draw_distinct, draw_poisson
 from flower_privdec.errors import ScenarioError
+from flower_privdec.rows import keyed_generator, seed_keys
 
 SIZES = np.array([12, 30, 7, 25, 19, 40, 8, 16, 33, 21])
 KINDS = list(SAMPLINGS)
 FALSE_ALARM = 1e-7
+
+
+def seeded(kind: str, size: Any, sizes: Any, seed: int) -> Sampler:
+    """A sampler that hosts every peer and draws by the scenario's seed."""
+    return Sampler(kind, size, sizes, dict.fromkeys(range(len(sizes)), seed))
 
 
 def used(batch: LocalBatch) -> list[list[int]]:
@@ -43,8 +48,8 @@ def used(batch: LocalBatch) -> list[list[int]]:
 )
 @settings(deadline=None, max_examples=40)
 def test_rows_do_not_depend_on_the_cohort(kind: str, round_index: int, peers: list[int], size: int, seed: int) -> None:
-    everyone = used(Sampler(kind, size, SIZES, seed).batch(round_index, np.arange(10)))
-    some = Sampler(kind, size, SIZES, seed).batch(round_index, peers)
+    everyone = used(seeded(kind, size, SIZES, seed).batch(round_index, np.arange(10)))
+    some = seeded(kind, size, SIZES, seed).batch(round_index, peers)
     assert used(some) == [everyone[peer] for peer in peers]
     assert some.index.shape[1] == max(1, *(len(everyone[peer]) for peer in peers))
 
@@ -53,16 +58,16 @@ def test_rows_do_not_depend_on_the_cohort(kind: str, round_index: int, peers: li
 @given(asked=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 2**10 - 1)), min_size=2, max_size=12))
 @settings(deadline=None, max_examples=25)
 def test_rounds_may_be_asked_for_in_any_order(kind: str, asked: list[tuple[int, int]]) -> None:
-    sampler = Sampler(kind, 5, SIZES, 1)
+    sampler = seeded(kind, 5, SIZES, 1)
     for round_index, mask in asked:
         peers = [peer for peer in range(10) if mask >> peer & 1]
-        fresh = Sampler(kind, 5, SIZES, 1).batch(round_index, peers)
+        fresh = seeded(kind, 5, SIZES, 1).batch(round_index, peers)
         assert used(sampler.batch(round_index, peers)) == used(fresh)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_are_distinct_and_local(kind: str) -> None:
-    sampler = Sampler(kind, 6, SIZES, 3)
+    sampler = seeded(kind, 6, SIZES, 3)
     for round_index in range(200):
         for peer, row in enumerate(used(sampler.batch(round_index, np.arange(10)))):
             assert len(set(row)) == len(row)
@@ -75,16 +80,58 @@ def test_positions_are_distinct_and_local(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["poisson", "uniform", "shuffle"])
 def test_seeds_rounds_and_peers_differ(kind: str) -> None:
     sizes = np.full(4, 1000)
-    first = used(Sampler(kind, 20, sizes, 1).batch(0, range(4)))
-    other_seed = used(Sampler(kind, 20, sizes, 2).batch(0, range(4)))
-    other_round = used(Sampler(kind, 20, sizes, 1).batch(1, range(4)))
+    first = used(seeded(kind, 20, sizes, 1).batch(0, range(4)))
+    other_seed = used(seeded(kind, 20, sizes, 2).batch(0, range(4)))
+    other_round = used(seeded(kind, 20, sizes, 1).batch(1, range(4)))
     rows = [tuple(row) for row in (*first, *other_seed, *other_round)]
     assert len(set(rows)) == 12
 
 
+@pytest.mark.parametrize("kind", ["poisson", "uniform", "shuffle", "blocks"])
+def test_keys_decide_and_differ(kind: str) -> None:
+    """Two runs draw differently, whoever hosts a peer draws the same, and bytes are not the seed."""
+    sizes, one, two = np.full(4, 1000), seed_keys(1, range(4)), seed_keys(2, range(4))
+
+    def drawn(keys: Any, peers: Any) -> list[list[list[int]]]:
+        """Return the positions of five rounds for each peer."""
+        sampler = Sampler(kind, 20, sizes, keys)
+        return [list(rounds) for rounds in zip(*(used(sampler.batch(k, peers)) for k in range(5)), strict=True)]
+
+    everyone = [peer for keys in (one, two, dict.fromkeys(range(4), 1)) for peer in drawn(keys, range(4))]
+    assert len({repr(rounds) for rounds in everyone}) == 12
+    assert drawn({2: one[2]}, [2]) == [everyone[2]]
+
+
+@pytest.mark.parametrize("kind", ["poisson", "uniform", "shuffle", "blocks"])
+def test_a_peer_without_a_key_is_refused(kind: str) -> None:
+    sampler = Sampler(kind, 5, SIZES, {2: bytes(range(16)), 5: bytes(16)})
+    first = used(sampler.batch(0, [5, 2]))
+    with pytest.raises(ValueError, match="peer 3 has no key here: ask only for peers hosted here"):
+        sampler.batch(0, [2, 3])
+    assert used(sampler.batch(0, [5, 2])) == first
+
+
+def test_full_batches_need_no_key() -> None:
+    assert used(Sampler("full", None, SIZES, {}).batch(0, [2])) == [list(range(7))]
+
+
+@pytest.mark.parametrize("secret", [11, bytes(range(20))])
+def test_draws_follow_from_the_generator_of_the_peers_key(secret: Any) -> None:
+    """With a seed for its key a peer draws what it always drew."""
+    keys = dict.fromkeys(range(10), secret)
+    counts, positions = draw_poisson(keyed_generator(secret, "sampling", 3, 4), 102, 19, 5 / 19)
+    ends = np.cumsum(counts)
+    sampler = Sampler("poisson", 5, SIZES, keys)
+    for step in range(102):
+        row = positions[ends[step] - counts[step] : ends[step]].tolist()
+        assert used(sampler.batch(3 * 102 + step, [4])) == [row]
+    distinct = draw_distinct(keyed_generator(secret, "sampling", 0, 4), 102, 5, 19)
+    assert used(Sampler("uniform", 5, SIZES, keys).batch(7, [4])) == [distinct[7].tolist()]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_caller_cannot_spoil_the_cache(kind: str) -> None:
-    sampler = Sampler(kind, 5, SIZES, 1)
+    sampler = seeded(kind, 5, SIZES, 1)
     first = sampler.batch(0, np.arange(10))
     before = used(first)
     first.index[:] = -5
@@ -93,7 +140,7 @@ def test_a_caller_cannot_spoil_the_cache(kind: str) -> None:
 
 
 def draws(kind: str, size: int, count: int, n_peers: int, rounds: int) -> list[tuple[int, ...]]:
-    sampler = Sampler(kind, size, [count] * n_peers, 11)
+    sampler = seeded(kind, size, [count] * n_peers, 11)
     return [tuple(row) for k in range(rounds) for row in used(sampler.batch(k, np.arange(n_peers)))]
 
 
@@ -118,7 +165,7 @@ def test_poisson_is_an_independent_coin_for_each_example() -> None:
 def test_poisson_rounds_are_independent() -> None:
     """Consecutive rounds of a block share one stream: an example's coin says nothing about its next one."""
     count, size, rounds = 8, 2, 4000
-    sampler, coins = Sampler("poisson", size, [count] * 5, 3), np.zeros((rounds, 5, count))
+    sampler, coins = seeded("poisson", size, [count] * 5, 3), np.zeros((rounds, 5, count))
     for k in range(rounds):
         for peer, row in enumerate(used(sampler.batch(k, range(5)))):
             coins[k, peer, row] = 1
@@ -132,7 +179,7 @@ def test_poisson_rounds_are_independent() -> None:
 
 @pytest.mark.parametrize(("count", "size"), [(1200, 1), (3750, 64), (60_000, 300)])
 def test_poisson_counts_are_binomial(count: int, size: int) -> None:
-    sampler = Sampler("poisson", size, [count] * 4, 5)
+    sampler = seeded("poisson", size, [count] * 4, 5)
     counts = np.array([sampler.batch(k, range(4)).weight.sum(axis=1) for k in range(600)])
     rate, n = size / count, counts.size
     variance = count * rate * (1 - rate)
@@ -145,7 +192,7 @@ def test_poisson_counts_are_binomial(count: int, size: int) -> None:
 def test_poisson_has_no_edge_at_the_ends_of_a_block(round_index: int) -> None:
     n_peers, count = 4000, 6
     seen = np.zeros(count)
-    for row in used(Sampler("poisson", 2, [count] * n_peers, 8).batch(round_index, range(n_peers))):
+    for row in used(seeded("poisson", 2, [count] * n_peers, 8).batch(round_index, range(n_peers))):
         seen[row] += 1
     deviation = (seen - n_peers / 3) / np.sqrt(n_peers * (1 / 3) * (2 / 3))
     assert np.abs(deviation).max() < 5.5
@@ -162,11 +209,11 @@ def test_poisson_draws_on_when_more_are_hit_than_expected() -> None:
 
 
 def test_poisson_of_everything_is_everything() -> None:
-    assert used(Sampler("poisson", 9, [9, 9], 1).batch(17, [0, 1])) == [list(range(9))] * 2
+    assert used(seeded("poisson", 9, [9, 9], 1).batch(17, [0, 1])) == [list(range(9))] * 2
 
 
 def test_an_empty_cohort_batch_is_one_padded_column() -> None:
-    sampler = Sampler("poisson", 1, [50], 1)
+    sampler = seeded("poisson", 1, [50], 1)
     batches = [sampler.batch(k, [0]) for k in range(100)]
     empty = [batch for batch in batches if batch.weight.sum() == 0]
     assert len(empty) > 10
@@ -185,7 +232,7 @@ def test_uniform_makes_every_set_equally_likely() -> None:
 
 @pytest.mark.parametrize(("count", "size"), [(12, 4), (10, 3), (300, 2), (5, 5), (9, 1)])
 def test_shuffle_uses_each_example_at_most_once_in_an_epoch(count: int, size: int) -> None:
-    sampler, steps = Sampler("shuffle", size, [count], 1), count // size
+    sampler, steps = seeded("shuffle", size, [count], 1), count // size
     epochs = [
         [position for k in range(steps) for position in used(sampler.batch(epoch * steps + k, [0]))[0]]
         for epoch in range(6)
@@ -199,16 +246,16 @@ def test_shuffle_uses_each_example_at_most_once_in_an_epoch(count: int, size: in
 
 
 def test_full_takes_all_local_examples() -> None:
-    batch = Sampler("full", None, SIZES, 1).batch(5, [2, 5])
+    batch = seeded("full", None, SIZES, 1).batch(5, [2, 5])
     assert used(batch) == [list(range(7)), list(range(40))]
 
 
 def test_normalizer_and_rate() -> None:
     for kind in ("poisson", "uniform", "shuffle"):
-        sampler = Sampler(kind, 5, SIZES, 1)
+        sampler = seeded(kind, 5, SIZES, 1)
         np.testing.assert_array_equal(sampler.normalizer, np.full(10, 5.0))
         np.testing.assert_allclose(sampler.sampling_rate, 5 / SIZES)
-    sampler = Sampler("full", None, SIZES, 1)
+    sampler = seeded("full", None, SIZES, 1)
     np.testing.assert_array_equal(sampler.normalizer, SIZES)
     np.testing.assert_array_equal(sampler.sampling_rate, np.ones(10))
 
@@ -216,20 +263,20 @@ def test_normalizer_and_rate() -> None:
 @pytest.mark.parametrize("kind", ["poisson", "uniform", "shuffle"])
 def test_a_batch_larger_than_a_peers_data_is_refused(kind: str) -> None:
     with pytest.raises(ScenarioError, match=r"data.batch.size=8 must be at most 7, what peer 2 holds: .*fewer"):
-        Sampler(kind, 8, SIZES, 1)
+        seeded(kind, 8, SIZES, 1)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("poisson", 0), ("uniform", None), ("shuffle", 1.5), ("fuller", 3)])
 def test_wrong_kind_or_size_is_refused(kind: str, size: Any) -> None:
     with pytest.raises(ScenarioError, match=r"data\.batch\.(size|sampling)="):
-        Sampler(kind, size, SIZES, 1)
+        seeded(kind, size, SIZES, 1)
 
 
 @pytest.mark.parametrize(("round_index", "peers"), [(-1, [0]), (0, [-1])])
 def test_negative_rounds_and_peers_are_refused(round_index: int, peers: list[int]) -> None:
     for kind in KINDS:
         with pytest.raises(ValueError, match="must be >= 0"):
-            Sampler(kind, 2, SIZES, 1).batch(round_index, peers)
+            seeded(kind, 2, SIZES, 1).batch(round_index, peers)
 
 
 # --- examples on the device
@@ -237,7 +284,7 @@ def test_negative_rounds_and_peers_are_refused(round_index: int, peers: list[int
 
 def peer_data(kind: str, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> PeerData:
     dataset, parts = data_and_parts()
-    return PeerData(dataset, parts, Sampler(kind, 5, SIZES, 1), device, dtype, **options)
+    return PeerData(dataset, parts, seeded(kind, 5, SIZES, 1), device, dtype, **options)
 
 
 def data_and_parts() -> tuple[Dataset, list[np.ndarray]]:
@@ -247,7 +294,7 @@ def data_and_parts() -> tuple[Dataset, list[np.ndarray]]:
     y = torch.randint(0, 4, (total,), generator=generator)
     order = np.random.default_rng(1).permutation(total)
     parts = [np.sort(part) for part in np.split(order, np.cumsum(SIZES))[:-1]]
-    return Dataset("made", x, y, x[:3], y[:3], 4, fingerprint(x, y)), parts
+    return Dataset("made", x, y, x[:3], y[:3], 4), parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -290,7 +337,7 @@ def test_full_batches_are_gathered_once() -> None:
 def test_the_sampler_must_fit_the_partition() -> None:
     dataset, parts = data_and_parts()
     with pytest.raises(ValueError, match="sampler is for peers"):
-        PeerData(dataset, parts[:-1], Sampler("poisson", 5, SIZES, 1), "cpu", torch.float32)
+        PeerData(dataset, parts[:-1], seeded("poisson", 5, SIZES, 1), "cpu", torch.float32)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="BATCHES ON CUDA NOT TESTED: no GPU here")

@@ -1,15 +1,17 @@
 """The algorithms by name; a paper's algorithm is a named composition of the four parts."""
 
 from flower_privdec.algorithms.adp2_sgd import ADP2SGD
-from flower_privdec.algorithms.base import Algorithm, Mix, State, advance
-from flower_privdec.algorithms.d_psgd import DP2SGD, DPSGD
+from flower_privdec.algorithms.algorithm import Algorithm, advance
+from flower_privdec.algorithms.d_psgd import DP2SGD, DecentralizedSGD
 from flower_privdec.algorithms.dyn_d2p import ConstD2P, DynCD2P, DynD2P, DynMuD2P
+from flower_privdec.algorithms.exchange import Exchange, Gather, Mix, Reply
 from flower_privdec.algorithms.feddeper import FedDeper, FedDeperStar
 from flower_privdec.algorithms.federated import FedAvg, FedProx, Scaffold
-from flower_privdec.algorithms.local import DPSGDCentral, Local
+from flower_privdec.algorithms.local import DPSGD, Local
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP, PrivSGP
-from flower_privdec.scenario.algorithms import GradientSection
+from flower_privdec.algorithms.state import Edges, State
+from flower_privdec.scenario.algorithm_sections import GradientSection
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     cls.name: cls
@@ -21,11 +23,11 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
         DynCD2P,
         DynMuD2P,
         ConstD2P,
-        DPSGD,
+        DecentralizedSGD,
         DP2SGD,
         ADP2SGD,
         Local,
-        DPSGDCentral,
+        DPSGD,
         FedAvg,
         FedProx,
         Scaffold,
@@ -41,4 +43,15 @@ def build_algorithm(section: GradientSection) -> Algorithm:
     return ALGORITHMS[name](section)
 
 
-__all__ = ["ALGORITHMS", "Algorithm", "Mix", "State", "advance", "build_algorithm"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Edges",
+    "Exchange",
+    "Gather",
+    "Mix",
+    "Reply",
+    "State",
+    "advance",
+    "build_algorithm",
+]

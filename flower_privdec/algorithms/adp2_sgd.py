@@ -10,13 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.base import Algorithm, Mix, State
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms.algorithm import Algorithm
+from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.algorithms.exchange import Mix
+from flower_privdec.algorithms.state import State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
-from flower_privdec.randomness import keyed_generator
-from flower_privdec.scenario.algorithms import AsynchronousSection
+from flower_privdec.privacy.declared import one_sum
+from flower_privdec.rows import keyed_generator
+from flower_privdec.scenario.algorithm_sections import AsynchronousSection
 from flower_privdec.topology import EdgeArray, Topology, edge_array, in_neighbors
 
 
@@ -88,8 +91,9 @@ class ADP2SGD(Algorithm):
 
     Privacy: a release at each event in which the peer wakes; who wakes is public.
 
-    Deviations from the paper: events are drawn uniformly instead of by wall-clock speed, and noise is solved
-    by the exact accountant instead of RDP.
+    Deviations from the paper: gradients are clipped example by example, where the paper bounds them by a Lipschitz
+    constant and clips nothing; the noised sum is divided by the expected batch size; events are drawn uniformly
+    instead of by wall-clock speed; and noise is solved by the exact accountant instead of RDP.
 
     Source: Xu et al. 2021 (A(DP)²SGD) on AD-PSGD, Lian et al. 2018, Algorithm 1.
     """
@@ -98,6 +102,7 @@ class ADP2SGD(Algorithm):
     summary: ClassVar[str] = "asynchronous pairwise gossip with stale noised gradients (A(DP)²SGD)"
     weights = "doubly-stochastic"
     slots = 3
+    released = one_sum
 
     def __init__(self, section: AsynchronousSection) -> None:
         super().__init__(section)

@@ -7,8 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.base import Algorithm, Mix, State
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms.algorithm import Algorithm
+from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.algorithms.exchange import Mix
+from flower_privdec.algorithms.state import State
+from flower_privdec.privacy.declared import one_sum
 
 
 def gradient(cohort: Cohort, state: State) -> None:
@@ -22,7 +25,7 @@ def apply_step(cohort: Cohort, state: State) -> None:
     state.rows["x"].add_(state.rows["step"])
 
 
-class DPSGD(Algorithm):
+class DecentralizedSGD(Algorithm):
     """Gossip models and descend: with W doubly stochastic, round k at peer i is
 
         x_i^{k+1} = Σ_j W_ij x_j^k - γ g̃_i(x_i^k; ξ_i^k)
@@ -40,6 +43,7 @@ class DPSGD(Algorithm):
     weights = "doubly-stochastic"
     program = (gradient, Mix(("x",)), apply_step)
     slots = 2
+    released = one_sum
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return x_i^0 = x^0 and room for the step."""
@@ -47,7 +51,7 @@ class DPSGD(Algorithm):
         return rows | {"step": torch.zeros_like(rows["x"])}
 
 
-class DP2SGD(DPSGD):
+class DP2SGD(DecentralizedSGD):
     """Gossip models with clipped and noised gradients: d-psgd with privacy, composed over all rounds.
 
     Deviations from the paper: noise solved by the exact accountant, not by basic composition.

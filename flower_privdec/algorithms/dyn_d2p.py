@@ -21,6 +21,7 @@ class DynD2P(SGP):
 
     name = "dyn-d2p"
     summary = "push-sum, decaying clip norm and growing per-step budget (Dyn-D2P, Alg. 1)"
+    paper_noise = "gdp"
 
 
 class DynCD2P(SGP):
@@ -31,6 +32,7 @@ class DynCD2P(SGP):
 
     name = "dyn-c-d2p"
     summary = "push-sum, decaying clip norm (Dyn[C]-D2P, Alg. 3)"
+    paper_noise = "gdp"
 
 
 class DynMuD2P(SGP):
@@ -41,6 +43,7 @@ class DynMuD2P(SGP):
 
     name = "dyn-mu-d2p"
     summary = "push-sum, growing per-step budget (Dyn[μ]-D2P, Alg. 4)"
+    paper_noise = "gdp"
 
 
 class ConstD2P(SGP):
@@ -51,3 +54,4 @@ class ConstD2P(SGP):
 
     name = "const-d2p"
     summary = "push-sum, constant clip norm and noise (Const-D2P, Alg. 5)"
+    paper_noise = "gdp"

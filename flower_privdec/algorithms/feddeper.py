@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.base import State
+from flower_privdec.algorithms.cohort import Cohort, PrivateStep
 from flower_privdec.algorithms.federated import FedAvg
-from flower_privdec.aligned import empty_rows
-from flower_privdec.cohort import Cohort, PrivateStep
+from flower_privdec.algorithms.state import State
 from flower_privdec.data import Batch
-from flower_privdec.scenario.algorithms import FedDeperSection
+from flower_privdec.privacy.declared import Declaration, Drawing, ReleasedSum
+from flower_privdec.rows.aligned import empty_rows
+from flower_privdec.scenario.algorithm_sections import FedDeperSection
 
 
 class FedDeper(FedAvg):
@@ -25,13 +27,8 @@ class FedDeper(FedAvg):
     Both gradients of a step are one batched computation on the same examples. Inactive peers keep v. Over a
     graph x is the peer's mixed model z = x / w, and v stays home as well.
 
-    Privacy: v never leaves the peer, but the penalty v + y - 2 x carries it into y, which does. So for ρ > 0
-    both gradients are clipped to C and noised with σ C, and everything sent is a function of those two sums
-    and of what came in. One example of the batch moves the pair (Σ g(y), Σ g(v)) by at most sqrt(C² + C²), so a
-    step is one Gaussian release of noise multiplier σ / sqrt(2), and the ledger is charged that. For ρ = 0
-    nothing computed from g(v) is ever sent (y starts at x, and v only takes from y): v's gradient is then
-    neither clipped nor noised, and a step costs what a plain one does. v itself, an unreleased model, is only
-    covered by the ledger's ε when ρ > 0.
+    Privacy: as `released` declares. For ρ > 0 v is a function of what was noised, and the ledger's ε covers it too; for
+    ρ = 0 it is not, and stays on its peer.
 
     Deviations from the paper: none without privacy.
 
@@ -46,47 +43,51 @@ class FedDeper(FedAvg):
         super().__init__(section)
         self.rho, self.mixing_rate = section.rho, section.mixing_rate
 
+    def released(self, step: int, drawing: Drawing) -> Declaration:
+        """Declare the sums of both models' gradients over one batch, or at ρ = 0 that of y alone.
+
+        v never leaves the peer, but the penalty v + y - 2 x carries it into y, which does. So for ρ > 0 both sums are
+        noised, and everything sent is a function of them and of what came in; one example moves the pair by at most
+        sqrt(C² + C²). For ρ = 0 nothing computed from v's gradients is ever sent (y starts at x, and v only takes
+        from y): they are neither clipped nor noised.
+        """
+        return ReleasedSum("gradient"), ReleasedSum("personal", to="everybody" if self.rho else "nobody")
+
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return x, w and the personalized models v = x^0."""
         rows = super().initial(cohort)
         return rows | {"personal": rows["x"].clone()}
 
-    def personal(self, rows: dict[str, Tensor]) -> Tensor:
-        """Return each peer's personalized model, [m, d]."""
-        return rows["personal"]
+    def personal(self, rows: dict[str, Tensor]) -> Tensor | None:
+        """Return each peer's personalized model, [m, d], where the rows that stay at home are at hand."""
+        return rows.get("personal")
 
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
         """Walk y and v together; v ends mixed with y."""
         where = torch.as_tensor(rows, device=cohort.device)
         pair = empty_rows(start, 2, *start.shape)
         y, v = pair[0].copy_(start), pair[1].copy_(state.rows["personal"][where])
-
-        def both(cohort: Cohort, step: PrivateStep) -> None:
-            self._both(cohort, pair, step)
-
+        sums, both = {"gradient": y, "personal": v}, partial(self.both, pair.view(-1, pair.shape[-1]))
         penalty = empty_rows(start, *start.shape)
         for local_step in range(self.steps_per_round):
             if self.rho:
                 torch.add(v, y, out=penalty).sub_(start, alpha=2)
-            cohort.step_rows_(y, y, None, state.round_index, rows, estimate=both, local_step=local_step)
+            cohort.release_rows_(sums, y, None, state.round_index, rows, estimate=both, local_step=local_step)
             if self.rho:
                 y.sub_(penalty, alpha=self.rho)
         state.rows["personal"].index_copy_(0, where, v.lerp_(y, self.mixing_rate))
         return y
 
-    def _both(self, cohort: Cohort, pair: Tensor, step: PrivateStep) -> None:
-        """Add -η times both clipped gradients, and v's noise; the cohort adds y's."""
-        stacked = pair.view(-1, pair.shape[-1])
+    def both(self, pair: Tensor, cohort: Cohort, step: PrivateStep) -> None:
+        """Add -η times the gradients of y and v, which are the rows of `pair`, by one product if both are clipped."""
         batch, clip = step.batch, step.clip_norm
         if clip is not None and not self.rho:
-            cohort.kernel.add_clipped_(step.out, step.params, batch, clip, step.scale)
-            cohort.kernel.add_clipped_(pair[1], pair[1], batch, None, step.scale)
+            for row, bound in zip(step.sums.values(), (clip, None), strict=True):
+                cohort.kernel.add_clipped_(row, row, batch, bound, step.scale)
             return
         twice = Batch(*(torch.cat([part, part]) for part in (batch.x, batch.y, batch.weight, batch.index)))
         bound = None if clip is None else torch.cat([clip, clip])
-        cohort.kernel.add_clipped_(stacked, stacked, twice, bound, torch.cat([step.scale, step.scale]))
-        if step.std is not None:
-            cohort.noise.add_(pair[1], step.std, step.draw, step.peers, "personal")
+        cohort.kernel.add_clipped_(pair, pair, twice, bound, torch.cat([step.scale, step.scale]))
 
 
 class FedDeperStar(FedDeper):

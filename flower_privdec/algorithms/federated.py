@@ -8,40 +8,47 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.base import Mix, State
+from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.algorithms.exchange import Mix
 from flower_privdec.algorithms.sgp import SGP
-from flower_privdec.aligned import aligned
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms.state import State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.gradients.base import row_chunks
+from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
-from flower_privdec.scenario.algorithms import FedDeperSection, FedProxSection, LocalStepsSection
+from flower_privdec.privacy.declared import one_sum
+from flower_privdec.rows.aligned import aligned
+from flower_privdec.scenario.algorithm_sections import FedAvgSection, FedDeperSection, FedProxSection, LocalStepsSection
 from flower_privdec.topology import Topology
 
 WALKING, CACHED_BYTES = 4, 2**24  # rows of [d] that a walk works on for each peer, and what a processor's cache holds
 
-LocalSteps = LocalStepsSection | FedProxSection | FedDeperSection
+LocalSteps = LocalStepsSection | FedAvgSection | FedProxSection | FedDeperSection
 
 
 class FedAvg(SGP):
     """Take τ local steps from the common model, then average over the active peers.
 
-        y ← x,  τ times: y ← y - η g̃_i(y),  then x ← x + mean over active peers of (y - x)
+        y ← x,  τ times: y ← y - η g̃_i(y),  then x ← Σ over the active peers of (J_i / Σ J) y_i
 
-    On topology server every peer holds the same x, so mixing x + (y - x) over the active peers is that mean.
-    On any other graph x is the peer's mixed model (push-sum over z = x / w), and y - z is added to it.
+    J_i is a peer's number of examples; with weighting uniform each active peer counts 1/m. A peer adds J_i over the
+    active peers' mean of J times its walk y - x to its x. On topology server every peer holds the same x, so that the
+    mean over the active peers is the sum above. On any other graph x is the peer's mixed model (push-sum over
+    z = x / w), and its walk from z is weighted in the same way.
 
-    Privacy: where the scenario has a privacy section, each of the τ steps is a release.
+    Privacy: where the scenario has a privacy section, each of the τ steps is a release. The weights are public, for
+    every number of examples is (adjacency is zero-out); a peer's noise enters the mean with its weight.
 
     Deviations from the paper: none without privacy. Source: McMahan et al. 2017, Algorithm 1.
     """
 
     name: ClassVar[str] = "fedavg"
     summary: ClassVar[str] = "several local steps, then averaging (FedAvg); over a graph: local-step push-sum"
+    released = one_sum
 
     def __init__(self, section: LocalSteps) -> None:
         super().__init__(section)
+        self.by_examples = getattr(section, "weighting", "uniform") == "examples"
         self.program = (self.local, Mix(("x", "w")))
 
     def local(self, cohort: Cohort, state: State) -> None:
@@ -53,15 +60,24 @@ class FedAvg(SGP):
             where = torch.as_tensor(rows, device=cohort.device)
             start = aligned(x[where]).div_(state.rows["w"][where].unsqueeze(1))
             walked = self.walk(cohort, state, rows, start).sub_(start)
+            if self.by_examples:
+                walked *= self.weights_of(cohort, state.round_index, rows)
             for row, step in zip(rows.tolist(), walked, strict=True):
                 x[row].add_(step)
+
+    @staticmethod
+    def weights_of(cohort: Cohort, round_index: int, rows: np.ndarray) -> Tensor:
+        """Return the examples of some rows over those of an active peer on average, [r, 1]."""
+        sizes = cohort.data.sampler.partition_sizes
+        mean = sizes[cohort.participation.active(round_index)].mean()
+        return cohort.tensor(sizes[cohort.peers[rows]] / mean).unsqueeze(1)
 
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
         """Return where τ steps from `start` lead, [active, d], in a tensor of its own."""
         y = aligned(start)
         for step in range(self.steps_per_round):
             pull = self.pull(cohort, state, rows, y, start)
-            cohort.step_rows_(y, y, None, state.round_index, rows, local_step=step)
+            cohort.release_rows_(y, y, None, state.round_index, rows, local_step=step)
             if pull is not None:
                 y.sub_(pull)
         return y
@@ -74,11 +90,15 @@ class FedAvg(SGP):
 class FedProx(FedAvg):
     """FedAvg with a proximal term: y ← y - η (g̃_i(y) + μ (y - x)).
 
-    Privacy, deviations: as FedAvg. Source: Li et al. 2020 (FedProx), Algorithm 2, with SGD as the local solver.
+    Privacy: as FedAvg. Deviations from the paper: peers are drawn alike and weighted by their examples, where the
+    paper draws them by their examples and weights them alike: the same mean in expectation.
+
+    Source: Li et al. 2020 (FedProx), Algorithm 2, with SGD as the local solver.
     """
 
     name = "fedprox"
     summary = "FedAvg with a proximal term (FedProx)"
+    released = one_sum
 
     def __init__(self, section: FedProxSection) -> None:
         super().__init__(section)
@@ -112,6 +132,8 @@ class Scaffold(FedAvg):
     name = "scaffold"
     summary = "FedAvg with control variates (SCAFFOLD); twice the traffic; topology server"
     slots = 5
+    open_rows = ("x", "w", "change")
+    released = one_sum
 
     def __init__(self, section: LocalStepsSection) -> None:
         super().__init__(section)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from flower_privdec.algorithms.base import Algorithm, State
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms.algorithm import Algorithm
+from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.algorithms.state import State
+from flower_privdec.privacy.declared import one_sum
 
 
 def descend(cohort: Cohort, state: State) -> None:
@@ -23,10 +25,12 @@ class Local(Algorithm):
     summary: ClassVar[str] = "every peer alone (no exchange): the baseline"
     weights = None
     program = (descend,)
+    released = one_sum
 
 
-class DPSGDCentral(Local):
+class DPSGD(Local):
     """Descend on pooled data at one peer: DP-SGD, the centralized reference. Source: Abadi et al. 2016, Alg. 1."""
 
     name = "dp-sgd"
     summary = "one peer with all data (DP-SGD): the centralized reference"
+    paper_noise = "moments"

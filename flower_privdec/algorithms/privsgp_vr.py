@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms import snapshot
-from flower_privdec.algorithms.base import State
+from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.algorithms.sgp import SGP
+from flower_privdec.algorithms.state import State
 from flower_privdec.algorithms.tables import TABLES, stacked
-from flower_privdec.cohort import Cohort
 from flower_privdec.gradients import GradientKernel
-from flower_privdec.scenario.algorithms import VRSection
+from flower_privdec.privacy.declared import ONE_SUM, Declaration, Drawing, ReleasedSum
+from flower_privdec.scenario.algorithm_sections import VRSection
 
 
 class PrivSGPVR(SGP):
@@ -33,7 +34,7 @@ class PrivSGPVR(SGP):
     `dense` the gradients themselves.
 
     Privacy: the mean of the table depends on every example in every round, so the paper's amplification by
-    1/J does not apply as claimed. What holds is worked out in `privacy.mechanisms`.
+    1/J does not apply as claimed. What a step releases instead is declared and proved in `released`.
 
     Deviations from the paper: gradients are clipped to C = G, which the paper assumes bounded; batches of any
     size. The table starts with the gradients at x^0, as in the paper.
@@ -43,16 +44,34 @@ class PrivSGPVR(SGP):
 
     name: ClassVar[str] = "privsgp-vr"
     summary: ClassVar[str] = "private SGP with variance reduction (PrivSGP-VR, Alg. 1): SAGA tables or SVRG"
+    paper_noise = "moments-table"
 
     def __init__(self, section: VRSection) -> None:
         super().__init__(section)
         self.table, self.every = section.table, section.snapshot_every
+        self.remembers_clipped = self.table != "snapshot"
         self.program = (self.descend, *SGP.program[1:])
 
     def check_model(self, kernel: GradientKernel) -> None:
         """Refuse a model that is no stack of linear layers where the table is factored."""
         if self.table == "factored":
             stacked(kernel)
+
+    def released(self, step: int, drawing: Drawing) -> Declaration:
+        """Declare a step with a table, or one of SVRG's two kinds (`snapshot.released`).
+
+        Over the batch S, each of J examples with probability q = b / J, b times a step with a table is
+
+            Σ_{j in S} (g_j - t_j) + q Σ_j t_j,    |g_j|, |t_j| <= C,
+
+        t_j being the table's gradient of example j. Example z adds q t_z when it is not drawn, of norm at most q C,
+        and g_z - (1 - q) t_z when it is, of norm at most (2 - q) C. With all examples drawn the table cancels.
+        """
+        if self.table == "snapshot":
+            return snapshot.released(step, self.every, drawing)
+        if drawing.sampling == "full":
+            return ONE_SUM
+        return (ReleasedSum(drawn=2 - drawing.rate, idle=drawing.rate),)
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return SGP's rows and the table at x^0."""

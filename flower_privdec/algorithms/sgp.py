@@ -6,8 +6,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from flower_privdec.algorithms.base import Algorithm, Mix, State, Step, push_weights
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms.algorithm import Algorithm, Step, push_weights
+from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.algorithms.exchange import Exchange, Mix
+from flower_privdec.algorithms.state import State
+from flower_privdec.privacy.declared import one_sum
 
 
 def descend(cohort: Cohort, state: State) -> None:
@@ -33,7 +36,9 @@ class SGP(Algorithm):
     name: ClassVar[str] = "sgp"
     summary: ClassVar[str] = "stochastic gradient push (push-sum) over directed graphs"
     weights = "column-stochastic"
-    program: tuple[Step | Mix, ...] = (descend, Mix(("x", "w")))
+    program: tuple[Step | Exchange, ...] = (descend, Mix(("x", "w")))
+    open_rows: ClassVar[tuple[str, ...]] = ("x", "w")
+    released = one_sum
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return x_i^0 = x^0 and w_i^0 = 1."""
@@ -57,3 +62,4 @@ class PrivSGP(SGP):
 
     name = "privsgp"
     summary = "private stochastic gradient push (PrivSGP, Alg. 2), a budget for each peer"
+    paper_noise = "moments"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.base import State
-from flower_privdec.cohort import Cohort, PrivateStep
+from flower_privdec.algorithms.cohort import Cohort, PrivateStep
+from flower_privdec.algorithms.state import State
+from flower_privdec.privacy.declared import Declaration, Drawing, ReleasedSum
 
 CHUNK = 1024  # examples of a peer at a time in a full gradient
 
@@ -17,6 +19,18 @@ CHUNK = 1024  # examples of a peer at a time in a full gradient
 def initial(x: Tensor) -> dict[str, Tensor]:
     """Return the rows a snapshot needs: the model it was taken at, its noised gradient, and whether there is one."""
     return {"snapshot": x.clone(), "anchor": torch.zeros_like(x), "anchored": x.new_zeros(len(x))}
+
+
+def released(step: int, every: int, drawing: Drawing) -> Declaration:
+    """Declare SVRG's two kinds of step, g(z) - g(s) + μ with a full gradient μ every m steps.
+
+    In a snapshot step all J examples are summed, with weight b / J each. In the others an example that is drawn
+    enters with g_z(z) - g_z(s), of norm at most 2 C, and μ is already released. μ's noise stays in the next m steps,
+    so it is made to weigh as much in their sum as their own: 1 / sqrt(m) of theirs.
+    """
+    if step % every == 0:
+        return (ReleasedSum(over="all", drawn=drawing.batch / drawing.size, noise=1 / math.sqrt(every)),)
+    return (ReleasedSum(drawn=2.0),)
 
 
 def full_gradient(cohort: Cohort, step: PrivateStep) -> None:
@@ -47,7 +61,7 @@ def descend(cohort: Cohort, state: State, every: int) -> None:
         every m rounds: s ← z, μ ← (1/J) Σ_j clip(∇f(s; j)) + noise, x ← x - γ μ
         otherwise:      x ← x - γ [(1/b) Σ_{j in S} (clip(∇f(z; j)) - clip(∇f(s; j))) + μ + noise]
 
-    Source: Johnson and Zhang 2013, with clipping and noise; the releases are `privacy.mechanisms.Snapshot`.
+    Source: Johnson and Zhang 2013, with clipping and noise; what it releases is declared by `released`.
     """
     x, w, k = state.rows["x"], state.rows["w"], state.round_index
     if k % every:

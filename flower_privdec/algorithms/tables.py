@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.cohort import Cohort, PrivateStep
+from flower_privdec.algorithms.cohort import Cohort, PrivateStep
 from flower_privdec.data import Batch
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import Factors, GradientKernel, StackedKernel
-from flower_privdec.gradients.base import coefficient
+from flower_privdec.gradients.protocol import coefficient
 
 FILL = 256  # examples at a time when a table is filled at the starting point
 
@@ -219,9 +219,10 @@ def _joined(like: Factors, values: list[Tensor | None]) -> Factors:
 
 
 class Blocks:
-    """One mean gradient for each fixed mini-batch, [m, J / b, d]; needs sampling `blocks`.
+    """One mean gradient for each fixed mini-batch, [m, c, d]; needs sampling `blocks`.
 
-    The block to use is drawn uniformly and every example of it is used, so an entry stands for b examples.
+    One of c = floor(J / b) blocks is drawn uniformly and every example of it is used, so an entry stands for the b or
+    more examples of a block. It is their sum over J / c, so that a block drawn at random is without bias.
     """
 
     @staticmethod

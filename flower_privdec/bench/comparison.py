@@ -12,9 +12,9 @@ from flower_privdec.bench import limit
 from flower_privdec.bench.equality import check_equal
 from flower_privdec.bench.rivals import OpacusLoop, PeerLoop, Rival, TextbookVmap
 from flower_privdec.bench.timing import Times, Work, paired, quiet, ratio
-from flower_privdec.bench.workloads import SEED, Setup, Workload
+from flower_privdec.bench.workloads import Setup, Workload
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import build_noise
+from flower_privdec.rows import build_noise
 
 LOOP, TORCH, FAST = "plain loop over peers", "engine, torch alone", "engine, fast generator"
 OPACUS, VMAP = "loop with Opacus", "vmap(vmap(grad))"
@@ -27,7 +27,7 @@ SCALING_ROUNDS = 5
 def generators(device: torch.device) -> tuple[list[str], str | None]:
     """Return the noise generators that run here, the quickest first, and why the fast one does not."""
     try:
-        build_noise("fast", SEED, 1, device)
+        build_noise("fast", {}, device)
     except ScenarioError as error:
         return ["torch"], str(error)
     return ["fast", "torch"], None

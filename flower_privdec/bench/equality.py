@@ -9,7 +9,7 @@ from torch import Tensor
 from flower_privdec.bench.rivals import PeerLoop, Rival
 from flower_privdec.bench.workloads import SEED, Setup, Workload
 from flower_privdec.errors import RunError
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 from flower_privdec.runtime.engine import Engine
 
 ROUNDS = 2
@@ -27,10 +27,18 @@ class InjectedNoise:
         generator = keyed_generator(SEED, "injected", round_index, peer)
         return torch.from_numpy(generator.standard_normal(self.d)).to(self.device)
 
-    def add_(self, out: Tensor, std: Tensor, round_index: int, peers: np.ndarray, purpose: str = "noise") -> None:
+    def add_(
+        self,
+        out: Tensor,
+        std: Tensor,
+        step: int,
+        peers: np.ndarray,
+        purpose: str = "noise",
+        receivers: np.ndarray | None = None,
+    ) -> None:
         """Subtract std[i] times the noise of peer i, for the rivals add it to what they subtract."""
         for row, scale, peer in zip(out, std, peers, strict=True):
-            row.sub_(scale * self.draw(round_index, int(peer)))
+            row.sub_(scale * self.draw(step, int(peer)))
 
 
 def start(setup: Setup) -> tuple[Tensor, Tensor]:

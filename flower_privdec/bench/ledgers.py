@@ -11,9 +11,11 @@ import numpy as np
 
 from flower_privdec.bench.timing import once, quiet
 from flower_privdec.bench.workloads import NOISE_MULTIPLIER, Setup
+from flower_privdec.privacy.chain import RunName
 from flower_privdec.privacy.events import Release, Spend
 from flower_privdec.privacy.ledger import Account, CohortLedger
 
+RUN = RunName("benchmark", "none", "none")
 SECONDS = 10.0
 TRIALS = 5
 
@@ -24,16 +26,16 @@ class TimedLedger:
     def __init__(self, ledger: CohortLedger) -> None:
         self.ledger, self.seconds = ledger, 0.0
 
-    def reserve(self, round_index: int) -> None:
+    def pay(self, step: int, rows: np.ndarray) -> None:
         """See CohortLedger."""
         started = time.perf_counter()
-        self.ledger.reserve(round_index)
+        self.ledger.pay(step, rows)
         self.seconds += time.perf_counter() - started
 
-    def allowed(self, round_index: int) -> np.ndarray:
+    def allowed(self, step: int) -> np.ndarray:
         """See CohortLedger."""
         started = time.perf_counter()
-        result = self.ledger.allowed(round_index)
+        result = self.ledger.allowed(step)
         self.seconds += time.perf_counter() - started
         return result
 
@@ -49,7 +51,7 @@ def ledger_share(setup: Setup, generator: str, seconds: float = SECONDS) -> dict
         took = min(once(engine.round, setup.device)[1] for _ in range(TRIALS))
         rounds = max(1, round(seconds / took))
         engine = setup.engine(generator)
-        with CohortLedger.open(Path(folder), "synthetic", "benchmark", _accounts(setup, rounds)) as ledger:
+        with CohortLedger.open(Path(folder), "synthetic", RUN, _accounts(setup, rounds)) as ledger:
             timed = TimedLedger(ledger)
             engine.cohort.ledger = cast(CohortLedger, timed)
             started = time.perf_counter()

@@ -19,12 +19,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
-from flower_privdec.algorithms import Mix, State, advance
+from flower_privdec.algorithms import Exchange, State, advance
+from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.algorithms.exchange import Payload
 from flower_privdec.bench.timing import paired, quiet
 from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload
-from flower_privdec.cohort import Cohort
 from flower_privdec.errors import RunError
 
 PEERS = 8
@@ -81,26 +82,24 @@ class Peer:
         """Take the step, exchange rows with the neighbours, mix."""
         while (exchange := advance(self.algorithm, self.cohort, self.state)) is not None:
             self._exchange(exchange)
-            self.state.at += 1
 
-    def _exchange(self, exchange: Mix) -> None:
-        k, rows = self.state.round_index, self.state.rows
-        payload = torch.cat([rows[name].reshape(-1) for name in exchange.names])
-        matrix = self.mixing.matrix(k).rows([self.rank])
-        receivers = [int(b) for a, b in self.mixing.edges(k) if a == self.rank]
-        sending = [distributed.isend(payload, other) for other in receivers]
-        received: dict[int, Tensor] = {self.rank: payload}
-        for other in matrix.sources.tolist():
-            if other != self.rank:
-                received[other] = torch.empty_like(payload)
-                distributed.recv(received[other], other)
+    def _exchange(self, exchange: Exchange) -> None:
+        sent = exchange.outgoing(self.state, self.mixing)
+        flat = {link: torch.cat([row.reshape(-1) for row in payload.values()]) for link, payload in sent.items()}
+        sending = [distributed.isend(row, receiver) for (_, receiver), row in flat.items()]
+        like = {name: self.state.rows[name][0] for name in exchange.names}
+        received = {link: self._receive(link[0], like) for link in exchange.awaited(self.state, self.mixing)}
         for send in sending:
             if send is not None:
                 send.wait()
-        mixed = matrix.apply_sources(torch.stack([received[other] for other in matrix.sources.tolist()]))
-        parts = torch.split(mixed[0], [rows[name].numel() for name in exchange.names])
-        for name, part in zip(exchange.names, parts, strict=True):
-            rows[name] = part.view_as(rows[name])
+        exchange.incoming(self.state, self.mixing, received).apply_(self.state)
+
+    @staticmethod
+    def _receive(sender: int, like: Payload) -> Payload:
+        row = torch.cat([part.reshape(-1) for part in like.values()])
+        distributed.recv(row, sender)
+        parts = torch.split(row, [part.numel() for part in like.values()])
+        return {name: part.view_as(like[name]) for name, part in zip(like, parts, strict=True)}
 
 
 def _one_process(folder: Path, generator: str, rounds: int, workloads: list[str], rank: int) -> None:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec.algorithms import Algorithm, State, build_algorithm
-from flower_privdec.cohort import Cohort, LearningRate
+from flower_privdec.algorithms.cohort import Cohort, LearningRate
 from flower_privdec.data import Dataset, PeerData, Sampler
 from flower_privdec.gradients import build_kernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten, parameter_count
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.privacy.plan import PrivacyPlan
-from flower_privdec.randomness import NoiseSource, build_noise, keyed_generator
+from flower_privdec.rows import NoiseSource, build_noise, keyed_generator, seed_keys
 from flower_privdec.runtime.engine import Engine
-from flower_privdec.scenario.algorithms import SGDSection
+from flower_privdec.scenario.algorithm_sections import SGDSection
 from flower_privdec.topology import build_topology
 
 SEED = 1
@@ -95,7 +95,7 @@ class Setup:
         dataset = synthetic(workload)
         sizes = np.full(workload.n_peers, workload.examples)
         parts = np.split(np.arange(sizes.sum()), workload.n_peers)
-        sampler = Sampler("uniform", workload.batch, sizes, SEED)
+        sampler = Sampler("uniform", workload.batch, sizes, dict.fromkeys(range(workload.n_peers), SEED))
         outputs = 1 if workload.loss == "hinge" else workload.n_classes
         module = build_model(workload.model, workload.shape, outputs, seed=SEED, **workload.options)
         return cls(
@@ -134,15 +134,17 @@ class Setup:
     ) -> Engine:
         """Return the engine that runs an algorithm on this workload, at a constant learning rate."""
         n = self.workload.n_peers
+        if isinstance(noise, str):
+            noise = build_noise(noise, seed_keys(SEED, range(n)), self.device)
         cohort = Cohort(
             peers=np.arange(n),
             n_peers=n,
             initial=flatten(self.module),
-            kernel=build_kernel(self.module, self.workload.loss),
+            kernel=build_kernel(self.module, self.workload.loss, self.workload.shape),
             data=self.data,
             mixing=mixing,
             participation=participation,
-            noise=build_noise(noise, SEED, n, self.device) if isinstance(noise, str) else noise,
+            noise=noise,
             learning_rate=LearningRate(np.full(n, rate), 0.0, FOREVER),
             steps_per_round=algorithm.steps_per_round,
             plan=plan,
@@ -154,7 +156,8 @@ def constant_plan(n_peers: int) -> PrivacyPlan:
     """Return the same clip norm and noise for every peer and round; nobody is charged."""
     ones = np.broadcast_to(1.0, (FOREVER, n_peers))
     noise = np.broadcast_to(NOISE_MULTIPLIER, ones.shape)
-    return PrivacyPlan(np.broadcast_to(CLIP_NORM, ones.shape), noise, (), (None,) * n_peers, "none")
+    kinds, kind_of = ({"gradient": 1.0},), np.broadcast_to(0, (FOREVER,))
+    return PrivacyPlan(np.broadcast_to(CLIP_NORM, ones.shape), noise, (), (None,) * n_peers, "none", kinds, kind_of)
 
 
 def synthetic(workload: Workload) -> Dataset:
@@ -163,4 +166,4 @@ def synthetic(workload: Workload) -> Dataset:
     count = workload.n_peers * workload.examples
     x = torch.from_numpy(generator.standard_normal((count, *workload.shape), dtype=np.float32))
     y: Tensor = torch.arange(count) % workload.n_classes
-    return Dataset("synthetic", x, y, x[:64], y[:64], workload.n_classes, "synthetic")
+    return Dataset("synthetic", x, y, x[:64], y[:64], workload.n_classes)

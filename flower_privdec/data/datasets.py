@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from flower_privdec.data import npz, readers
 from flower_privdec.data.readers import Rows, Source, Split
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 
 DATASETS: dict[str, str] = {
     "digits": "1,440 + 357 handwritten digits 8x8, 10 classes; embedded (scikit-learn)",
@@ -39,12 +38,10 @@ class Dataset:
     """A dataset in memory: private training examples and a public test set.
 
     Attributes:
-        name: its name in DATASETS.
+        name: its name in DATASETS, under which a ledger counts it, whatever part of it, order or file is used.
         x_train, x_test: features, float32 [N, *input_shape].
         y_train, y_test: classes, int64 [N], of 0..n_classes-1.
         n_classes: the number of classes, public.
-        fingerprint: BLAKE2b of the training examples used, in hexadecimal: what a ledger is kept for. A hash
-            of private data lets an observer confirm a guess of all of it: keep it on the machine.
     """
 
     name: str
@@ -53,7 +50,6 @@ class Dataset:
     x_test: Tensor
     y_test: Tensor
     n_classes: int
-    fingerprint: str
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -96,8 +92,7 @@ def load_dataset(
             f"data.root={root} has training examples of shape {list(x_train.shape[1:])} and test examples of "
             f"shape {list(x_test.shape[1:])}: they must be equal; mend the file"
         )
-    mark = fingerprint(x_train, y_train)
-    return Dataset(name, x_train, y_train, x_test, y_test, source.n_classes, mark)
+    return Dataset(name, x_train, y_train, x_test, y_test, source.n_classes)
 
 
 def _take(split: Split, count: int | None, seed: int, key: str, name: str) -> tuple[Tensor, Tensor]:
@@ -109,11 +104,3 @@ def _take(split: Split, count: int | None, seed: int, key: str, name: str) -> tu
         chosen = keyed_generator(seed, f"data.{key}").choice(total, count, replace=False, shuffle=False)
         rows = np.sort(chosen)
     return split.read(rows), torch.from_numpy(split.labels[rows])
-
-
-def fingerprint(x: Tensor, y: Tensor) -> str:
-    """Return the BLAKE2b hash, 32 hexadecimal digits, of examples in their order."""
-    digest = hashlib.blake2b(repr((tuple(x.shape), str(x.dtype))).encode(), digest_size=16)
-    digest.update(x.numpy().data)
-    digest.update(y.numpy().data)
-    return digest.hexdigest()

@@ -27,7 +27,7 @@ from flower_privdec.data.datasets import Dataset
 from flower_privdec.data.scattering import Scattering2D, n_paths
 from flower_privdec.data.strokes import draw_strokes
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.features import FeaturesSection
+from flower_privdec.scenario.features_section import FeaturesSection
 
 VERSION = 1  # raise it with any change of the numbers: features kept on disk are then made afresh
 CHUNK, IMAGES = 256, 32  # examples that a thread takes at a time, and images that stay in its cache
@@ -38,8 +38,8 @@ TINY = 1e-6
 def apply_features(dataset: Dataset, section: FeaturesSection) -> Dataset:
     """Replace the examples of a dataset by their features, float32 [N, D].
 
-    Computed once for the same examples and settings, then read from disk. The fingerprint stays that of the
-    examples themselves: the same private data under another transform is still the same private data.
+    Computed once for the same examples and settings, then read from disk. The name, under which a ledger pays, stays
+    that of the examples: the same private data under another transform is still the same private data.
 
     Raises:
         ScenarioError: the examples are no images, or of a size or kind that the settings do not fit.

@@ -18,7 +18,7 @@ import numpy as np
 
 from flower_privdec.data.readers import one_line, require
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 
 PARTITIONS: dict[str, str] = {
     "iid": "equal random shares; sizes differ by one example at most",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 
 Rows = np.ndarray | slice
 

@@ -1,24 +1,24 @@
-"""Choose each peer's examples of a round, keyed by (seed, round, global peer).
+"""Choose each peer's examples of a round, keyed by (the peer's key, round, global peer).
 
 A peer's choice never depends on which other peers are asked for, nor on the order of the rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import Secret, keyed_generator
 
 SAMPLINGS: dict[str, str] = {
     "poisson": "each local example with probability size / count, independently: what amplification needs",
     "uniform": "exactly size distinct local examples, drawn afresh each round",
     "shuffle": "consecutive batches of size from each epoch's permutation, no incomplete one",
     "full": "all local examples",
-    "blocks": "one of count // size fixed batches (examples of equal position modulo that number), at random",
+    "blocks": "one of count // size fixed batches (all examples of equal position modulo that number), at random",
 }
 # A generator is keyed for a block of rounds, because keying costs more than one small batch. The block's
 # length depends on the batch size alone, so that the numbers do not depend on the cohort.
@@ -42,39 +42,46 @@ class Sampler:
     """Draws local positions.
 
     Attributes:
-        kind, size, partition_sizes, seed: as given; size is 0 for full.
+        kind, size, partition_sizes, keys: as given; size is 0 for full.
         normalizer: float64 [n_peers], the expected batch size, by which a sum of clipped gradients is
             divided; fixed, for the size that was drawn is private.
         sampling_rate: float64 [n_peers], the chance of one example to be in a round's batch.
 
     Privacy: amplification by sampling holds towards observers who do not know who was sampled. A deployed
-    peer therefore gives a secret seed from the operating system; the scenario's seed is for simulation.
+    peer therefore gives bytes from the operating system for its key; the scenario's seed is for simulation.
     `shuffle` and `full` amplify nothing; with `shuffle` a peer uses an example at most once in an epoch of
     J_i // size rounds.
     """
 
-    def __init__(self, kind: str, size: int | None, partition_sizes: Sequence[int] | np.ndarray, seed: int) -> None:
+    def __init__(
+        self,
+        kind: str,
+        size: int | None,
+        partition_sizes: Sequence[int] | np.ndarray,
+        keys: Mapping[int, Secret],
+    ) -> None:
         """Check the batch size against every peer's examples.
 
         Args:
             kind: a key of SAMPLINGS.
             size: examples a round (expected, for poisson); ignored for full.
             partition_sizes: how many examples each peer holds, [n_peers].
-            seed: the scenario's seed.
+            keys: of each peer hosted here, by global id: its secret key, or the scenario's seed.
 
         Raises:
             ScenarioError: kind or size is wrong, or a peer holds fewer examples than `size`.
         """
         if kind not in SAMPLINGS:
             raise ScenarioError(f"data.batch.sampling={kind} is unknown: choose one of {', '.join(SAMPLINGS)}")
-        self.kind, self.seed = kind, seed
+        self.kind, self.keys = kind, keys
         self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
         counts = self.partition_sizes.astype(np.float64)
         self.size = _checked_size(kind, size, self.partition_sizes) if kind != "full" else 0
         self.normalizer = counts.copy() if kind == "full" else np.full_like(counts, self.size)
         self.sampling_rate = self.normalizer / counts
-        if kind == "blocks":
+        if kind == "blocks":  # of J mod c of them one example more
             self.sampling_rate = 1 / self.blocks(np.arange(len(counts)))
+            self.normalizer = counts * self.sampling_rate
         self._rounds = max(1, min(_BLOCK_ROUNDS, _BLOCK_EXAMPLES // max(1, self.size)))
         self._block = _Block(-1, len(counts), self._rounds)
 
@@ -88,6 +95,9 @@ class Sampler:
         Returns:
             The batch, as wide as the longest among these peers and at least 1; the padding alone depends on
             who else is asked for.
+
+        Raises:
+            ValueError: the round or a peer is negative, or a peer has no key here (`full` needs none).
         """
         peers = np.asarray(peers, dtype=np.int64)
         if round_index < 0 or (len(peers) and int(peers.min()) < 0):
@@ -108,14 +118,16 @@ class Sampler:
         return np.asarray(self.partition_sizes[peers] // max(1, self.size))
 
     def block(self, peers: np.ndarray, numbers: np.ndarray) -> LocalBatch:
-        """Return one fixed batch of each peer: positions j, j + c, j + 2 c, ... for batch j of c."""
-        counts = self.blocks(peers)
-        index = numbers[:, None] + counts[:, None] * np.arange(self.size)
-        return LocalBatch(index, np.ones(index.shape, np.float32))
+        """Return one fixed batch of each peer: positions j, j + c, j + 2 c, ... below J for batch j of c."""
+        sizes, counts = self.partition_sizes[peers], self.blocks(peers)
+        longest = -(-(sizes - numbers) // counts)
+        index = numbers[:, None] + counts[:, None] * np.arange(int(longest.max(initial=1)))
+        inside = index < sizes[:, None]
+        return LocalBatch(np.where(inside, index, 0), inside.astype(np.float32))
 
     def _drawn_blocks(self, round_index: int, peers: np.ndarray) -> np.ndarray:
         counts = self.blocks(peers)
-        draws = [keyed_generator(self.seed, "blocks", round_index, int(peer)) for peer in peers]
+        draws = [self._generator("blocks", round_index, int(peer)) for peer in peers]
         return np.array([g.integers(count) for g, count in zip(draws, counts, strict=True)], dtype=np.int64)
 
     def _rows_of_block(self, number: int, peers: np.ndarray) -> np.ndarray:
@@ -128,12 +140,17 @@ class Sampler:
             rows = self._block.row_of.take(peers)
         return rows
 
+    def _generator(self, purpose: str, number: int, peer: int) -> np.random.Generator:
+        if peer not in self.keys:
+            raise ValueError(f"peer {peer} has no key here: ask only for peers hosted here")
+        return keyed_generator(self.keys[peer], purpose, number, peer)
+
     def _draw(self, number: int, peer: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw one peer's block: how many examples in each of its rounds, and their positions end to end."""
         count = int(self.partition_sizes[peer])
         if self.kind == "shuffle":
             return self._draw_epochs(number, peer, count)
-        generator = keyed_generator(self.seed, "sampling", number, peer)
+        generator = self._generator("sampling", number, peer)
         if self.kind == "poisson":
             return draw_poisson(generator, self._rounds, count, float(self.sampling_rate[peer]))
         positions = draw_distinct(generator, self._rounds, self.size, count)
@@ -143,7 +160,7 @@ class Sampler:
         steps = count // self.size
         first = number * self._rounds
         epochs = np.arange(first // steps, (first + self._rounds - 1) // steps + 1)
-        orders = [keyed_generator(self.seed, "shuffle", int(epoch), peer).permutation(count) for epoch in epochs]
+        orders = [self._generator("shuffle", int(epoch), peer).permutation(count) for epoch in epochs]
         batches = np.concatenate([order[: steps * self.size].reshape(steps, self.size) for order in orders])
         start = first - int(epochs[0]) * steps
         chosen = np.sort(batches[start : start + self._rounds], axis=1)

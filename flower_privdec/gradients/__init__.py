@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.gradients.base import Examples, GradientKernel
-from flower_privdec.gradients.factored import FactoredKernel, can_factor
+from flower_privdec.gradients.factored import FactoredKernel
 from flower_privdec.gradients.losses import LOSSES, Loss, resolve_loss
+from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
+from flower_privdec.gradients.proof import prove
+from flower_privdec.gradients.protocol import Examples, GradientKernel
 from flower_privdec.gradients.stacked import Factors, StackedKernel, parse_stack
 from flower_privdec.models import check_model
 
@@ -21,26 +25,35 @@ __all__ = [
     "Loss",
     "StackedKernel",
     "build_kernel",
+    "explain_kernel",
     "resolve_loss",
 ]
 
 KERNELS = {
     "auto": "the first of stacked, factored and vmap that fits the model",
     "stacked": "stacks of linear layers: closed form, all peers at once",
-    "factored": "linear, convolution and group normalisation layers: one backward pass a peer",
-    "vmap": "any module: torch.func, a few examples at a time",
-    "loop": "any module: one example at a time (slow; the oracle of the tests)",
+    "factored": "models proved to keep examples apart: one backward pass a peer",
+    "vmap": "any model: torch.func, a few examples at a time",
+    "loop": "any model: one example at a time (slow; the oracle of the tests)",
 }
 
 
 def build_kernel(
-    module: nn.Module, loss: str | Loss, *, kind: str = "auto", memory_bytes: int = 2**28
+    module: nn.Module,
+    loss: str | Loss,
+    input_shape: Sequence[int],
+    *,
+    kind: str = "auto",
+    memory_bytes: int = 2**28,
 ) -> GradientKernel:
     """Build the gradient kernel for a model.
 
     Args:
-        module: the model; its parameters' values are not used, and it is not changed.
+        module: the model; its parameters' values are not used, and it is not changed. Any module: where its
+            structure proves that it keeps the examples of a batch apart, a batch takes one backward pass; else
+            vmap keeps them apart. What is promised of modules that keep something between calls: `VmapKernel`.
         loss: one of LOSSES.
+        input_shape: of one example.
         kind: one of KERNELS.
         memory_bytes: about how much temporary memory the kernel may take.
 
@@ -53,19 +66,28 @@ def build_kernel(
     if memory_bytes < 1:
         raise ScenarioError(f"memory_bytes={memory_bytes} must be > 0")
     check_model(module)
-    resolved = resolve_loss(loss)
-    if kind == "auto":
-        kind = "stacked" if parse_stack(module) else "factored" if can_factor(module) else "vmap"
-    if kind == "stacked" and not parse_stack(module):
+    resolved, layers = resolve_loss(loss), parse_stack(module, input_shape)
+    if kind == "stacked" and layers is None:
         raise ScenarioError("gradients='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto")
-    if kind == "factored" and not can_factor(module):
-        raise ScenarioError(
-            "gradients='factored' needs every parameter in a Linear, Conv2d (groups=1) or GroupNorm layer: use auto"
-        )
-    kernels: dict[str, type[StackedKernel | FactoredKernel | VmapKernel | LoopKernel]] = {
-        "stacked": StackedKernel,
-        "factored": FactoredKernel,
-        "vmap": VmapKernel,
-        "loop": LoopKernel,
-    }
-    return kernels[kind](module, resolved, memory_bytes)
+    if kind in ("auto", "stacked") and layers is not None:
+        return StackedKernel(module, layers, resolved, memory_bytes)
+    if kind in ("auto", "factored"):
+        try:
+            return FactoredKernel(module, prove(module, input_shape), resolved, input_shape, memory_bytes)
+        except Unproved as why:
+            if kind == "factored":
+                raise ScenarioError(f"gradients='factored' does not fit this model: {why}; use auto") from None
+    if kind == "loop":
+        return LoopKernel(module, resolved)
+    return VmapKernel(module, resolved, input_shape, memory_bytes)
+
+
+def explain_kernel(module: nn.Module, input_shape: Sequence[int]) -> str:
+    """Say in a sentence which kernel `build_kernel` takes for a model by itself, and why."""
+    if parse_stack(module, input_shape) is not None:
+        return f"stacked ({KERNELS['stacked']}), because the model is a stack of linear layers"
+    try:
+        prove(module, input_shape)
+    except Unproved as why:
+        return f"vmap ({KERNELS['vmap']}), because it is not proved that the model keeps examples apart: {why}"
+    return f"factored ({KERNELS['factored']})"

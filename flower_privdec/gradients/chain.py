@@ -13,7 +13,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a layer: its input and the derivative in its output."""
 
     name: str
@@ -29,7 +29,7 @@ class Chain:
         self._steps = _pool_first(steps)
         self._first = next(i for i, (_, layer) in enumerate(self._steps) if type(layer) in (nn.Conv2d, nn.Linear))
 
-    def calls(self, x: Tensor, derivative: Callable[[Tensor], Tensor]) -> list[Call]:
+    def calls(self, x: Tensor, derivative: Callable[[Tensor], Tensor]) -> list[LayerCall]:
         """Return the calls of the layers with parameters, from the last to the first.
 
         Args:
@@ -44,7 +44,7 @@ class Chain:
         for i in range(len(self._steps) - 1, self._first - 1, -1):
             name, layer = self._steps[i]
             if type(layer) in (nn.Conv2d, nn.Linear):
-                calls.append(Call(name, layer, values[i], delta))
+                calls.append(LayerCall(name, layer, values[i], delta))
             if i > self._first:
                 delta = _backward(layer, delta, values[i], values[i + 1], indices.get(i))
         return calls

@@ -4,21 +4,22 @@ Over the positions t of its output (one for a plain vector, one a pixel for an i
 patches u), an example's gradient of a layer's weight is G = sum_t u_t delta_t^T. Its norm comes either from G,
 written out for every example and then summed by one product with the clip coefficients, or from the Gram matrices,
 |G|^2 = sum_ts (u_t . u_s)(delta_t . delta_s) (Li et al. 2022), where that is cheaper: in linear layers and late
-convolutions.
+convolutions. The terms of that sum may cancel: see `Outer.bound`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flower_privdec.gradients.base import Parameter, row_chunks
-from flower_privdec.gradients.rows import Piece, Stored, squares
+from flower_privdec.gradients.bounds import ROUNDINGS, floor, upper
+from flower_privdec.gradients.protocol import Parameter, row_chunks
+from flower_privdec.gradients.rows import Piece, Stored, masked
 
 _WRITE_COST = 8  # writing an element of a gradient and reading it again costs about 8 multiplications
 _PATCH_BYTES = 2**21  # patches cut at once
@@ -41,13 +42,32 @@ class Outer:
     delta: Tensor
     order: Callable[[Tensor], Tensor] | None
 
-    def squared(self) -> Tensor:
+    def bound(self) -> Tensor:
+        """See Piece.
+
+        With S = sum_t |u_t| |delta_t|, by which the terms can cancel, the bound is
+
+            sqrt(max(Gram sum, 0) + g S^2) + h S + floor(K) sum_t |delta_t| + floor(O) sum_t |u_t|.
+
+        The Gram matrices are float64, where T x T products of dot products of lengths K and O sum up to at most g S^2
+        too little, g = (K + O + T^2 + 16) 2^-53. What is added is rounded to the number type of u and delta: h S,
+        h = (b T + 2) u, is what the terms of one example can err in the product over all b T. The floors stand for
+        what underflows there.
+        """
+        (b, t), dtype = self.u.shape[:2], self.u.dtype
+        if t == 1:
+            return upper(self.u[:, 0]) * upper(self.delta[:, 0])
+        (us, u), (deltas, delta) = _gram(self.u), _gram(self.delta)
+        size = (u * delta).sum(1)
+        double, own = torch.finfo(torch.float64).eps / 2, torch.finfo(dtype).eps / 2
+        k, o = self.u.shape[2], self.delta.shape[2]
+        exact = (us * deltas).sum((1, 2)).clamp_(min=0) + (k + o + t * t + 16) * double * size.square()
+        hidden = floor(self.u, k) * delta.sum(1) + floor(self.u, o) * u.sum(1)
+        return ((exact.sqrt_() + (b * t + 2) * own * size + hidden) * (1 + ROUNDINGS * own)).to(dtype)
+
+    def without(self, bad: Tensor) -> Outer:
         """See Piece."""
-        if self.u.shape[1] == 1:
-            return squares(self.u[:, 0]) * squares(self.delta[:, 0])
-        gram = torch.bmm(self.u, self.u.transpose(1, 2))
-        gram *= torch.bmm(self.delta, self.delta.transpose(1, 2))
-        return gram.sum((1, 2)).clamp_(min=0)
+        return replace(self, u=masked(self.u, bad), delta=masked(self.delta, bad))
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
         """See Piece."""
@@ -56,6 +76,13 @@ class Outer:
             self.place.view(total).addmm_(scaled.t(), self.u.flatten(0, 1))
         else:
             self.place.view(total).add_(self.order(scaled.t() @ self.u.flatten(0, 1)))
+
+
+def _gram(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the products [b, T, T] of vectors [b, T, n] with each other and their norms [b, T], in float64."""
+    double = vectors.double()
+    gram = double @ double.transpose(1, 2)
+    return gram, gram.diagonal(dim1=1, dim2=2).sqrt() + floor(vectors, vectors.shape[2])
 
 
 def is_supported(layer: nn.Module) -> bool:

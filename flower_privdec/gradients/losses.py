@@ -93,8 +93,8 @@ def _hinge(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def _hinge_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
-    sign = _sign(outputs, labels)
-    return (sign * outputs).lt(1) * sign.neg_()
+    down = torch.rsub(labels.unsqueeze(-1).to(outputs.dtype), 1, alpha=2)  # minus the sign
+    return down.mul_((down * outputs).gt(-1))
 
 
 def _squared_hinge(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.gradients.base import Examples, Parameter, coefficient, layout, row_chunks
+from flower_privdec.errors import ScenarioError
+from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.losses import Loss
+from flower_privdec.gradients.protocol import Examples, Parameter, coefficient, layout, reason, row_chunks
 
 _LOGIT_TENSORS = 64  # activations alive in a forward pass, as a multiple of the input
 
@@ -20,8 +22,12 @@ _LOGIT_TENSORS = 64  # activations alive in a forward pass, as a multiple of the
 class Piece(Protocol):
     """The gradients of b examples in a few parameters, in whatever form is cheap."""
 
-    def squared(self) -> Tensor:
-        """Return each example's squared norm [b]."""
+    def bound(self) -> Tensor:
+        """Return upper bounds [b] on the norms of what `add_` adds for each example; see `bounds`."""
+        ...
+
+    def without(self, bad: Tensor) -> Piece:
+        """Return the same with 0 as the gradients of some examples, bool [b]."""
         ...
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
@@ -43,9 +49,13 @@ class Stored:
     gradients: Tensor
     part: Callable[[Tensor], Tensor] | None = None
 
-    def squared(self) -> Tensor:
+    def bound(self) -> Tensor:
+        """See Piece: the very numbers that are added."""
+        return upper(self.gradients.reshape(self.gradients.shape[0], -1))
+
+    def without(self, bad: Tensor) -> Stored:
         """See Piece."""
-        return squares(self.gradients.reshape(self.gradients.shape[0], -1))
+        return replace(self, gradients=masked(self.gradients, bad))
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
         """See Piece."""
@@ -54,10 +64,9 @@ class Stored:
         (whole if self.part is None else self.part(whole)).add_(flat.view(self.gradients.shape[1:]))
 
 
-def squares(vectors: Tensor) -> Tensor:
-    """Return the squared norm [b] of each of b vectors."""
-    result: Tensor = torch.linalg.vector_norm(vectors, dim=1)
-    return result.square_()
+def masked(values: Tensor, bad: Tensor) -> Tensor:
+    """Return values [b, ...] with 0 where bad [b]."""
+    return values.masked_fill(bad.view(-1, *(1,) * (values.ndim - 1)), 0)
 
 
 def _used(weight: Tensor) -> list[int]:
@@ -72,8 +81,19 @@ def _used(weight: Tensor) -> list[int]:
 class RowKernel(ABC):
     """A kernel that takes the rows one by one, and a row's examples in parts that fit into memory."""
 
-    def __init__(self, module: nn.Module, loss: Loss, memory_bytes: int) -> None:
-        self._module = copy.deepcopy(module).requires_grad_(False)
+    def __init__(self, module: nn.Module, run: nn.Module, loss: Loss, memory_bytes: int) -> None:
+        """Keep a copy of `run`, which computes what the module does with parameters of the same names.
+
+        Raises:
+            ScenarioError: it cannot be copied.
+        """
+        try:
+            self._module = copy.deepcopy(run).requires_grad_(False)
+        except Exception as error:  # a user's module may hold anything
+            raise ScenarioError(
+                f"the model cannot be copied: {reason(error)}; keep no tensors in it that were computed, nor locks or "
+                "files (for weight norm use torch.nn.utils.parametrizations)"
+            ) from None
         self._layout = layout(module)
         self._parameters = dict(self._module.named_parameters())
         self._loss, self._memory = loss, memory_bytes
@@ -85,7 +105,7 @@ class RowKernel(ABC):
         """Return the gradients of examples x [b, *shape], y [b] at a point [d]."""
 
     @abstractmethod
-    def _parts(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[slice]:
+    def _parts(self, examples: int, element_size: int) -> Sequence[slice]:
         """Cut a row's examples into parts that fit into memory."""
 
     @torch.no_grad()
@@ -105,15 +125,14 @@ class RowKernel(ABC):
         for i, used in enumerate(_used(batch.weight)):
             point = params[i] if divisor is None else params[i] / divisor[i]
             x, y = batch.x[i, :used].to(params.dtype), batch.y[i, :used]
-            parts = self._parts(point, x, y) if used else []
-            direct = len(parts) == 1 or divisor is not None  # nothing reads the row again, which may be out
+            parts = self._parts(used, params.element_size())
+            direct = len(parts) <= 1 or divisor is not None  # nothing reads the row again, which may be out
             total = out[i] if direct else torch.zeros_like(point)
             for part in parts:
-                pieces = self._pieces(point, x[part], y[part])
-                norms[i, part] = torch.stack([piece.squared() for piece in pieces]).sum(0).sqrt_()
+                pieces, found = _finite(self._pieces(point, x[part], y[part]))
+                norms[i, part] = found
                 clip = None if clip_norm is None else clip_norm[i : i + 1]
-                here = slice(i, i + 1), part
-                factor = coefficient(norms[here], batch.weight[here], clip, scale[i : i + 1])
+                factor = coefficient(found.unsqueeze(0), batch.weight[i : i + 1, part], clip, scale[i : i + 1])
                 for piece in pieces:
                     piece.add_(total, factor[0])
             if not direct:
@@ -146,3 +165,12 @@ class RowKernel(ABC):
         """Let go of the rows."""
         for parameter in self._parameters.values():
             parameter.data = parameter.new_empty(0)
+
+
+def _finite(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], Tensor]:
+    """Return the pieces, with zeros for examples whose gradients are not finite, and bounds [b] on the norms."""
+    norms = upper(torch.stack([piece.bound() for piece in pieces], 1))
+    bad = beyond(norms)
+    if bad is None:
+        return pieces, norms
+    return [piece.without(bad) for piece in pieces], norms.masked_fill(bad, 0)

@@ -3,18 +3,20 @@
 The gradient of one example in a linear layer is the outer product of delta (the derivative in the layer's
 output) and its input a, so its squared norm is |delta|^2 (|a|^2 + 1) with bias (Goodfellow 2015), and a clipped sum
 over examples is one product of deltas scaled by the clip coefficient. Nothing of size m x d is ever made: layers
-are strided views, and a divisor is folded into activations (W a / w) and deltas.
+are strided views, and a divisor is folded into activations (W a / w) and deltas. Norms are upper bounds (`bounds`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.gradients.base import Examples, Inputs, Parameter, coefficient, layout, row_chunks
+from flower_privdec.gradients.bounds import beyond, constant, floor, length, slack
 from flower_privdec.gradients.losses import Loss
+from flower_privdec.gradients.protocol import Examples, Inputs, Parameter, coefficient, is_plain, layout, row_chunks
 
 SHARED_EXAMPLES, SHARED_COLUMNS = 1024, 1024  # of a product over inputs that rows share: then its parts stay in cache
 
@@ -84,10 +86,12 @@ def _product(bias: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 class Factors:
     """Every example's gradient, factored: layer l's is deltas[l][i, b] (outer) activations[l][i, b], not clipped.
 
+    Every number is finite: where a gradient is not, its deltas and its norm are 0.
+
     Attributes:
         deltas: for each layer [m, B, out], also the gradient of the bias.
-        activations: for each layer [m, B, in]; the first is a view of the batch.
-        norms: the norms [m, B] of the whole gradients.
+        activations: for each layer [m, B, in]; the first is a view of the batch, or a copy where that is not finite.
+        norms: upper bounds [m, B] on the norms of the whole gradients, see `bounds`.
     """
 
     deltas: list[Tensor]
@@ -98,10 +102,7 @@ class Factors:
 class StackedKernel:
     """The kernel for Sequential stacks of Flatten, Linear, ReLU, Tanh and Identity; see GradientKernel."""
 
-    def __init__(self, module: nn.Module, loss: Loss, memory_bytes: int) -> None:
-        layers = parse_stack(module)
-        if layers is None:
-            raise ValueError("not a stack of linear layers")
+    def __init__(self, module: nn.Module, layers: list[Layer], loss: Loss, memory_bytes: int) -> None:
         self.layers = layers
         self.d = sum(parameter.numel() for parameter in module.parameters())
         self._loss, self._memory = loss, memory_bytes
@@ -122,7 +123,7 @@ class StackedKernel:
                 if index:
                     delta = self.layers[index].pull(params, delta, divisor)
             deltas.reverse()
-            return Factors(deltas, inputs[:-1], self._norms(deltas, inputs))
+            return _finite(Factors(deltas, inputs[:-1], self._norms(deltas, inputs)))
 
     def accumulate_(self, out: Tensor, factors: Factors, coefficient: Tensor) -> Tensor:
         """Add sum_b coefficient[i, b] * gradient[i, b] to out[i], in place, and return out."""
@@ -171,14 +172,26 @@ class StackedKernel:
         return out
 
     def _norms(self, deltas: list[Tensor], inputs: list[Tensor]) -> Tensor:
+        """Return upper bounds (1 + slack) (floor + |delta|) |(a, 1)|, in which a floor stands for a missing bias."""
         parts = []
         for layer, delta, a in zip(self.layers, deltas, inputs, strict=False):
-            size = torch.linalg.vector_norm(a, dim=-1)
-            if layer.bias is not None:
-                size = torch.hypot(size, torch.ones_like(size))
-            parts.append(size.mul_(torch.linalg.vector_norm(delta, dim=-1)))
+            out, inner = layer.weight.shape
+            least = floor(a, inner) if layer.bias is None else constant(1.0, a.dtype, a.device)
+            more = slack(a.dtype, inner, out, len(self.layers))
+            size = torch.hypot(length(a), least)
+            parts.append(size.mul_(torch.add(floor(a, out), length(delta), alpha=1 + more)))
         norms: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
         return norms
+
+
+def _finite(factors: Factors) -> Factors:
+    """Let examples count as zero whose gradients are not finite; numbers of the others stay as they are."""
+    bad = beyond(factors.norms, ask=factors.norms.is_cpu)
+    if bad is None:
+        return factors
+    deltas = [delta.masked_fill(bad.unsqueeze(-1), 0) for delta in factors.deltas]
+    activations = [torch.nan_to_num(a, nan=0.0, posinf=0.0, neginf=0.0) for a in factors.activations]
+    return Factors(deltas, activations, factors.norms.masked_fill(bad, 0))
 
 
 @dataclass(frozen=True)
@@ -188,28 +201,33 @@ class _Rows:
     weight: Tensor
 
 
-def parse_stack(module: nn.Module) -> list[Layer] | None:
-    """Return the layers of a stack, or None where the module is anything else."""
+def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | None:
+    """Return the layers of a stack for examples of some shape, or None where the module is anything else."""
     parts = _leaves(module)
     if parts is None:
         return None
     places = {id(parameter): name for name, parameter in module.named_parameters()}
     where = layout(module)
     layers: list[Layer] = []
+    flat = len(input_shape) == 1
     for part in parts:
-        if type(part) is nn.Linear:
+        if type(part) is nn.Flatten:
+            flat |= not layers
+        elif type(part) is nn.Linear:
             bias = None if part.bias is None else where[places[id(part.bias)]]
             layers.append(Layer(where[places[id(part.weight)]], bias, nn.Identity))
         elif type(part) in (nn.ReLU, nn.Tanh):
             if not layers or layers[-1].activation is not nn.Identity:
                 return None
             layers[-1] = Layer(layers[-1].weight, layers[-1].bias, type(part))
-    used = [layer.weight.name for layer in layers]
-    return layers if layers and len(set(used)) == len(used) else None
+    used = [place.name for layer in layers for place in (layer.weight, layer.bias) if place is not None]
+    return layers if layers and flat and len(set(used)) == len(used) else None
 
 
 def _leaves(module: nn.Module) -> list[nn.Module] | None:
     """The modules of (nested) Sequentials in order of call, or None where one is of another kind."""
+    if not is_plain(module):
+        return None
     if type(module) is nn.Sequential:
         found: list[nn.Module] = []
         for child in module:

@@ -1,8 +1,8 @@
 """Mixing: the weights of a round's graph, and their application to rows of parameters."""
 
-from flower_privdec.mixing.check import check_stochastic, spectral_gap
 from flower_privdec.mixing.matrix import AverageMatrix, MixingMatrix, SparseMatrix
 from flower_privdec.mixing.schedule import Mixing
+from flower_privdec.mixing.stochasticity import check_stochastic, spectral_gap
 from flower_privdec.mixing.weights import WEIGHTS, mixing_matrix
 
 __all__ = [

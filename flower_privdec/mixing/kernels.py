@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flower_privdec.aligned import padded
+from flower_privdec.rows.aligned import padded
 
 Array = npt.NDArray[Any]
 

@@ -8,6 +8,7 @@ matrix gives, whichever kernel does the work and however columns are tiled.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from flower_privdec.aligned import empty_rows
 from flower_privdec.mixing import kernels
+from flower_privdec.rows.aligned import empty_rows
 from flower_privdec.topology.graphs import Peers
 
 
@@ -35,6 +36,14 @@ class MixingMatrix(ABC):
     @abstractmethod
     def dense(self) -> npt.NDArray[np.float64]:
         """Return the weights, [receivers, columns] float64."""
+
+    @abstractmethod
+    def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
+        """Return senders, receivers and weights of all terms, by receiver: itself first, then by distance."""
+
+    def terms(self) -> Iterator[tuple[int, int, float]]:
+        """Yield (sender, receiver, weight) of all terms, in the order of `links`."""
+        return zip(*(part.tolist() for part in self.links()), strict=True)
 
     @abstractmethod
     def rows(self, peers: npt.ArrayLike) -> MixingMatrix:
@@ -127,6 +136,10 @@ class SparseMatrix(MixingMatrix):
         full = np.zeros((len(self.receivers), self.n_columns))
         full[np.repeat(np.arange(len(self.receivers)), np.diff(self.indptr)), self.columns] = self.weights
         return full
+
+    def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
+        """See MixingMatrix."""
+        return self.columns, np.repeat(self.receivers, np.diff(self.indptr)), self.weights
 
     def rows(self, peers: npt.ArrayLike) -> SparseMatrix:
         """Return the rows of some of the receivers, in the order given."""
@@ -225,6 +238,16 @@ class AverageMatrix(MixingMatrix):
         kept = np.flatnonzero(~self.averaged)
         full[kept, self.own[kept]] = 1
         return full
+
+    def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
+        """See MixingMatrix."""
+        senders, receivers, weights = [], [], []
+        for peer, own, averaged in zip(self.receivers, self.own, self.averaged, strict=True):
+            heard = self.members[np.argsort((peer - self.members) % self.n_columns)] if averaged else own[None]
+            senders.append(heard)
+            receivers.append(np.full(len(heard), peer))
+            weights.append(np.full(len(heard), 1 / len(heard)))
+        return np.concatenate(senders), np.concatenate(receivers), np.concatenate(weights)
 
     def rows(self, peers: npt.ArrayLike) -> AverageMatrix:
         """Return the rows of some of the receivers, in the order given."""

@@ -9,7 +9,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.mixing.matrix import MixingMatrix
 from flower_privdec.mixing.weights import average_matrix, check_weights, mixing_matrix
 from flower_privdec.participation import Everybody, Participation
-from flower_privdec.topology.check import check_topology
+from flower_privdec.topology.connectivity import check_topology
 from flower_privdec.topology.graphs import CompleteTopology, EdgeArray, Topology
 
 
@@ -54,10 +54,16 @@ class Mixing:
         """Return the mask of the round's active peers, [n_peers]."""
         return self.participation.active(round_index)
 
-    def edges(self, round_index: int) -> EdgeArray:
-        """Return the round's edges between active peers, [m, 2] (sender, receiver)."""
-        edges, active = self.topology.edges(round_index), self.active(round_index)
-        return edges[active[edges[:, 0]] & active[edges[:, 1]]]
+    @property
+    def sends_shares(self) -> bool:
+        """Whether a message carries the sender's weighted share of its row, and not the row itself."""
+        return self.weights == "column-stochastic"
+
+    def links(self, round_index: int) -> EdgeArray:
+        """Return who sends to whom in a round, [m, 2] (sender, receiver): the terms of W between two peers."""
+        senders, receivers, _ = self.matrix(round_index).links()
+        links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
+        return links
 
     def _build(self, round_index: int, active: npt.NDArray[np.bool_]) -> MixingMatrix:
         if isinstance(self.topology, CompleteTopology):  # without listing its n (n - 1) edges

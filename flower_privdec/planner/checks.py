@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.experiment import Experiment
-from flower_privdec.planner.peers import noise_std
+from flower_privdec.planner.peers import ledger_spending, noise_std
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.plan import PrivacyPlan
-from flower_privdec.runtime.recorder import json_number
-from flower_privdec.wording import epsilon_text, number, peer_ranges, setting
+from flower_privdec.runtime.spent import budget_note, json_number
+from flower_privdec.words import epsilon_text, number, peer_ranges, setting
 
 WEAK_EPSILON = 10.0
 HOPELESS_SIGNAL = 1.5  # in trials, digits at 2.4 reached 38 %, at 1.1 no more than 22 %, near chance
@@ -57,6 +57,13 @@ def privacy_warnings(experiment: Experiment) -> list[str]:
             "to learn from; take larger batches, more examples a peer, a smaller model or a larger ε"
         )
     return found
+
+
+def ledger_warnings(experiment: Experiment) -> list[str]:
+    """Return where what other runs have spent ends the run's steps before its plan does."""
+    spending = ledger_spending(experiment)
+    note = None if spending is None else budget_note(spending, experiment.algorithm.steps_per_round)
+    return [] if note is None else [note]
 
 
 def _claims(plan: PrivacyPlan, spent: list[float]) -> list[str]:

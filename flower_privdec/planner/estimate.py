@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from flower_privdec.data import partition
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.memory import outputs_per_example
 from flower_privdec.gradients import Loss, resolve_loss
-from flower_privdec.memory import outputs_per_example
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 
 ITERATIONS, SETTLED = 20, 5e-3  # of the power method: at most, and the relative change at which it stops
 LEAST_SAMPLE, MOST_SAMPLE = 64, 2048  # examples

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.plan import Claim
+from flower_privdec.privacy.ledger import Spending, spending_of
+from flower_privdec.privacy.scale import Claim
 from flower_privdec.privacy.schedules import build_schedule
-from flower_privdec.runtime.recorder import json_number
-from flower_privdec.scenario.algorithms import dynamic
+from flower_privdec.runtime.spent import json_number
+from flower_privdec.scenario.algorithm_sections import dynamic
 
 
 def noise_std(experiment: Experiment, round_index: int) -> np.ndarray:
@@ -45,6 +46,23 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
         }
         for peer in range(n_peers)
     ]
+
+
+def ledger_spending(experiment: Experiment) -> Spending | None:
+    """Return what the run would come to beside the others in the ledger that the scenario names; None without one."""
+    private = experiment.scenario.private
+    if private is None or private.ledger is None or experiment.plan is None:
+        return None
+    return spending_of(private.ledger, experiment.dataset.name, experiment.run, experiment.plan.accounts)
+
+
+def ledger_facts(experiment: Experiment) -> dict[str, Any] | None:
+    """Return the folder of the ledger, and the largest ε of any peer before and after the run."""
+    spending, private = ledger_spending(experiment), experiment.scenario.private
+    if spending is None or private is None:
+        return None
+    before, after = (json_number(float(spending.epsilons(steps).max())) for steps in (0, spending.steps))
+    return {"folder": private.ledger, "epsilon_before": before, "epsilon_after": after}
 
 
 def _claimed(experiment: Experiment, claim: Claim | None, multiplier: float) -> dict[str, float | None]:

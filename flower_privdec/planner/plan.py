@@ -6,14 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 from flower_privdec.experiment import Experiment
-from flower_privdec.graphs import connectivity
-from flower_privdec.memory import memory_need, shortage, table_bytes
-from flower_privdec.planner.checks import cost_warnings, network_warnings, privacy_warnings
+from flower_privdec.experiment.memory import memory_need, shortage, table_bytes
+from flower_privdec.planner.checks import cost_warnings, ledger_warnings, network_warnings, privacy_warnings
 from flower_privdec.planner.optimum import optimum
-from flower_privdec.planner.peers import peer_rows
+from flower_privdec.planner.peers import ledger_facts, peer_rows
+from flower_privdec.planner.seconds import estimate_seconds
 from flower_privdec.planner.stability import stability_warnings
-from flower_privdec.planner.timing import estimate_seconds
-from flower_privdec.scenario.algorithms import VRSection
+from flower_privdec.reporting.graph_view import connectivity
+from flower_privdec.scenario.algorithm_sections import VRSection
 
 
 def make_plan(experiment: Experiment) -> dict[str, Any]:
@@ -21,8 +21,9 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
 
     Returns:
         peers: for each, sigma (noise std on its averaged gradient at rounds 0, K/2 and K-1),
-            noise_multiplier (at round 0), epsilon, epsilon_after_quarters, delta, and what a paper's
-            formulas say (claimed_epsilon, mu_total, mu_0, mu_bar; None where there is none);
+            noise_multiplier (at round 0), epsilon, epsilon_after_quarters (of this run alone), delta, and what a
+            paper's formulas say (claimed_epsilon, mu_total, mu_0, mu_bar; None where there is none);
+        ledger: where the scenario names one, its folder, the largest ε of any peer before and after this run;
         optimal_rounds and all that `planner.optimum` says of it;
         memory_bytes, memory (its parts), tables (bytes of each kind, for privsgp-vr) and table (the one used);
         seconds (None where the run does not fit into memory), topology (None when nothing is exchanged),
@@ -38,6 +39,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "algorithm": section.name,
         "rounds": scenario.rounds,
         "peers": peer_rows(experiment),
+        "ledger": ledger_facts(experiment),
         **optimum(experiment),
         "memory_bytes": need.total,
         "memory": asdict(need),
@@ -47,6 +49,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "topology": topology,
         "warnings": [
             *privacy_warnings(experiment),
+            *ledger_warnings(experiment),
             *network_warnings(experiment, topology),
             *stability_warnings(experiment),
             *cost_warnings(missing, evaluation_share),

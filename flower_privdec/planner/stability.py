@@ -6,7 +6,7 @@ import math
 
 from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.experiment import Experiment
-from flower_privdec.wording import number, setting
+from flower_privdec.words import number, setting
 
 LARGEST_GROWTH = 100.0  # over the whole run; gradients damp what is below it
 

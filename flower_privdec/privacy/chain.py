@@ -1,8 +1,9 @@
 """The format of a ledger file: one JSON object a line, each naming the hash of the line before it.
 
 `hash` is SHA-256 of a line's object without it (keys sorted, no spaces), `previous` the hash of the line
-before. Line 1 names the data set and the peer; each later line is one payment:
-    {"index", "run", "from_round", "to_round", "releases": [{"rounds": [[a, b], ...], "release": {...}}, ...],
+before. Line 1 names the data's source; each later line is one payment of a run, for all peers that one process hosts:
+    {"index", "run", "scenario", "environment", "from_step", "to_step",
+     "shares": [{"peers": [[a, b], ...], "releases": [{"steps": [[a, b], ...], "release": {...}}, ...]}, ...],
      "previous", "hash"}
 What a chain shows by itself: a line edited, taken out, put in, or written by two processes at once. What it
 cannot show: whole lines cut from its end; so a checkpoint names the head it saw, and resuming compares.
@@ -14,36 +15,52 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from flower_privdec.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.events import Release, Spend
 
-FORMAT = "flower-privdec-ledger-1"
+FORMAT = "flower-privdec-ledger-2"
 NOTHING = "0" * 64
 RESTORE = "restore it from a backup, or give a new ledger folder and count what was spent here as unknown"
 
 Body = dict[str, Any]
 Head = tuple[int, str]
+Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Payment:
-    """What the rounds [from_round, to_round) of a run cost.
+class RunName:
+    """What a ledger calls a run: two that draw the same noise have one name, and no others do.
 
     Attributes:
-        parts: the intervals [a, b) of rounds that share a mechanism, and the release that pays for them all.
+        id: a hash of all that decides the run's numbers, the data included.
+        scenario: the scenario's hash.
+        environment: the generator, device and versions with which the numbers are made.
     """
 
-    run: str
-    from_round: int
-    to_round: int
-    parts: tuple[tuple[tuple[tuple[int, int], ...], Release], ...]
+    id: str
+    scenario: str
+    environment: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """What some peers pay for the steps of a payment.
+
+    Attributes:
+        peers: their global ids, ascending.
+        parts: the intervals [a, b) of steps that share a mechanism, and the release that pays for them all.
+    """
+
+    peers: tuple[int, ...]
+    parts: tuple[tuple[tuple[Interval, ...], Release], ...]
 
     @classmethod
-    def of(cls, run: str, spends: Sequence[Spend]) -> Payment:
-        """Return the payment for some spends, at least one, in order of rounds."""
+    def of(cls, peers: Sequence[int], spends: Sequence[Spend]) -> Share:
+        """Return the share of peers that pay for some spends, in order of steps."""
         shared: dict[tuple[object, ...], list[Spend]] = {}
         for spend in spends:
             shared.setdefault(spend.release.mechanism, []).append(spend)
@@ -54,16 +71,53 @@ class Payment:
             )
             for group in shared.values()
         )
-        return cls(run, spends[0].from_round, spends[-1].to_round, parts)
+        return cls(tuple(peers), parts)
+
+    @property
+    def releases(self) -> tuple[Release, ...]:
+        """Return what each of the peers pays for."""
+        return tuple(release for _, release in self.parts)
+
+    def to_json(self) -> Body:
+        """Return the share as a JSON object."""
+        releases = [{"steps": steps, "release": release.to_json()} for steps, release in self.parts]
+        return {"peers": _intervals(self.peers), "releases": releases}
+
+    @classmethod
+    def from_json(cls, body: Body) -> Share:
+        """Return the share an object says; see `Payment.from_json`."""
+        peers = tuple(peer for a, b in body["peers"] for peer in range(int(a), int(b)))
+        parts = tuple(
+            (tuple((int(a), int(b)) for a, b in part["steps"]), Release.from_json(part["release"]))
+            for part in body["releases"]
+        )
+        return cls(peers, parts)
+
+
+def _intervals(numbers: Sequence[int]) -> list[Interval]:
+    """Return ascending numbers as intervals [a, b)."""
+    edges = [i for i, (one, other) in enumerate(pairwise(numbers), start=1) if other != one + 1]
+    return [(numbers[a], numbers[b - 1] + 1) for a, b in pairwise([0, *edges, len(numbers)]) if b > a]
+
+
+@dataclass(frozen=True)
+class Payment:
+    """What the steps [from_step, to_step) of a run cost the peers that one process hosts."""
+
+    run: RunName
+    from_step: int
+    to_step: int
+    shares: tuple[Share, ...]
 
     def to_json(self) -> Body:
         """Return the payment as a JSON object."""
-        releases = [{"rounds": rounds, "release": release.to_json()} for rounds, release in self.parts]
         return {
-            "run": self.run,
-            "from_round": self.from_round,
-            "to_round": self.to_round,
-            "releases": releases,
+            "run": self.run.id,
+            "scenario": self.run.scenario,
+            "environment": self.run.environment,
+            "from_step": self.from_step,
+            "to_step": self.to_step,
+            "shares": [share.to_json() for share in self.shares],
         }
 
     @classmethod
@@ -73,16 +127,14 @@ class Payment:
         Raises:
             KeyError, TypeError, ValueError, ScenarioError: when it says none.
         """
-        parts = []
-        for part in body["releases"]:
-            rounds = tuple((int(a), int(b)) for a, b in part["rounds"])
-            parts.append((rounds, Release.from_json(part["release"])))
-        return cls(str(body["run"]), int(body["from_round"]), int(body["to_round"]), tuple(parts))
+        run = RunName(str(body["run"]), str(body["scenario"]), str(body["environment"]))
+        shares = tuple(Share.from_json(share) for share in body["shares"])
+        return cls(run, int(body["from_step"]), int(body["to_step"]), shares)
 
 
-def header(dataset: str, peer: int) -> Body:
+def header(source: str) -> Body:
     """Return what the first line says, but for its place in the chain."""
-    return {"format": FORMAT, "dataset": dataset, "peer": peer}
+    return {"format": FORMAT, "source": source}
 
 
 def hash_of(body: Body) -> str:
@@ -170,7 +222,7 @@ def read_chain(path: Path) -> tuple[Body, list[Payment]]:
     """Read and verify a ledger without locking it.
 
     Returns:
-        Its first line (data set, peer) and its payments.
+        Its first line (the data's source) and its payments.
 
     Raises:
         BudgetError: when it cannot be read, is empty, or does not hold together.

@@ -1,22 +1,22 @@
-"""What was spent, on disk before the steps it pays for: one chained file for each data set and peer.
+"""What was spent, on disk before the steps it pays for: one chained file for each source of data.
 
-A payment names the run and the rounds it pays for. Running those rounds again in the same run after a crash
-gives the same releases bit for bit (batches and noise are keyed by seed and round) and costs nothing more;
-anything else over the same data set adds up. So a run id stands for one scenario, seed and code, and whoever
-draws noise afresh after a restart (a deployed peer) takes a new run id with it.
+A payment names the run and the steps it pays for. A run's name is a hash of all that decides its numbers (scenario,
+seed, data, generator, device and versions), so taking those steps again gives the same releases bit for bit and costs
+nothing more; anything else over the same data adds up, and whoever draws noise afresh takes a new name with it.
 
-Privacy: a payment may reserve rounds ahead. After a crash that nobody resumes, at most those are counted
-without having been run; no round is run without having been counted.
+The ledger is the source's, before subsets and dealing: another part of it, another order or number of peers, or a
+changed pixel, is paid for here all the same. Each example is charged what any peer paid in a run (`runs_in`).
+
+Privacy: a payment may reserve steps ahead. After a crash that nobody resumes, at most those are counted
+without having been run; no step is run without having been counted.
 """
 
 from __future__ import annotations
 
 import math
-import resource
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,23 +25,22 @@ from typing import Self
 import numpy as np
 
 from flower_privdec.errors import BudgetError
-from flower_privdec.privacy.chain import NOTHING, Head, Payment
-from flower_privdec.privacy.events import Release, Spend
-from flower_privdec.privacy.peer_ledger import Ledger, ledger_path, make_folder, sync_folder
-
-__all__ = ["Account", "CohortLedger", "Ledger"]
+from flower_privdec.privacy.accounting import Alternatives, epsilon_of_runs
+from flower_privdec.privacy.chain import NOTHING, Head, Payment, RunName, Share, read_chain
+from flower_privdec.privacy.events import Release, Spend, canonical
+from flower_privdec.privacy.ledger_file import LedgerFile, ledger_path, paid_by_peer, paid_until, runs_in
 
 WRITING_SHARE = 0.005  # of the wall time that adaptive blocks aim to spend on writing
-FIRST_BLOCK = 16  # adaptive blocks hold at least one round in so many of the plan
+FIRST_BLOCK = 16  # adaptive blocks hold at least one step in so many of the plan
 
 
 @dataclass(frozen=True)
 class Account:
-    """One peer's plan for a run, and its budget for the data set over all runs.
+    """One peer's plan for a run, and its budget for the data over all runs.
 
     Attributes:
         peer: global id.
-        spends: what its active rounds cost, in order of rounds, none overlapping.
+        spends: what its active steps cost, in order of steps, none overlapping.
         budget: ε, or None for no limit (everything is still recorded).
         delta: δ of the budget.
     """
@@ -51,161 +50,203 @@ class Account:
     budget: float | None
     delta: float
 
+    def releases(self, start: int, stop: int) -> tuple[Release, ...]:
+        """Return what the steps [start, stop) cost, equal mechanisms together."""
+        parts = (spend.between(start, stop) for spend in self.spends)
+        return canonical(part.release for part in parts if part is not None)
 
-class CohortLedger:
-    """The ledgers of the peers one process hosts, for one run whose plan is known; a context manager.
 
-    What the budgets allow is settled at open: ε grows with every release, so where the whole plan fits beside
-    what is recorded all of it is allowed, and elsewhere the longest beginning that fits. A round then costs a
-    comparison, and a write only where a new block of rounds begins.
+class Spending:
+    """What some peers' accounts come to beside all that other runs over the same data have paid.
+
+    What the budgets allow is settled here: ε grows with every release, so where the whole plan fits beside what is
+    recorded all of it is allowed, and elsewhere the longest beginning that fits.
 
     Attributes:
-        peers: int64 [m], as the accounts.
-        limits: int64 [m], the first round each peer may not run any more.
+        accounts: of the peers hosted here.
+        start: the step from which this run goes on.
+        steps: how many its plan has.
+        limits: int64 [m], the first step each account's peer may not take any more.
     """
 
     def __init__(
-        self, ledgers: Sequence[Ledger], run: str, accounts: Sequence[Account], block: int | None = None
+        self,
+        past: Sequence[Alternatives],
+        accounts: Sequence[Account],
+        paid: Mapping[int, int] | None = None,
+        start: int = 0,
     ) -> None:
-        """Take over open ledgers; see `open`."""
-        self._ledgers, self._run, self._block = list(ledgers), run, block
-        self._plans = [tuple(account.spends) for account in accounts]
-        self.peers = np.array([account.peer for account in accounts], dtype=np.int64)
-        self._rounds = max((plan[-1].to_round for plan in self._plans if plan), default=0)
-        for ledger, plan in zip(self._ledgers, self._plans, strict=True):
-            _check_same_plan(ledger, run, plan)
-        self._paid = [ledger.paid_until(run) for ledger in self._ledgers]
-        self.limits = np.array(self._settle(), dtype=np.int64)
-        self._allowed = _Allowed(self._plans, self.limits, self._rounds)
-        self._reserved = min((due[0].from_round for due in self._due(self._rounds).values()), default=self._rounds)
-        self._pool = ThreadPoolExecutor(8, thread_name_prefix="ledger")
-        self._last_write: tuple[int, float, float] | None = None  # its round, when it ended, how long it took
+        """Settle the limits.
+
+        Args:
+            past: what other runs over the data cost.
+            accounts: of the peers hosted here.
+            paid: up to which step each peer has paid for this run, whatever the budget says now.
+            start: the step from which this run goes on.
+        """
+        self.start = start
+        self._past, self.accounts = tuple(past), tuple(accounts)
+        self.steps = max((account.spends[-1].to_round for account in accounts if account.spends), default=0)
+        self._known: dict[tuple[object, ...], float] = {}
+        settled: dict[tuple[object, ...], int] = {}
+        limits = []
+        for account in accounts:
+            done = max(start, (paid or {}).get(account.peer, 0))
+            key = (id(account.spends), account.budget, account.delta, done)
+            if key not in settled:
+                settled[key] = self._settle(account, done)
+            limits.append(settled[key])
+        self.limits = np.array(limits, dtype=np.int64)
+
+    def _settle(self, account: Account, paid: int) -> int:
+        def fits(stop: int) -> bool:
+            return account.budget is None or self._epsilon(account, stop) <= account.budget
+
+        paid = min(paid, self.steps)
+        if fits(self.steps) or paid == self.steps:
+            return self.steps
+        return _last(fits, paid, self.steps)
+
+    def _epsilon(self, account: Account, stop: int) -> float:
+        """Return ε after so many steps of this run, over all runs."""
+        key = (id(account.spends), stop, account.delta)
+        if key not in self._known:
+            own = account.releases(self.start, stop)
+            runs: list[Alternatives] = [*self._past, (own,)] if own else list(self._past)
+            self._known[key] = epsilon_of_runs(runs, account.delta)
+        return self._known[key]
+
+    def epsilons(self, steps: int) -> np.ndarray:
+        """Return the ε of each peer after so many steps of this run, over all runs in the ledger, [m]."""
+        pairs = zip(self.accounts, self.limits.tolist(), strict=True)
+        return np.array([self._epsilon(account, min(steps, limit)) for account, limit in pairs])
+
+
+def _last(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the last step before which everything fits; at `low` it does, or is paid, and at `high` it does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+class CohortLedger:
+    """The ledger of the peers one process hosts, for one run whose plan is known; a context manager.
+
+    A step costs a comparison, and a write only where a new block of steps begins.
+
+    Attributes:
+        spending: what the run comes to beside the others in the ledger.
+    """
+
+    def __init__(
+        self, file: LedgerFile, run: RunName, accounts: Sequence[Account], block: int | None, fresh: bool, start: int
+    ) -> None:
+        """Take over an open file; see `open`."""
+        self._file, self._run, self._block, self._fresh = file, run, block, fresh
+        self._paid = max(paid_until(file.payments, run.id), start)
+        _check_same_plan(file, run, {account.peer: account.spends for account in accounts})
+        past = [cost for other, cost in runs_in(file.payments).items() if other != run.id]
+        self.spending = Spending(past, accounts, paid_by_peer(file.payments, run.id), start)
+        self._steps, self._limits = self.spending.steps, self.spending.limits
+        self._allowed = _Allowed([account.spends for account in accounts], self._limits, self._steps)
+        self._last_write: tuple[int, float, float] | None = None  # its step, when it ended, how long it took
 
     @classmethod
     def open(
         cls,
         directory: Path | str,
-        dataset_fingerprint: str,
-        run: str,
+        source: str,
+        run: RunName,
         accounts: Sequence[Account],
         *,
         block: int | None = None,
+        fresh: bool = False,
+        start: int | None = 0,
     ) -> Self:
-        """Open the ledgers of all accounts' peers.
+        """Open the ledger of a source of data for some peers' accounts.
 
         Args:
-            run: names the run; the same for a run and its resumption.
-            block: rounds that a payment covers (1: none ahead), or None to let it grow until writing costs
+            block: steps that a payment covers (1: none ahead), or None to let it grow until writing costs
                 under 1 % of the wall time (for simulations, where a run that crashed can be resumed exactly).
+            fresh: whether the run draws what nobody drew before, so that it pays for every step it takes.
+            start: the first step that it may take; None is the one after the last that this scenario paid for.
 
         Raises:
-            BudgetError: when a ledger is in use or cannot be trusted, or has this run with another plan.
+            BudgetError: when the ledger is in use or cannot be trusted, or has this run with another plan.
         """
-        _allow_open_files(len(accounts))
-        folder = ledger_path(directory, dataset_fingerprint, 0).parent
-        make_folder(folder)
-        ledgers: list[Ledger] = []
+        file = LedgerFile(directory, source)
         try:
-            for account in accounts:
-                path = ledger_path(directory, dataset_fingerprint, account.peer)
-                ledgers.append(Ledger(path, dataset_fingerprint, account.peer, account.budget, account.delta))
-            sync_folder(folder)
-            return cls(ledgers, run, accounts, block)
+            if start is None:
+                start = max((p.to_step for p in file.payments if p.run.scenario == run.scenario), default=0)
+            return cls(file, run, accounts, block, fresh, start)
         except BaseException:
-            for ledger in ledgers:
-                ledger.close()
+            file.close()
             raise
 
-    def allowed(self, round_index: int) -> np.ndarray:
-        """Return which peers may take a step in a round, bool [m]: in their plan, and within their budget.
+    def allowed(self, step: int) -> np.ndarray:
+        """Return which peers may take a step, bool [m]: in their plan, and within their budget."""
+        return self._allowed.at(step)
 
-        Call `reserve` first.
-        """
-        return self._allowed.at(round_index)
+    def pay(self, step: int, rows: np.ndarray) -> None:
+        """Make sure that a step of some peers is paid, on disk, before it is taken.
 
-    def reserve(self, round_index: int) -> None:
-        """Make sure that a round is paid, on disk, by every peer that may take a step in it.
+        Args:
+            rows: int64, where they stand among the accounts.
 
         Raises:
-            BudgetError: when the disk fails; then no step may be taken.
+            BudgetError: when a peer may not take the step, or the disk fails; then nothing may be taken.
         """
-        if round_index < self._reserved or round_index >= self._rounds:
+        if not self._allowed.at(step)[rows].all():
+            raise BudgetError(f"{self._file.path}: step {step} is not within the plan and the budget of every peer")
+        if step < self._paid:
             return
+        if self._fresh:
+            self._paid = step  # what was before it was another run's
         started = time.perf_counter()
-        stop = min(round_index + self._block_length(round_index, started), self._rounds)
-        due = self._due(stop)
-        payments = {id(spends): Payment.of(self._run, spends) for spends in due.values()}
-        for i, spends in due.items():
-            self._ledgers[i].append(payments[id(spends)])
-        list(self._pool.map(lambda i: self._ledgers[i].sync(), due))
-        for i, spends in due.items():
-            self._paid[i] = spends[-1].to_round
-        self._reserved, ended = stop, time.perf_counter()
-        self._last_write = (round_index, ended, ended - started)
+        stop = min(step + self._block_length(step, started), self._steps)
+        self._file.append(Payment(self._run, self._paid, stop, tuple(self._shares(self._paid, stop))))
+        self._paid, ended = stop, time.perf_counter()
+        self._last_write = (step, ended, ended - started)
 
-    def _due(self, stop: int) -> dict[int, tuple[Spend, ...]]:
-        """Return what each peer has still to pay for rounds before `stop`, by row, where it is anything."""
-        due: dict[int, tuple[Spend, ...]] = {}
-        same: dict[tuple[int, int, int], tuple[Spend, ...]] = {}
-        for i, plan in enumerate(self._plans):
-            start, end = self._paid[i], min(stop, int(self.limits[i]))
-            key = (id(plan), start, end)
-            if key not in same:
-                parts = (s.between(start, end) for s in plan)
-                same[key] = tuple(part for part in parts if part is not None)
-            if same[key]:
-                due[i] = same[key]
-        return due
+    def _shares(self, start: int, stop: int) -> Iterable[Share]:
+        """Yield what each group of equal peers pays for the steps [start, stop)."""
+        groups: dict[tuple[int, int], list[Account]] = {}
+        for account, limit in zip(self.spending.accounts, self._limits.tolist(), strict=True):
+            groups.setdefault((id(account.spends), min(stop, limit)), []).append(account)
+        for (_, end), accounts in groups.items():
+            due = (spend.between(start, end) for spend in accounts[0].spends)
+            parts = [part for part in due if part and part.from_round >= start]  # an epoch begun is paid already
+            if parts:
+                yield Share.of([account.peer for account in accounts], parts)
 
-    def _block_length(self, round_index: int, now: float) -> int:
+    def _block_length(self, step: int, now: float) -> int:
         if self._block is not None:
             return self._block
-        least = max(1, self._rounds // FIRST_BLOCK)
+        least = max(1, self._steps // FIRST_BLOCK)
         if self._last_write is None:
             return least
         written, ended, took = self._last_write
-        a_round = (now - ended) / max(1, round_index - written)
-        return max(least, math.ceil(min(took / WRITING_SHARE / max(a_round, 1e-9), self._rounds)))
+        a_step = (now - ended) / max(1, step - written)
+        return max(least, math.ceil(min(took / WRITING_SHARE / max(a_step, 1e-9), self._steps)))
 
-    def _settle(self) -> list[int]:
-        """Return each peer's limit; peers of the same past, plan and budget are settled once."""
-        settled: dict[tuple[object, ...], int] = {}
-        limits = []
-        for ledger, plan, paid in zip(self._ledgers, self._plans, self._paid, strict=True):
-            due = tuple(part for s in plan if (part := s.between(paid, s.to_round)) is not None)
-            key = (ledger.releases, due, ledger.budget, ledger.delta)
-            if key not in settled:
-                settled[key] = _first_refused(due, ledger.fits, self._rounds)
-            limits.append(settled[key])
-        return limits
+    @property
+    def head(self) -> Head:
+        """Return the ledger's number of lines and last hash: what a checkpoint names."""
+        return self._file.head
 
-    def spent(self, peer: int) -> float:
-        """Return the ε recorded for a peer over all runs, rounds reserved ahead included."""
-        return self._ledgers[int(np.flatnonzero(self.peers == peer)[0])].spent()
-
-    def spent_all(self) -> np.ndarray:
-        """Return the ε recorded for each peer over all runs, [m]."""
-        return np.array([ledger.spent() for ledger in self._ledgers])
-
-    def heads(self) -> dict[str, Head]:
-        """Return each ledger's number of lines and last hash, by peer id: what a checkpoint names."""
-        return {str(peer): ledger.head for peer, ledger in zip(self.peers, self._ledgers, strict=True)}
-
-    def check_heads(self, heads: Mapping[str, Sequence[int | str]]) -> None:
-        """Check that every ledger still holds all that a checkpoint saw.
+    def check_head(self, head: Sequence[int | str] | None) -> None:
+        """Check that the ledger still holds all that a checkpoint saw.
 
         Raises:
-            BudgetError: when one is shorter or different.
+            BudgetError: when it is shorter or different.
         """
-        for peer, ledger in zip(self.peers, self._ledgers, strict=True):
-            length, digest = heads.get(str(peer), (0, NOTHING))
-            ledger.check_head(int(length), str(digest))
+        length, digest = head or (0, NOTHING)
+        self._file.check_head(int(length), str(digest))
 
     def close(self) -> None:
-        """Release all locks."""
-        self._pool.shutdown()
-        for ledger in self._ledgers:
-            ledger.close()
+        """Release the lock."""
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -216,73 +257,60 @@ class CohortLedger:
         self.close()
 
 
-def _first_refused(spends: Sequence[Spend], fits: Callable[[Iterable[Release]], bool], rounds: int) -> int:
-    """Return the first round whose payment, after all before it, does not fit; `rounds` when all do."""
-    if not spends or fits(s.release for s in spends):
-        return rounds
-    ends = np.cumsum([s.release.steps for s in spends])
+def spending_of(directory: Path | str, source: str, run: RunName, accounts: Sequence[Account]) -> Spending:
+    """Say what a run would come to beside what a ledger holds, without locking or changing it.
 
-    def cut(steps: int) -> tuple[int, int]:
-        spend = int(np.searchsorted(ends, steps, side="right"))
-        return spend, steps - int(ends[spend] - spends[spend].release.steps)
-
-    def beginning(steps: int) -> list[Release]:
-        spend, rest = cut(steps)
-        return [*(s.release for s in spends[:spend]), spends[spend].release.times(rest)]
-
-    low, high = 0, int(ends[-1])  # low steps fit, or there is nothing to try; high do not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(beginning(middle)) else (low, middle)
-    spend, rest = cut(low)
-    return spends[spend].from_round + rest
+    Raises:
+        BudgetError: when the ledger cannot be read or trusted.
+    """
+    path = ledger_path(directory, source)
+    paid = read_chain(path)[1] if path.exists() else []
+    past = [cost for other, cost in runs_in(paid).items() if other != run.id]
+    return Spending(past, accounts, paid_by_peer(paid, run.id))
 
 
 class _Allowed:
-    """Which peers may take a step in which round, worked out for a stretch of rounds at a time."""
+    """Which peers may take a step in which step, worked out for a stretch of steps at a time."""
 
     STRETCH = 256
 
-    def __init__(self, plans: Sequence[tuple[Spend, ...]], limits: np.ndarray, rounds: int) -> None:
-        numbers: dict[tuple[Spend, ...], int] = {}
-        self._plan_of = np.array([numbers.setdefault(plan, len(numbers)) for plan in plans], dtype=np.int64)
-        self._planned = np.zeros((max(rounds, 1), len(numbers)), dtype=bool)
-        for plan, number in numbers.items():
+    def __init__(self, plans: Sequence[tuple[Spend, ...]], limits: np.ndarray, steps: int) -> None:
+        different = {id(plan): plan for plan in plans}
+        numbers = {key: number for number, key in enumerate(different)}
+        self._plan_of = np.array([numbers[id(plan)] for plan in plans], dtype=np.int64)
+        self._planned = np.zeros((max(steps, 1), len(numbers)), dtype=bool)
+        for number, plan in enumerate(different.values()):
             for spend in plan:
                 self._planned[spend.from_round : spend.to_round, number] = True
         self._limits, self._start, self._stretch = limits, 0, np.zeros((0, len(plans)), dtype=bool)
 
-    def at(self, round_index: int) -> np.ndarray:
+    def at(self, step: int) -> np.ndarray:
         """Return who may take a step, bool [m]; nobody after the plan's end."""
-        if not 0 <= round_index - self._start < len(self._stretch):
-            rounds = np.arange(round_index, round_index + self.STRETCH)
-            planned = self._planned[np.minimum(rounds, len(self._planned) - 1)][:, self._plan_of]
-            inside = (rounds[:, None] < self._limits) & (rounds[:, None] < len(self._planned))
-            self._start, self._stretch = round_index, planned & inside
-        return np.asarray(self._stretch[round_index - self._start])
+        if not 0 <= step - self._start < len(self._stretch):
+            steps = np.arange(step, step + self.STRETCH)
+            planned = self._planned[np.minimum(steps, len(self._planned) - 1)][:, self._plan_of]
+            inside = (steps[:, None] < self._limits) & (steps[:, None] < len(self._planned))
+            self._start, self._stretch = step, planned & inside
+        return np.asarray(self._stretch[step - self._start])
 
 
-def _check_same_plan(ledger: Ledger, run: str, plan: Sequence[Spend]) -> None:
-    """Refuse to go on with a run whose paid rounds cost something else in this plan."""
-    starts = [spend.from_round for spend in plan]
-    for payment in ledger.payments:
-        for rounds, release in payment.parts if payment.run == run else ():
-            for a, b in rounds:
-                at = bisect_right(starts, a) - 1
-                spend = plan[at] if at >= 0 else None
-                if spend is None or b > spend.to_round or spend.release.mechanism != release.mechanism:
+def _check_same_plan(file: LedgerFile, run: RunName, plans: Mapping[int, Sequence[Spend]]) -> None:
+    """Refuse to go on with a run whose paid steps cost something else in this plan."""
+    starts = {peer: [spend.from_round for spend in plan] for peer, plan in plans.items()}
+    for payment in file.payments:
+        for share in payment.shares if payment.run.id == run.id else ():
+            for peer in share.peers:
+                if peer in plans and not _same(share, plans[peer], starts[peer]):
                     raise BudgetError(
-                        f"{ledger.path}: rounds {a} to {b} of this run were paid with another mechanism than "
-                        "its plan has; go on with the scenario they were paid for, or start a new run"
+                        f"{file.path}: steps {payment.from_step} to {payment.to_step} of this run were paid with "
+                        "another mechanism than its plan has; go on with the scenario they were paid for"
                     )
 
 
-def _allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files where so many ledgers need it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count + 256
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        raise BudgetError(f"{count} ledgers need {needed} open files and {hard} are allowed; raise `ulimit -n`")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+def _same(share: Share, plan: Sequence[Spend], starts: Sequence[int]) -> bool:
+    for steps, release in share.parts:
+        for a, b in steps:
+            at = bisect_right(starts, a) - 1
+            if at < 0 or b > plan[at].to_round or plan[at].release.mechanism != release.mechanism:
+                return False
+    return True

@@ -57,18 +57,16 @@ def _crossing(rising: Callable[[float], float]) -> float:
     return float(optimize.brentq(rising, low, high, xtol=1e-14, rtol=1e-14))
 
 
-def gdp_mu_0(mu_total: float, rate: float, rounds: int, rho_mu: float) -> float:
-    """Return μ_0 with μ_tot² = p² Σ_k (exp((μ_0 ρ_μ^{k/K})²) - 1); ρ_μ = 1 gives μ̄ of eq. 9.
+def gdp_mu_0(mu_total: float, rate: float, growth: np.ndarray) -> float:
+    """Return μ_0 with μ_tot² = p² Σ_k (exp(μ_0² growth_k) - 1), over the rounds k in which the peer is active.
 
     Args:
         mu_total: μ_tot.
         rate: p, 1/J for one example a step.
-        rounds: K.
-        rho_mu: ρ_μ >= 1.
+        growth: (μ_k / μ_0)², ρ_μ^{2k/K} in eq. 8; ones give μ̄ of eq. 9. [active rounds]
 
     Source: Dyn-D2P (Zhu et al.), Proposition 3 with eq. 7: eq. 8, and eq. 9.
     """
-    growth = rho_mu ** (2 * np.arange(rounds) / rounds)
     goal = 2 * math.log(mu_total / rate)
 
     def excess(log_square: float) -> float:

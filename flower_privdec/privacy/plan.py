@@ -1,48 +1,33 @@
-"""What a run will release: each peer's clipping and noise in every round, solved from its budget."""
+"""What a run will release: each peer's clipping and noise in every step, solved from its budget."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from flower_privdec.data import Sampler
 from flower_privdec.errors import ScenarioError
 from flower_privdec.participation import Participation
-from flower_privdec.privacy import paper
 from flower_privdec.privacy.accounting import epsilon
-from flower_privdec.privacy.calibration import scale_for_budget
+from flower_privdec.privacy.declared import Declaration, Declares, Drawing
 from flower_privdec.privacy.ledger import Account
 from flower_privdec.privacy.mechanisms import Mechanism, build_mechanism
-from flower_privdec.privacy.schedules import Schedule, build_schedule
+from flower_privdec.privacy.scale import Claim, Solver
+from flower_privdec.privacy.schedules import build_schedule
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.algorithms import VRSection, dynamic, steps_per_round
 from flower_privdec.scenario.schema import PrivacySection
 
 UNLIMITED = "inf"  # how JSON, which has no infinity, says that there is no bound on ε
+
+Factors = Mapping[str, float | None] | None
 
 
 def cost(account: Account, steps: int) -> float:
     """Return ε of what a peer releases in the first steps of a run."""
     parts = (spend.between(0, steps) for spend in account.spends)
     return epsilon([part.release for part in parts if part is not None], account.delta)
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What a paper's formula says of one peer.
-
-    Attributes:
-        epsilon: the ε it claims at the peer's δ.
-        mu_total, mu_0: of Gaussian differential privacy, where the formula uses it.
-    """
-
-    epsilon: float
-    mu_total: float | None = None
-    mu_0: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +40,9 @@ class PrivacyPlan:
         accounts: one for each peer.
         claims: what the paper's formula claims, where it made the noise; else None for each peer.
         calibration: how the noise was solved for.
+        kinds: for each kind of step, the sums it has and the noise of each over the step's; None for a sum that
+            nobody sees, and for the whole kind where nothing is declared.
+        kind_of: int64 [steps].
     """
 
     clip_norms: np.ndarray
@@ -62,6 +50,8 @@ class PrivacyPlan:
     accounts: tuple[Account, ...]
     claims: tuple[Claim | None, ...]
     calibration: str
+    kinds: tuple[Factors, ...]
+    kind_of: np.ndarray
     steps_per_round: int = 1
 
     def clip_norm(self, step: int) -> np.ndarray:
@@ -69,46 +59,117 @@ class PrivacyPlan:
         return np.asarray(self.clip_norms[step])
 
     def noise_multiplier(self, step: int) -> np.ndarray:
-        """Return the noise multiplier of every peer in a step, [n_peers]."""
-        return np.asarray(self.noise_multipliers[step])
+        """Return the noise multiplier of every peer in a step, over the sum of a batch, [n_peers].
+
+        Where a step has several sums, that of the one with the least noise.
+        """
+        factors = [each for each in (self.kinds[self.kind_of[step]] or {}).values() if each is not None]
+        return np.asarray(self.noise_multipliers[step] * min(factors, default=1.0))
+
+    def noise(self, step: int, sums: Iterable[str]) -> dict[str, np.ndarray]:
+        """Return the noise multiplier of each sum of a step that is published, [n_peers], by name.
+
+        Args:
+            sums: the sums that the step is about to make.
+
+        Raises:
+            TypeError: where they are not those that the algorithm declares.
+        """
+        factors, names = self.kinds[self.kind_of[step]], tuple(sums)
+        if factors is None:
+            factors = dict.fromkeys(names, 1.0)
+        if factors.keys() != set(names):
+            raise TypeError(f"step {step} makes the sums {sorted(names)} and declares {sorted(factors)}")
+        multipliers = self.noise_multipliers[step]
+        return {name: multipliers * factors[name] for name in names if factors[name] is not None}
 
     def epsilons(self, rounds: int) -> list[float]:
         """Return ε of every peer after so many rounds."""
         return [cost(account, rounds * self.steps_per_round) for account in self.accounts]
 
 
-def _each(value: float | Sequence[float], n_peers: int) -> np.ndarray:
-    return np.broadcast_to(np.asarray(value, dtype=np.float64), (n_peers,))
+def _each(value: float | Sequence[float], n_peers: int) -> list[float]:
+    numbers: list[float] = np.broadcast_to(np.asarray(value, dtype=np.float64), (n_peers,)).tolist()
+    return numbers
 
 
 def build_plan(
-    scenario: Scenario, section: PrivacySection, sampler: Sampler, participation: Participation
+    scenario: Scenario,
+    section: PrivacySection,
+    algorithm: Declares,
+    drawings: Sequence[Drawing],
+    participation: Participation,
 ) -> PrivacyPlan:
     """Solve every peer's noise from its budget, for the rounds in which it is active.
 
     Who is active is public and decided beforehand, so a peer's noise is solved for its own number of
     active rounds: activity amplifies nothing and idle rounds cost nothing.
 
+    Args:
+        algorithm: says what its steps release.
+        drawings: how each peer draws its examples.
+
     Raises:
-        ScenarioError: when a budget is below what any noise can keep, or a paper's formula does not apply.
+        ScenarioError: when a budget is below what any noise can keep, the algorithm declares no release, or a
+            paper's formula does not apply.
     """
-    n_peers, each_round = scenario.n_peers, steps_per_round(scenario.algorithm)
+    n_peers, each_round = scenario.n_peers, algorithm.steps_per_round
     schedule = build_schedule(scenario).repeated(each_round)
     active = np.stack([participation.active(k) for k in range(scenario.rounds)]).repeat(each_round, axis=0)
     deltas = _each(section.delta, n_peers)
-    budgets = [None] * n_peers if section.epsilon is None else _each(section.epsilon, n_peers).tolist()
-    noise = np.empty(active.shape)
-    accounts, claims = [], []
-    for peer in range(n_peers):
-        mechanism = build_mechanism(scenario, sampler, peer, schedule)
-        budget, delta = budgets[peer], float(deltas[peer])
-        scale, claim = _scale(section, scenario, schedule, mechanism, active[:, peer], budget, delta)
-        noise[:, peer] = mechanism.noise(scale)
-        account = Account(peer, mechanism.spends(active[:, peer], scale), None if claim else budget, delta)
-        accounts.append(_within_budget(account, len(active)))
+    budgets = [None] * n_peers if section.epsilon is None else _each(section.epsilon, n_peers)
+    mechanisms = {each: build_mechanism(algorithm, each, schedule) for each in dict.fromkeys(drawings)}
+    solver, same = Solver(section, algorithm, schedule), _Same()
+    noise, accounts, claims = np.empty(active.shape), [], []
+    for peer, facts in enumerate(zip(drawings, budgets, deltas, strict=True)):
+        scale, claim, account = same.solve(solver, mechanisms[facts[0]], active[:, peer], *facts[1:])
+        noise[:, peer] = scale * schedule.noise_shape
+        accounts.append(replace(account, peer=peer))
         claims.append(claim)
-    clip = schedule.clip_factor[:, None] * schedule.clip_norm
-    return PrivacyPlan(clip, noise, tuple(accounts), tuple(claims), section.calibration, each_round)
+    kinds, kind_of = _kinds(list(mechanisms.values()))
+    clip_norms = schedule.clip_factor[:, None] * schedule.clip_norm
+    return PrivacyPlan(
+        clip_norms, noise, tuple(accounts), tuple(claims), section.calibration, kinds, kind_of, each_round
+    )
+
+
+class _Same:
+    """What was solved for a peer, once for all that are alike; they share one tuple of spends."""
+
+    def __init__(self) -> None:
+        self._solved: dict[tuple[Any, ...], tuple[float, Claim | None, Account]] = {}
+
+    def solve(
+        self, solver: Solver, mechanism: Mechanism, active: np.ndarray, budget: float | None, delta: float
+    ) -> tuple[float, Claim | None, Account]:
+        """Return the scale of a peer's noise, a paper's claim, and the account (of peer 0)."""
+        key = (mechanism.drawing, active.tobytes(), budget, delta)
+        if key not in self._solved:
+            scale, claim = solver.scale(mechanism, active, budget, delta)
+            account = Account(0, mechanism.spends(active, scale), None if claim else budget, delta)
+            self._solved[key] = scale, claim, _within_budget(account, len(active))
+        return self._solved[key]
+
+
+def _kinds(mechanisms: Sequence[Mechanism]) -> tuple[tuple[Factors, ...], np.ndarray]:
+    """Return the sums of each kind of step with their noise, and the kind of every step: alike for all peers.
+
+    Raises:
+        ScenarioError: where they are not alike.
+    """
+    numbers: dict[tuple[tuple[str, float | None], ...] | None, int] = {}
+    found = []
+    for mechanism in mechanisms:
+        own = np.array([numbers.setdefault(_factors(kind), len(numbers)) for kind in mechanism.kinds])
+        found.append(own[mechanism.kind_of])
+    if any(not np.array_equal(each, found[0]) for each in found):
+        raise ScenarioError("an algorithm must declare the same sums and relative noise for every peer")
+    return tuple(None if each is None else dict(each) for each in numbers), found[0]
+
+
+def _factors(kind: Declaration) -> tuple[tuple[str, float | None], ...] | None:
+    """Return the noise of every declared sum, None for one that nobody sees, in a form that can be looked up."""
+    return None if kind is None else tuple((s.name, None if s.to == "nobody" else s.noise) for s in kind)
 
 
 def _within_budget(account: Account, steps: int) -> Account:
@@ -127,84 +188,7 @@ def _within_budget(account: Account, steps: int) -> Account:
     kept = tuple(part for part in parts if part is not None)
     if not kept:
         raise ScenarioError(
-            f"privacy.epsilon={account.budget:g} of peer {account.peer} is below what its first step costs, "
+            f"privacy.epsilon={account.budget:g} is below what a peer's first step costs, "
             f"{cost(account, account.spends[0].from_round + 1):.3g}; raise it or privacy.noise_multiplier"
         )
     return replace(account, spends=kept)
-
-
-def _scale(
-    section: PrivacySection,
-    scenario: Scenario,
-    schedule: Schedule,
-    mechanism: Mechanism,
-    active: np.ndarray,
-    budget: float | None,
-    delta: float,
-) -> tuple[float, Claim | None]:
-    """Return the scale of one peer's noise, and the claim where a paper's formula gave it."""
-    if section.noise_multiplier is not None:
-        return section.noise_multiplier, None
-    if budget is None or not active.any():
-        return 1.0, None
-    if section.calibration == "paper":
-        return _paper_scale(section, scenario, schedule, mechanism, active, budget, delta)
-    return scale_for_budget(lambda scale: mechanism.releases(active, scale), budget, delta), None
-
-
-def _paper_scale(
-    section: PrivacySection,
-    scenario: Scenario,
-    schedule: Schedule,
-    mechanism: Mechanism,
-    active: np.ndarray,
-    budget: float,
-    delta: float,
-) -> tuple[float, Claim]:
-    """Return the scale by eq. 11 (PrivSGP-VR), eq. 8 and 9, or Proposition 4 (Dyn-D2P)."""
-    if isinstance(scenario.algorithm, VRSection) and not schedule.constant:
-        raise ScenarioError(
-            "privacy.calibration='paper' has no formula for privsgp-vr with a schedule: no paper claims an ε for it; "
-            "use calibration rigorous"
-        )
-    release, rounds = mechanism.release, int(active.sum())
-    if schedule.constant and dynamic(scenario.algorithm) is None:
-        factor = 3.0 if isinstance(scenario.algorithm, VRSection) else 1.0
-        sigma = paper.moments_sigma(
-            budget,
-            delta,
-            rounds=rounds,
-            dataset_size=release.dataset_size,
-            clip_norm=1.0,
-            c_2=section.c_2,
-            factor=factor,
-        )
-        return sigma * release.batch_size, Claim(budget)
-    total = paper.gdp_mu(budget, delta)
-    if schedule.exponential is None:
-        return paper.proposition_4(total, release.sampling_rate, schedule.noise_shape[active]), Claim(budget, total)
-    mu_0 = paper.gdp_mu_0(total, release.sampling_rate, rounds, schedule.exponential[1])
-    return 1 / mu_0, Claim(budget, total, mu_0)
-
-
-def privacy_rows(plan: PrivacyPlan | None, epsilons: Sequence[float]) -> list[dict[str, Any]]:
-    """Return each peer's guarantee as the summary says it; ε is "inf" where there is none.
-
-    Args:
-        epsilons: what each peer has spent.
-    """
-    if plan is None:
-        row = {"epsilon": UNLIMITED, "delta": 0.0, "unit": "example", "adjacency": "zero-out"}
-        return [{"peer": peer, **row, "calibration": "none", "claimed_epsilon": None} for peer in range(len(epsilons))]
-    return [
-        {
-            "peer": account.peer,
-            "epsilon": UNLIMITED if math.isinf(total) else total,
-            "delta": account.delta,
-            "unit": "example",
-            "adjacency": "zero-out",
-            "calibration": plan.calibration,
-            "claimed_epsilon": claim.epsilon if claim else None,
-        }
-        for account, total, claim in zip(plan.accounts, epsilons, plan.claims, strict=True)
-    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from flower_privdec.algorithms import State
+from flower_privdec.algorithms import Edges, State
 from flower_privdec.errors import ScenarioError
+from flower_privdec.privacy.chain import RunName
+
+EDGE = "edge."  # before the names of edges, to tell them from rows
 
 
 @dataclass(frozen=True)
@@ -24,16 +27,16 @@ class Checkpoint:
     Attributes:
         state: the rows of every peer.
         scenario: hash of the scenario it belongs to.
-        run_id: names the run in the ledgers.
+        run: names the run in the ledger.
         seconds: training time so far.
-        heads: for each peer, the length and the last hash of its ledger.
+        head: the length and the last hash of the ledger.
     """
 
     state: State
     scenario: str
-    run_id: str
+    run: RunName
     seconds: float = 0.0
-    heads: dict[str, tuple[int, str]] | None = None
+    head: tuple[int, str] | None = None
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -55,23 +58,29 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint atomically."""
     state = checkpoint.state
     tensors = {name: rows.contiguous().cpu() for name, rows in state.rows.items()}
+    tensors |= {EDGE + name: edges.values.contiguous().cpu() for name, edges in state.edges.items()}
     facts: dict[str, Any] = {
         "scenario": checkpoint.scenario,
-        "run_id": checkpoint.run_id,
+        "run": asdict(checkpoint.run),
         "seconds": checkpoint.seconds,
-        "heads": checkpoint.heads,
+        "head": checkpoint.head,
         "round_index": state.round_index,
         "at": state.at,
         "peers": state.peers.tolist(),
+        "edges": {name: [edges.own.tolist(), edges.other.tolist()] for name, edges in state.edges.items()},
     }
     write_atomically(path, save(tensors, {"privdec": json.dumps(facts)}))
 
 
-def load_checkpoint(path: Path, scenario: str, device: torch.device) -> Checkpoint:
+def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.device) -> Checkpoint:
     """Read a checkpoint back, bit for bit.
 
+    Args:
+        scenario: hash of the scenario that would go on.
+        run: what that run is called here and now.
+
     Raises:
-        ScenarioError: when the file is no checkpoint, or one of another scenario.
+        ScenarioError: when the file is no checkpoint, or the run could not go on from it with the same numbers.
     """
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
@@ -86,5 +95,20 @@ def load_checkpoint(path: Path, scenario: str, device: torch.device) -> Checkpoi
             f"{path}: is a checkpoint of another scenario; resume with the scenario.yaml beside it, "
             "or start anew with another --out"
         )
-    state = State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows)
-    return Checkpoint(state, scenario, facts["run_id"], facts["seconds"], facts["heads"])
+    made = RunName(**facts["run"])
+    if made.environment != run.environment:
+        raise ScenarioError(
+            f"{path}: was made with {made.environment}, and here is {run.environment}, which draws other numbers; "
+            "resume where it was made, or start anew with another --out"
+        )
+    if made.id != run.id:
+        raise ScenarioError(
+            f"{path}: was made with other data or another version of the model's code; restore them, or start anew "
+            "with another --out"
+        )
+    edges = {
+        name: Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), rows.pop(EDGE + name))
+        for name, (own, other) in facts["edges"].items()
+    }
+    state = State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows, edges)
+    return Checkpoint(state, scenario, made, facts["seconds"], facts["head"])

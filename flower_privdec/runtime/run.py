@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from flower_privdec.experiment import Experiment
+from flower_privdec.privacy.chain import Head
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import OnMetrics, Recorder
+from flower_privdec.runtime.spent import Spent, budget_note, check_budget, epsilons, ledger_folder, rounds_run
 
 
 class Run:
@@ -21,7 +23,7 @@ class Run:
         out: the run's folder.
         runtime: what the summary calls it.
         resume: go on from the folder's checkpoint.
-        lean: keep no models and no plots, and few checkpoints.
+        lean: keep no models, and few checkpoints.
 
     Raises:
         ScenarioError: when the folder holds another run, or nothing to resume.
@@ -34,8 +36,27 @@ class Run:
         torch.set_num_threads(experiment.scenario.compute.threads)
         self.experiment = experiment
         self.recorder = Recorder(experiment, out, runtime, resume, lean)
-        self.cohort = self.recorder.open_cohort()
-        self.engine = Engine(experiment.algorithm, self.cohort, self.recorder.start(self.cohort))
+        ledger = ledger_folder(experiment.scenario, out)
+        self.cohort = experiment.cohort(None, ledger)
+        try:
+            self._check_ledger(ledger)
+            state = self.recorder.start(lambda: experiment.initial_state(self.cohort), self._head)
+        except BaseException:
+            self.close()
+            raise
+        self.engine = Engine(experiment.algorithm, self.cohort, state)
+
+    def _check_ledger(self, folder: Path) -> None:
+        """Refuse a ledger that has lost what a checkpoint saw, or that leaves a new run no step."""
+        checkpoint = self.recorder.checkpoint
+        if self.cohort.ledger is not None and checkpoint is not None:
+            self.cohort.ledger.check_head(checkpoint.head)
+        if checkpoint is None:
+            check_budget(self.cohort, folder)
+
+    @property
+    def _head(self) -> Head | None:
+        return None if self.cohort.ledger is None else self.cohort.ledger.head
 
     @property
     def round_index(self) -> int:
@@ -51,13 +72,17 @@ class Run:
         while state.round_index < until:
             self.engine.round()
         self.recorder.seconds += time.perf_counter() - started
-        metrics = self.recorder.record(state.rows, state.round_index)
-        self.recorder.save(state, self.cohort)
+        metrics = self.recorder.record(state.rows, state.round_index, epsilons(self.cohort, state.round_index))
+        self.recorder.save(state, self._head)
         return metrics
 
     def finish(self) -> dict[str, Any]:
         """Write models and summary of a run whose rounds are done; return the summary."""
-        return self.recorder.finish(self.engine.state.rows, self.cohort)
+        rounds = self.experiment.scenario.rounds
+        ledger = self.cohort.ledger
+        note = None if ledger is None else budget_note(ledger.spending, self.cohort.steps_per_round)
+        spent = Spent(epsilons(self.cohort, rounds), rounds_run(self.cohort, rounds), note)
+        return self.recorder.finish(self.engine.state.rows, spent)
 
     def close(self) -> None:
         """Let go of the ledgers."""
@@ -77,7 +102,7 @@ def run(
     """Run a scenario to its end.
 
     Args:
-        lean: keep no models and no plots, and few checkpoints.
+        lean: keep no models, and few checkpoints.
         on_metrics: called with each evaluation's metrics.
 
     Returns:

@@ -245,6 +245,22 @@ def to_yaml(scenario: Scenario) -> str:
 
 
 def scenario_hash(scenario: Scenario) -> str:
-    """Return a hash of everything that decides the run's numbers (not threads, memory, nor the planner's)."""
-    data = json.loads(scenario.model_dump_json(exclude={"compute": {"threads", "memory_mib"}, "plan": True}))
+    """Return a hash of everything that decides the run's results (not threads, memory, nor the planner's)."""
+    return _hash_without(scenario, {"compute": {"threads", "memory_mib"}, "plan": True})
+
+
+def numbers_hash(scenario: Scenario) -> str:
+    """Return a hash of what decides the numbers of a run's trajectory, beside data and machine.
+
+    Names, paths and how often a run is looked at decide nothing, nor do generator and device, which `run_key` adds.
+    """
+    compute = {"threads", "memory_mib", "generator", "device"}
+    nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root"}}
+    if scenario.private is not None:
+        nothing["privacy"] = {"ledger"}
+    return _hash_without(scenario, nothing)
+
+
+def _hash_without(scenario: Scenario, excluded: Any) -> str:
+    data = json.loads(scenario.model_dump_json(exclude=excluded))
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic.types import Discriminator
 
-from flower_privdec.scenario.algorithms import AlgorithmSection, DynSection, VRSection
-from flower_privdec.scenario.features import FeaturesSection
+from flower_privdec.scenario.algorithm_sections import AlgorithmSection, DynSection, VRSection
+from flower_privdec.scenario.features_section import FeaturesSection
 from flower_privdec.scenario.fields import Count, Fraction, NonNegative, PerPeer, Positive, Section
 
 ModelName = Literal[
@@ -217,6 +217,7 @@ class EvaluationSection(Section):
 
     every: Count = 20
     peer_samples: Count | None = None  # test examples for each peer's own model; the mean model has them all
+    private: Literal["withheld", "ignored"] = "withheld"  # figures from private labels, which no ε covers, beside one
 
 
 class ComputeSection(Section):

@@ -11,7 +11,7 @@ import numpy as np
 
 from flower_privdec.study.results import Estimate, Group, PartResult, metric
 from flower_privdec.study.spec import Above, Best, Check, Ordered, Speedup
-from flower_privdec.wording import number
+from flower_privdec.words import number
 
 MISSING = "–"
 

@@ -13,7 +13,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.study.cache import CACHE
 from flower_privdec.study.cells import Cell, expand
 from flower_privdec.study.claims import judge, wanted
-from flower_privdec.study.progress import study_progress
+from flower_privdec.study.pace import study_progress
 from flower_privdec.study.publish import Made, publish
 from flower_privdec.study.results import PartResult, collect
 from flower_privdec.study.runner import Outcome, missing_cells, run_cells

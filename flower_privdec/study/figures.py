@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flower_privdec.plots import SERIES, drawing, line_style, new_figure
+from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure
 from flower_privdec.study.results import Group, PartResult, metric
 from flower_privdec.study.spec import Figure
 

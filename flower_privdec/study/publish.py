@@ -16,7 +16,7 @@ from flower_privdec.study.figures import save_figure
 from flower_privdec.study.results import Group, PartResult, metric
 from flower_privdec.study.runner import Outcome
 from flower_privdec.study.spec import Pivot, Study
-from flower_privdec.wording import duration, epsilon_text, setting
+from flower_privdec.words import duration, epsilon_text, setting
 
 ONE_DATA_SET = (
     "All runs of this study, over cells and seeds, use the same data set. Each run's ε stands alone: it is what "

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from flower_privdec.results import Result, read_result
+from flower_privdec.reporting.run_folder import Result, read_result
+from flower_privdec.reporting.wording import main_accuracy, main_loss
 from flower_privdec.study.cache import folder_of, is_finished
 from flower_privdec.study.cells import Cell, Labels
 from flower_privdec.study.spec import Axis, Part
-from flower_privdec.wording import main_accuracy, main_loss
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.fields import Section
 from flower_privdec.scenario.loading import parse_model, read_text
-from flower_privdec.wording import setting
+from flower_privdec.words import setting
 
 FORM = "a study is a mapping (name, title, base, sizes, parts, ...)"
 STUDIES = Path("scenarios") / "studies"

@@ -1,7 +1,6 @@
 """Communication graphs: who sends to whom in each round."""
 
-from flower_privdec.topology.build import TOPOLOGIES, build_topology, topology_options
-from flower_privdec.topology.check import check_topology, joint_connectivity
+from flower_privdec.topology.connectivity import check_topology, joint_connectivity
 from flower_privdec.topology.graphs import (
     CompleteTopology,
     DirectedExponential,
@@ -14,6 +13,7 @@ from flower_privdec.topology.graphs import (
     in_neighbors,
     out_neighbors,
 )
+from flower_privdec.topology.named import TOPOLOGIES, build_topology, topology_options
 
 __all__ = [
     "TOPOLOGIES",

@@ -10,7 +10,7 @@ import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
-from flower_privdec.randomness import keyed_generator
+from flower_privdec.rows import keyed_generator
 
 EdgeArray: TypeAlias = npt.NDArray[np.int64]
 Peers: TypeAlias = npt.NDArray[np.int64]

@@ -11,37 +11,29 @@ import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from torch import Tensor
 
-from flower_privdec.algorithms import Mix, State, advance
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms import Exchange, State, advance
+from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
-from flower_privdec.mixing import MixingMatrix
-from flower_privdec.runtime.flower.records import (
-    Order,
-    pack_peers,
-    pack_state,
-    row_key,
-    unpack_rows,
-    unpack_state,
-)
+from flower_privdec.runtime.flower.node import Node
+from flower_privdec.runtime.flower.own import Own, in_simulation
+from flower_privdec.runtime.flower.records import Order, pack_messages, pack_peers, pack_state, unpack_message
 from flower_privdec.runtime.run import Run
+from flower_privdec.runtime.spent import epsilons, rounds_run
 from flower_privdec.scenario import parse_scenario
 
-METRICS, PLACE = "metrics", "place"
+METRICS, PLACE, SPENT = "metrics", "place", "spent"
 
 
 @lru_cache(maxsize=2)
-def _build(scenario: str, base: str) -> Experiment:
-    """Build a scenario once a process: its paths start from `base`."""
-    if Path.cwd() != Path(base):
-        os.chdir(base)
-    return Experiment.build(parse_scenario(scenario))
+def _build(own: Own, order: str, peers: tuple[int, ...], base: str) -> Experiment:
+    """Build a scenario once a process, as far as the node goes along with it."""
+    return own.experiment(own.scenario(Order(order, 0, list(peers), base=base)))
 
 
-def _experiment(order: Order) -> Experiment:
-    experiment = _build(order.scenario, order.base)
+def _experiment(own: Own, order: Order) -> Experiment:
+    experiment = _build(own, order.scenario, tuple(order.peers), order.base)
     torch.set_num_threads(experiment.scenario.compute.threads)
     return experiment
 
@@ -55,9 +47,18 @@ def answer_place(message: Message, context: Context) -> Message:
 
 
 def train_cohort(message: Message, context: Context) -> Message:
-    """Run many rounds of the whole network; the state is kept in the run's folder, not in the context."""
+    """Run many rounds of the whole network; the state is kept in the run's folder, not in the context.
+
+    Raises:
+        RunError: outside a simulation, for no node may hold what is every peer's own.
+    """
     order = Order.of(message.content)
-    run = Run(_experiment(order), Path(order.folder), runtime="flower", resume=order.resume)
+    if not in_simulation():
+        raise RunError("cohort mode hosts all peers in one node, which is for simulation: set mode to relay")
+    os.chdir(order.base)
+    experiment = _whole(order.scenario)
+    torch.set_num_threads(experiment.scenario.compute.threads)
+    run = Run(experiment, Path(order.folder), runtime="flower", resume=order.resume)
     try:
         while run.round_index < order.until:
             run.advance()
@@ -69,89 +70,60 @@ def train_cohort(message: Message, context: Context) -> Message:
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
 
+@lru_cache(maxsize=2)
+def _whole(scenario: str) -> Experiment:
+    return Experiment.build(parse_scenario(scenario))
+
+
 def train_relay(message: Message, context: Context) -> Message:
-    """Finish the pending exchange with the neighbours' rows, go on to the next, and hand out one's own."""
-    order = Order.of(message.content)
-    experiment = _experiment(order)
-    cohort = experiment.cohort(np.asarray(order.peers), Path(order.folder), order.run_id)
-    try:
-        state = _state(message, context, experiment, cohort)
+    """Finish the pending exchange with the neighbours' rows, go on to the next, and hand out one's own.
+
+    Between two evaluations the answer holds what the exchange sends; at one, the rows that others may see, what was
+    spent and run, and the node keeps a checkpoint of everything else for itself.
+    """
+    order, own = Order.of(message.content), Own.of(context)
+    experiment = _experiment(own, order)
+    node = Node(own, experiment, own.run_folder(experiment, order), np.asarray(order.peers))
+    state = node.state(context.state, order.begin)
+    with node.cohort(order.begin) as cohort:
+        if state is None:
+            state = experiment.initial_state(cohort)
         _finish_exchange(experiment, state, message.content)
         exchange = _proceed(experiment, cohort, state, order.until)
-    finally:
-        if cohort.ledger is not None:
-            cohort.ledger.close()
+        content = RecordDict()
+        content[PLACE] = ConfigRecord({"round": state.round_index, "at": state.at, "waiting": exchange is not None})
+        if exchange is None:
+            node.keep(state, cohort)
+            content[SPENT] = _spent(cohort, state.round_index)
     pack_state(state, context.state)
-    content = RecordDict()
-    if exchange is not None:
-        content.update(pack_peers(state, exchange.names))
-    content[PLACE] = ConfigRecord({"round": state.round_index, "waiting": exchange is not None})
+    if exchange is None or experiment.mixing is None:
+        content.update(pack_peers(state, experiment.algorithm.open_rows))
+    else:
+        content.update(pack_messages(exchange, exchange.outgoing(state, experiment.mixing)))
     return Message(content, reply_to=message)
 
 
-def answer_state(message: Message, context: Context) -> Message:
-    """Hand out the whole state of this node's peers, for evaluation and checkpoints."""
-    content = RecordDict()
-    state = unpack_state(context.state, torch.device("cpu"))
-    if state is None:
-        raise RunError("the node holds no state yet: it has not trained in this run")
-    pack_state(state, content)
-    return Message(content, reply_to=message)
-
-
-def _state(message: Message, context: Context, experiment: Experiment, cohort: Cohort) -> State:
-    """Return the state the message brings (a resumed run), the one kept here, or the one before round 0."""
-    state = unpack_state(message.content, experiment.device) or unpack_state(context.state, experiment.device)
-    if state is None:
-        return experiment.initial_state(cohort)
-    if not np.array_equal(state.peers, cohort.peers):
-        raise RunError(f"the node hosts peers {state.peers.tolist()}, not {cohort.peers.tolist()}")
-    return state
+def _spent(cohort: Cohort, rounds: int) -> ConfigRecord:
+    return ConfigRecord({"epsilons": epsilons(cohort, rounds), "rounds_run": rounds_run(cohort, rounds)})
 
 
 def _finish_exchange(experiment: Experiment, state: State, content: RecordDict) -> None:
-    """Mix the rows a waiting state was promised: its own and those in the message."""
+    """Give a waiting state what it was promised: what its peers send each other, and what is in the message."""
     program = experiment.algorithm.program
     exchange = program[state.at] if state.at < len(program) else None
-    if not isinstance(exchange, Mix) or experiment.mixing is None:
+    if not isinstance(exchange, Exchange) or experiment.mixing is None:
         return
-    matrix = experiment.mixing.matrix(state.round_index).rows(state.peers)
-    received = _receive(state, exchange, matrix, content)
-    for name in exchange.names:
-        stacked = torch.stack([received[peer][name] for peer in matrix.sources.tolist()])
-        state.rows[name] = matrix.apply_sources(stacked)
-    state.at += 1
+    device = state.rows["x"].device
+    among = exchange.outgoing(state, experiment.mixing)
+    messages = {
+        link: among[link] if link in among else unpack_message(exchange, content, link, device)
+        for link in exchange.awaited(state, experiment.mixing)
+    }
+    there = {link: payload for link, payload in messages.items() if payload is not None}
+    exchange.incoming(state, experiment.mixing, there).apply_(state)
 
 
-def _receive(state: State, exchange: Mix, matrix: MixingMatrix, content: RecordDict) -> dict[int, dict[str, Tensor]]:
-    """Return the rows of every source, by peer; refuse what is missing or does not fit."""
-    own = {peer: i for i, peer in enumerate(state.peers.tolist())}
-    here = f"peers {state.peers.tolist()}, round {state.round_index}"
-    received = {}
-    for peer in matrix.sources.tolist():
-        if peer in own:
-            received[peer] = {name: state.rows[name][own[peer]] for name in exchange.names}
-            continue
-        if row_key(peer) not in content.array_records:
-            raise RunError(f"{here}: the rows of peer {peer} are missing; the strategy has to deliver them")
-        device = state.rows[exchange.names[0]].device
-        received[peer] = unpack_rows(content.array_records[row_key(peer)], device)
-        for name in exchange.names:
-            _check_fit(received[peer].get(name), state.rows[name][0], f"{here}: {name!r} of peer {peer}")
-    return received
-
-
-def _check_fit(theirs: Tensor | None, ours: Tensor, what: str) -> None:
-    if theirs is None:
-        raise RunError(f"{what} is missing; all peers must run one scenario")
-    if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
-        raise RunError(
-            f"{what} is {list(theirs.shape)} {theirs.dtype}, not {list(ours.shape)} {ours.dtype}; "
-            "all peers must run one scenario"
-        )
-
-
-def _proceed(experiment: Experiment, cohort: Cohort, state: State, until: int) -> Mix | None:
+def _proceed(experiment: Experiment, cohort: Cohort, state: State, until: int) -> Exchange | None:
     """Run to the next exchange, which is returned, or until so many rounds are done."""
     while state.round_index < until:
         exchange = advance(experiment.algorithm, cohort, state)
@@ -174,17 +146,14 @@ def flat_record(metrics: dict[str, Any], prefix: str = "") -> MetricRecord:
 def client_app() -> ClientApp:
     """Return the ClientApp that hosts peers in whichever mode the ServerApp's strategy asks for.
 
-    Messages: `query.place`, `train.cohort`, `train.relay` and `query.state`.
+    Messages: `query.place`, `train.cohort` (simulation alone) and `train.relay`.
 
-    Privacy: rows leave a node only after the step that clips and noises them; every step is charged to
-    the peer's ledger, a file, before an example is read.
+    Privacy: what leaves a node is the rows that its algorithm declares open, functions of what was clipped and noised;
+    every step is charged to the node's ledger, a file, before an example is read. Folder, budget, keys and data are
+    the node's own (`own`).
     """
     client = ClientApp()
     client.query("place")(answer_place)
     client.train("cohort")(train_cohort)
     client.train("relay")(train_relay)
-    client.query("state")(answer_state)
     return client
-
-
-app = client_app()

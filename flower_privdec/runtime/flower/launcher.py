@@ -14,6 +14,7 @@ import torch
 from flower_privdec import __version__
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
+from flower_privdec.runtime.flower.own import NODES
 from flower_privdec.runtime.flower.superlink import CONNECTION, LocalSuperLink, tail
 from flower_privdec.runtime.recorder import OnMetrics, Recorder
 from flower_privdec.scenario import Scenario, to_yaml
@@ -43,8 +44,9 @@ resume = false
 APP, RUN_CONFIG = "privdec-run", "run.toml"
 MODULES = {
     "__init__.py": "",
-    "server_app.py": "from flower_privdec.runtime.flower import server_app\n\napp = server_app.app\n",
-    "client_app.py": "from flower_privdec.runtime.flower import client_app\n\napp = client_app.app\n",
+    "server_app.py": "from pathlib import Path\n\nfrom flower_privdec.runtime.flower.server_app import server_app\n\n"
+    "app = server_app(Path.cwd())\n",
+    "client_app.py": "from flower_privdec.runtime.flower.client_app import client_app\n\napp = client_app()\n",
 }
 
 
@@ -84,7 +86,7 @@ def flower_run(
     Recorder(experiment, out, "flower", resume)  # refuses a folder that holds another run
     resources = {"num-supernodes": nodes, "client-resources-num-cpus": cpus, "client-resources-num-gpus": gpus}
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
-    with LocalSuperLink() as superlink:
+    with LocalSuperLink({NODES: str((out / "nodes").absolute())}) as superlink:
         _write_app(superlink.folder, experiment.scenario, config)
         _follow(superlink, resources, _Progress(out / "metrics.jsonl", resume, on_metrics))
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())

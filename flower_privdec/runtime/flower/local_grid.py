@@ -5,14 +5,19 @@ What it needs of Flower's internals (the identity of the running task, message i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from uuid import uuid4
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+
+from flower_privdec.runtime.flower.own import simulating
 
 
 class LocalGrid(Grid):
@@ -22,16 +27,28 @@ class LocalGrid(Grid):
         client_app: what every node runs.
         n_nodes: how many nodes there are.
         run_id: the run they take part in.
+        folder: where the nodes keep what is theirs; None is a temporary folder that goes with the grid.
+        config: more of each node's own configuration; nodes that say more than their folder are no simulation's.
     """
 
-    def __init__(self, client_app: ClientApp, n_nodes: int, run_id: int = 1) -> None:
+    def __init__(
+        self,
+        client_app: ClientApp,
+        n_nodes: int,
+        run_id: int = 1,
+        folder: Path | None = None,
+        config: Mapping[int, UserConfig] | None = None,
+    ) -> None:
         self.client_app = client_app
+        self._temporary = TemporaryDirectory() if folder is None else None
+        own = str(self._temporary.name if self._temporary is not None else folder)
+        self._simulated = config is None
         self._run = Run.create_empty(run_id)
         self.contexts = {
             100 + i: Context(
                 run_id=run_id,
                 node_id=100 + i,
-                node_config={"partition-id": i, "num-partitions": n_nodes},
+                node_config={"partition-id": i, "num-partitions": n_nodes, "folder": own, **(config or {}).get(i, {})},
                 state=RecordDict(),
                 run_config={},
             )
@@ -75,7 +92,8 @@ class LocalGrid(Grid):
 
     def _deliver(self, message: Message) -> Message:
         try:
-            return self.client_app(message, self.contexts[message.metadata.dst_node_id])
+            with simulating() if self._simulated else nullcontext():
+                return self.client_app(message, self.contexts[message.metadata.dst_node_id])
         except Exception as error:
             return Message(Error(code=0, reason=str(error)), reply_to=message)
 

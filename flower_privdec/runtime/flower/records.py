@@ -10,33 +10,36 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
-from flower_privdec.algorithms import State
+from flower_privdec.algorithms import Edges, Exchange, State
+from flower_privdec.algorithms.exchange import Link, Payload
 from flower_privdec.errors import RunError
 
-ORDER, POSITION, ROWS = "order", "position", "rows"
+ORDER, POSITION, ROWS, EDGES = "order", "position", "rows", "edges"
 
 
 @dataclass(frozen=True)
 class Order:
     """What the ServerApp asks of a node in every train message.
 
+    It names no ledger, no key and, outside a simulation, no path: those are the node's own (`own`).
+
     Attributes:
         scenario: the scenario, as YAML.
-        base: the folder from which the scenario's relative paths start.
-        folder: where the run is kept (cohort mode), or the ledgers (relay mode).
         until: stop when so many rounds are done.
         peers: global ids of the peers the node hosts.
-        run_id: names the run in the ledgers (relay mode; in cohort mode the node's own recorder does).
+        base: the folder from which the scenario's relative paths start (simulation).
+        folder: where the run is kept (cohort mode, simulation).
         resume: go on from the checkpoint in `folder` (cohort mode).
+        begin: go on from the node's own checkpoint of this round; 0 to begin anew, -1 to go on as it is (relay mode).
     """
 
     scenario: str
-    base: str
-    folder: str
     until: int
     peers: list[int]
-    run_id: str = ""
+    base: str = ""
+    folder: str = ""
     resume: bool = False
+    begin: int = -1
 
     def record(self) -> ConfigRecord:
         """Return the order as a record."""
@@ -74,8 +77,25 @@ def pack_peers(state: State, names: Iterable[str]) -> dict[str, ArrayRecord]:
     }
 
 
+def pack_messages(exchange: Exchange, messages: Mapping[Link, Payload]) -> dict[str, ArrayRecord]:
+    """Return what peers send, a record for each key: of an exchange in which all receivers get the same, one a peer."""
+    return {message_key(exchange, link): pack_rows(payload) for link, payload in messages.items()}
+
+
+def unpack_message(exchange: Exchange, content: RecordDict, link: Link, device: torch.device) -> Payload | None:
+    """Return what one peer sent to another, or None where the message has nothing of it."""
+    record = content.array_records.get(message_key(exchange, link))
+    return None if record is None else unpack_rows(record, device)
+
+
+def message_key(exchange: Exchange, link: Link) -> str:
+    """Return the key under which what one peer sends to another travels."""
+    sender, receiver = link
+    return f"{row_key(sender)}-to-{receiver}" if exchange.differs else row_key(sender)
+
+
 def row_key(peer: int) -> str:
-    """Return the key under which a peer's record travels."""
+    """Return the key under which a peer's own record travels."""
     return f"peer-{peer}"
 
 
@@ -83,6 +103,9 @@ def pack_state(state: State, content: RecordDict) -> None:
     """Put a whole state into a message or a context."""
     content[ROWS] = pack_rows(state.rows)
     content[POSITION] = ConfigRecord({"round": state.round_index, "at": state.at, "peers": state.peers.tolist()})
+    content[EDGES] = pack_rows({name: edges.values for name, edges in state.edges.items()})
+    for name, edges in state.edges.items():
+        content[f"{EDGES}.{name}"] = ConfigRecord({"own": edges.own.tolist(), "other": edges.other.tolist()})
 
 
 def unpack_state(content: RecordDict, device: torch.device) -> State | None:
@@ -95,4 +118,13 @@ def unpack_state(content: RecordDict, device: torch.device) -> State | None:
         round_index=int(position["round"]),  # type: ignore[arg-type]
         at=int(position["at"]),  # type: ignore[arg-type]
         rows=unpack_rows(content.array_records[ROWS], device),
+        edges={
+            name: Edges(*_pairs(content.config_records[f"{EDGES}.{name}"]), values)
+            for name, values in unpack_rows(content.array_records[EDGES], device).items()
+        },
     )
+
+
+def _pairs(record: ConfigRecord) -> tuple[np.ndarray, np.ndarray]:
+    own, other = (np.asarray(record[name], dtype=np.int64) for name in ("own", "other"))
+    return own, other

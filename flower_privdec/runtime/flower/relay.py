@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from typing import TypeVar
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from flower_privdec.algorithms import Mix, State
-from flower_privdec.cohort import Cohort
+from flower_privdec.algorithms import Exchange, State
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
-from flower_privdec.runtime.flower.client_app import PLACE, flat_record
-from flower_privdec.runtime.flower.records import pack_state, row_key, unpack_state
+from flower_privdec.runtime.flower.client_app import PLACE, SPENT, flat_record
+from flower_privdec.runtime.flower.records import message_key, row_key, unpack_rows
 from flower_privdec.runtime.flower.strategy import Serverless, log_metrics
 from flower_privdec.runtime.recorder import Recorder
+from flower_privdec.runtime.spent import Spent
+
+Number = TypeVar("Number", int, float)
 
 
 class Relay(Serverless):
@@ -26,11 +28,12 @@ class Relay(Serverless):
 
     At every exchange a node hands in a record for each of its peers and is handed those of their
     in-neighbours. The strategy reads where a record goes, never what is in it, except when the network is
-    evaluated: then the nodes hand in their whole states.
+    evaluated: then the nodes hand in the rows that other peers may see. All else (tables, personalized models,
+    ledgers, checkpoints of them) stays with the nodes, which go on from their own checkpoints in a resumed run.
 
     A train message delivers the rows of one exchange, and the node goes on to the next: it finishes
-    round k and takes the local step of round k + 1. So a run costs one message an exchange, and one or
-    two more an evaluation.
+    round k and takes the local step of round k + 1. So a run costs one message an exchange, and one more an
+    evaluation.
     """
 
     def _hosts(self, n_nodes: int) -> int:
@@ -39,23 +42,13 @@ class Relay(Serverless):
     def _prepare(self) -> int:
         self.experiment = Experiment.build(self.scenario)
         self.recorder = Recorder(self.experiment, self.out, "flower", self.resume)
-        with self._ledgers() as cohort:
-            self.state = self.recorder.start(cohort)
-        self._round, self._waiting = self.state.round_index, False
+        self.state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
+        self._round, self._at, self._waiting = self.state.round_index, 0, False
         self._outbox: dict[str, ArrayRecord] = {}
-        exchanges = sum(isinstance(item, Mix) for item in self.experiment.algorithm.program)
+        self._spent = Spent([], [])
+        exchanges = sum(isinstance(item, Exchange) for item in self.experiment.algorithm.program)
         left = self.scenario.rounds - self._round
         return left * exchanges + len(self._evaluations(self._round))
-
-    @contextmanager
-    def _ledgers(self) -> Iterator[Cohort]:
-        """Open the whole network's ledgers for as long as no node has one open."""
-        cohort = self.recorder.open_cohort()
-        try:
-            yield cohort
-        finally:
-            if cohort.ledger is not None:
-                cohort.ledger.close()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -63,92 +56,61 @@ class Relay(Serverless):
         """Deliver to each node the rows its peers' pending exchange needs."""
         self._since = time.perf_counter()
         until = self._evaluations(self._round)[0]
+        begin = self._round if server_round == 1 else -1
         messages = []
         for node, peers in self.nodes:
-            message = self._message(
-                node,
-                "train.relay",
-                peers,
-                folder=str(self.recorder.ledger_dir.absolute()),
-                run_id=self.recorder.run_id,
-                until=until,
-            )
-            for key in self._needed(peers):
-                message.content[key] = self._outbox[key]
-            if server_round == 1 and self.recorder.checkpoint is not None:
-                pack_state(part_of(self.state, peers), message.content)
+            message = self._message(node, "train.relay", peers, until=until, begin=begin)
+            message.content.update(self._for(peers))
             messages.append(message)
         return messages
 
-    def _needed(self, peers: np.ndarray) -> list[str]:
-        """Return the keys of the records a node waits for: its peers' in-neighbours on other nodes."""
-        if not self._waiting or self.experiment.mixing is None:
-            return []
-        sources = self.experiment.mixing.matrix(self._round).rows(peers).sources
-        return [row_key(peer) for peer in np.setdiff1d(sources, peers).tolist()]
+    def _for(self, peers: np.ndarray) -> dict[str, ArrayRecord]:
+        """Return the records that a node's peers wait for, and no others."""
+        mixing = self.experiment.mixing
+        if not self._waiting or mixing is None:
+            return {}
+        exchange = self.experiment.algorithm.program[self._at]
+        if not isinstance(exchange, Exchange):
+            raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
+        links = [(a, b) for a, b in exchange.awaited(State(peers, self._round), mixing) if a not in peers]
+        keys = dict.fromkeys(message_key(exchange, link) for link in links)
+        return {key: self._outbox[key] for key in keys if key in self._outbox}
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Keep the rows for the next message; aggregate nothing."""
+        """Keep the rows for the next message, or evaluate the network by them; aggregate nothing."""
         answers = self._answers(replies, f"round {self._round}")
         places = {
-            (int(str(place["round"])), bool(place["waiting"]))
+            (int(str(place["round"])), int(str(place["at"])), bool(place["waiting"]))
             for place in (answer.content.config_records[PLACE] for answer in answers.values())
         }
         if len(places) != 1:
-            raise RunError(f"the nodes disagree on where the run is (round, waiting): {sorted(places)}")
-        ((self._round, self._waiting),) = places
+            raise RunError(f"the nodes disagree on where the run is (round, place, waiting): {sorted(places)}")
+        ((self._round, self._at, self._waiting),) = places
         self._outbox = {
             key: record for answer in answers.values() for key, record in answer.content.array_records.items()
         }
         self.recorder.seconds += time.perf_counter() - self._since
-        return None, None
+        return None, None if self._waiting else self._evaluate([answers[node] for node, _ in self.nodes])
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Ask for the states where the scenario wants the network tried."""
-        if self._waiting:
-            return []
-        return [Message(RecordDict(), node, "query.state") for node, _ in self.nodes]
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Put the network's state together, evaluate it on the public test set, and save it."""
-        if self._waiting:
-            return None
-        answers = self._answers(replies, f"state after round {self._round}")
-        self.state = join(
-            [unpack_state(answers[node].content, self.experiment.device) for node, _ in self.nodes],
-        )
-        metrics = flat_record(self.recorder.record(self.state.rows, self.state.round_index))
-        with self._ledgers() as cohort:
-            self.recorder.save(self.state, cohort)
+    def _evaluate(self, answers: list[Message]) -> MetricRecord:
+        """Put the rows together that others may see, evaluate them on the public test set, and save them."""
+        peers = np.arange(self.scenario.n_peers)
+        rows = [unpack_rows(self._outbox[row_key(peer)], self.experiment.device) for peer in peers.tolist()]
+        stacked = {name: torch.stack([row[name] for row in rows]) for name in self.experiment.algorithm.open_rows}
+        self.state = State(peers, self._round, 0, stacked)
+        told = [answer.content.config_records[SPENT] for answer in answers]
+        self._spent = Spent(_joined(told, "epsilons", float), _joined(told, "rounds_run", int))
+        metrics = flat_record(self.recorder.record(self.state.rows, self._round, self._spent.epsilons))
+        self.recorder.save(self.state, None)
         log_metrics(metrics)
         return metrics
 
     def _conclude(self) -> None:
-        with self._ledgers() as cohort:
-            self.recorder.finish(self.state.rows, cohort)
+        self.recorder.finish(self.state.rows, self._spent)
 
 
-def part_of(state: State, peers: np.ndarray) -> State:
-    """Return the rows of some peers."""
-    at = torch.from_numpy(np.searchsorted(state.peers, peers))
-    rows = {name: value[at.to(value.device)] for name, value in state.rows.items()}
-    return State(peers, state.round_index, state.at, rows)
-
-
-def join(parts: list[State | None]) -> State:
-    """Return the state whose rows are those of the parts, which are in the order of their peers.
-
-    Raises:
-        RunError: when a part is missing or of another round.
-    """
-    states = [part for part in parts if part is not None]
-    if len(states) < len(parts) or len({(part.round_index, part.at) for part in states}) != 1:
-        raise RunError("the nodes' states are not of one round; start the run anew or --resume it")
-    names = states[0].rows
-    rows = {name: torch.cat([part.rows[name] for part in states]) for name in names}
-    peers = np.concatenate([part.peers for part in states])
-    return State(peers, states[0].round_index, states[0].at, rows)
+def _joined(told: list[ConfigRecord], name: str, kind: type[Number]) -> list[Number]:
+    """Return what the nodes, in the order of their peers, tell of each of them."""
+    return [kind(value) for record in told for value in record[name]]  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,15 +78,19 @@ def _find(path: str, folder: Path, base: Path) -> Path:
     )
 
 
-def server_app(folder: Path) -> ServerApp:
-    """Return the ServerApp of an app whose scenario files lie in a folder."""
+def server_app(folder: Path, on_finished: Callable[[Path], object] | None = None) -> ServerApp:
+    """Return the ServerApp of an app whose scenario files lie in a folder.
+
+    Args:
+        on_finished: called with the run's folder at the end, as to draw what is in it.
+    """
     server = ServerApp()
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        Settings.read(context, folder).strategy().start(grid)
+        settings = Settings.read(context, folder)
+        settings.strategy().start(grid)
+        if on_finished is not None:
+            on_finished(settings.out)
 
     return server
-
-
-app = server_app(Path(__file__).resolve().parents[3])

@@ -128,7 +128,7 @@ class Serverless(Strategy):
         return [round_index for round_index in rounds if round_index > after]
 
     def _message(self, node: int, kind: str, peers: np.ndarray, **fields: Any) -> Message:
-        order = Order(self._text, str(self.base), peers=peers.tolist(), **fields)
+        order = Order(self._text, peers=peers.tolist(), base=str(self.base), **fields)
         return Message(RecordDict({ORDER: order.record()}), node, kind, ttl=A_MONTH)
 
     def _answers(self, replies: Iterable[Message], asked: str) -> dict[int, Message]:

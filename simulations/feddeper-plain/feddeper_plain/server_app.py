@@ -4,7 +4,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from feddeper_plain.task import CLIENTS, accuracy, build_model, digits
-from flower_privdec.runtime.flower.feddeper import FedDeper
+from flower_privdec.runtime.flower.feddeper_strategy import FedDeperStrategy
 
 app = ServerApp()
 
@@ -19,7 +19,7 @@ def main(grid: Grid, context: Context) -> None:
             f"--federation-config 'num-supernodes={CLIENTS} client-resources-num-cpus=1'"
         )
     test = digits(test=True)
-    strategy = FedDeper(
+    strategy = FedDeperStrategy(
         learning_rate=float(given["learning-rate"]),
         rho=float(given["rho"]),
         mixing_rate=float(given["mixing-rate"]),

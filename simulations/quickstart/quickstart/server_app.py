@@ -5,6 +5,7 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from flower_privdec.reporting.plots import save_run_plots
 from flower_privdec.runtime.flower.cohort_run import CohortRun
 from flower_privdec.runtime.flower.relay import Relay
 from flower_privdec.runtime.flower.server_app import Settings
@@ -18,3 +19,4 @@ def main(grid: Grid, context: Context) -> None:
     run = Settings.read(context, folder=Path(__file__).resolve().parents[1])
     strategy = Relay if run.mode == "relay" else CohortRun
     strategy(run.scenario, run.out, base=run.base, resume=run.resume).start(grid)
+    save_run_plots(run.out)

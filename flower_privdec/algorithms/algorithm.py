@@ -1,0 +1,128 @@
+"""What an algorithm is: a program of steps over rows, with an exchange between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from flower_privdec.algorithms.exchange import Exchange
+from flower_privdec.algorithms.state import State
+from flower_privdec.mixing import Mixing
+from flower_privdec.participation import Participation
+from flower_privdec.privacy.declared import Declaration, Drawing, PaperNoise
+from flower_privdec.scenario.algorithm_sections import GradientSection, steps_per_round
+from flower_privdec.topology import Topology
+
+if TYPE_CHECKING:
+    from flower_privdec.algorithms.cohort import Cohort
+    from flower_privdec.gradients import GradientKernel
+
+
+Step = Callable[["Cohort", State], None]
+
+
+class Algorithm:
+    """A decentralized algorithm, written once over rows.
+
+    Only an exchange crosses rows. The row law holds for every step: step(state)[i] == step(state[i:i+1]).
+
+    What private steps publish is declared by `released`, beside the steps. A subclass that defines or overrides
+    anything an instance does has to declare anew: it inherits no promise about steps that it changed.
+
+    Attributes:
+        name: what a scenario calls it.
+        weights: the mixing weights its theory needs, or None when it exchanges nothing.
+        program: steps and exchanges of one round, in order.
+        slots: how many [m, d] buffers its state holds (for memory estimates).
+        open_rows: the rows of the state that other peers may see: functions of what was released, here and elsewhere.
+            Every other row stays with its peer.
+        steps_per_round: private steps of an active peer in a round.
+        remembers_clipped: whether a step publishes gradients that were clipped to the norms of earlier steps.
+        paper_noise: whose formula `calibration: paper` computes the noise by; None where no paper claims an ε.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
+    program: tuple[Step | Exchange, ...]
+    slots: ClassVar[int] = 1
+    open_rows: ClassVar[tuple[str, ...]] = ("x",)
+    paper_noise: ClassVar[PaperNoise | None] = None
+    remembers_clipped: bool = False
+
+    def __init__(self, section: GradientSection) -> None:
+        self.section = section
+        self.steps_per_round = steps_per_round(section)
+
+    def __init_subclass__(cls) -> None:
+        """Drop an inherited declaration where a subclass changes what it was about."""
+        super().__init_subclass__()
+        changed = [name for name, value in vars(cls).items() if callable(value) or name == "program"]
+        if changed and "released" not in vars(cls):
+            cls.released = Algorithm.released  # type: ignore[method-assign]
+
+    def released(self, step: int, drawing: Drawing) -> Declaration:
+        """Return what a private step publishes; None, which costs ε = ∞, unless an algorithm declares it.
+
+        Args:
+            step: its number in the run, from 0: `steps_per_round` of them a round.
+            drawing: how the peer draws its examples.
+        """
+        return None
+
+    def exchange(
+        self, topology: Topology, weights: str, participation: Participation, seed: int
+    ) -> tuple[Mixing, Participation]:
+        """Return the mixing over a graph and who is active, as the scenario says unless an algorithm differs."""
+        return Mixing(topology, weights, participation), participation
+
+    def check_model(self, kernel: GradientKernel) -> None:
+        """Refuse a model that the algorithm cannot train (none, unless an algorithm says so).
+
+        Raises:
+            ScenarioError: naming what can.
+        """
+
+    def initial(self, cohort: Cohort) -> dict[str, Tensor]:
+        """Return the rows before round 0: every peer starts at the same parameters."""
+        return {"x": cohort.initial.expand(len(cohort.peers), -1).clone()}
+
+    def debiased(self, rows: dict[str, Tensor]) -> Tensor:
+        """Return each peer's model, [m, d]."""
+        return rows["x"]
+
+    def personal(self, rows: dict[str, Tensor]) -> Tensor | None:
+        """Return each peer's personalized model, [m, d], or None where there is none at hand."""
+        return None
+
+    def network_mean(self, rows: dict[str, Tensor]) -> Tensor:
+        """Return the mean of the network's models, [d]: Σ_i x_i / Σ_i w_i, which mixing conserves."""
+        total = rows["x"].sum(0)
+        return total / (rows["w"].sum() if "w" in rows else len(rows["x"]))
+
+
+def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | None:
+    """Run steps up to the next exchange, or to the end of the round.
+
+    Returns:
+        The exchange the caller has to perform, or None when the round ended; `state.round_index` then names the
+        next round.
+    """
+    program = algorithm.program
+    while state.at < len(program):
+        item = program[state.at]
+        if isinstance(item, Exchange):
+            return item
+        item(cohort, state)
+        state.at += 1
+    state.at = 0
+    state.round_index += 1
+    return None
+
+
+def push_weights(cohort: Cohort) -> Tensor:
+    """Return the push-sum weights before round 0: one for every peer, [m]."""
+    return torch.ones(len(cohort.peers), dtype=cohort.dtype, device=cohort.device)

@@ -1,0 +1,219 @@
+"""A cohort: the peers one process hosts, and all that their steps need beside the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.data import Batch, PeerData
+from flower_privdec.gradients import GradientKernel
+from flower_privdec.mixing import Mixing
+from flower_privdec.participation import Participation
+from flower_privdec.privacy.ledger import CohortLedger
+from flower_privdec.privacy.plan import PrivacyPlan
+from flower_privdec.rows import NoiseSource
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """γ of each peer: constant, then falling linearly to 0 over the last `decay` share of the rounds.
+
+    Attributes:
+        base: float64 [n_peers].
+        decay: share of the rounds, at the end, over which the rate falls.
+        rounds: K.
+    """
+
+    base: np.ndarray
+    decay: float
+    rounds: int
+
+    def at(self, round_index: int) -> np.ndarray:
+        """Return γ of every peer in a round, [n_peers]."""
+        falling = self.decay * self.rounds
+        if falling <= 0 or self.rounds - round_index > falling:
+            return self.base
+        return np.asarray(self.base * (self.rounds - round_index) / falling)
+
+
+@dataclass(frozen=True)
+class PrivateStep:
+    """What some rows need for one private step, before noise is added.
+
+    Attributes:
+        sums: the tensors [m, d] to which each sum that the algorithm declares is added, by name.
+        params: [m, d]; the gradients are taken at params / divisor. May be one of the sums.
+        divisor: [m] or None.
+        batch: the step's examples of these rows.
+        clip_norm: [m], or None for no clipping.
+        scale: [m], -γ over the expected batch size.
+        peers: int64 [m], global ids.
+        rows: int64 [m], where these rows stand in the cohort.
+        round_index: the round.
+        step: its number in the run; it keys batch and noise.
+    """
+
+    sums: Mapping[str, Tensor]
+    params: Tensor
+    divisor: Tensor | None
+    batch: Batch
+    clip_norm: Tensor | None
+    scale: Tensor
+    peers: np.ndarray
+    rows: np.ndarray
+    round_index: int
+    step: int
+
+    @property
+    def out(self) -> Tensor:
+        """Return where a step with one sum adds it."""
+        (only,) = self.sums.values()
+        return only
+
+
+Estimate = Callable[["Cohort", PrivateStep], None]
+
+
+def stochastic_gradient(cohort: Cohort, step: PrivateStep) -> None:
+    """Add scale Σ_b clip(∇f(params / divisor; b)): the plain estimate."""
+    cohort.kernel.add_clipped_(step.out, step.params, step.batch, step.clip_norm, step.scale, step.divisor)
+
+
+@dataclass
+class Cohort:
+    """The peers of one process.
+
+    Attributes:
+        peers: int64 [m], their global ids, ascending.
+        n_peers: how many peers the whole network has.
+        initial: [d], the parameters every peer starts from.
+        plan, ledger: the privacy plan of the whole network and these peers' ledger; None without privacy.
+    """
+
+    peers: np.ndarray
+    n_peers: int
+    initial: Tensor
+    kernel: GradientKernel
+    data: PeerData
+    mixing: Mixing | None
+    participation: Participation
+    noise: NoiseSource
+    learning_rate: LearningRate
+    steps_per_round: int = 1
+    plan: PrivacyPlan | None = None
+    ledger: CohortLedger | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the parameters' number type."""
+        return self.initial.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the parameters live."""
+        return self.initial.device
+
+    def tensor(self, values: np.ndarray) -> Tensor:
+        """Return per-peer numbers as a tensor on the cohort's device."""
+        return torch.as_tensor(values, dtype=self.dtype, device=self.device)
+
+    def active(self, round_index: int) -> np.ndarray:
+        """Return which rows take their steps in a round, bool [m]: participating, and all steps within budget."""
+        active = self.participation.active(round_index)[self.peers]
+        if self.ledger is None:
+            return np.asarray(active)
+        return np.asarray(active & self.ledger.allowed((round_index + 1) * self.steps_per_round - 1))
+
+    def add_step_(
+        self,
+        out: Tensor,
+        params: Tensor,
+        round_index: int,
+        divisor: Tensor | None = None,
+        estimate: Estimate = stochastic_gradient,
+    ) -> None:
+        """Add -γ g̃ to `out` for every active row, in place: the private stochastic step.
+
+            g̃_i = (Σ_b clip(∇f_i(params_i / divisor_i; b), C) + N(0, (σ C)² I)) / E|batch|
+
+        Args:
+            out: [m, d]; may be `params` itself.
+            params: [m, d].
+            round_index: the round, which keys batch and noise.
+            divisor: [m], push weights, or None for 1.
+            estimate: adds the step without noise; the sum above unless an algorithm reduces its variance.
+
+        Privacy: what the algorithm declares for the step, see `release_rows_`.
+        """
+        active = self.active(round_index)
+        if active.all():
+            self.release_rows_(out, params, divisor, round_index, np.arange(len(self.peers)), estimate)
+        elif active.any():
+            chosen = np.flatnonzero(active)
+            rows = torch.as_tensor(chosen, device=self.device)
+            part = out[rows]
+            point = part if out is params else params[rows]
+            share = None if divisor is None else divisor[rows]
+            self.release_rows_(part, point, share, round_index, chosen, estimate)
+            out[rows] = part
+
+    def release_rows_(
+        self,
+        sums: Tensor | Mapping[str, Tensor],
+        params: Tensor,
+        divisor: Tensor | None,
+        round_index: int,
+        rows: np.ndarray,
+        estimate: Estimate = stochastic_gradient,
+        local_step: int = 0,
+    ) -> None:
+        """Take one private step of some rows, which `active` has said may step: pay, estimate, add noise.
+
+        Args:
+            sums: where the step's sums are added, each [r, d], by the names the algorithm declares; a tensor alone
+                is the sum `gradient`.
+            params, divisor: of these rows alone, [r, d] and [r].
+            rows: int64 [r], where they stand in the cohort.
+            estimate: adds the sums, without noise, from the step's batch.
+            local_step: which step of the round, for algorithms that take several.
+
+        Privacy: unit example, adjacency zero-out; the release that the algorithm declares for the step, charged to
+            each row's ledger before an example is read.
+        """
+        peers, index = self.peers[rows], round_index * self.steps_per_round + local_step
+        if self.ledger is not None:
+            self.ledger.pay(index, rows)
+        rate = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[peers]
+        named = {"gradient": sums} if isinstance(sums, Tensor) else sums
+        numbers, noises = [-rate], {}
+        if self.plan is not None:
+            clip, noises = self.plan.clip_norm(index)[peers], self.plan.noise(index, named)
+            numbers += [clip, *(rate * clip * noise[peers] for noise in noises.values())]
+        scale, *rest = self.tensor(np.array(numbers)).unbind(0)
+        step = PrivateStep(
+            sums=named,
+            params=params,
+            divisor=divisor,
+            batch=self.data.batch(index, peers),
+            clip_norm=rest[0] if rest else None,
+            scale=scale,
+            peers=peers,
+            rows=rows,
+            round_index=round_index,
+            step=index,
+        )
+        self.release_(step, estimate, dict(zip(noises, rest[1:], strict=True)))
+
+    def release_(self, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        """Add the estimate and then the noise to a step's sums: the one door from examples to messages.
+
+        Args:
+            std: the noise of every sum that is published, [r]; a sum that is not there stays on the peer.
+        """
+        estimate(self, step)
+        for name, scale in std.items():
+            self.noise.add_(step.sums[name], scale, step.step, step.peers, name)

@@ -1,0 +1,250 @@
+"""The three ways in which peers exchange what they know, without I/O.
+
+An exchange is two pure functions: `outgoing`, what the peers hosted here send, by (sender, receiver), and `incoming`,
+what their rows and edges become once they have what was sent to them. Whoever carries messages (Flower's relay,
+processes, a network) calls the two; the engine, which hosts everybody, takes the short cut `together`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.algorithms.state import Edges, State
+from flower_privdec.errors import RunError
+from flower_privdec.mixing import Mixing
+
+Link = tuple[int, int]  # sender, receiver
+Payload = Mapping[str, Tensor]  # one row of each name
+Messages = Mapping[Link, Payload]
+Spares = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What an exchange makes of a state: its new rows and edges, by name."""
+
+    rows: Mapping[str, Tensor]
+    edges: Mapping[str, Edges]
+
+    def apply_(self, state: State) -> None:
+        """Put them into the state, which then goes on."""
+        state.rows.update(self.rows)
+        state.edges.update(self.edges)
+        state.at += 1
+
+
+@dataclass(frozen=True)
+class Exchange(ABC):
+    """An exchange of some named rows or edges of the state.
+
+    Attributes:
+        names: which.
+        differs: whether a peer sends each receiver something of its own.
+    """
+
+    names: tuple[str, ...]
+    differs: ClassVar[bool] = False
+
+    @abstractmethod
+    def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
+        """Return what the peers hosted here send to others; the same object where receivers get the same."""
+
+    @abstractmethod
+    def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
+        """Return what the state of the peers hosted here becomes.
+
+        Args:
+            messages: all that were sent to them, also by each other.
+
+        Raises:
+            RunError: a message is missing, or does not fit.
+        """
+
+    @abstractmethod
+    def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
+        """Return the same where everybody is hosted here.
+
+        Args:
+            spares: buffers to write into, by name; kept between calls.
+        """
+
+    def awaited(self, state: State, mixing: Mixing) -> list[Link]:
+        """Return which messages the peers hosted here wait for, in the order of receiver and sender."""
+        links = mixing.links(state.round_index)
+        mine = links[np.isin(links[:, 1], state.peers)]
+        return [(int(sender), int(receiver)) for sender, receiver in mine[np.lexsort((mine[:, 0], mine[:, 1]))]]
+
+
+@dataclass(frozen=True)
+class Mix(Exchange):
+    """Each named row i becomes Σ_j W[i, j] row_j, with the round's mixing matrix W.
+
+    For column-stochastic weights a message is the sender's weighted share, W[i, j] row_j, so that a sender alone
+    decides its split; for others it is the row, which the receiver weighs.
+    """
+
+    def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
+        """See Exchange."""
+        found: dict[Link, Payload] = {}
+        known: dict[tuple[int, float], Payload] = {}
+        at = {peer: row for row, peer in enumerate(state.peers.tolist())}
+        for sender, receiver, weight in mixing.matrix(state.round_index).terms():
+            if sender in at and sender != receiver:
+                factor = weight if mixing.sends_shares else 1.0
+                if (sender, factor) not in known:
+                    known[sender, factor] = {name: state.rows[name][at[sender]] * factor for name in self.names}
+                found[sender, receiver] = known[sender, factor]
+        return found
+
+    def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
+        """See Exchange."""
+        like = {name: state.rows[name][0] for name in self.names}
+        received = checked(messages, self.awaited(state, mixing), like, state.round_index)
+        matrix = mixing.matrix(state.round_index).rows(state.peers)
+        rows = {name: torch.empty_like(state.rows[name]) for name in self.names}
+        if mixing.sends_shares:
+            for row, peer in enumerate(state.peers.tolist()):
+                for name in self.names:
+                    _sum(rows[name][row], state.rows[name][row], matrix.rows([peer]).terms(), received, name)
+            return Changed(rows, {})
+        own = {peer: row for row, peer in enumerate(state.peers.tolist())}
+        heard = {sender: payload for (sender, _), payload in received.items()}
+        for name in self.names:
+            parts = [state.rows[name][own[s]] if s in own else heard[s][name] for s in matrix.sources.tolist()]
+            matrix.apply_sources(torch.stack(parts), out=rows[name])
+        return Changed(rows, {})
+
+    def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
+        """See Exchange; writes into one spare buffer a name, which then changes places with the row, or in place."""
+        matrix, rows = mixing.matrix(state.round_index), {}
+        for name in self.names:
+            rows[name], spares[name] = matrix.replace(state.rows[name], spares.get(name))
+        return Changed(rows, {})
+
+
+def _sum(out: Tensor, own: Tensor, terms: Iterator[tuple[int, int, float]], received: Messages, name: str) -> None:
+    """Add up a receiver's shares, its own first, then the others' by distance."""
+    for number, (sender, receiver, weight) in enumerate(terms):
+        share = own * weight if sender == receiver else received[sender, receiver][name]
+        if number:
+            out.add_(share)
+        else:
+            out.copy_(share)
+
+
+@dataclass(frozen=True)
+class Gather(Exchange):
+    """Each peer gets its in-neighbours' named rows unmixed: edges of the same names, own the one that heard."""
+
+    def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
+        """See Exchange."""
+        rows = {
+            peer: {name: state.rows[name][row].clone() for name in self.names}
+            for row, peer in enumerate(state.peers.tolist())
+        }
+        links = mixing.links(state.round_index).tolist()
+        return {(sender, receiver): rows[sender] for sender, receiver in links if sender in rows}
+
+    def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
+        """See Exchange."""
+        links = self.awaited(state, mixing)
+        like = {name: state.rows[name][0] for name in self.names}
+        return Changed({}, _edges(links, checked(messages, links, like, state.round_index), like))
+
+    def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
+        """See Exchange."""
+        senders, receivers = _columns(self.awaited(state, mixing))
+        return Changed({}, {name: Edges(receivers, senders, state.rows[name][senders]) for name in self.names})
+
+
+@dataclass(frozen=True)
+class Reply(Exchange):
+    """Each named edge goes back to whom it was heard from: afterwards own is who asked, other who answered."""
+
+    differs = True
+
+    def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
+        """See Exchange."""
+        first = state.edges[self.names[0]]
+        pairs = enumerate(zip(first.own.tolist(), first.other.tolist(), strict=True))
+        return {pair: {name: state.edges[name].values[e].clone() for name in self.names} for e, pair in pairs}
+
+    def awaited(self, state: State, mixing: Mixing) -> list[Link]:
+        """Return which answers the peers hosted here wait for: one from each whom they sent to."""
+        links = mixing.links(state.round_index)
+        mine = links[np.isin(links[:, 0], state.peers)]
+        return [(int(who), int(asked)) for asked, who in mine[np.lexsort((mine[:, 1], mine[:, 0]))]]
+
+    def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
+        """See Exchange."""
+        links, edges = self.awaited(state, mixing), {name: state.edges[name].values for name in self.names}
+        like = {name: part.new_empty(part.shape[1:]) for name, part in edges.items()}
+        return Changed({}, _edges(links, checked(messages, links, like, state.round_index), like))
+
+    def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
+        """See Exchange."""
+        edges = {}
+        for name in self.names:
+            now = state.edges[name]
+            order = np.lexsort((now.own, now.other))
+            values = now.values[torch.from_numpy(order).to(now.values.device)]
+            edges[name] = Edges(now.other[order], now.own[order], values)
+        return Changed({}, edges)
+
+
+def _columns(links: list[Link]) -> tuple[np.ndarray, np.ndarray]:
+    array = np.array(links, dtype=np.int64).reshape(-1, 2)
+    return array[:, 0], array[:, 1]
+
+
+def _edges(links: list[Link], messages: Messages, like: Payload) -> dict[str, Edges]:
+    """Return edges of some links, in their order, from what came over each."""
+    senders, receivers = _columns(links)
+    found = {}
+    for name, part in like.items():
+        values = part.new_empty((len(links), *part.shape))
+        for value, link in zip(values, links, strict=True):
+            value.copy_(messages[link][name])
+        found[name] = Edges(receivers, senders, values)
+    return found
+
+
+def checked(messages: Messages, links: list[Link], like: Payload, round_index: int) -> Messages:
+    """Return messages that are there and fit; nothing else is looked at.
+
+    Args:
+        links: which have to be there.
+        like: a row of each name, as it should be.
+        round_index: for errors.
+
+    Raises:
+        RunError: naming the sender, what is wrong, and where the run is.
+    """
+    for sender, receiver in links:
+        here = f"peer {receiver}, round {round_index}"
+        if (sender, receiver) not in messages:
+            raise RunError(f"{here}: the message of peer {sender} is missing: whoever carries it has to deliver it")
+        payload = messages[sender, receiver]
+        for name, ours in like.items():
+            what = f"{here}: {name!r} of peer {sender}"
+            if name not in payload:
+                raise RunError(f"{what} is missing; all peers must run one scenario")
+            _check_fit(payload[name], ours, what)
+    return messages
+
+
+def _check_fit(theirs: Tensor, ours: Tensor, what: str) -> None:
+    if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+        raise RunError(
+            f"{what} is {list(theirs.shape)} {theirs.dtype}, not {list(ours.shape)} {ours.dtype}; "
+            "all peers must run one scenario"
+        )
+    if not bool(torch.isfinite(theirs).all()):
+        raise RunError(f"{what} is not finite; a peer diverged, or somebody changed it on its way")

@@ -1,0 +1,191 @@
+"""How much memory a run takes, part by part, and whether this machine has it."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from flower_privdec.algorithms.tables import TABLES
+from flower_privdec.errors import ScenarioError
+from flower_privdec.gradients import StackedKernel
+from flower_privdec.scenario.algorithm_sections import VRSection
+from flower_privdec.words import memory
+
+if TYPE_CHECKING:
+    from flower_privdec.experiment import Experiment
+
+CGROUP = Path("/sys/fs/cgroup")
+HEADROOM = 0.9  # how much of the free memory a run may plan with
+CHECKPOINT_COPIES = 2  # of the state, while it is written: its tensors' bytes, and the file's
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What a run takes at its peak, in bytes; the interpreter and torch come on top.
+
+    Attributes:
+        state: max(3, slots + 1) buffers of m d numbers for m peers: the algorithm's rows, one to mix into, one
+            to work in.
+        table: the memory of past gradients of variance reduction; 0 for other algorithms.
+        data: the training and test examples, and a copy of the former where the run's number type or device
+            is another.
+        batch: for one round's batch of every peer, the input and twice the outputs of all leaf modules
+            (forward and backward), capped by compute.memory_mib, which the gradient kernel keeps to.
+        checkpoint: the copies of rows and table that are made while a checkpoint is written.
+    """
+
+    state: int
+    table: int
+    data: int
+    batch: int
+    checkpoint: int
+
+    @property
+    def total(self) -> int:
+        """Return the sum of all parts."""
+        return self.state + self.table + self.data + self.batch + self.checkpoint
+
+
+def memory_need(experiment: Experiment) -> MemoryNeed:
+    """Estimate what a run of the whole network takes."""
+    scenario, dataset, each = experiment.scenario, experiment.dataset, experiment.initial.element_size()
+    data = sum(t.nbytes for t in (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test))
+    per_example = math.prod(dataset.input_shape) + 2 * outputs_per_example(experiment.module, dataset.input_shape)
+    batch = int(experiment.sampler.normalizer.sum() * per_example * each)
+    table = _chosen_table_bytes(experiment, np.arange(scenario.n_peers))
+    return MemoryNeed(
+        state=_state_bytes(experiment, scenario.n_peers),
+        table=table,
+        data=data + _copy_bytes(experiment),
+        batch=min(batch, scenario.compute.memory_mib << 20),
+        checkpoint=_checkpoint_bytes(experiment, scenario.n_peers, table),
+    )
+
+
+def _row_bytes(experiment: Experiment) -> int:
+    return experiment.initial.numel() * experiment.initial.element_size()
+
+
+def _state_bytes(experiment: Experiment, rows: int) -> int:
+    return max(3, experiment.algorithm.slots + 1) * rows * _row_bytes(experiment)
+
+
+def _checkpoint_bytes(experiment: Experiment, rows: int, table: int) -> int:
+    copies = CHECKPOINT_COPIES + (experiment.device.type != "cpu")
+    return copies * (experiment.algorithm.slots * rows * _row_bytes(experiment) + table)
+
+
+def _copy_bytes(experiment: Experiment) -> int:
+    x, initial = experiment.dataset.x_train, experiment.initial
+    same = x.dtype == initial.dtype and x.device == initial.device
+    return 0 if same else x.numel() * initial.element_size()
+
+
+def table_bytes(experiment: Experiment, peers: np.ndarray | None = None) -> dict[str, int | None]:
+    """Return what each kind of table would take for some peers (all by default).
+
+    Returns:
+        Bytes by name: factored (None where the model is no stack of linear layers), blocks (at the scenario's
+        batch size), snapshot, dense.
+    """
+    sampler, kernel, d = experiment.sampler, experiment.kernel, experiment.initial.numel()
+    sizes = sampler.partition_sizes if peers is None else sampler.partition_sizes[peers]
+    layers = kernel.layers if isinstance(kernel, StackedKernel) else []
+    widths = [(layer.weight.shape[1], layer.weight.shape[0]) for layer in layers]
+    batch, each = round(float(sampler.normalizer.max())), experiment.initial.element_size()
+    floats = {name: table.floats(sizes, d, widths, batch) for name, table in TABLES.items()}
+    floats["snapshot"] = len(sizes) * (2 * d + 1)  # a model, its step, and whether there is one
+    order = ("factored", "blocks", "snapshot", "dense")
+    return {name: None if name == "factored" and not layers else floats[name] * each for name in order}
+
+
+def _chosen_table_bytes(experiment: Experiment, peers: np.ndarray) -> int:
+    section = experiment.scenario.algorithm
+    return (table_bytes(experiment, peers)[section.table] or 0) if isinstance(section, VRSection) else 0
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return how much memory is free on a device, within the limits of this process's control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError, IndexError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError, IndexError):  # "max" is no number: no limit
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, max(0, limit - used + _reclaimable()))
+    return free
+
+
+def _reclaimable() -> int:
+    lines = (CGROUP / "memory.stat").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def _fits(experiment: Experiment, rows: int, table: int) -> bool:
+    """Return whether so many peers with a table of so many bytes fit into what is free, checkpoint included."""
+    there = _state_bytes(experiment, rows) + table + _copy_bytes(experiment)
+    host = _checkpoint_bytes(experiment, rows, table)
+    if experiment.device.type == "cpu":
+        return there + host <= HEADROOM * available_bytes(experiment.device)
+    on_device = there <= HEADROOM * available_bytes(experiment.device)
+    return on_device and host <= HEADROOM * available_bytes(torch.device("cpu"))
+
+
+def shortage(experiment: Experiment, peers: np.ndarray | None = None) -> str | None:
+    """Say what of a run does not fit into free memory and what would, or return None where all fits.
+
+    The data set is in memory already; counted are state, table, a copy of the examples, and checkpoints.
+    """
+    peers = np.arange(experiment.scenario.n_peers) if peers is None else peers
+    rows, table = len(peers), _chosen_table_bytes(experiment, peers)
+    if _fits(experiment, rows, table):
+        return None
+    state = _state_bytes(experiment, rows)
+    needed = memory(state + table + _copy_bytes(experiment) + _checkpoint_bytes(experiment, rows, table))
+    free = f"about {needed}, checkpoints included, and {memory(available_bytes(experiment.device))} are free"
+    section = experiment.scenario.algorithm
+    if not isinstance(section, VRSection) or table <= state:
+        return (
+            f"n_peers={rows} with models of {experiment.initial.numel():,} parameters need {free}; use fewer peers, "
+            "a smaller model or a larger machine"
+        )
+    others = table_bytes(experiment, peers).items()
+    fitting = [f"{name} ({memory(size)})" for name, size in others if size and _fits(experiment, rows, size)]
+    remedy = f"use {' or '.join(fitting)}" if fitting else "use fewer peers or a larger machine"
+    return f"algorithm.table='{section.table}' needs {free}; {remedy}"
+
+
+def check_memory(experiment: Experiment, peers: np.ndarray | None = None) -> None:
+    """Refuse a run whose state and table do not fit into free memory.
+
+    Raises:
+        ScenarioError: naming what is too large, and what would fit.
+    """
+    found = shortage(experiment, peers)
+    if found is not None:
+        raise ScenarioError(found)
+
+
+def outputs_per_example(module: nn.Module, input_shape: tuple[int, ...]) -> int:
+    """Count the numbers that all leaf modules together put out for one example."""
+    counts: list[int] = []
+    leaves = [leaf for leaf in module.modules() if not list(leaf.children())]
+    handles = [leaf.register_forward_hook(lambda _m, _i, out: counts.append(out.numel())) for leaf in leaves]
+    parameter = next(module.parameters())
+    try:
+        with torch.no_grad():
+            module(torch.zeros((1, *input_shape), dtype=parameter.dtype, device=parameter.device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sum(counts)

@@ -1,0 +1,100 @@
+"""Models tried on each peer's own labels: the personalized ones, and the network's mean model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.experiment import Experiment
+from flower_privdec.gradients import resolve_loss
+from flower_privdec.rows import keyed_generator
+
+
+def held_labels(experiment: Experiment) -> np.ndarray:
+    """Return which labels each peer's training shard holds, bool [n_peers, n_classes]; private, see `try_on_shards`."""
+    labels = experiment.dataset.y_train.numpy()
+    held = np.zeros((len(experiment.partition), experiment.dataset.n_classes), dtype=bool)
+    for peer, part in enumerate(experiment.partition):
+        held[peer, labels[part]] = True
+    return held
+
+
+def try_on_shards(experiment: Experiment, rows: dict[str, Tensor], right: Tensor, last: bool) -> dict[str, Any]:
+    """Try models on each peer's own test shard: the public test examples of the labels its training shard holds.
+
+    Args:
+        rows: the state's rows of all peers.
+        right: bool [N], which test examples the mean model gets right.
+        last: whether the run ends here; then the personalized models are also tried with extra labels.
+
+    Returns:
+        global_model and, where the algorithm has them, personal_models: accuracy (mean, min, max) over the
+        peers whose shard is not empty. At the end also generalization: mean accuracy of both by the number of
+        extra label classes added to every shard one by one, in an order drawn for each peer (FedDeper, Fig. 5b).
+
+    Privacy: which labels a peer holds comes from its private data, and where nothing computed from a
+        personalized model is released it is not noised either. No account covers these numbers: they are for
+        simulations, whose data are at hand, and no peer would publish them.
+    """
+    held, counts = held_labels(experiment), _per_label(experiment, torch.ones_like(right))
+    common = np.broadcast_to(_per_label(experiment, right), held.shape)
+    found: dict[str, Any] = {"global_model": _spread(_accuracy(held, common, counts))}
+    models = experiment.algorithm.personal(rows)
+    if models is None:
+        return found
+    wanted = np.ones_like(held) if last else held
+    own = np.stack([_hits(experiment, *pair) for pair in zip(models, wanted, strict=True)])
+    found["personal_models"] = _spread(_accuracy(held, own, counts))
+    if last:
+        shards = _growing(held, experiment.scenario.seed)
+        found["generalization"] = {
+            name: {str(extra): _spread(_accuracy(more, hits, counts))["mean"] for extra, more in enumerate(shards)}
+            for name, hits in (("personal_models", own), ("global_model", common))
+        }
+    return found
+
+
+def _growing(held: np.ndarray, seed: int) -> list[np.ndarray]:
+    """Return the labels of every peer's shard with 0, 1, ... extra ones, until some peer has them all."""
+    order = [
+        keyed_generator(seed, "extra labels", peer).permutation(np.flatnonzero(~own)) for peer, own in enumerate(held)
+    ]
+    shards = [held]
+    for extra in range(min(len(labels) for labels in order)):
+        more = shards[-1].copy()
+        more[np.arange(len(held)), [labels[extra] for labels in order]] = True
+        shards.append(more)
+    return shards
+
+
+def _hits(experiment: Experiment, model: Tensor, wanted: np.ndarray) -> np.ndarray:
+    """Return how many test examples of each wanted label a model gets right, [n_classes]; 0 of the others."""
+    labels = experiment.dataset.y_test
+    chosen = torch.from_numpy(wanted)[labels]
+    x = experiment.dataset.x_test[chosen].to(model)
+    right = torch.zeros(len(labels), dtype=torch.bool)
+    if len(x):
+        outputs = experiment.kernel.logits(model.unsqueeze(0), x)[0].cpu()
+        right[chosen] = resolve_loss(experiment.scenario.model.loss).predict(outputs) == labels[chosen]
+    return _per_label(experiment, right)
+
+
+def _per_label(experiment: Experiment, right: Tensor) -> np.ndarray:
+    labels, n_classes = experiment.dataset.y_test, experiment.dataset.n_classes
+    return np.bincount(labels.numpy(), weights=right.cpu().numpy(), minlength=n_classes)
+
+
+def _accuracy(shards: np.ndarray, hits: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the share of right answers on each peer's shard, without the peers whose shard is empty."""
+    examples = (shards * counts).sum(1)
+    return np.asarray((shards * hits).sum(1)[examples > 0] / examples[examples > 0])
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    """Return mean, least and most over the peers; 0 where no peer has a test example."""
+    if not len(values):
+        return {"mean": 0.0, "min": 0.0, "max": 0.0}
+    return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}

@@ -1,0 +1,100 @@
+"""How long a run would take, from a few rounds in memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+import torch
+
+from flower_privdec.data import Sampler
+from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.evaluation import evaluate
+from flower_privdec.experiment.memory import outputs_per_example
+from flower_privdec.runtime.engine import Engine
+from flower_privdec.runtime.recorder import evaluation_rounds
+from flower_privdec.scenario.algorithm_sections import VRSection
+
+TIMED_ROUNDS = 5
+TIMED_SECONDS = 4.0  # a slow model is timed over fewer rounds
+FILLED = 256  # examples a peer from which the filling of a table is timed, fewer of a large model
+LEAST_TESTED = 64  # test examples from which an evaluation is timed, more of a small model
+NUMBERS = 1 << 24  # what the layers may put out for them: larger models are timed on fewer examples
+
+
+def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
+    """Estimate a run's training and evaluation time from a few rounds run in memory, with no ledger.
+
+    With variance reduction a table is filled, or snapshots are taken, from all examples of a peer: that is
+    timed on a part of them.
+
+    Returns:
+        Seconds in all, and the share of them that evaluation takes.
+    """
+    torch.set_num_threads(experiment.scenario.compute.threads)
+    timed, shrunk = _shrunk(experiment)
+    cohort = timed.cohort()
+    began = time.perf_counter()
+    engine = Engine(timed.algorithm, cohort, timed.initial_state(cohort))
+    filling = time.perf_counter() - began
+    whole = _timed(experiment, engine.round)  # warm-up; of SVRG a snapshot
+    times = [whole]
+    section, rounds = experiment.scenario.algorithm, experiment.scenario.rounds
+    while len(times) < min(1 + TIMED_ROUNDS, rounds) and sum(times) < TIMED_SECONDS:
+        times.append(_timed(experiment, engine.round))
+    each = median(times[1:] or times)
+    training = each * rounds
+    if isinstance(section, VRSection):
+        snapshots = math.ceil(rounds / section.snapshot_every) if section.table == "snapshot" else 0
+        training += filling * shrunk + snapshots * max(0.0, whole * shrunk - each)
+    evaluation = _one_evaluation(experiment, engine) * len(
+        evaluation_rounds(rounds, experiment.scenario.evaluation.every)
+    )
+    return training + evaluation, evaluation / (training + evaluation)
+
+
+def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
+    """Return the experiment with fewer examples a peer, and how many times fewer, where a table takes them all."""
+    if not isinstance(experiment.scenario.algorithm, VRSection):
+        return experiment, 1.0
+    batch, sampler = experiment.scenario.data.batch, experiment.sampler
+    kept = max(2 * (batch.size or 1), min(FILLED, _affordable(experiment) // experiment.scenario.n_peers))
+    parts = [part[:kept] for part in experiment.partition]
+    sizes = np.array([len(part) for part in parts])
+    smaller = Sampler(batch.sampling, batch.size, sizes, sampler.keys)
+    return (
+        replace(experiment, partition=parts, sampler=smaller),
+        float(sampler.partition_sizes.max() / sizes.max()),
+    )
+
+
+def _affordable(experiment: Experiment) -> int:
+    """Return how many examples the model can be tried on in little time."""
+    return NUMBERS // outputs_per_example(experiment.module, experiment.dataset.input_shape)
+
+
+def _one_evaluation(experiment: Experiment, engine: Engine) -> float:
+    """Return the seconds of an evaluation, timed on a part of the test set where the model is large."""
+    dataset = experiment.dataset
+    part = min(len(dataset.y_test), max(LEAST_TESTED, _affordable(experiment)))
+    smaller = replace(dataset, x_test=dataset.x_test[:part], y_test=dataset.y_test[:part])
+    timed, state = replace(experiment, dataset=smaller), engine.state
+    return _timed(experiment, lambda: evaluate(timed, state.rows, state.round_index)) * len(dataset.y_test) / part
+
+
+def _timed(experiment: Experiment, work: Callable[[], object]) -> float:
+    _wait(experiment)
+    began = time.perf_counter()
+    work()
+    _wait(experiment)
+    return time.perf_counter() - began
+
+
+def _wait(experiment: Experiment) -> None:
+    """Wait until the device has done what it was given."""
+    if experiment.device.type == "cuda":
+        torch.cuda.synchronize()

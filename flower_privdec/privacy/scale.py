@@ -1,0 +1,91 @@
+"""The scale of a peer's noise: given, solved by the accountant, or by a paper's formula, with what that one claims."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.privacy import paper
+from flower_privdec.privacy.calibration import scale_for_budget
+from flower_privdec.privacy.declared import Declares
+from flower_privdec.privacy.mechanisms import Mechanism
+from flower_privdec.privacy.schedules import Schedule
+from flower_privdec.scenario.schema import PrivacySection
+
+FACTORS = {"moments": 1.0, "moments-table": 3.0}  # of eq. 11: how far an example moves a step, in clip norms
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper's formula says of one peer.
+
+    Attributes:
+        epsilon: the ε it claims at the peer's δ.
+        mu_total, mu_0: of Gaussian differential privacy, where the formula uses it.
+    """
+
+    epsilon: float
+    mu_total: float | None = None
+    mu_0: float | None = None
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Finds the scale of a peer's noise under one scenario's privacy section."""
+
+    section: PrivacySection
+    algorithm: Declares
+    schedule: Schedule
+
+    def scale(
+        self, mechanism: Mechanism, active: np.ndarray, budget: float | None, delta: float
+    ) -> tuple[float, Claim | None]:
+        """Return the scale of one peer's noise, and the claim where a paper's formula gave it.
+
+        Args:
+            active: bool [steps].
+
+        Raises:
+            ScenarioError: where no noise keeps the budget, nothing is declared, or no paper has a formula.
+        """
+        if budget is not None and None in mechanism.kinds:
+            raise ScenarioError(
+                f"algorithm {self.algorithm.name!r} declares no releases, so its ε is ∞ and no noise keeps "
+                f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none"
+            )
+        if self.section.noise_multiplier is not None:
+            return self.section.noise_multiplier, None
+        if budget is None or not active.any():
+            return 1.0, None
+        if self.section.calibration == "paper":
+            return self._by_paper(mechanism, active, budget, delta)
+        return scale_for_budget(lambda scale: mechanism.releases(active, scale), budget, delta), None
+
+    def _by_paper(self, mechanism: Mechanism, active: np.ndarray, budget: float, delta: float) -> tuple[float, Claim]:
+        """Return the scale by eq. 11 (PrivSGP-VR), eq. 8 and 9, or Proposition 4 (Dyn-D2P)."""
+        formula, drawing = self.algorithm.paper_noise, mechanism.drawing
+        scheduled = not self.schedule.constant and formula == "moments"  # Dyn-D2P's Algorithm 2 on PrivSGP's steps
+        if formula is None or (formula == "moments-table" and not self.schedule.constant):
+            changed = " with a schedule" if formula else ""
+            raise ScenarioError(
+                f"privacy.calibration='paper' has no formula for {self.algorithm.name}{changed}: no paper claims an ε "
+                "for it; use calibration rigorous"
+            )
+        if formula != "gdp" and not scheduled:
+            sigma = paper.moments_sigma(
+                budget,
+                delta,
+                rounds=int(active.sum()),
+                dataset_size=drawing.size,
+                clip_norm=1.0,
+                c_2=self.section.c_2,
+                factor=FACTORS[formula],
+            )
+            return sigma * round(drawing.batch), Claim(budget)
+        total, shape = paper.gdp_mu(budget, delta), self.schedule.noise_shape[active]
+        if self.schedule.exponential is None:
+            return paper.proposition_4(total, drawing.rate, shape), Claim(budget, total)
+        mu_0 = paper.gdp_mu_0(total, drawing.rate, shape**-2.0)
+        return 1 / mu_0, Claim(budget, total, mu_0)

@@ -1,0 +1,164 @@
+"""A run under way: a bar on a terminal, a few plain lines elsewhere, TensorBoard where asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.reporting.wording import main_accuracy
+from flower_privdec.scenario import Scenario
+from flower_privdec.words import duration, epsilon_text, number, percent
+
+Metrics = dict[str, Any]
+PLAIN_LINES = 10
+
+
+class _View(Protocol):
+    def __call__(self, metrics: Metrics) -> None: ...
+
+
+@contextmanager
+def progress(
+    scenario: Scenario, folder: Path, *, tensorboard: bool = False, console: Console | None = None
+) -> Iterator[Callable[[Metrics], None]]:
+    """Show a run's progress on stderr while the context lasts; write nothing before the first metrics.
+
+    Args:
+        scenario: the run's.
+        folder: the run's; TensorBoard's files go to its folder tensorboard.
+        tensorboard: write scalars for TensorBoard as well.
+        console: where to print; stderr by default.
+
+    Yields:
+        What to call with each evaluation's metrics (a line of metrics.jsonl).
+
+    Raises:
+        ScenarioError: when TensorBoard is asked for and not installed.
+    """
+    console = console or Console(stderr=True, highlight=False, markup=False)
+    with ExitStack() as stack:
+        views: list[_View] = []
+        if tensorboard:
+            views.append(stack.enter_context(_tensorboard(folder)))
+        views.append(stack.enter_context(_bar(scenario, console) if console.is_terminal else _plain(scenario, console)))
+
+        def on_metrics(metrics: Metrics) -> None:
+            for view in views:
+                view(metrics)
+
+        yield on_metrics
+
+
+def _values(scenario: Scenario, metrics: Metrics) -> str:
+    accuracy = main_accuracy(scenario.algorithm.name, metrics["accuracy"])
+    return (
+        f"accuracy {percent(accuracy)}  "
+        f"consensus distance {number(metrics['consensus_distance'])}  ε {epsilon_text(metrics['epsilon'])}"
+    )
+
+
+class _Clock:
+    """Time left, from the rounds since the first line; at that one, from the time that training took so far."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.rounds = scenario.rounds
+        self.first: tuple[float, int] | None = None
+
+    def left(self, metrics: Metrics) -> str:
+        now, done = time.monotonic(), metrics["round"]
+        if self.first is None:
+            self.first = now, done
+            pace = metrics["seconds"] / max(done, 1)
+        else:
+            pace = (now - self.first[0]) / max(done - self.first[1], 1)
+        return duration(pace * (self.rounds - done))
+
+
+def counting_bar(console: Console) -> Progress:
+    """Return a bar of what is done of how much, the time that took, and the task's field `left`."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        console=console,
+        disable=not console.is_terminal,
+        expand=True,
+    )
+
+
+@contextmanager
+def _bar(scenario: Scenario, console: Console) -> Iterator[_View]:
+    bar = counting_bar(console)
+    task = bar.add_task(scenario.name, total=scenario.rounds, left="")
+    values, clock = Text(style="dim"), _Clock(scenario)
+
+    def show(metrics: Metrics) -> None:
+        done = metrics["round"]
+        left = f"{clock.left(metrics)} left" if done < scenario.rounds else "done"
+        bar.update(task, completed=done, left=left)
+        values.plain = _values(scenario, metrics)
+
+    with Live(Group(bar, values), console=console, refresh_per_second=8):
+        yield show
+
+
+@contextmanager
+def _plain(scenario: Scenario, console: Console) -> Iterator[_View]:
+    tenths_shown, clock = 0, _Clock(scenario)
+    width = len(str(scenario.rounds))
+
+    def show(metrics: Metrics) -> None:
+        nonlocal tenths_shown
+        left, tenths = clock.left(metrics), PLAIN_LINES * metrics["round"] // scenario.rounds
+        if tenths > tenths_shown:
+            tenths_shown = tenths
+            tail = "done" if metrics["round"] == scenario.rounds else f"{left} left"
+            where = f"{scenario.name}: round {metrics['round']:{width}d}/{scenario.rounds}"
+            console.print(f"{where}  {_values(scenario, metrics)}  {tail}", soft_wrap=True)
+
+    yield show
+
+
+@contextmanager
+def _tensorboard(folder: Path) -> Iterator[_View]:
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ScenarioError(
+            "--tensorboard needs the package tensorboard, which is not installed; "
+            "pip install 'flower-privdec[tensorboard]', or leave the option out"
+        )
+    writers: list[Any] = []
+
+    def show(metrics: Metrics) -> None:
+        if not writers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writers.append(SummaryWriter(str(folder / "tensorboard"), purge_step=metrics["round"]))
+        for name, value in scalars(metrics).items():
+            writers[0].add_scalar(name, value, metrics["round"])
+        writers[0].flush()
+
+    try:
+        yield show
+    finally:
+        for writer in writers:
+            writer.close()
+
+
+def scalars(metrics: Metrics) -> dict[str, float]:
+    """Return a line of metrics as named numbers: nested names joined by a slash, infinities left out."""
+    named = {f"accuracy/{key}": value for key, value in metrics["accuracy"].items()}
+    named |= {f"loss/{key}": value for key, value in metrics["loss"].items()}
+    named |= {key: metrics[key] for key in ("consensus_distance", "epsilon", "seconds")}
+    return {key: float(value) for key, value in named.items() if float(value) < float("inf")}

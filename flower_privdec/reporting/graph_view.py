@@ -1,0 +1,161 @@
+"""Describe and draw the communication graph of a scenario."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flower_privdec.algorithms import build_algorithm
+from flower_privdec.errors import ScenarioError
+from flower_privdec.experiment.build import build_exchange
+from flower_privdec.mixing import Mixing, spectral_gap
+from flower_privdec.reporting.plots import INK, MUTED, PAPER, SERIES, drawing, new_figure
+from flower_privdec.scenario import Scenario
+from flower_privdec.topology import Topology, joint_connectivity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PICTURES = (".png", ".svg", ".pdf")
+ROUNDS_SHOWN = 6
+LARGEST_LISTED = 32
+MOST_ARROWS = 1200
+NO_GRAPH = "algorithm {} exchanges nothing: there is no graph"
+
+
+def build_graph(scenario: Scenario) -> Mixing | None:
+    """Return the graph of a scenario with its weights, or None when its algorithm exchanges nothing."""
+    return build_exchange(scenario, build_algorithm(scenario.algorithm))[0]
+
+
+def connectivity(mixing: Mixing) -> dict[str, Any]:
+    """Return how fast a graph agrees.
+
+    Returns:
+        joint_connectivity: the smallest B such that any B consecutive rounds together are strongly
+            connected (everybody active), or None; spectral_gap: in [0, 1], per round.
+    """
+    return {
+        "joint_connectivity": joint_connectivity(mixing.topology),
+        "spectral_gap": spectral_gap(mixing),
+    }
+
+
+def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
+    """Describe the graph of a scenario, and draw it where a file is given.
+
+    Args:
+        scenario: the scenario; its data are not touched.
+        out: a .png, .svg or .pdf file to write.
+
+    Returns:
+        name (None when nothing is exchanged), n_peers, directed, period (None: fresh every round), weights,
+        edges_per_round (of the first rounds), joint_connectivity, spectral_gap, edges (of the first rounds,
+        (sender, receiver) pairs; None for a large graph), picture (the file, or None) and note.
+
+    Raises:
+        ScenarioError: a graph that can never agree, or a file that cannot be written.
+    """
+    if out is not None and out.suffix.lower() not in PICTURES:
+        raise ScenarioError(f"--out {out}: must end in {', '.join(PICTURES)}; rename it")
+    mixing = build_graph(scenario)
+    if mixing is None:
+        return _no_graph(scenario)
+    topology = mixing.topology
+    rounds = [topology.edges(k) for k in range(rounds_shown(topology))]
+    small = scenario.n_peers <= LARGEST_LISTED
+    description = {
+        "name": topology.name,
+        "n_peers": topology.n_peers,
+        "directed": topology.directed,
+        "period": topology.period,
+        "weights": mixing.weights,
+        "edges_per_round": [len(edges) for edges in rounds],
+        **connectivity(mixing),
+        "edges": [edges.tolist() for edges in rounds] if small else None,
+        "picture": None if out is None else str(out),
+        "note": None,
+    }
+    if out is not None:
+        _save(topology, out)
+    return description
+
+
+def _no_graph(scenario: Scenario) -> dict[str, Any]:
+    nothing = (
+        "name",
+        "directed",
+        "period",
+        "weights",
+        "joint_connectivity",
+        "spectral_gap",
+        "edges",
+        "picture",
+    )
+    return {
+        **dict.fromkeys(nothing),
+        "n_peers": scenario.n_peers,
+        "edges_per_round": [0],
+        "note": NO_GRAPH.format(scenario.algorithm.name),
+    }
+
+
+def rounds_shown(topology: Topology) -> int:
+    """Return how many rounds of a graph are looked at and drawn."""
+    return min(topology.period or ROUNDS_SHOWN, ROUNDS_SHOWN)
+
+
+def _save(topology: Topology, out: Path) -> None:
+    with drawing():
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            draw_topology(topology).savefig(out, dpi=150, facecolor="white")
+        except OSError as error:
+            raise ScenarioError(f"--out {out}: cannot be written ({error}); give another path") from error
+
+
+def draw_topology(topology: Topology) -> Figure:
+    """Draw a graph on a circle, one panel for each of its first rounds; call it within `drawing`."""
+    panels = rounds_shown(topology)
+    across = panels if panels <= 4 else 3
+    down = math.ceil(panels / across)
+    side = 3.4 if panels == 1 else 2.5
+    figure = new_figure(side * across, (side + 0.1) * down)
+    grid = figure.subplots(down, across, squeeze=False)
+    for k, axes in enumerate(grid.flat):
+        axes.set_axis_off()
+        if k < panels:
+            _draw_round(axes, topology, k, side)
+            axes.set_title(f"round {k}" if panels > 1 else "every round", fontsize=9, color=MUTED)
+    return figure
+
+
+def _draw_round(axes: Axes, topology: Topology, round_index: int, side: float) -> None:
+    import networkx as nx
+
+    graph = nx.DiGraph() if topology.directed else nx.Graph()
+    graph.add_nodes_from(range(topology.n_peers))
+    graph.add_edges_from(topology.edges(round_index).tolist())
+    n_peers = topology.n_peers
+    place = {peer: (math.sin(2 * math.pi * peer / n_peers), math.cos(2 * math.pi * peer / n_peers)) for peer in graph}
+    node_size = min(300.0, (side * 72 * 2 / n_peers) ** 2 / 3)
+    edges = graph.number_of_edges()
+    style = {"edge_color": SERIES[0], "alpha": max(0.15, min(0.8, 60 / (edges + 1))), "ax": axes}
+    if topology.directed and edges <= MOST_ARROWS:
+        nx.draw_networkx_edges(
+            graph,
+            place,
+            node_size=node_size,
+            arrowsize=9,
+            connectionstyle="arc3,rad=0.08",
+            arrows=True,
+            **style,
+        )
+    else:
+        nx.draw_networkx_edges(graph, place, node_size=node_size, arrows=False, **style)
+    nx.draw_networkx_nodes(graph, place, node_size=node_size, node_color=PAPER, edgecolors=INK, linewidths=0.9, ax=axes)
+    if n_peers <= LARGEST_LISTED:
+        nx.draw_networkx_labels(graph, place, font_size=8 if n_peers <= 16 else 6, font_color=INK, ax=axes)
+    axes.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))

@@ -1,0 +1,252 @@
+"""Curves of runs over their rounds: PNG files beside a run, SVG that follows the page's colours."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.reporting.run_folder import Result, read_result
+from flower_privdec.reporting.wording import main_accuracy, main_loss
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d8dee4", "#fefefe"
+SERIES = ("#2563c9", "#c2410c", "#15803d", "#8b3fc4", "#c2307a", "#8a6100", "#0d9488", "#57606b")
+DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}  # matplotlib's name: the name in CSS
+PAGE_COLOURS = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {
+    colour: f"series-{i}" for i, colour in enumerate(SERIES)
+}
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "lines.linewidth": 1.8,
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One quantity over the rounds.
+
+    Attributes:
+        name: of the file it is written to.
+        title: what it shows.
+        value: reads it from a line of metrics.jsonl of a run of an algorithm, or None.
+        band: reads the least and the most over the peers, where they are known.
+        log: whether the axis is logarithmic.
+        share: whether it is a share, shown in percent.
+    """
+
+    name: str
+    title: str
+    value: Callable[[dict[str, Any], str], float | None]
+    band: Callable[[dict[str, Any]], tuple[float, float]] | None = None
+    log: bool = False
+    share: bool = False
+
+
+def _own_labels(metrics: dict[str, Any], models: str, which: str) -> float | None:
+    """Return a percentage of models tried on the peers' own labels, or None where the run has no such models."""
+    tried = metrics.get("personalized", {}).get(models)
+    return None if tried is None else 100 * float(tried[which])
+
+
+CURVES = (
+    Curve(
+        "accuracy",
+        "Test accuracy (line: mean model; band: the peers' models)",
+        lambda m, algorithm: 100 * (main_accuracy(algorithm, m["accuracy"]) or 0.0),
+        lambda m: (100 * m["accuracy"]["peer_min"], 100 * m["accuracy"]["peer_max"]),
+        share=True,
+    ),
+    Curve("loss", "Test loss of the mean model", lambda m, algorithm: main_loss(algorithm, m["loss"])),
+    Curve("consensus", "Consensus distance", lambda m, _: m["consensus_distance"], log=True),
+    Curve("epsilon", "ε spent (largest of the peers)", lambda m, _: float(m["epsilon"])),
+    Curve(
+        "personalized",
+        "Accuracy on the peers' own labels, personalized models (band: the peers)",
+        lambda m, _: _own_labels(m, "personal_models", "mean"),
+        lambda m: (_own_labels(m, "personal_models", "min") or 0.0, _own_labels(m, "personal_models", "max") or 0.0),
+        share=True,
+    ),
+    Curve(
+        "own-labels",
+        "Accuracy on the peers' own labels, mean model (band: the peers)",
+        lambda m, _: _own_labels(m, "global_model", "mean"),
+        lambda m: (_own_labels(m, "global_model", "min") or 0.0, _own_labels(m, "global_model", "max") or 0.0),
+        share=True,
+    ),
+)
+
+
+@contextmanager
+def drawing(salt: str = "privdec") -> Iterator[None]:
+    """Draw with this package's style; the salt makes identifiers in an SVG unlike another picture's.
+
+    Raises:
+        ScenarioError: when matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ScenarioError("pictures need matplotlib, which is not installed; pip install matplotlib") from error
+    with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": salt}):
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure, in inches; it belongs to no window."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_curve(curve: Curve, results: Sequence[Result], width: float = 6.0, height: float = 3.2) -> Figure | None:
+    """Draw one quantity of one or several runs over their rounds; None when no run has it.
+
+    Call it within `drawing`.
+    """
+    figure = new_figure(width, height)
+    axes = figure.add_subplot()
+    drawn = [_draw_run(axes, curve, result, i) for i, result in enumerate(results)]
+    if not any(drawn):
+        return None
+    axes.set_title(curve.title, loc="left", fontsize=10.5)
+    axes.set_xlabel("round")
+    axes.margins(x=0.01)
+    _set_scale(axes, curve)
+    return figure
+
+
+def line_style(index: int) -> tuple[int, str]:
+    """Return how the curve of a run is drawn: which of the series' colours, and matplotlib's dashes."""
+    return index % len(SERIES), tuple(DASHES)[index // len(SERIES) % len(DASHES)]
+
+
+def _draw_run(axes: Axes, curve: Curve, result: Result, index: int) -> bool:
+    """Draw a run's finite values and say whether there was one."""
+    algorithm = result.scenario.algorithm.name
+    values = [(m, curve.value(m, algorithm)) for m in result.metrics]
+    points = [(m, value) for m, value in values if value is not None and math.isfinite(value)]
+    if not points:
+        return False
+    series, dash = line_style(index)
+    rounds = [m["round"] for m, _ in points]
+    marker = "o" if len(points) == 1 else ""
+    axes.plot(rounds, [value for _, value in points], dash, color=SERIES[series], marker=marker)
+    if curve.band is not None:
+        low, high = zip(*(curve.band(m) for m, _ in points), strict=True)
+        axes.fill_between(rounds, low, high, color=SERIES[series], alpha=0.16, linewidth=0)
+    return True
+
+
+def _set_scale(axes: Axes, curve: Curve) -> None:
+    drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
+    positive = drawn[drawn > 0]
+    if curve.log and len(positive) and positive.max() > 10 * positive.min():
+        axes.set_yscale("log")
+    elif curve.name == "epsilon" or curve.log:
+        axes.set_ylim(0, 1.1 * drawn.max() or 1.0)
+    if curve.share:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+
+
+def to_svg(figure: Figure, label: str) -> str:
+    """Return a figure as SVG to stand in a page: no size of its own, its colours the page's variables.
+
+    Args:
+        figure: drawn within `drawing`.
+        label: what it shows, for those who cannot see it.
+    """
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' id="[\w.]+_\d+"', "", text)  # identifiers that every picture would repeat
+    text = re.sub(r"font: ([\d.]+)px 'DejaVu Sans'[^;\"]*", r"font: \1px var(--font)", text)
+    for colour, name in PAGE_COLOURS.items():
+        text = text.replace(colour, f"var(--{name})")
+    head, rest = text.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    return f'{head} role="img" aria-label="{label}">{rest}'
+
+
+def draw_generalization(metrics: dict[str, Any], width: float = 6.0, height: float = 3.2) -> Figure | None:
+    """Draw accuracy against the extra label classes added to each peer's own (FedDeper, Fig. 5b).
+
+    Args:
+        metrics: the last line of a run's metrics.
+
+    Returns:
+        None when the run has no personalized models. Call it within `drawing`.
+    """
+    found = metrics.get("personalized", {}).get("generalization")
+    if found is None:
+        return None
+    figure = new_figure(width, height)
+    axes = figure.add_subplot()
+    names = {"personal_models": "personalized models", "global_model": "mean model"}
+    for i, (name, label) in enumerate(names.items()):
+        extra = [int(count) for count in found[name]]
+        series, dash = line_style(i)
+        shares = [100 * value for value in found[name].values()]
+        axes.plot(extra, shares, dash, marker="o", markersize=4, color=SERIES[series], label=label)
+    axes.set_title("Accuracy with extra label classes, mean over the peers", loc="left", fontsize=10.5)
+    axes.set_xlabel("extra label classes")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    axes.legend(frameon=False)
+    return figure
+
+
+def save_run_plots(out: Path) -> list[Path]:
+    """Write a run's curves to its folder plots: accuracy.png, loss.png and so on; and generalization.png.
+
+    Args:
+        out: the run's folder, with scenario.yaml and metrics.jsonl.
+
+    Returns:
+        The files written: none for a quantity the run does not have (ε without privacy); none, with a
+        warning in the log, where matplotlib is not installed.
+    """
+    result = read_result(out)
+    written = []
+    try:
+        with drawing():
+            figures = {curve.name: draw_curve(curve, [result]) for curve in CURVES}
+            if result.metrics:
+                figures["generalization"] = draw_generalization(result.metrics[-1])
+            for name, figure in figures.items():
+                if figure is not None:
+                    (out / "plots").mkdir(exist_ok=True)
+                    path = out / "plots" / f"{name}.png"
+                    figure.savefig(path, dpi=130, facecolor="white")
+                    written.append(path)
+    except ScenarioError as error:
+        logging.getLogger(__name__).warning("no plots in %s: %s", out, error)
+    return written

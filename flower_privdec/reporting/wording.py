@@ -1,0 +1,155 @@
+"""How numbers and guarantees are put into words: the same in the terminal, the report and the warnings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from flower_privdec.algorithms import ALGORITHMS
+from flower_privdec.words import NOTHING, epsilon_text, memory, number, percent, setting
+
+
+def shares_models(algorithm: str) -> bool:
+    """Return whether an algorithm's peers exchange anything, so that there is a mean model to speak of."""
+    known = ALGORITHMS.get(algorithm)
+    return known is None or known.weights is not None
+
+
+def main_accuracy(algorithm: str, accuracy: dict[str, float] | None) -> float | None:
+    """Return the accuracy that counts: the mean model's, or the peers' mean where nothing is exchanged.
+
+    The mean of models that were never exchanged is a model that nobody has.
+    """
+    if accuracy is None:
+        return None
+    return accuracy["mean_model" if shares_models(algorithm) else "peer_mean"]
+
+
+def main_loss(algorithm: str, loss: dict[str, float] | None) -> float | None:
+    """Return the mean model's loss, or None where peers exchange nothing and nobody has that model."""
+    return loss["mean_model"] if loss and shares_models(algorithm) else None
+
+
+def peers_accuracy(summary: dict[str, Any]) -> str:
+    """Return the accuracy of the peers' own models: `89.0 % (87.0–90.4)`, mean, worst and best."""
+    accuracy = summary["accuracy"]
+    if not accuracy:
+        return NOTHING
+    return f"{percent(accuracy['peer_mean'])} ({peers_range(summary).removesuffix(' %')})"
+
+
+def peers_range(summary: dict[str, Any]) -> str:
+    """Return the accuracy of the worst and of the best peer's model: `87.0–90.4 %`."""
+    accuracy = summary["accuracy"]
+    return f"{100 * accuracy['peer_min']:.1f}–{percent(accuracy['peer_max'])}" if accuracy else NOTHING
+
+
+def own_labels(summary: dict[str, Any]) -> str | None:
+    """Say how models do on each peer's own labels, or None where they were not tried."""
+    tried = summary.get("personalized")
+    if not tried:
+        return None
+    common = f"mean model {percent(tried['global_model']['mean'])}"
+    personal = tried.get("personal_models")
+    return f"personalized models {percent(personal['mean'])}, {common}" if personal else common
+
+
+def sent(summary: dict[str, Any]) -> str | None:
+    """Say what an active peer sends in a round, or None where nothing is exchanged or it is not known."""
+    traffic = summary.get("traffic")
+    if not traffic or not traffic["vectors"]:
+        return None
+    many = "1 vector" if traffic["vectors"] == 1 else f"{traffic['vectors']} vectors"
+    return f"{many} ({memory(traffic['bytes'])}) a round from an active peer to each receiver"
+
+
+def alike(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[tuple[list[int], dict[str, Any]]]:
+    """Put together the peers whose rows agree on some keys.
+
+    Returns:
+        For each distinct row, in order of its first peer: the peers' ids, and the row.
+    """
+    found: dict[str, tuple[list[int], dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(repr([row.get(key) for key in keys]), ([], row))[0].append(row["peer"])
+    return list(found.values())
+
+
+def epsilon_range(summary: dict[str, Any]) -> str:
+    """Return the ε of a run's peers: one value, or least to most."""
+    values = [float(row["epsilon"]) for row in summary["privacy"]]
+    if not values:
+        return epsilon_text(summary.get("epsilon_so_far"))
+    low, high = epsilon_text(min(values)), epsilon_text(max(values))
+    return low if low == high else f"{low}–{high}"
+
+
+def is_private(summary: dict[str, Any]) -> bool:
+    """Return whether some peer of a run has a finite ε."""
+    return epsilon_range(summary) not in ("∞", NOTHING)
+
+
+def _span(values: Iterable[float]) -> str:
+    known = sorted(values)
+    low, high = setting(known[0]), setting(known[-1])
+    return low if low == high else f"{low}–{high}"
+
+
+def guarantee(summary: dict[str, Any]) -> str:
+    """Say each peer's guarantee in one line: ε, δ, unit, adjacency and calibration."""
+    rows = summary["privacy"]
+    if not summary.get("finished", True):
+        return _guarantee_so_far(summary)
+    if not is_private(summary):
+        return "ε = ∞ (no privacy)"
+    who = "every peer: " if len(alike(rows, ("epsilon", "delta"))) == 1 else "over the peers: "
+    facts = ", ".join(
+        f"{key}: {' / '.join(sorted({str(row[key]) for row in rows}))}" for key in ("unit", "adjacency", "calibration")
+    )
+    scopes = sorted({row["scope"] for row in rows if "scope" in row})
+    return f"{who}{budget(summary)} ({'; '.join([facts, *scopes])})"
+
+
+def budget(summary: dict[str, Any]) -> str:
+    """Return ε of a run's peers and the δ it holds at: `ε = 2.99 at δ = 1e-5`."""
+    deltas = [row["delta"] for row in summary["privacy"] if row["delta"]]
+    return f"ε = {epsilon_range(summary)}" + (f" at δ = {_span(deltas)}" if deltas else "")
+
+
+def _guarantee_so_far(summary: dict[str, Any]) -> str:
+    spent = summary["epsilon_so_far"]
+    if spent is None:
+        return "ε is not known before the first evaluation"
+    peer = "" if math.isinf(float(spent)) else ", of the peer that spent most, at the last evaluation"
+    return f"ε = {epsilon_text(spent)}{peer}"
+
+
+def claim(summary: dict[str, Any]) -> str | None:
+    """Say what a paper's formula claims, where a run was calibrated by one."""
+    claimed = [row["claimed_epsilon"] for row in summary["privacy"] if row.get("claimed_epsilon") is not None]
+    return f"the paper's formula claims ε = {_span(claimed)}: a claim, not a guarantee" if claimed else None
+
+
+def meaning(summary: dict[str, Any]) -> str:
+    """Say in a sentence what the guarantee of a run promises to whom."""
+    rows = summary["privacy"]
+    largest = max((float(row["epsilon"]) for row in rows), default=float(summary.get("epsilon_so_far") or 0))
+    if math.isinf(largest):
+        return "Messages and models may reveal anything about the examples they were computed from."
+    whose = "peer's data" if rows and rows[0]["unit"] == "peer" else "example"
+    factor = number(math.exp(min(largest, 700.0)))
+    return (
+        f"For whoever sees every message and every model, the use of any one {whose} changes the odds of "
+        f"what they see by at most a factor of e^ε = {factor}, except with a probability of about δ."
+    )
+
+
+def headline(summary: dict[str, Any]) -> str:
+    """Say the result of a run in one line."""
+    whose = "mean model" if shares_models(summary["algorithm"]) else "peers' models alone, on average"
+    result = f"{whose} {percent(main_accuracy(summary['algorithm'], summary['accuracy']))} on the test set"
+    if not summary.get("finished", True):
+        done = f"{summary['rounds_done']} of {summary['rounds']} rounds"
+        return f"unfinished, {done}: {result} so far, {budget(summary)}"
+    return f"{result}, {budget(summary)}"

@@ -1,0 +1,25 @@
+"""Random numbers that depend on keys alone: the same for any cohort, any order and any resume.
+
+Those of a deployed peer depend on nothing: they come from the operating system.
+"""
+
+from flower_privdec.rows.fast import FastNoise
+from flower_privdec.rows.generators import GENERATORS, build_noise, resolve_generator
+from flower_privdec.rows.keys import KEY_BYTES, Secret, keyed_generator, seed_keys
+from flower_privdec.rows.source import NoiseSource
+from flower_privdec.rows.system import SystemNoise
+from flower_privdec.rows.torch_noise import TorchNoise
+
+__all__ = [
+    "GENERATORS",
+    "KEY_BYTES",
+    "FastNoise",
+    "NoiseSource",
+    "Secret",
+    "SystemNoise",
+    "TorchNoise",
+    "build_noise",
+    "keyed_generator",
+    "resolve_generator",
+    "seed_keys",
+]

@@ -1,0 +1,66 @@
+"""Noise sources by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.rows.fast import FastNoise
+from flower_privdec.rows.source import NoiseSource
+from flower_privdec.rows.system import SystemNoise
+from flower_privdec.rows.torch_noise import TorchNoise
+
+GENERATORS = {
+    "auto": "fast where numba is installed and the device is a CPU, else torch",
+    "fast": "Philox4x32-7 and Box-Muller compiled by numba (CPU)",
+    "torch": "torch's own generator, started anew for each row (any device)",
+    "system": "AES-256 under fresh keys of the operating system, for deployed peers: never the same twice (any device)",
+}
+
+
+def build_noise(generator: str, keys: Mapping[int, bytes], device: torch.device | str = "cpu") -> NoiseSource:
+    """Build a noise source by name.
+
+    Args:
+        generator: one of GENERATORS.
+        keys: a secret key of 16 bytes or more for each peer hosted here, by global id. A run's keys should follow
+            from all that decides its numbers, so that no other run shares a draw with it. `system` reads none.
+        device: where the rows live.
+
+    Raises:
+        ScenarioError: an unknown generator, or one that cannot run here.
+        ValueError: a key is too short.
+    """
+    device = torch.device(device)
+    if generator not in GENERATORS:
+        raise ScenarioError(f"generator={generator!r} must be one of {', '.join(GENERATORS)}")
+    if generator == "fast" and device.type != "cpu":
+        raise ScenarioError(f"generator='fast' runs on a CPU, not {device}: set generator to torch or auto")
+    if generator == "system":
+        return SystemNoise()
+    if resolve_generator(generator, device) == "torch":
+        return TorchNoise(keys, device)
+    try:
+        return FastNoise(keys)
+    except ImportError as error:
+        raise ScenarioError(
+            "generator='fast' needs numba, which is not installed: pip install 'flower-privdec[fast]', "
+            "or set generator to torch"
+        ) from error
+
+
+def resolve_generator(generator: str, device: torch.device) -> str:
+    """Return which generator `auto` stands for here; any other is itself."""
+    if generator != "auto":
+        return generator
+    return "fast" if device.type == "cpu" and _has_numba() else "torch"
+
+
+def _has_numba() -> bool:
+    try:
+        from flower_privdec.rows import philox  # noqa: F401 (what it needs is the question)
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,87 @@
+"""The peers of one node in relay mode: their state, their checkpoints and their ledger, all of which stay with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from flwr.app import RecordDict
+
+from flower_privdec.algorithms import State
+from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.errors import RunError
+from flower_privdec.experiment import Experiment
+from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from flower_privdec.runtime.flower.own import Own
+from flower_privdec.runtime.flower.records import unpack_state
+from flower_privdec.scenario import scenario_hash
+
+KEPT = 2  # checkpoints: the server may have missed the answer that told it of the last
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node needs to take its peers through some steps of a run.
+
+    Attributes:
+        folder: where checkpoints and ledger lie.
+        peers: int64 [m], global ids.
+    """
+
+    own: Own
+    experiment: Experiment
+    folder: Path
+    peers: np.ndarray
+
+    def state(self, kept: RecordDict, begin: int) -> State | None:
+        """Return the state to go on from; None at the beginning of a run.
+
+        Args:
+            kept: where the state is between two messages.
+            begin: the round whose checkpoint to go on from; 0 to begin anew, -1 to go on from what is kept.
+
+        Raises:
+            RunError: where there is nothing to go on from, or it is other peers'.
+        """
+        if begin == 0:
+            return None
+        state = unpack_state(kept, self.experiment.device) if begin < 0 else self._restored(begin)
+        if state is None:
+            raise RunError(f"the node of peers {self.peers.tolist()} has lost its state: start again with --resume")
+        if not np.array_equal(state.peers, self.peers):
+            raise RunError(f"the node hosts peers {state.peers.tolist()}, not {self.peers.tolist()}")
+        return state
+
+    def _path(self, round_index: int) -> Path:
+        return self.folder / f"checkpoint-{round_index}"
+
+    def _restored(self, round_index: int) -> State:
+        path, experiment = self._path(round_index), self.experiment
+        if not path.exists():
+            raise RunError(f"{path} is not there, and the run is to go on from it; start anew with another out")
+        head = scenario_hash(experiment.scenario)
+        return load_checkpoint(path, head, experiment.run, experiment.device).state
+
+    def keep(self, state: State, cohort: Cohort) -> None:
+        """Write a checkpoint of everything, for this node alone; forget all but the one before."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        run, head = self.experiment.run, None if cohort.ledger is None else cohort.ledger.head
+        hashed = scenario_hash(self.experiment.scenario)
+        save_checkpoint(self._path(state.round_index), Checkpoint(state, hashed, run, head=head))
+        for old in sorted(self.folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
+            old.unlink()
+
+    @contextmanager
+    def cohort(self, begin: int) -> Iterator[Cohort]:
+        """Yield the node's cohort with its ledger open; `begin` as in `state`."""
+        own = self.own
+        budget = None if own.epsilon is None or own.delta is None else (own.epsilon, own.delta)
+        cohort = self.experiment.cohort(self.peers, self.folder / "ledger", budget, None if begin < 0 else begin)
+        try:
+            yield cohort
+        finally:
+            if cohort.ledger is not None:
+                cohort.ledger.close()

@@ -1,0 +1,147 @@
+"""What a node decides for itself, whatever a server says: folder, data, budget, and where its noise comes from."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context
+
+from flower_privdec.errors import RunError
+from flower_privdec.experiment import Experiment
+from flower_privdec.runtime.flower.records import Order
+from flower_privdec.scenario import Scenario, parse_scenario
+
+SECRET_BYTES = 32
+NODES = "PRIVDEC_NODES"  # the environment variable that names the folder of a simulation's nodes
+GIVE = "start it with --node-config 'partition-id=I num-partitions=N ledger=\"FOLDER\" epsilon=E delta=D'"
+
+_in_process: ContextVar[bool] = ContextVar("in_process", default=False)
+
+
+@contextmanager
+def simulating() -> Iterator[None]:
+    """Mark what runs inside as a simulation: one user's process plays the server and all nodes."""
+    token = _in_process.set(True)
+    try:
+        yield
+    finally:
+        _in_process.reset(token)
+
+
+def in_simulation() -> bool:
+    """Return whether this process is a simulation's: an in-process grid, or a worker of Flower's Ray backend.
+
+    A SuperNode runs its ClientApp in neither, and nothing that a message says has a part in it.
+    """
+    ray = sys.modules.get("ray")
+    return _in_process.get() or (ray is not None and bool(ray.is_initialized()))
+
+
+@dataclass(frozen=True)
+class Own:
+    """A node's own part.
+
+    Attributes:
+        simulated: whether the node is one of a simulation; only then is noise drawn from keys that can be drawn again.
+        folder: where its ledger, its checkpoints and its secret lie.
+        data_root: where its data lie, in place of the scenario's; None in a simulation.
+        epsilon, delta: the budget that its ledger is held to, whatever the scenario says; None in a simulation.
+        partition: which peer it is; None in a simulation, where the server deals the peers out.
+    """
+
+    simulated: bool
+    folder: Path
+    data_root: str | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    partition: int | None = None
+
+    @classmethod
+    def of(cls, context: Context) -> Own:
+        """Read a node's configuration.
+
+        Raises:
+            RunError: when a deployed node does not say what it has to.
+        """
+        config = context.node_config
+        if in_simulation():
+            named = config.get("folder") or os.environ.get(NODES)
+            return cls(True, Path(str(named)) if named else default_folder())
+        missing = [key for key in ("ledger", "epsilon", "delta", "partition-id") if key not in config]
+        if missing:
+            raise RunError(f"this SuperNode's own {', '.join(missing)} must be given, whatever a server says: {GIVE}")
+        epsilon, delta = _number(config, "epsilon"), _number(config, "delta")
+        if not epsilon > 0 or not 0 < delta < 1:
+            raise RunError(f"epsilon={epsilon} must be > 0 (inf for no limit) and delta={delta} in (0, 1): {GIVE}")
+        root = config.get("data-root")
+        folder, partition = Path(str(config["ledger"])), int(_number(config, "partition-id"))
+        return cls(False, folder, None if root is None else str(root), epsilon, delta, partition)
+
+    def scenario(self, order: Order) -> Scenario:
+        """Return the scenario of an order as far as this node goes along with it.
+
+        Raises:
+            RunError: when it asks a deployed node for what only a simulation may do.
+        """
+        scenario = parse_scenario(order.scenario)
+        if scenario.private is not None and scenario.private.ledger is not None:
+            raise RunError(
+                f"privacy.ledger={scenario.private.ledger} is not for relay mode, where each node keeps a ledger of "
+                "its own: leave it out, or use cohort mode"
+            )
+        if self.simulated:
+            if order.base and Path.cwd() != Path(order.base):
+                os.chdir(order.base)
+            return scenario
+        if order.peers != [self.partition]:
+            raise RunError(f"this SuperNode is peer {self.partition}, not {order.peers}: run one SuperNode a peer")
+        if scenario.private is None and self.epsilon != math.inf:
+            raise RunError(f"privacy: none breaks this SuperNode's epsilon={self.epsilon}: set a privacy section")
+        if scenario.data.batch.sampling == "shuffle":
+            raise RunError(
+                "data.batch.sampling='shuffle' must be another on a SuperNode: its epochs end with a process"
+            )
+        data = scenario.data.model_copy(update={"root": self.data_root})
+        return scenario.model_copy(update={"data": data})
+
+    def experiment(self, scenario: Scenario) -> Experiment:
+        """Build a scenario with this node's own keys; see `Experiment.build`."""
+        return Experiment.build(scenario, secret=None if self.simulated else self._secret())
+
+    def _secret(self) -> bytes:
+        """Return what this node's batches are drawn by, made once by the operating system and told to nobody."""
+        path, new = self.folder / "secret", self.folder / "secret.part"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(SECRET_BYTES))
+            new.replace(path)
+        return path.read_bytes()
+
+    def run_folder(self, experiment: Experiment, order: Order) -> Path:
+        """Return where a run's checkpoints lie; in a simulation its ledger too, which is then this run's alone."""
+        if not self.simulated:
+            return self.folder
+        name = f"peers-{order.peers[0]}-{order.peers[-1]}"
+        return self.folder / (experiment.run.id[:16] or "unprotected") / name
+
+
+def _number(config: Mapping[str, Any], key: str) -> float:
+    try:
+        return float(config[key])
+    except (TypeError, ValueError):
+        raise RunError(f"{key}={config[key]!r} must be a number: {GIVE}") from None
+
+
+def default_folder() -> Path:
+    """Return where nodes of a simulation keep what is theirs, when nothing else is said."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "flower_privdec" / "nodes"

@@ -1,0 +1,323 @@
+"""Laws of privacy that every algorithm has to keep, for tests: of this package and of users' own algorithms.
+
+Each law runs an experiment twice over data that differ, the second time publishing what the first released (the
+*tape*), so that both have the same past wherever an observer stands. Then
+    - what a step is about to release moves by no more than its algorithm declares (`assert_sensitivity`),
+    - each release gets the noise of the plan, from a draw that nothing else gets (`assert_noise`), and
+    - nothing else that leaves a peer differs at all (`assert_nothing_else_leaves`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.algorithms import Exchange
+from flower_privdec.algorithms.cohort import Cohort, Estimate, PrivateStep
+from flower_privdec.data import Batch, Dataset, LocalBatch, PeerData
+from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.build import drawings_of
+from flower_privdec.rows import NoiseSource
+from flower_privdec.runtime.engine import Engine
+from flower_privdec.runtime.run import run
+
+TIMES = ("seconds", "wall_seconds", "peer_steps_per_second")  # what a summary says of the clock
+
+
+@dataclass(frozen=True)
+class Released:
+    """What one private step of some rows did.
+
+    Attributes:
+        step: its number in the run.
+        peers: int64 [r].
+        drawn: the local positions each row drew.
+        unit: [r], one clip norm in the sums.
+        before: what each sum was added to, [r, d].
+        raw: what was computed of it, without noise, [r, d].
+        after: what it was added to, with the sum and the noise of those that are published, [r, d].
+        public: the names of the sums that are published.
+    """
+
+    step: int
+    peers: np.ndarray
+    drawn: list[set[int]]
+    unit: Tensor
+    before: Mapping[str, Tensor]
+    raw: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
+    public: tuple[str, ...]
+
+
+@dataclass
+class Tape:
+    """The private steps of a run, in order."""
+
+    steps: list[Released] = field(default_factory=list)
+
+
+Publish = Callable[[Cohort, PrivateStep, Mapping[str, Tensor]], None]
+
+
+def _take(
+    cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor], publish: Publish
+) -> Released:
+    """Take a private step, publish its sums in some way, and say what it did."""
+    before = {name: out.clone() for name, out in step.sums.items()}
+    estimate(cohort, step)
+    raw = {name: out - before[name] for name, out in step.sums.items()}
+    publish(cohort, step, std)
+    clip = torch.ones_like(step.scale) if step.clip_norm is None else step.clip_norm
+    used = step.batch.weight > 0
+    return Released(
+        step=step.step,
+        peers=step.peers,
+        drawn=[set(index[mask].tolist()) for index, mask in zip(step.batch.index, used, strict=True)],
+        unit=step.scale.abs() * clip,
+        before=before,
+        raw=raw,
+        after={name: out.clone() for name, out in step.sums.items()},
+        public=tuple(std),
+    )
+
+
+@contextmanager
+def recording() -> Iterator[Tape]:
+    """Record every private step that is taken inside."""
+    tape, noised = Tape(), Cohort.release_
+
+    def noise(cohort: Cohort, step: PrivateStep, std: Mapping[str, Tensor]) -> None:
+        noised(cohort, step, lambda *_: None, std)
+
+    def release(cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        tape.steps.append(_take(cohort, step, estimate, std, noise))
+
+    with patch.object(Cohort, "release_", release):
+        yield tape
+
+
+@contextmanager
+def replaying(tape: Tape) -> Iterator[Tape]:
+    """Publish what a tape has, step by step, whatever is computed inside; record that on a tape of its own."""
+    again = Tape()
+
+    def release(cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        past = tape.steps[len(again.steps)]
+        assert (past.step, past.peers.tolist()) == (step.step, step.peers.tolist())
+
+        start = {name: step.sums[name].clone() for name in std}
+
+        def publish(_: Cohort, step: PrivateStep, std: Mapping[str, Tensor]) -> None:
+            for name in std:  # bit for bit, where it is added to the same
+                moved = start[name] + (past.after[name] - past.before[name])
+                step.sums[name].copy_(past.after[name] if torch.equal(start[name], past.before[name]) else moved)
+
+        again.steps.append(_take(cohort, step, estimate, std, publish))
+
+    with patch.object(Cohort, "release_", release):
+        yield again
+
+
+@contextmanager
+def zeroed_out(peer: int, example: int) -> Iterator[None]:
+    """Replace the gradient of one local example of one peer by zero, wherever it is used inside."""
+    gather = PeerData._gather
+
+    def without(data: PeerData, peers: np.ndarray, local: LocalBatch) -> Batch:
+        hidden = (local.index == example) & (peers == peer)[:, None]
+        return gather(data, peers, LocalBatch(local.index, np.where(hidden, 0, local.weight).astype(np.float32)))
+
+    with patch.object(PeerData, "_gather", without):
+        yield
+
+
+def run_rounds(experiment: Experiment, rounds: int) -> Engine:
+    """Run some rounds in the engine, keeping no ledger."""
+    cohort = experiment.cohort()
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+    for _ in range(rounds):
+        engine.round()
+    return engine
+
+
+# --- one example moves a release by what is declared ---
+
+
+def assert_sensitivity(
+    experiment: Experiment, rounds: int, peer: int = 0, example: int = 0, slack: float = 1e-6
+) -> float:
+    """Check that zeroing one example out moves each release by no more than its algorithm declares.
+
+    Args:
+        experiment: with privacy; in float64, or its rounding hides what is looked for.
+        peer, example: which one.
+        slack: for rounding, as a share.
+
+    Returns:
+        The most that a release moved, over what is declared.
+
+    Raises:
+        AssertionError: naming the step, the sum, and how far it moved.
+    """
+    with recording() as tape:
+        run_rounds(experiment, rounds)
+    with replaying(tape) as again, zeroed_out(peer, example):
+        run_rounds(experiment, rounds)
+    drawing, most = drawings_of(experiment.sampler)[peer], 0.0
+    for one, other in zip(tape.steps, again.steps, strict=True):
+        for row in np.flatnonzero(one.peers == peer).tolist():
+            declared = {each.name: each for each in experiment.algorithm.released(one.step, drawing) or ()}
+            for name in one.public:
+                each = declared[name]
+                moved = float((one.raw[name][row] - other.raw[name][row]).norm() / one.unit[row])
+                allowed = each.drawn if each.over == "all" or example in one.drawn[row] else each.idle
+                where = f"step {one.step}: sum {name!r} of peer {peer}"
+                assert moved <= allowed * (1 + slack) + slack, (
+                    f"{where} moves by {moved:.6g} clip norms, declared {allowed:.6g}"
+                )
+                most = max(most, moved / allowed if allowed else 0.0)
+    return most
+
+
+# --- each release has its noise ---
+
+
+Draw = tuple[int, int, str, int | None]  # peer, step, purpose, receiver
+
+
+class _Watched:
+    """A noise source that notes the standard deviation of every draw."""
+
+    def __init__(self, source: NoiseSource) -> None:
+        self._source = source
+        self.drawn: dict[Draw, float] = {}
+
+    def add_(
+        self,
+        out: Tensor,
+        std: Tensor,
+        step: int,
+        peers: np.ndarray,
+        purpose: str = "noise",
+        receivers: np.ndarray | None = None,
+    ) -> None:
+        """See NoiseSource."""
+        to = [None] * len(peers) if receivers is None else receivers.tolist()
+        for peer, receiver, scale in zip(peers.tolist(), to, std.tolist(), strict=True):
+            draw = peer, step, purpose, receiver
+            assert draw not in self.drawn, f"a draw of noise is used twice: peer {peer}, step {step}, {purpose!r}"
+            self.drawn[draw] = scale
+        self._source.add_(out, std, step, peers, purpose, receivers)
+
+
+def assert_noise(experiment: Experiment, rounds: int) -> None:
+    """Check that each sum that is published is given the noise of the plan, and that no draw is used twice.
+
+    Raises:
+        AssertionError: naming the step and the sum.
+    """
+    plan, cohort = experiment.plan, experiment.cohort()
+    assert plan is not None
+    cohort.noise = watched = _Watched(cohort.noise)
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+    with recording() as tape:
+        for _ in range(rounds):
+            engine.round()
+    drawings = drawings_of(experiment.sampler)
+    for each in tape.steps:
+        for row, peer in enumerate(each.peers.tolist()):
+            for said in experiment.algorithm.released(each.step, drawings[peer]) or ():
+                multiplier = 0.0 if said.to == "nobody" else plan.noise_multipliers[each.step, peer] * said.noise
+                _check_noise(each, row, said.name, multiplier, watched.drawn.get((peer, each.step, said.name, None)))
+
+
+def _check_noise(step: Released, row: int, name: str, multiplier: float, found: float | None) -> None:
+    where = f"step {step.step}: sum {name!r} of peer {step.peers[row]}"
+    wanted = multiplier * float(step.unit[row])
+    assert abs((found or 0.0) - wanted) <= 1e-9 * wanted, f"{where} has noise {found}, and must have {wanted}"
+    noise = step.after[name][row] - step.before[name][row] - step.raw[name][row]
+    size = float(noise.norm()) / math.sqrt(len(noise))
+    assert (size > 0.1 * wanted) if wanted else size < 1e-9, f"{where}: its noise of {wanted} was not added"
+
+
+# --- nothing else leaves ---
+
+Seen = dict[str, list[str]]  # by where an observer stands, hashes of what passed
+
+
+def other_data(dataset: Dataset, rows: np.ndarray) -> Dataset:
+    """Return a dataset in which some training examples are quite other ones, with other labels."""
+    x, y = dataset.x_train.clone(), dataset.y_train.clone()
+    chosen = torch.from_numpy(rows)
+    x[chosen] = torch.flip(x[chosen], [0]) * -0.7 + 0.3
+    y[chosen] = (y[chosen] + 1) % dataset.n_classes
+    return replace(dataset, x_train=x, y_train=y)
+
+
+def seen_in_engine(experiment: Experiment) -> Seen:
+    """Run in the engine; return what was handed to exchanges, and what metrics, summary and models say."""
+    seen: Seen = {"exchange": []}
+    perform = Engine.perform
+
+    def watched(engine: Engine, exchange: Exchange) -> None:
+        mixing = engine.cohort.mixing
+        sent = {} if mixing is None else exchange.outgoing(engine.state, mixing)
+        seen["exchange"] += [f"{link} {name} {_hash(row)}" for link, rows in sent.items() for name, row in rows.items()]
+        perform(engine, exchange)
+
+    with tempfile.TemporaryDirectory() as folder, patch.object(Engine, "perform", watched):
+        run(experiment, Path(folder) / "run")
+        return seen | seen_in_folder(Path(folder) / "run")
+
+
+def seen_in_folder(folder: Path) -> Seen:
+    """Return what a run's folder tells whoever is given its metrics, summary and models."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    told = [json.dumps({key: value for key, value in each.items() if key not in TIMES}) for each in [*lines, summary]]
+    models = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    return {"metrics and summary": told, "models": [models]}
+
+
+def _hash(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+def assert_nothing_else_leaves(
+    experiment: Experiment, watch: Callable[[Experiment], Seen] = seen_in_engine, peer: int = 0
+) -> None:
+    """Check that nothing that leaves a peer depends on its examples but what is declared.
+
+    Args:
+        experiment: a short one, whose partition does not look at labels.
+        watch: runs an experiment and returns all that an observer sees.
+        peer: whose examples are replaced by others, every one.
+
+    Raises:
+        AssertionError: naming where something differs.
+    """
+    with recording() as tape:
+        expected = watch(experiment)
+    changed = replace(experiment, dataset=other_data(experiment.dataset, experiment.partition[peer]))
+    with replaying(tape) as again:
+        found = watch(changed)
+    moved = any(
+        not torch.equal(one.raw[name], other.raw[name])
+        for one, other in zip(tape.steps, again.steps, strict=True)
+        for name in one.raw
+    )
+    assert moved or not tape.steps, "the other data change nothing: the law says nothing about this experiment"
+    assert found.keys() == expected.keys()
+    for place, wanted in expected.items():
+        assert found[place] == wanted, f"{place}: what leaves peer {peer} depends on examples beside what is declared"

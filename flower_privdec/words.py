@@ -1,0 +1,89 @@
+"""Numbers in words, and the nearest of known words: the same wherever something is said."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable
+from itertools import groupby
+
+NOTHING = "–"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as a percentage with one decimal: 0.905 is `90.5 %`."""
+    return NOTHING if share is None else f"{100 * share:.1f} %"
+
+
+def number(value: float | None) -> str:
+    """Return a measured number with three significant digits: `0.450`, `12.3`, `3,120`, `1.20e-5`."""
+    if value is None:
+        return NOTHING
+    if 1000 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return _exponent(f"{value:#.3g}".removesuffix(".")) if value else "0"
+
+
+def setting(value: float | None) -> str:
+    """Return a number as somebody chose it: `0.001`, `1e-5`, `3`."""
+    return NOTHING if value is None else _exponent(f"{value:g}")
+
+
+def _exponent(text: str) -> str:
+    mantissa, e, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}" if e else text
+
+
+def epsilon_text(epsilon: float | str | None) -> str:
+    """Return ε with three significant digits, rounded up so that it never says less than it is."""
+    if epsilon is None:
+        return NOTHING
+    value = float(epsilon)
+    if math.isinf(value):
+        return "∞"
+    if value <= 0:
+        return "0"
+    decimals = 2 - math.floor(math.log10(value))
+    rounded = math.ceil(value * 10.0**decimals - 1e-9) / 10.0**decimals
+    return f"{rounded:.{max(decimals, 0)}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time as a person says it: `0.42 s`, `12.3 s`, `3 min 05 s`, `2 h 05 min`."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours} h {minutes_left:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def memory(count: float) -> str:
+    """Return a number of bytes in the largest binary unit that leaves a whole part."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def peer_ranges(peers: Iterable[int]) -> str:
+    """Return peer ids as ranges: `0-5, 9`."""
+    ranges = []
+    for _, run in groupby(enumerate(sorted(peers)), lambda pair: pair[1] - pair[0]):
+        ids = [peer for _, peer in run]
+        ranges.append(f"{ids[0]}-{ids[-1]}" if len(ids) > 1 else str(ids[0]))
+    return ", ".join(ranges)
+
+
+def nearest(word: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known word that is most like another, or None where none is like it."""
+    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown word: `; did you mean 'x'?`, or nothing."""
+    close = nearest(word, known)
+    return f"; did you mean {close!r}?" if close else ""

@@ -1,0 +1,60 @@
+"""The floors of the house: what may import what, and where Flower may be imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "flower_privdec"
+FLOORS = [
+    *("errors", "words", "rows", "scenario", "topology", "participation", "mixing", "data", "models", "gradients"),
+    *("privacy", "algorithms", "experiment", "runtime", "reporting", "planner", "study", "bench", "testing"),
+    *("flwr_apps", "cli", "__main__"),
+]
+FLOWER = {"flwr", "ray", "grpc"}
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield every module that a file imports, wherever in it, with the names that it takes from the package itself."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_room_imports_only_from_its_own_floor_and_those_below(path: Path) -> None:
+    here = FLOORS.index(room_of(path))
+    for name in imported(path):
+        first, *rest = name.split(".")
+        if first == "flower_privdec" and rest[0] in FLOORS:
+            assert FLOORS.index(rest[0]) <= here, f"{room_of(path)} imports {name}, which is on a floor above"
+        assert first not in FLOWER or room_of(path) == "runtime", f"{name} is imported outside runtime"
+
+
+def test_every_room_is_on_a_floor() -> None:
+    assert {room_of(path) for path in MODULES} <= set(FLOORS)
+
+
+def test_no_two_modules_share_a_name() -> None:
+    names = [path.name for path in MODULES if path.name != "__init__.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    names = [
+        node.name
+        for path in MODULES
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -1,0 +1,512 @@
+"""Which modules are proved to keep examples apart, and what becomes of the others."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+from flower_privdec.errors import PrivdecError, RunError, ScenarioError
+from flower_privdec.gradients import build_kernel, explain_kernel
+from flower_privdec.gradients.factored import FactoredKernel
+from flower_privdec.gradients.operations import Unproved
+from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
+from flower_privdec.gradients.proof import prove
+from flower_privdec.models import flatten, parameter_count
+
+CLASSES, SHAPE = 4, (2, 6, 6)
+Forward = Callable[["Own", Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small products are slower on several."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Own(nn.Module):
+    """A user's module: some layers, some buffers, and any forward."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3, padding=1)
+        self.norm = nn.GroupNorm(3, 3)
+        self.head = nn.Linear(108, CLASSES)
+        self.small = nn.Linear(6, 6)
+        self.flat = nn.Linear(72, CLASSES)
+        self.act = nn.ReLU(inplace=True)
+        self.over = nn.Softmax(0)
+        self.register_buffer("channel", torch.tensor([0.5, 2.0])[:, None, None])
+        self.register_buffer("place", torch.linspace(1, 2, 12))
+        self.register_buffer("mixer", torch.linspace(-1, 1, 36).view(6, 6))
+        self.register_buffer("first", torch.ones(1, 2, 1, 1))
+        self.plain = torch.ones(2, 1, 1)
+        self.calls = 0
+        self.kept: list[Tensor] = []
+        self.own = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self, x)
+
+
+def images(m: Own, x: Tensor) -> Tensor:
+    return m.head(m.act(m.norm(m.conv(x))).flatten(1))
+
+
+def unpacked_sizes(m: Own, x: Tensor) -> Tensor:
+    b, c, h, w = x.shape
+    return m.flat(x.view(b, c * h * w))
+
+
+def in_place_sum(m: Own, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y += y.mean(dim=(2, 3), keepdim=True)
+    return m.head(torch.tanh(y).flatten(start_dim=1))
+
+
+def attention(m: Own, x: Tensor) -> Tensor:
+    tokens = m.small(x.reshape(x.size(0), 12, 6))
+    scores = torch.softmax(tokens @ tokens.transpose(1, 2) / 6**0.5, dim=-1)
+    return m.flat((scores @ tokens).flatten(1))
+
+
+def standardised(m: Own, x: Tensor) -> Tensor:
+    x = x.flatten(1)
+    return m.flat((x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-5))
+
+
+def doubled(m: Own, x: Tensor) -> Tensor:
+    return m.flat(torch.cat([x, 2 * x]).mean(0, keepdim=True).flatten(1))
+
+
+PROVED: dict[str, Forward] = {
+    "a plain forward": images,
+    "sizes unpacked": unpacked_sizes,
+    "view by -1": lambda m, x: m.flat(x.view(-1, 72)),
+    "reshape by size": lambda m, x: m.flat(x.reshape(x.size(0), -1)),
+    "a sum in place": in_place_sum,
+    "a buffer of channels": lambda m, x: m.flat((x * m.channel - m.first).flatten(1)),
+    "a tensor that is no buffer": lambda m, x: m.flat((x * m.plain).flatten(1)),
+    "products of buffers": lambda m, x: m.flat((x * (m.channel * 2).abs() @ m.mixer).flatten(1)),
+    "attention": attention,
+    "pooling": lambda m, x: m.head(functional.relu(functional.max_pool2d(m.conv(x), 3, 1, 1)).flatten(1)),
+    "parts and joints": lambda m, x: m.flat(torch.cat([x[:, 1:], x[:, :1]], dim=1).flatten(1)),
+    "indices from behind": lambda m, x: m.small(x[..., 0]).mean(1)[:, :CLASSES] + m.flat(x.flatten(1)),
+    "permuted": lambda m, x: m.flat(x.permute(0, 3, 1, 2).contiguous().flatten(1)),
+    "squeezed": lambda m, x: m.flat(x.unsqueeze(1).squeeze(1).flatten(1)),
+    "a choice": lambda m, x: m.flat(torch.where(x > 0, x, 0.1 * x).flatten(1)),
+    "standardised": standardised,
+    "layers called twice": lambda m, x: m.flat(m.small(torch.tanh(m.small(x))).flatten(1)),
+    "a layer that is left out": lambda m, x: m.flat(x.flatten(1)),
+    "reflected arithmetic": lambda m, x: m.flat((1 - 2 / (3 + x.square())).flatten(1)),
+}
+
+
+def limited(m: Own, x: Tensor) -> Tensor:
+    return m.flat((x / x.abs().max().clamp(min=3.0)).flatten(1))
+
+
+def switched(m: Own, x: Tensor) -> Tensor:
+    return m.flat(x.flatten(1)) if x.abs().max() > 3 else -m.flat(x.flatten(1))
+
+
+def turned(m: Own, x: Tensor) -> Tensor:
+    y = m.flat(x.flatten(1))
+    return y if y.sum() > 0 else -y
+
+
+def counted(m: Own, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.flat(x.flatten(1)) * (1.0 if m.calls % 2 else -1.0)
+
+
+def remembering(m: Own, x: Tensor) -> Tensor:
+    before = m.kept[-1] if m.kept else torch.zeros(())
+    m.kept.append(x.detach().mean())
+    return m.flat(x.flatten(1)) + before
+
+
+def normalised_by_hand(m: Own, x: Tensor) -> Tensor:
+    x = x.flatten(1)
+    return m.flat((x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt())
+
+
+def crossed(m: Own, x: Tensor) -> Tensor:
+    size = x.flatten(1).mean(1)
+    return m.flat(x.flatten(1)) * (size * size[:, None]).mean(1)[:, None]
+
+
+def all_tokens(m: Own, x: Tensor) -> Tensor:
+    mixed = (x.flatten(1)[:, :12] @ x.reshape(-1, 12, 6)).mean(1)
+    return m.small(mixed)[:, :CLASSES] + m.flat(x.flatten(1))
+
+
+def changed_in_place(m: Own, x: Tensor) -> Tensor:
+    y = m.flat(x.flatten(1))
+    functional.relu(y, inplace=True)
+    return y
+
+
+def by_place(m: Own, x: Tensor) -> Tensor:
+    return m.flat(x.flatten(1) * m.place[: x.shape[0]].unsqueeze(1))
+
+
+def half_frozen(m: Own, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = m.small(x)
+    return m.flat(x.flatten(1))
+
+
+def reused_weight(m: Own, x: Tensor) -> Tensor:
+    x = x.flatten(1)
+    return m.flat(x) + functional.linear(x.tanh(), m.flat.weight)
+
+
+UNPROVED: dict[str, tuple[Forward, str]] = {
+    "divided by the largest": (limited, "max is not known"),
+    "switched by the batch": (switched, "cannot be traced"),
+    "turned by its sum": (turned, "cannot be traced"),
+    "batch norm by hand": (normalised_by_hand, "mean works over the axis of the batch"),
+    "running sum over the batch": (lambda m, x: m.flat(x.cumsum(0).flatten(1)), "works over the axis of the batch"),
+    "the first for all": (lambda m, x: m.flat((x - x[0]).flatten(1)), "out of the batch"),
+    "the first two for all": (lambda m, x: m.flat((x - x[:1]).flatten(1)), "out of the batch"),
+    "rolled": (lambda m, x: m.flat(x.roll(1, 0).flatten(1)), "roll is not known"),
+    "sorted": (lambda m, x: m.flat(x.sort(0).values.flatten(1)), "sort is not known"),
+    "scaled by the batch size": (lambda m, x: m.flat(x.flatten(1)) * x.shape[0], "size of the batch"),
+    "scaled by len": (lambda m, x: m.flat(x.flatten(1)) * len(x), "cannot be traced"),
+    "a buffer by place": (by_place, "getitem takes something else than examples"),
+    "a buffer of the batch's length": (lambda m, x: m.flat(x.flatten(1) * m.place[:3, None]), "fails|place"),
+    "lined up with another axis": (lambda m, x: m.flat((x - x[:, 0, 0, 0]).flatten(1)), "another axis|fails"),
+    "every example with every other": (crossed, "mul lines the batch up with another axis"),
+    "every example's tokens with all": (all_tokens, "matmul multiplies along the axis of the batch"),
+    "a softmax layer over the batch": (lambda m, x: m.over(m.flat(x.flatten(1))), "Softmax 'over' works over the axis"),
+    "mixed by a product": (lambda m, x: m.flat((x.flatten(1) @ x.flatten(1).t()) @ x.flatten(1)), "t is not known"),
+    "mixed by a matrix": (lambda m, x: m.flat((m.mixer[:1, :1] @ x.flatten(1)).flatten(1)), "from the left|fails"),
+    "transposed": (lambda m, x: m.flat(x.transpose(0, 1).reshape(-1, 72)), "moves the axis of the batch"),
+    "permuted away": (lambda m, x: m.flat(x.permute(1, 0, 2, 3).reshape(-1, 72)), "moves the axis of the batch"),
+    "folded": (lambda m, x: m.flat(x.flatten(0, 1).reshape(-1, 72)), "moves the axis of the batch"),
+    "joined along the batch": (doubled, "cat names no axes"),
+    "softmax over the batch": (lambda m, x: m.flat(x.softmax(0).flatten(1)), "over the axis of the batch"),
+    "the mean of all": (lambda m, x: m.flat((x - x.mean()).flatten(1)), "names no axes"),
+    "a weight used elsewhere": (reused_weight, "uses the parameter 'flat.weight' outside its layer"),
+    "a Python counter": (counted, "not always the same"),
+    "a part without gradients": (half_frozen, "something else than what was traced"),
+    "a memory": (remembering, "detach is not known"),
+    "a change in place": (changed_in_place, "changes its input in place"),
+    "random numbers": (lambda m, x: m.flat((x + torch.rand_like(x)).flatten(1)), "rand_like is not known"),
+    "numbers of a tensor": (lambda m, x: m.flat(x.flatten(1)) * x.sum().item(), "axes|item"),
+    "an index by numbers": (lambda m, x: m.flat(x[[0] * 1].flatten(1)), "out of the batch"),
+    "a method that is not torch's": (lambda m, x: m.flat(torch.from_numpy(x.numpy()).flatten(1)), "numpy|traced"),
+}
+REFUSED = {  # what vmap cannot differentiate either
+    "switched by the batch",
+    "turned by its sum",
+    "a buffer of the batch's length",
+    "random numbers",
+    "numbers of a tensor",
+    "a method that is not torch's",
+}
+FLAT = {"batch norm by hand", "a softmax layer over the batch"}  # of a batch of one the output is the same whatever
+
+
+def own(forward: Forward) -> Own:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Own(forward)
+
+
+def examples(count: int, size: float = 1.0) -> Tensor:
+    return size * torch.randn(count, *SHAPE, generator=torch.Generator().manual_seed(count))
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_what_is_proved_computes_the_forward_and_no_example_reaches_another(name: str) -> None:
+    module = own(PROVED[name]).double()
+    graph, x = prove(module, SHAPE), examples(5).double()
+    graph.load_state_dict(module.state_dict(), strict=False)
+    torch.testing.assert_close(graph(x), module(x))
+    changed = x.clone()
+    changed[1] *= -1e3
+    others = [0, 2, 3, 4]
+    torch.testing.assert_close(graph(changed)[others], graph(x)[others], rtol=0, atol=0)
+    for example, output in zip(x, graph(x), strict=True):
+        torch.testing.assert_close(graph(example[None])[0], output)
+
+
+@pytest.mark.parametrize("name", PROVED)
+def test_gradients_of_what_is_proved_are_the_loop_s(name: str) -> None:
+    module = own(PROVED[name])
+    kernel = build_kernel(module, "cross-entropy", SHAPE)
+    assert isinstance(kernel, FactoredKernel)
+    rows = flatten(module).double().repeat(2, 1)
+    batch = Batch(examples(6).view(2, 3, *SHAPE).double())
+    clip, scale = torch.tensor([0.5, 1e6]).double(), torch.tensor([1.0, -2.0]).double()
+    found, expected = torch.zeros_like(rows), torch.zeros_like(rows)
+    kernel.add_clipped_(found, rows, batch, clip, scale)
+    LoopKernel(module, kernel._loss).add_clipped_(expected, rows, batch, clip, scale)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", UNPROVED)
+def test_what_is_not_proved_is_named(name: str) -> None:
+    forward, reason = UNPROVED[name]
+    with pytest.raises(Unproved, match=reason):
+        prove(own(forward), SHAPE)
+
+
+class Batch:
+    """Examples of several rows, with all labels 1."""
+
+    def __init__(self, x: Tensor, weight: Tensor | None = None) -> None:
+        self.x = x
+        self.y = torch.ones(x.shape[:2], dtype=torch.int64)
+        self.weight = torch.ones(x.shape[:2], dtype=x.dtype) if weight is None else weight
+
+
+@pytest.mark.parametrize("name", [*PROVED, *UNPROVED])
+@pytest.mark.parametrize("size", [1.0, 10.0, 1e4])
+def test_one_example_moves_the_sum_of_any_module_by_at_most_the_clip_norm(name: str, size: float) -> None:
+    """Zeroing one example out, whatever the module; twice, for those that remember."""
+    module = own(PROVED[name] if name in PROVED else UNPROVED[name][0])
+    if name in REFUSED:
+        with pytest.raises(ScenarioError, match="cannot be clipped example by example: "):
+            build_kernel(module, "cross-entropy", SHAPE)
+        return
+    kernel, other = (build_kernel(module, "cross-entropy", SHAPE) for _ in range(2))
+    assert type(kernel) is (FactoredKernel if name in PROVED else VmapKernel)
+    rows, clip, scale = flatten(module)[None], torch.tensor([0.3]), torch.tensor([1.0])
+    for step in range(2):
+        x = examples(5)[None]
+        x[0, 1] *= size * (-1) ** step
+        weight = torch.ones(1, 5)
+        weight[0, 1] = 0
+        whole, rest = torch.zeros_like(rows), torch.zeros_like(rows)
+        kernel.add_clipped_(whole, rows, Batch(x), clip, scale)
+        other.add_clipped_(rest, rows, Batch(x, weight), clip, scale)
+        assert (whole - rest).norm() <= 0.3 * (1 + 1e-5)
+        assert whole.any() or name in FLAT
+
+
+def unhooked() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(48, CLASSES))
+
+
+class Louder(nn.Linear):
+    """A subclass, which may do anything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0))
+
+
+def with_subclass() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), Louder(72, CLASSES))
+
+
+def with_hook() -> nn.Module:
+    module = unhooked()
+    module[0].register_forward_hook(lambda layer, inputs, output: output - output.mean(0))
+    return module
+
+
+def with_hook_before() -> nn.Module:
+    module = unhooked()
+    module[2].register_forward_pre_hook(lambda layer, inputs: (inputs[0].cumsum(0),))
+    return module
+
+
+def with_hook_around() -> nn.Module:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(72, CLASSES))
+    module.register_forward_hook(lambda layer, inputs, output: output - output.mean(0))
+    return module
+
+
+def with_own_forward() -> nn.Module:
+    module = unhooked()
+    plain = module[0].forward
+    module[0].forward = lambda x: plain(x.roll(1, 0))
+    return module
+
+
+def with_own_forward_around() -> nn.Module:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(72, CLASSES))
+    module.forward = lambda x: module[1](x.flatten(1).roll(1, 0))
+    return module
+
+
+def with_parametrization() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), parametrizations.weight_norm(nn.Linear(72, CLASSES)))
+
+
+def with_tied_weights() -> nn.Module:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(72, 72, bias=False), nn.Linear(72, 72, bias=False), nn.Linear(72, 4))
+    module[2].weight = module[1].weight
+    return module
+
+
+def with_one_layer_twice() -> nn.Module:
+    layer = nn.Linear(72, 72)
+    return nn.Sequential(nn.Flatten(), layer, nn.Tanh(), layer, nn.Linear(72, CLASSES))
+
+
+STRANGE: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a subclass": (with_subclass, "Louder '1' has parameters"),
+    "a hook": (with_hook, "Conv2d '0' has hooks"),
+    "a hook before": (with_hook_before, "Linear '2' has hooks"),
+    "a hook on the whole": (with_hook_around, "Sequential has hooks"),
+    "a forward of its own": (with_own_forward, "Conv2d '0' has hooks, or a method of its own"),
+    "a forward of the whole": (with_own_forward_around, "a method of its own"),
+    "a parametrization": (with_parametrization, "has parameters"),
+    "tied weights": (with_tied_weights, "'1.weight' and '2.weight' are the same parameter"),
+    "a layer twice": (with_one_layer_twice, "are the same parameter"),
+    "groups": (lambda: nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten(), nn.Linear(32, 4)), "neither Linear"),
+    "a norm of layers": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Flatten(), nn.Linear(72, 4)), "LayerNorm '0' has"),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_only_plain_layers_are_fast(name: str) -> None:
+    """A layer is known by its exact class, and only if nothing was hung on it."""
+    make, reason = STRANGE[name]
+    module = make()
+    assert isinstance(build_kernel(copy.deepcopy(module), "cross-entropy", SHAPE), VmapKernel)
+    assert re.search(reason, explain_kernel(module, SHAPE))
+    with pytest.raises(Unproved, match=reason):
+        prove(module, SHAPE)
+
+
+def test_the_kernel_is_explained_in_a_sentence() -> None:
+    sequence = nn.Sequential(nn.Flatten(), nn.Linear(72, CLASSES))
+    assert explain_kernel(sequence, SHAPE).startswith("stacked (")
+    assert explain_kernel(own(images), SHAPE).startswith("factored (")
+    assert explain_kernel(own(normalised_by_hand), SHAPE) == (
+        "vmap (any model: torch.func, a few examples at a time), because it is not proved that the model keeps "
+        "examples apart: mean works over the axis of the batch"
+    )
+
+
+def test_linear_layers_over_positions_are_no_stack() -> None:
+    module = nn.Sequential(nn.Linear(6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, CLASSES))
+    assert isinstance(build_kernel(module, "cross-entropy", SHAPE), FactoredKernel)
+
+
+def test_the_proof_leaves_module_and_random_state_as_they_were() -> None:
+    module, state = own(images), torch.get_rng_state()
+    before = copy.deepcopy(module.state_dict())
+    prove(module, SHAPE)
+    build_kernel(own(counted), "cross-entropy", SHAPE)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert module.act.inplace
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_images_without_channels_are_not_taken_for_a_batch() -> None:
+    """A convolution of [2, H, W] would take the two examples for its two channels."""
+    module = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.Flatten(), nn.Linear(36, CLASSES))
+    with pytest.raises(Unproved, match=r"Conv2d '0' (is given something else than images|fails)"):
+        prove(module, (6, 6))
+
+
+class Words(nn.Module):
+    """Features that are indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(10, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.table(x.long()).mean(1))
+
+
+def test_models_of_words_go_under_vmap() -> None:
+    module = Words()
+    kernel, rows = build_kernel(module, "cross-entropy", (7,)), flatten(module)[None]
+    assert isinstance(kernel, VmapKernel)
+    batch = Batch(torch.randint(0, 10, (1, 3, 7), generator=torch.Generator().manual_seed(0)).float())
+    found, expected, clip = torch.zeros_like(rows), torch.zeros_like(rows), torch.tensor([0.1])
+    kernel.add_clipped_(found, rows, batch, clip, torch.ones(1))
+    LoopKernel(module, kernel._loss).add_clipped_(expected, rows, batch, clip, torch.ones(1))
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-7)
+    assert found[:, :50].any()
+
+
+class Secretive(nn.Module):
+    """Fails on large examples, and says what they are."""
+
+    def __init__(self, failure: type[Exception]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(72, CLASSES)
+        self.failure = failure
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if SECRETS:
+            raise self.failure(f"a secret: {SECRETS}")
+        return self.layer(torch.sort(x.flatten(1)).values)
+
+
+SECRETS: list[float] = []
+
+
+@pytest.mark.parametrize("failure", [RuntimeError, KeyError, ZeroDivisionError])
+def test_an_error_on_private_examples_keeps_what_it_said(failure: type[Exception]) -> None:
+    module = Secretive(failure)
+    kernel, rows = build_kernel(module, "cross-entropy", SHAPE), torch.zeros(1, parameter_count(module))
+    try:
+        SECRETS.append(42.5)
+        with pytest.raises(RunError, match=failure.__name__) as caught:
+            kernel.add_clipped_(rows, rows, Batch(examples(2)[None]), None, torch.ones(1))
+    finally:
+        SECRETS.clear()
+    said: Any = caught.value
+    while said is not None:
+        assert isinstance(said, PrivdecError)
+        assert "42.5" not in str(said)
+        said = said.__context__ or said.__cause__
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda m, x: m.flat(x.flatten(1)) * x.sum().item(), "item"),
+        (lambda m, x: m.flat(x.flatten(1)).squeeze(), r"one example is turned into \[4\]"),
+        (lambda m, x: (m.place.copy_(x.flatten(1)[0, :12]), m.flat(x.flatten(1)))[1], "inplace|in-place"),
+        (lambda m, x: m.flat(x), "RuntimeError: "),
+        (lambda m, x: m.nothing(x), "AttributeError: .*nothing"),
+    ],
+    ids=["item", "squeezed", "a buffer changed", "shapes", "a mistake"],
+)
+def test_what_vmap_cannot_do_is_said_before_the_run(forward: Forward, message: str) -> None:
+    with pytest.raises(ScenarioError, match=f"(?s)cannot be clipped example by example: .*{message}.*torch.where"):
+        build_kernel(own(forward), "cross-entropy", SHAPE)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(72, CLASSES)))
+    with pytest.raises(ScenarioError, match=r"the model cannot be copied: RuntimeError: .*deepcopy.*parametrizations"):
+        build_kernel(module, "cross-entropy", SHAPE)
+
+
+def test_a_module_under_vmap_forgets_its_attributes_between_calls() -> None:
+    module = own(remembering)
+    kernel = build_kernel(module, "cross-entropy", SHAPE)
+    rows, scale = flatten(module)[None], torch.ones(1)
+    results = []
+    for size in (1.0, 1e3, 1.0):
+        out = torch.zeros_like(rows)
+        kernel.add_clipped_(out, rows, Batch(examples(3, size)[None]), None, scale)
+        results.append(out)
+    assert torch.equal(results[0], results[2])
+    assert not torch.equal(results[0], results[1])
+    assert not module.kept

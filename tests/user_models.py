@@ -1,0 +1,69 @@
+"""Models of a user's own, for tests: scenarios name them as `user_models:factory`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Residual(nn.Module):
+    """A small network with a shortcut: nothing but example-wise operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 16)
+        self.back = nn.Linear(16, 64)
+        self.out = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits [b, 10]."""
+        x = x.flatten(1)
+        logits: Tensor = self.out(x + self.back(torch.relu(self.inner(x))))
+        return logits
+
+
+class Nosy(nn.Module):
+    """A network whose examples look at each other: the largest feature of the batch scales them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits [b, 10]."""
+        logits: Tensor = self.out(x.flatten(1) / x.abs().max().clamp(min=0.5))
+        return logits
+
+
+class Tokens(nn.Module):
+    """An embedding of pixels taken for tokens, as of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, 6)
+        self.out = nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits [b, 10]."""
+        logits: Tensor = self.out(self.embed((x.flatten(1) * 16).long().clamp(0, 16)).mean(1))
+        return logits
+
+
+def residual() -> nn.Module:
+    """Return a small network with a shortcut."""
+    return Residual()
+
+
+def nosy() -> nn.Module:
+    """Return a network whose examples look at each other."""
+    return Nosy()
+
+
+def tokens() -> nn.Module:
+    """Return an embedding of pixels."""
+    return Tokens()
+
+
+def convolutional() -> nn.Module:
+    """Return a small stack with a convolution."""
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 10))

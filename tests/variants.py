@@ -1,0 +1,21 @@
+"""Every algorithm in every variant, as settings over the tiny scenario of conftest."""
+
+from __future__ import annotations
+
+from flower_privdec.algorithms import ALGORITHMS
+
+UNDIRECTED = ("d-psgd", "dp2-sgd", "adp2-sgd")
+VARIANTS = [
+    *([f"algorithm.name={name}"] for name in ALGORITHMS),
+    ["algorithm.name=privsgp-vr", "algorithm.table=dense"],
+    ["algorithm.name=privsgp-vr", "algorithm.table=snapshot", "algorithm.snapshot_every=2"],
+    ["algorithm.name=privsgp-vr", "algorithm.table=blocks", "data.batch.sampling=blocks"],
+    ["algorithm.name=feddeper", "algorithm.rho=0"],
+]
+
+
+def settings_for(*settings: str) -> list[str]:
+    """Return settings with the graph and the number of peers that their algorithm needs."""
+    name = settings[0].removeprefix("algorithm.name=")
+    graph = "ring" if name in UNDIRECTED else "server" if name == "scaffold" else "directed-exponential"
+    return [*settings, f"topology.name={graph}", *(["n_peers=1"] if name == "dp-sgd" else [])]
