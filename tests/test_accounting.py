@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy import losses, profiles
+from flower_privdec.privacy import loss_distributions, profiles
 from flower_privdec.privacy.accounting import delta, epsilon
 from flower_privdec.privacy.events import (
     Release,
@@ -133,8 +133,8 @@ def test_agrees_with_googles_accountant_on_a_fine_grid(q, noise, steps, target, 
 
 def test_the_distribution_of_one_step_is_googles():
     interval, q, mu = 2.0**-8, 0.05, 1.25
-    (steps,) = losses.group_steps([poisson(q, 1 / mu)])
-    ours = losses.step_losses(steps, interval, 9.0, -math.log1p(-q))
+    (steps,) = loss_distributions.group_steps([poisson(q, 1 / mu)])
+    ours = loss_distributions.step_losses(steps, interval, 9.0, -math.log1p(-q))
     epsilons = interval * np.arange(ours.lowest, ours.lowest + ours.mass.shape[1])
     above, below = profiles.poisson_remove(epsilons, q, mu), profiles.poisson_add(-epsilons, q, mu)
     values = np.where(epsilons >= 0, above, -np.expm1(epsilons) + np.exp(epsilons) * below)
@@ -185,7 +185,7 @@ def test_uniform_bound_holds_for_every_data_set_and_is_tight_for_some(size, batc
     x = np.linspace(-10 * noise - size, 10 * noise + size, 8001)
     eps = np.arange(101) * 2.0**-6
     ours = (f(eps, batch / size, 1 / noise) for f in (profiles.uniform_remove, profiles.uniform_add))
-    bounds = [losses.convex_minorant(values, 2.0**-6) for values in ours]
+    bounds = [loss_distributions.convex_minorant(values, 2.0**-6) for values in ours]
     tightest = 0.0
     for ups in range(size):
         for downs in range(size - ups):

@@ -13,9 +13,9 @@ from flower_privdec import cli
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner import make_plan
-from flower_privdec.privacy.accounting import epsilon_of_runs
-from flower_privdec.privacy.chain import read_chain
+from flower_privdec.privacy.alternatives import epsilon_of_runs
 from flower_privdec.privacy.ledger_file import paid_until, runs_in
+from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.run import Run, run
 from flower_privdec.scenario import Scenario, to_yaml
 

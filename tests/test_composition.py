@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy import accounting, composition, losses, profiles, refinement
+from flower_privdec.privacy import accounting, composition, loss_distributions, profiles, refinement
 from flower_privdec.privacy.accounting import delta, epsilon
 from flower_privdec.privacy.events import Release, canonical
-from flower_privdec.privacy.losses import Steps, group_steps
+from flower_privdec.privacy.loss_distributions import Steps, group_steps
 from flower_privdec.privacy.refinement import composed_epsilon
 
 laws = settings(max_examples=25, derandomize=True, deadline=None)
@@ -205,7 +205,7 @@ def test_less_of_it_than_delta_costs_nothing():
 def test_more_mechanisms_than_one_can_hold_are_rounded_to_costlier_ones(monkeypatch):
     schedule = [poisson(0.01, 1.5 * 4 ** (-k / 200), 2, k % 2 * 0.01) for k in range(200)]
     exact = fresh_epsilon(schedule, 1e-5)
-    monkeypatch.setattr(losses, "MOST_DISTINCT", 20)
+    monkeypatch.setattr(loss_distributions, "MOST_DISTINCT", 20)
     (steps,) = [group for group in group_steps(schedule) if group.kind == "mixture"]
     assert len(steps.counts) <= 20
     assert steps.counts.sum() == 200
@@ -216,8 +216,8 @@ def test_rounding_raises_every_parameter_and_keeps_the_counts():
     rng = np.random.default_rng(5)
     rows = np.column_stack([rng.uniform(0.1, 0.2, 9000), rng.uniform(0, 0.1, 9000), rng.uniform(1, 2, 9000)])
     rows = np.column_stack([rows, np.ones(9000)])
-    binned = losses._binned(rows, any_rate=True)
-    assert len(binned) <= losses.MOST_DISTINCT
+    binned = loss_distributions._binned(rows, any_rate=True)
+    assert len(binned) <= loss_distributions.MOST_DISTINCT
     assert binned[:, 3].sum() == 9000
     for row in rows[::500]:
         costlier = np.all(binned[:, :3] >= row[:3], axis=1) & np.all(binned[:, :3] <= row[:3] * 2 + 1e-300, axis=1)
@@ -225,7 +225,7 @@ def test_rounding_raises_every_parameter_and_keeps_the_counts():
 
 
 def test_rates_of_uniform_sampling_are_not_rounded(monkeypatch):
-    monkeypatch.setattr(losses, "MOST_DISTINCT", 20)
+    monkeypatch.setattr(loss_distributions, "MOST_DISTINCT", 20)
     schedule = [Release("uniform", b / 1000, 1000, b, 1.5 * 2 ** (-k / 60)) for b in (10, 20) for k in range(60)]
     groups = group_steps(schedule)
     assert {group.kind for group in groups} == {"uniform"}

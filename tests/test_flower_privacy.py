@@ -19,8 +19,8 @@ from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.accounting import epsilon
-from flower_privdec.privacy.chain import read_chain
 from flower_privdec.privacy.ledger_file import runs_in
+from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.flower import client_app as clients
 from flower_privdec.runtime.flower import own
 from flower_privdec.runtime.flower.client_app import client_app

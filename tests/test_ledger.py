@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from flower_privdec.errors import BudgetError
 from flower_privdec.privacy import ledger_file
-from flower_privdec.privacy.accounting import epsilon, epsilon_of_runs
-from flower_privdec.privacy.chain import NOTHING, Payment, RunName, Share, chained, hash_of, header, read_chain
+from flower_privdec.privacy.accounting import epsilon
+from flower_privdec.privacy.alternatives import epsilon_of_runs
 from flower_privdec.privacy.events import Release, Spend, canonical, plan_spends
 from flower_privdec.privacy.ledger import Account, CohortLedger, spending_of
 from flower_privdec.privacy.ledger_file import LedgerFile, ledger_path, paid_until, runs_in
+from flower_privdec.privacy.ledger_format import NOTHING, Payment, RunName, Share, chained, hash_of, header, read_chain
 
 DATA = "digits"
 DELTA = 1e-5

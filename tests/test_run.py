@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from flower_privdec import cli
-from flower_privdec.privacy.chain import read_chain
+from flower_privdec.privacy.ledger_format import read_chain
 
 SCENARIO = """\
 name: tiny

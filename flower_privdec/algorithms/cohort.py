@@ -14,7 +14,7 @@ from flower_privdec.gradients import GradientKernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
 from flower_privdec.privacy.ledger import CohortLedger
-from flower_privdec.privacy.plan import PrivacyPlan
+from flower_privdec.privacy.protection import Protection
 from flower_privdec.rows import NoiseSource
 
 
@@ -104,7 +104,7 @@ class Cohort:
     noise: NoiseSource
     learning_rate: LearningRate
     steps_per_round: int = 1
-    plan: PrivacyPlan | None = None
+    plan: Protection | None = None
     ledger: CohortLedger | None = None
 
     @property

@@ -23,7 +23,7 @@ PEAK_SIZE = 512
 
 
 @dataclass(frozen=True)
-class Layer:
+class MatrixLayer:
     """A layer with a weight matrix: its module and the shape of one example's input and output."""
 
     module: nn.Linear | nn.Conv2d
@@ -36,13 +36,13 @@ class Layer:
         return self.module.weight[0].numel() * self.outputs.numel()
 
 
-def layers(setup: Setup) -> list[Layer]:
+def layers(setup: Setup) -> list[MatrixLayer]:
     """Return the linear and convolution layers of a workload's model, in order."""
-    found: list[Layer] = []
+    found: list[MatrixLayer] = []
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if isinstance(layer, nn.Linear | nn.Conv2d):
-            found.append(Layer(layer, inputs[0].shape[1:], output.shape[1:]))
+            found.append(MatrixLayer(layer, inputs[0].shape[1:], output.shape[1:]))
 
     hooks = [part.register_forward_hook(record) for part in setup.module.modules()]
     with torch.no_grad():
@@ -104,7 +104,7 @@ def _products(setup: Setup) -> Work:
     return run
 
 
-def _linear(layer: Layer, n: int, batch: int) -> Iterator[tuple[str, list[Work]]]:
+def _linear(layer: MatrixLayer, n: int, batch: int) -> Iterator[tuple[str, list[Work]]]:
     weight = layer.module.weight.detach().expand(n, -1, -1).contiguous()
     (outputs, inputs), new = weight.shape[1:], weight.new_ones
     a, delta = new(n, batch, inputs), new(n, batch, outputs)
@@ -122,7 +122,7 @@ def _linear(layer: Layer, n: int, batch: int) -> Iterator[tuple[str, list[Work]]
     yield "gradient", outer if batch > 1 else [*outer, lambda: torch.mul(across, a, out=gradient)]
 
 
-def _convolution(layer: Layer, conv: nn.Conv2d, batch: int) -> Iterator[tuple[str, list[Work]]]:
+def _convolution(layer: MatrixLayer, conv: nn.Conv2d, batch: int) -> Iterator[tuple[str, list[Work]]]:
     weight = conv.weight.detach()
     a, delta = weight.new_ones(batch, *layer.inputs), weight.new_ones(batch, *layer.outputs)
     stride, padding, dilation = list(conv.stride), list(conv.padding), list(conv.dilation)

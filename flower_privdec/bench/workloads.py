@@ -16,7 +16,7 @@ from flower_privdec.gradients import build_kernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten, parameter_count
 from flower_privdec.participation import Participation, build_participation
-from flower_privdec.privacy.plan import PrivacyPlan
+from flower_privdec.privacy.protection import Protection
 from flower_privdec.rows import NoiseSource, build_noise, keyed_generator, seed_keys
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.scenario.algorithm_sections import SGDSection
@@ -130,7 +130,7 @@ class Setup:
         participation: Participation,
         rate: float,
         noise: NoiseSource | str,
-        plan: PrivacyPlan | None = None,
+        plan: Protection | None = None,
     ) -> Engine:
         """Return the engine that runs an algorithm on this workload, at a constant learning rate."""
         n = self.workload.n_peers
@@ -152,12 +152,12 @@ class Setup:
         return Engine(algorithm, cohort, State(cohort.peers, rows=algorithm.initial(cohort)))
 
 
-def constant_plan(n_peers: int) -> PrivacyPlan:
+def constant_plan(n_peers: int) -> Protection:
     """Return the same clip norm and noise for every peer and round; nobody is charged."""
     ones = np.broadcast_to(1.0, (FOREVER, n_peers))
     noise = np.broadcast_to(NOISE_MULTIPLIER, ones.shape)
     kinds, kind_of = ({"gradient": 1.0},), np.broadcast_to(0, (FOREVER,))
-    return PrivacyPlan(np.broadcast_to(CLIP_NORM, ones.shape), noise, (), (None,) * n_peers, "none", kinds, kind_of)
+    return Protection(np.broadcast_to(CLIP_NORM, ones.shape), noise, (), (None,) * n_peers, "none", kinds, kind_of)
 
 
 def synthetic(workload: Workload) -> Dataset:

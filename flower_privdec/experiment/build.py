@@ -22,10 +22,10 @@ from flower_privdec.gradients import GradientKernel, build_kernel, resolve_loss
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
-from flower_privdec.privacy.chain import RunName
 from flower_privdec.privacy.declared import Drawing
 from flower_privdec.privacy.ledger import CohortLedger
-from flower_privdec.privacy.plan import PrivacyPlan, build_plan
+from flower_privdec.privacy.ledger_format import RunName
+from flower_privdec.privacy.protection import Protection, build_protection
 from flower_privdec.rows import build_noise, resolve_generator
 from flower_privdec.scenario import Scenario, numbers_hash
 from flower_privdec.topology import build_topology
@@ -84,7 +84,7 @@ class Experiment:
     algorithm: Algorithm
     mixing: Mixing | None
     participation: Participation
-    plan: PrivacyPlan | None
+    plan: Protection | None
     kernel: GradientKernel
     module: torch.nn.Module
     initial: Tensor
@@ -115,7 +115,7 @@ class Experiment:
         sampler = _build_sampler(scenario, parts, keys)
         plan = None
         if scenario.private is not None:
-            plan = build_plan(scenario, scenario.private, algorithm, drawings_of(sampler), participation)
+            plan = build_protection(scenario, scenario.private, algorithm, drawings_of(sampler), participation)
         kernel = build_kernel(
             module.to(device, dtype),
             scenario.model.loss,

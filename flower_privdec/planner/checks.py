@@ -11,7 +11,7 @@ import numpy as np
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner.peers import ledger_spending, noise_std
 from flower_privdec.privacy.accounting import epsilon
-from flower_privdec.privacy.plan import PrivacyPlan
+from flower_privdec.privacy.protection import Protection
 from flower_privdec.runtime.spent import budget_note, json_number
 from flower_privdec.words import epsilon_text, number, peer_ranges, setting
 
@@ -66,7 +66,7 @@ def ledger_warnings(experiment: Experiment) -> list[str]:
     return [] if note is None else [note]
 
 
-def _claims(plan: PrivacyPlan, spent: list[float]) -> list[str]:
+def _claims(plan: Protection, spent: list[float]) -> list[str]:
     """Say where the accountant's ε is above what a paper's formula claims."""
     above = [peer for peer, claim in enumerate(plan.claims) if claim and spent[peer] > claim.epsilon]
     if not above:
@@ -84,7 +84,7 @@ def _span(low: float, high: float, say: Any) -> str:
     return say(low) if say(low) == say(high) else f"{say(low)}–{say(high)}"
 
 
-def _limits(experiment: Experiment, plan: PrivacyPlan) -> list[str]:
+def _limits(experiment: Experiment, plan: Protection) -> list[str]:
     """Say where Dyn-D2P's formulas, limits for K far above 1/p², are used at a smaller K."""
     rounds, rate = experiment.scenario.rounds, float(experiment.sampler.sampling_rate.min())
     used = [claim for claim in plan.claims if claim and claim.mu_total is not None]
@@ -112,7 +112,7 @@ def _loose_delta(experiment: Experiment) -> list[str]:
     ]
 
 
-def _sampling(plan: PrivacyPlan, spent: list[float]) -> list[str]:
+def _sampling(plan: Protection, spent: list[float]) -> list[str]:
     """Say how much ε Poisson sampling would save the peer that spends most, at the same noise."""
     account = plan.accounts[int(np.argmax(spent))]
     drawn = {spend.release.sampling for spend in account.spends}

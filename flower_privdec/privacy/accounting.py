@@ -34,7 +34,7 @@ import numpy as np
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.events import Release, canonical
-from flower_privdec.privacy.losses import Steps, group_steps, quietly
+from flower_privdec.privacy.loss_distributions import Steps, group_steps, quietly
 from flower_privdec.privacy.refinement import composed_epsilon
 from flower_privdec.privacy.search import bracket, narrow
 
@@ -94,16 +94,21 @@ def check_delta(delta: float) -> None:
 def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
     if not releases:
         return 0.0
-    if any(r.noise_multiplier == 0 for r in releases):
+    if beyond_numbers(releases):
         return math.inf
     groups = group_steps(releases)
-    if max(float(g.drawn.max()) for g in groups) > LARGEST:
-        return math.inf
     if no_event_gains(groups, delta):
         return 0.0
     if _is_one_step(groups):
         return _step_epsilon(groups[0], delta)
     return composed_epsilon(groups, delta)
+
+
+def beyond_numbers(releases: Sequence[Release]) -> bool:
+    """Return whether ε counts as ∞: something has no noise, or next to none for what it shows."""
+    if any(r.noise_multiplier == 0 for r in releases):
+        return True
+    return max(float(g.drawn.max()) for g in group_steps(releases)) > LARGEST
 
 
 def no_event_gains(groups: Sequence[Steps], delta: float) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy import accounting
 from flower_privdec.privacy.events import ACCOUNTANT, Release, canonical, epoch_rounds
+from flower_privdec.privacy.search import bracket, last_that_fits, narrow
 
 ACCEPTED = 0.995  # a solution spends at least so much of the budget, and at most all of it
 AIM, NEAR = 0.999, 0.998  # where the search aims, and from where on it is content
@@ -125,14 +126,9 @@ def max_steps(release: Release, epsilon: float, delta: float, *, limit: int = 10
         return accounting.epsilon([release.times(steps)], delta) <= epsilon
 
     low, high = 0, 1
-    while high < limit and fits(high):
-        low, high = high, min(4 * high, limit)
-    if high == limit and fits(limit):
-        return limit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    while high <= limit and fits(high):
+        low, high = high, 4 * high
+    return last_that_fits(fits, low, min(high, limit + 1))
 
 
 def _accepts(spent: float, budget: float) -> bool:
@@ -146,42 +142,22 @@ def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
         spent = accounting.epsilon(make_releases(math.exp(log_scale)), delta)
         return math.log(max(spent, 1e-300) / (AIM * budget)) if math.isfinite(spent) else 700.0
 
-    low, high = _bracket(excess, budget)
-    while high[0] - low[0] > 1e-7:
-        for log_scale, value in (high, low):
-            if math.log(NEAR / AIM) <= value <= math.log(1 / AIM):
-                return math.exp(log_scale)
-        middle = _between(low, high)
-        point = (middle, excess(middle))
-        low, high = (point, high) if point[1] > 0 else (low, point)
+    ends = bracket(excess, 0.0, math.log(2), math.log(SCALE_LIMIT))
+    if ends is None:
+        rule = "needs more noise than any" if excess(0.0) > 0 else "is more than these releases can spend at any noise"
+        raise ScenarioError(f"epsilon={budget} {rule}; change the budget, the rounds or the sampling")
+    for log_scale, value in reversed(narrow(excess, *ends, _near_the_aim, 1e-7)):
+        if _near_the_aim(value):
+            return math.exp(log_scale)
     raise ScenarioError(
         f"epsilon={budget} cannot be met within 0.5 %: at delta={delta} ε jumps over it as the noise grows "
         "(is delta above an example's chance to be used at all?); lower delta or change epsilon"
     )
 
 
-def _between(low: tuple[float, float], high: tuple[float, float]) -> float:
-    """Return where the line through two points crosses 0, kept a tenth of the way off both; or the middle."""
-    (x0, f0), (x1, f1) = low, high
-    share = f0 / (f0 - f1) if max(f0, -f1) < 3 else 0.5
-    return x0 + min(max(share, 0.1), 0.9) * (x1 - x0)
-
-
-def _bracket(excess: Callable[[float], float], budget: float) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return (log scale, excess) with too little noise and with enough."""
-    x = 0.0
-    value = excess(x)
-    step = math.log(2) if value > 0 else -math.log(2)
-    while True:
-        previous, before = x, value
-        x += step
-        if abs(x) > math.log(SCALE_LIMIT):
-            rule = "needs more noise than any" if step > 0 else "is more than these releases can spend at any noise"
-            raise ScenarioError(f"epsilon={budget} {rule}; change the budget, the rounds or the sampling")
-        value = excess(x)
-        if (value > 0) != (before > 0):
-            return ((previous, before), (x, value)) if before > 0 else ((x, value), (previous, before))
-        step *= 1.5
+def _near_the_aim(excess: float) -> bool:
+    """Return whether log ε, less the aim's, is near enough, and not above the budget's."""
+    return math.log(NEAR / AIM) <= excess <= math.log(1 / AIM)
 
 
 def _question(make_releases: MakeReleases, epsilon: float, delta: float) -> dict[str, Any]:

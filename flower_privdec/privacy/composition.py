@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import fft, signal
 
-from flower_privdec.privacy.losses import Losses, quietly
+from flower_privdec.privacy.loss_distributions import Losses, quietly
 
 CUT = 2.0**-44  # tilted mass that one convolution may leave out on each side
 ROUNDING = 2.0**-50

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +25,11 @@ from typing import Self
 import numpy as np
 
 from flower_privdec.errors import BudgetError
-from flower_privdec.privacy.accounting import Alternatives, epsilon_of_runs
-from flower_privdec.privacy.chain import NOTHING, Head, Payment, RunName, Share, read_chain
+from flower_privdec.privacy.alternatives import Alternatives, epsilon_of_runs
 from flower_privdec.privacy.events import Release, Spend, canonical
 from flower_privdec.privacy.ledger_file import LedgerFile, ledger_path, paid_by_peer, paid_until, runs_in
+from flower_privdec.privacy.ledger_format import NOTHING, Head, Payment, RunName, Share, read_chain
+from flower_privdec.privacy.search import last_that_fits
 
 WRITING_SHARE = 0.005  # of the wall time that adaptive blocks aim to spend on writing
 FIRST_BLOCK = 16  # adaptive blocks hold at least one step in so many of the plan
@@ -105,7 +106,7 @@ class Spending:
         paid = min(paid, self.steps)
         if fits(self.steps) or paid == self.steps:
             return self.steps
-        return _last(fits, paid, self.steps)
+        return last_that_fits(fits, paid, self.steps)
 
     def _epsilon(self, account: Account, stop: int) -> float:
         """Return ε after so many steps of this run, over all runs."""
@@ -120,14 +121,6 @@ class Spending:
         """Return the ε of each peer after so many steps of this run, over all runs in the ledger, [m]."""
         pairs = zip(self.accounts, self.limits.tolist(), strict=True)
         return np.array([self._epsilon(account, min(steps, limit)) for account, limit in pairs])
-
-
-def _last(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the last step before which everything fits; at `low` it does, or is paid, and at `high` it does not."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 class CohortLedger:

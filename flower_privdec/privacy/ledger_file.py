@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import Self
 
 from flower_privdec.errors import BudgetError
-from flower_privdec.privacy.accounting import Alternatives
-from flower_privdec.privacy.chain import (
+from flower_privdec.privacy.alternatives import Alternatives
+from flower_privdec.privacy.events import Release, canonical
+from flower_privdec.privacy.ledger_format import (
     NOTHING,
     RESTORE,
     Body,
@@ -24,7 +25,6 @@ from flower_privdec.privacy.chain import (
     parse,
     payments,
 )
-from flower_privdec.privacy.events import Release, canonical
 
 _log = logging.getLogger(__name__)
 

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from flower_privdec.privacy.composition import (
     ROUNDING,
     Frame,
@@ -22,7 +24,7 @@ from flower_privdec.privacy.composition import (
     tilt,
     together,
 )
-from flower_privdec.privacy.losses import Losses, Steps, quietly, step_losses
+from flower_privdec.privacy.loss_distributions import Losses, Steps, quietly, step_losses
 
 TOLERANCE = 3e-4  # of ε, that a finer grid may still change
 ENORMOUS, ROUGH = 1e6, 0.05  # the ε from which on this tolerance is enough
@@ -35,6 +37,7 @@ FIRST_POINTS = 64  # intervals of the coarsest grid in the longest range of a st
 FADED = 45.0  # t |L| from which a negative loss is as good as none
 MOST_ELEMENTS = 2**23  # numbers in the distributions of single steps
 RENYI_ELEMENTS = 2**20  # likewise, where a Rényi bound is all there is
+FEW_ELEMENTS = 2**14  # likewise, where there are many of them
 STEEPEST = 32.0  # t h
 MOST_ORDERS = 100  # looked at in one search
 TRIES = 8  # of an order on one grid
@@ -47,6 +50,25 @@ def composed_epsilon(groups: Sequence[Steps], delta: float) -> float:
     if all(steps.symmetric for steps in groups):
         return remove
     return max(remove, _Direction(groups, delta, add=True).epsilon(enough=remove))
+
+
+@dataclass(frozen=True)
+class Divergences:
+    """Bounds on what a composition's losses may do, at some orders.
+
+    Attributes:
+        log_masses: log E e^{tL} of the finite losses at each order t, float64 [n].
+        infinite: the chance of an infinite loss.
+    """
+
+    log_masses: np.ndarray
+    infinite: float
+
+
+@quietly
+def divergences(groups: Sequence[Steps], delta: float, orders: Sequence[float], *, add: bool) -> Divergences:
+    """Return upper bounds at given orders, in one direction; of a chance to lose more far below δ."""
+    return _Direction(groups, delta, add).divergences(orders)
 
 
 @dataclass(frozen=True)
@@ -120,7 +142,7 @@ class _Direction:
 
     def epsilon(self, enough: float = 0.0) -> float:
         """Return ε; or, where it is no more than `enough`, anything that is neither."""
-        coarsest = 2.0 ** math.ceil(math.log2(max(max(part.up, part.down) for part in self._parts) / FIRST_POINTS))
+        coarsest = self._coarsest()
         try:
             level, ratio, gains = self._level(coarsest, None), 4.0, _Gains()
         except WindowError:
@@ -142,10 +164,9 @@ class _Direction:
 
     def _renyi(self, coarsest: float) -> float:
         """Return an ε that needs no convolution, for more steps than one can hold: then it is nearly as good."""
-        rows = sum(len(part.steps.counts) for part in self._parts)
-        interval = coarsest / 2.0 ** max(0, math.floor(math.log2(RENYI_ELEMENTS / (2 * FIRST_POINTS * rows))))
+        interval = self._renyi_interval(coarsest, RENYI_ELEMENTS)
         losses = self._losses(interval, 0.0)
-        rest = self._delta - together([together(part.infinite, part.counts) for part in losses])
+        rest = self._delta - _infinite(losses)
         if rest <= 0:
             return math.inf
 
@@ -153,6 +174,21 @@ class _Direction:
             return renyi_epsilon(_cumulant(losses, interval, order), order, math.log(rest))
 
         return max(0.0, bound(_least(bound, 1 / coarsest, STEEPEST / interval)))
+
+    def divergences(self, orders: Sequence[float]) -> Divergences:
+        """Return bounds at given orders."""
+        interval = self._renyi_interval(self._coarsest(), FEW_ELEMENTS)
+        losses = self._losses(interval, 0.0)
+        return Divergences(np.array([_cumulant(losses, interval, t) for t in orders]), _infinite(losses))
+
+    def _coarsest(self) -> float:
+        """Return the interval of the coarsest grid."""
+        return 2.0 ** math.ceil(math.log2(max(max(part.up, part.down) for part in self._parts) / FIRST_POINTS))
+
+    def _renyi_interval(self, coarsest: float, elements: int) -> float:
+        """Return the interval of a grid on which all steps take about so many numbers."""
+        rows = sum(len(part.steps.counts) for part in self._parts)
+        return coarsest / 2.0 ** max(0, math.floor(math.log2(elements / (2 * FIRST_POINTS * rows))))
 
     def _level(self, interval: float, coarser: _Level | None) -> _Level:
         """Return what is found on a grid, tilted where slack asks for it."""
@@ -186,6 +222,11 @@ class _Direction:
             )
         start = min(near.frame.order or 1 / max(near.epsilon, interval), steepest)
         return _least(lambda t: _cumulant(losses, interval, t) - t * near.epsilon + log_harm(t), start, steepest)
+
+
+def _infinite(losses: Sequence[Losses]) -> float:
+    """Return the chance that any draw is infinite."""
+    return together([together(part.infinite, part.counts) for part in losses])
 
 
 def _cumulant(losses: Sequence[Losses], interval: float, order: float) -> float:

@@ -41,13 +41,11 @@ def narrow(
     return low, high
 
 
-def last_that_fits(fits: Callable[[int], bool], limit: int) -> int:
-    """Return the largest n <= limit with fits(n), where fits(n) implies fits(n - 1); 0 when fits(1) does not hold."""
-    low, high = 0, 1
-    while high < limit and fits(high):
-        low, high = high, min(4 * high, limit)
-    if high == limit and (limit < 1 or fits(limit)):
-        return max(limit, 0)
+def last_that_fits(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest n with low <= n < high that fits, where all below one that fits do too.
+
+    Neither end is asked: `low` is taken to fit and `high` not to.
+    """
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 from flower_privdec.algorithms import Edges, State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy.chain import RunName
+from flower_privdec.privacy.ledger_format import RunName
 
 EDGE = "edge."  # before the names of edges, to tell them from rows
 

@@ -17,7 +17,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate, shows_private
 from flower_privdec.gradients.protocol import layout
-from flower_privdec.privacy.chain import Head
+from flower_privdec.privacy.ledger_format import Head
 from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_atomically
 from flower_privdec.runtime.spent import Spent, json_number, ledger_scope, privacy_rows
 from flower_privdec.scenario import scenario_hash, to_yaml

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.chain import Head
+from flower_privdec.privacy.ledger_format import Head
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import OnMetrics, Recorder
 from flower_privdec.runtime.spent import Spent, budget_note, check_budget, epsilons, ledger_folder, rounds_run

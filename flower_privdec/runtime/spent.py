@@ -13,7 +13,7 @@ import numpy as np
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import BudgetError
 from flower_privdec.privacy.ledger import Spending
-from flower_privdec.privacy.plan import UNLIMITED, PrivacyPlan
+from flower_privdec.privacy.protection import UNLIMITED, Protection
 from flower_privdec.scenario import Scenario
 from flower_privdec.words import epsilon_text, peer_ranges
 
@@ -74,7 +74,7 @@ def ledger_scope(scenario: Scenario) -> str:
     return f"all runs in {private.ledger}" if private and private.ledger else ALONE
 
 
-def privacy_rows(plan: PrivacyPlan | None, spent: Spent, scope: str) -> list[dict[str, Any]]:
+def privacy_rows(plan: Protection | None, spent: Spent, scope: str) -> list[dict[str, Any]]:
     """Return each peer's guarantee as the summary says it; ε is "inf" where there is none.
 
     Args:

@@ -16,6 +16,7 @@ from flower_privdec.privacy.ledger import Account
 from flower_privdec.privacy.mechanisms import Mechanism, build_mechanism
 from flower_privdec.privacy.scale import Claim, Solver
 from flower_privdec.privacy.schedules import build_schedule
+from flower_privdec.privacy.search import last_that_fits
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.schema import PrivacySection
 
@@ -31,7 +32,7 @@ def cost(account: Account, steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class PrivacyPlan:
+class Protection:
     """Clip norms and noise multipliers of the whole network, and the accounts they are charged to.
 
     Attributes:
@@ -93,13 +94,13 @@ def _each(value: float | Sequence[float], n_peers: int) -> list[float]:
     return numbers
 
 
-def build_plan(
+def build_protection(
     scenario: Scenario,
     section: PrivacySection,
     algorithm: Declares,
     drawings: Sequence[Drawing],
     participation: Participation,
-) -> PrivacyPlan:
+) -> Protection:
     """Solve every peer's noise from its budget, for the rounds in which it is active.
 
     Who is active is public and decided beforehand, so a peer's noise is solved for its own number of
@@ -128,7 +129,7 @@ def build_plan(
         claims.append(claim)
     kinds, kind_of = _kinds(list(mechanisms.values()))
     clip_norms = schedule.clip_factor[:, None] * schedule.clip_norm
-    return PrivacyPlan(
+    return Protection(
         clip_norms, noise, tuple(accounts), tuple(claims), section.calibration, kinds, kind_of, each_round
     )
 
@@ -180,11 +181,9 @@ def _within_budget(account: Account, steps: int) -> Account:
     """
     if account.budget is None or cost(account, steps) <= account.budget:
         return account
-    low, high = 0, steps
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if cost(account, middle) <= account.budget else (low, middle)
-    parts = (spend.between(0, low) for spend in account.spends)
+    budget = account.budget
+    last = last_that_fits(lambda stop: cost(account, stop) <= budget, 0, steps)
+    parts = (spend.between(0, last) for spend in account.spends)
     kept = tuple(part for part in parts if part is not None)
     if not kept:
         raise ScenarioError(
