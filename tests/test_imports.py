@@ -10,7 +10,19 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flower_privdec"
 FLOORS = [
-    *("errors", "words", "rows", "scenario", "topology", "participation", "mixing", "data", "models", "gradients"),
+    *(
+        "errors",
+        "words",
+        "rows",
+        "tasks",
+        "scenario",
+        "topology",
+        "participation",
+        "mixing",
+        "data",
+        "models",
+        "gradients",
+    ),
     *("privacy", "algorithms", "experiment", "runtime", "reporting", "planner", "study", "bench", "testing"),
     *("flwr_apps", "cli", "__main__"),
 ]

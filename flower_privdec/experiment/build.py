@@ -18,7 +18,7 @@ from flower_privdec.data.features import apply_features
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.memory import check_memory
 from flower_privdec.experiment.run_key import environment, own_keys, run_id, shared_secret
-from flower_privdec.gradients import GradientKernel, build_kernel, resolve_loss
+from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
@@ -28,6 +28,7 @@ from flower_privdec.privacy.ledger_format import RunName
 from flower_privdec.privacy.protection import Protection, build_protection
 from flower_privdec.rows import build_noise, resolve_generator
 from flower_privdec.scenario import Scenario, numbers_hash
+from flower_privdec.tasks.losses import resolve_loss
 from flower_privdec.topology import build_topology
 
 Budget = tuple[float, float]  # ε and δ
@@ -118,7 +119,7 @@ class Experiment:
             plan = build_protection(scenario, scenario.private, algorithm, drawings_of(sampler), participation)
         kernel = build_kernel(
             module.to(device, dtype),
-            scenario.model.loss,
+            scenario.task.loss,
             dataset.input_shape,
             memory_bytes=scenario.compute.memory_mib << 20,
         )
@@ -259,6 +260,6 @@ def drawings_of(sampler: Sampler) -> list[Drawing]:
 
 def _build_module(scenario: Scenario, dataset: Dataset) -> torch.nn.Module:
     section = scenario.model
-    outputs = resolve_loss(section.loss).n_outputs(dataset.n_classes)
+    outputs = resolve_loss(scenario.task.loss).n_outputs(dataset.n_classes)
     name = "linear" if section.name == "softmax" else section.name
     return build_model(name, dataset.input_shape, outputs, seed=scenario.seed, init=section.init, **section.options())

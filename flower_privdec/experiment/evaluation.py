@@ -13,9 +13,9 @@ from flower_privdec.algorithms.federated import FedAvg
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.own_labels import try_on_shards
-from flower_privdec.gradients import resolve_loss
 from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.scenario import Scenario
+from flower_privdec.tasks.losses import resolve_loss
 
 OUTPUT_BYTES = 2**26  # the outputs of so many models as are tried at once
 LARGEST_LOSS = 1e6  # beyond it a run only waits for infinity
@@ -44,7 +44,7 @@ def evaluate(experiment: Experiment, rows: dict[str, Tensor], round_index: int) 
     Raises:
         RunError: when the run has diverged.
     """
-    algorithm, loss = experiment.algorithm, resolve_loss(experiment.scenario.model.loss)
+    algorithm, loss = experiment.algorithm, resolve_loss(experiment.scenario.task.loss)
     models = algorithm.debiased(rows)
     _check_finite(experiment, models, round_index)
     x, labels = experiment.dataset.x_test.to(models), experiment.dataset.y_test.to(models.device)
@@ -82,7 +82,7 @@ def _peer_accuracy(experiment: Experiment, models: Tensor, x: Tensor, labels: Te
     """Return the mean, least and greatest accuracy of the peers' models; one that all share is tried once."""
     few = _spaced(len(labels), experiment.scenario.evaluation.peer_samples)
     x, labels = x[few], labels[few]
-    loss, kernel = resolve_loss(experiment.scenario.model.loss), experiment.kernel
+    loss, kernel = resolve_loss(experiment.scenario.task.loss), experiment.kernel
     shared = all(torch.equal(model, models[0]) for model in models)
     tried, peers = models[:1] if shared else models, []
     for rows in row_chunks(len(tried), len(labels) * experiment.dataset.n_classes * x.element_size(), OUTPUT_BYTES):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flower_privdec.experiment import Experiment
-from flower_privdec.gradients import resolve_loss
 from flower_privdec.rows import keyed_generator
+from flower_privdec.tasks.losses import resolve_loss
 
 
 def held_labels(experiment: Experiment) -> np.ndarray:
@@ -78,7 +78,7 @@ def _hits(experiment: Experiment, model: Tensor, wanted: np.ndarray) -> np.ndarr
     right = torch.zeros(len(labels), dtype=torch.bool)
     if len(x):
         outputs = experiment.kernel.logits(model.unsqueeze(0), x)[0].cpu()
-        right[chosen] = resolve_loss(experiment.scenario.model.loss).predict(outputs) == labels[chosen]
+        right[chosen] = resolve_loss(experiment.scenario.task.loss).predict(outputs) == labels[chosen]
     return _per_label(experiment, right)
 
 

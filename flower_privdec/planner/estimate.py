@@ -25,8 +25,8 @@ from flower_privdec.data import partition
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.memory import outputs_per_example
-from flower_privdec.gradients import Loss, resolve_loss
 from flower_privdec.rows import keyed_generator
+from flower_privdec.tasks.losses import Loss, resolve_loss
 
 ITERATIONS, SETTLED = 20, 5e-3  # of the power method: at most, and the relative change at which it stops
 LEAST_SAMPLE, MOST_SAMPLE = 64, 2048  # examples
@@ -85,7 +85,7 @@ def public_sample(experiment: Experiment) -> Objective:
     size = min(len(dataset.y_test), max(LEAST_SAMPLE, min(MOST_SAMPLE, size)))
     rows = keyed_generator(experiment.scenario.seed, "plan sample").permutation(len(dataset.y_test))[:size]
     x = dataset.x_test[rows].to(experiment.device, experiment.initial.dtype)
-    return Objective(module, resolve_loss(experiment.scenario.model.loss), x, dataset.y_test[rows].to(x.device))
+    return Objective(module, resolve_loss(experiment.scenario.task.loss), x, dataset.y_test[rows].to(x.device))
 
 
 def smoothness(experiment: Experiment, objective: Objective) -> float:

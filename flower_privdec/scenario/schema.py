@@ -10,6 +10,7 @@ from pydantic.types import Discriminator
 from flower_privdec.scenario.algorithm_sections import AlgorithmSection, DynSection, VRSection
 from flower_privdec.scenario.features_section import FeaturesSection
 from flower_privdec.scenario.fields import Count, Fraction, NonNegative, PerPeer, Positive, Section
+from flower_privdec.scenario.task_section import TaskSection
 
 ModelName = Literal[
     "linear",
@@ -101,7 +102,6 @@ class ModelSection(Section):
     activation: Literal["relu", "tanh"] | None = None
     module: str | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
-    loss: Literal["cross-entropy", "logistic", "hinge", "squared-hinge"] = "cross-entropy"
 
     @model_validator(mode="after")
     def _options_of_the_model(self) -> ModelSection:
@@ -255,6 +255,7 @@ class Scenario(Section):
     rounds: Count
     data: DataSection
     features: FeaturesSection | None = None
+    task: TaskSection = Field(default_factory=lambda: TaskSection.model_validate({}))
     model: ModelSection
     algorithm: AlgorithmSection
     topology: TopologySection = TopologySection()

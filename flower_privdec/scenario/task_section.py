@@ -1,0 +1,63 @@
+"""The section that says what is learned: the loss, and the metrics by which models are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from flower_privdec.scenario.fields import Section
+from flower_privdec.tasks.kinds import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, Targets, unfit
+from flower_privdec.words import did_you_mean
+
+
+def _one_of(known: Mapping[str, Any]) -> BeforeValidator:
+    """Refuse what is not a known name."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, str) or value not in known:
+            raise ValueError(f"must be one of {', '.join(known)}{did_you_mean(value, known)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+LossName = Annotated[str, _one_of(LOSS_KINDS)]
+MetricName = Annotated[str, _one_of(METRIC_KINDS)]
+
+
+class TaskSection(Section):
+    """What is learned.
+
+    Attributes:
+        loss: of one example; it says what targets an example has.
+        metrics: by which models are tried on the public test set, the first one first; by default what is usual for
+            the loss.
+    """
+
+    loss: LossName = "cross-entropy"
+    metrics: Annotated[list[MetricName], Field(min_length=1)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_metrics(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("metrics") is not None:
+            return data
+        known = LOSS_KINDS.get(str(data.get("loss", "cross-entropy")))
+        return {**data, "metrics": list(USUAL_METRICS[known.targets if known else "classes"])}
+
+    @model_validator(mode="after")
+    def _metrics_of_the_task(self) -> TaskSection:
+        for name in self.metrics:
+            wrong = unfit(name, self.loss)
+            if wrong is not None:
+                raise ValueError(f"{name} {wrong}")
+            if self.metrics.count(name) > 1:
+                raise ValueError(f"metrics names {name} twice: keep one")
+        return self
+
+    @property
+    def targets(self) -> Targets:
+        """What an example's target is."""
+        return LOSS_KINDS[self.loss].targets
