@@ -105,4 +105,7 @@ def test_a_number_that_never_changes_has_an_r2() -> None:
 
 def test_labels_that_nobody_has_leave_nothing_to_rank() -> None:
     outputs, targets = torch.zeros(2, 3, 2), torch.zeros(3, 2)
-    assert METRICS["mean-average-precision"].measure(LOSSES["binary-cross-entropy"], outputs, targets).tolist() == [0, 0]
+    assert METRICS["mean-average-precision"].measure(LOSSES["binary-cross-entropy"], outputs, targets).tolist() == [
+        0,
+        0,
+    ]

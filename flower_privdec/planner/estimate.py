@@ -26,7 +26,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.memory import outputs_per_example
 from flower_privdec.rows import keyed_generator
-from flower_privdec.tasks.losses import Loss, resolve_loss
+from flower_privdec.tasks.losses import Loss
 
 ITERATIONS, SETTLED = 20, 5e-3  # of the power method: at most, and the relative change at which it stops
 LEAST_SAMPLE, MOST_SAMPLE = 64, 2048  # examples
@@ -80,12 +80,12 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 def public_sample(experiment: Experiment) -> Objective:
     """Return the loss at x0 on a keyed sample of the test set."""
-    dataset, module = experiment.dataset, experiment.module
-    size = SAMPLE_NUMBERS // outputs_per_example(module, dataset.input_shape)
-    size = min(len(dataset.y_test), max(LEAST_SAMPLE, min(MOST_SAMPLE, size)))
-    rows = keyed_generator(experiment.scenario.seed, "plan sample").permutation(len(dataset.y_test))[:size]
-    x = dataset.x_test[rows].to(experiment.device, experiment.initial.dtype)
-    return Objective(module, resolve_loss(experiment.scenario.task.loss), x, dataset.y_test[rows].to(x.device))
+    public, module = experiment.public, experiment.module
+    size = SAMPLE_NUMBERS // outputs_per_example(module, public.input_shape)
+    size = min(len(public.y), max(LEAST_SAMPLE, min(MOST_SAMPLE, size)))
+    rows = keyed_generator(experiment.scenario.seed, "plan sample").permutation(len(public.y))[:size]
+    x = public.x[rows].to(experiment.device, experiment.initial.dtype)
+    return Objective(module, experiment.loss, x, public.y[rows].to(x.device))
 
 
 def smoothness(experiment: Experiment, objective: Objective) -> float:
@@ -108,7 +108,7 @@ def heterogeneity(experiment: Experiment, objective: Objective) -> float:
         ScenarioError: where the sample cannot be dealt out like the training set.
     """
     scenario = experiment.scenario
-    section, sizes = scenario.data.partition, experiment.sampler.partition_sizes
+    section, sizes = scenario.data.partition, experiment.own.sampler.partition_sizes
     options = section.model_dump(exclude={"kind"}, exclude_none=True)
     if section.kind == "sizes":
         options["sizes"] = (sizes / sizes.sum()).tolist()

@@ -246,7 +246,7 @@ def to_yaml(scenario: Scenario) -> str:
 
 def scenario_hash(scenario: Scenario) -> str:
     """Return a hash of everything that decides the run's results (not threads, memory, nor the planner's)."""
-    return _hash(_without(scenario, {"compute": {"threads", "memory_mib"}, "plan": True}))
+    return _hash_without(scenario, {"compute": {"threads", "memory_mib"}, "plan": True})
 
 
 def numbers_hash(scenario: Scenario) -> str:
@@ -255,18 +255,13 @@ def numbers_hash(scenario: Scenario) -> str:
     Names, paths and how often a run is looked at decide nothing, nor do generator and device, which `run_key` adds.
     """
     compute = {"threads", "memory_mib", "generator", "device"}
-    nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root"}, "task": True}
+    nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root", "test"}}
+    nothing["task"] = {"metrics"}
     if scenario.private is not None:
         nothing["privacy"] = {"ledger"}
-    data = _without(scenario, nothing)
-    data["model"]["loss"] = json.loads(scenario.task.model_dump_json(include={"loss"}))["loss"]
-    return _hash(data)
+    return _hash_without(scenario, nothing)
 
 
-def _without(scenario: Scenario, excluded: Any) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(scenario.model_dump_json(exclude=excluded))
-    return data
-
-
-def _hash(data: dict[str, Any]) -> str:
+def _hash_without(scenario: Scenario, excluded: Any) -> str:
+    data = json.loads(scenario.model_dump_json(exclude=excluded))
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -57,6 +57,11 @@ class TaskSection(Section):
                 raise ValueError(f"metrics names {name} twice: keep one")
         return self
 
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Return each metric's name with its title, whether more is better, and whether it is a share of 1."""
+        kinds = {name: METRIC_KINDS[name] for name in self.metrics}
+        return {n: {"title": kind.title, "high": kind.high, "share": kind.share} for n, kind in kinds.items()}
+
     @property
     def targets(self) -> Targets:
         """What an example's target is."""
