@@ -32,6 +32,7 @@ def build_model(
     *,
     seed: int,
     init: str = "default",
+    n_tokens: int | None = None,
     **options: Any,
 ) -> nn.Module:
     """Build a model on the CPU in float32; the same seed gives the same parameters and leaves torch's alone.
@@ -42,6 +43,7 @@ def build_model(
         n_classes: number of outputs.
         seed: keys the initial parameters.
         init: "default" is torch's, "zeros" makes every parameter 0.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are numbers to reckon with.
         options: the model's own, such as hidden=[100] for mlp.
 
     Raises:
@@ -52,12 +54,16 @@ def build_model(
     shape = tuple(int(size) for size in input_shape)
     if not shape or min(shape) < 1 or n_classes < 1:
         raise ScenarioError(f"input_shape={list(shape)} and n_classes={n_classes} must be positive")
-    factory = _factory(name, shape, n_classes, options)
+    if n_tokens is None and name == "text":
+        raise ScenarioError("model 'text' is for tokens: use linear or mlp for numbers, or give data.vocabulary")
+    if n_tokens is not None and name in _BUILDERS and name != "text":
+        raise ScenarioError(f"model {name!r} is for numbers and the data are tokens: use text, or a module of your own")
+    factory = _factory(name, shape, n_classes, options | ({"n_tokens": n_tokens} if name == "text" else {}))
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_generator(seed, "model").integers(2**63)))
         module = factory()
         check_model(module, name)
-        _check_output(module, name, shape, n_classes)  # lazy layers draw their parameters here
+        _check_output(module, name, shape, n_classes, n_tokens)  # lazy layers draw their parameters here
     if init == "zeros":
         with torch.no_grad():
             for parameter in module.parameters():
@@ -169,6 +175,33 @@ def _resnet18_gn(shape: Shape, n_classes: int, *, groups: int = 32, width: int =
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size, n_classes))
 
 
+class _Text(nn.Module):
+    """The mean of the embeddings of all tokens but 0, which pads, through linear layers."""
+
+    def __init__(self, n_tokens: int, width: int, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(n_tokens, width)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        words = self.embedding(tokens.flatten(1))
+        known = (tokens.flatten(1) != 0).unsqueeze(2).to(words)
+        outputs: Tensor = self.layers((words * known).sum(1) / known.sum(1).clamp(min=1))
+        return outputs
+
+
+def _text(
+    shape: Shape,
+    n_classes: int,
+    *,
+    n_tokens: int,
+    width: int = 32,
+    hidden: Sequence[int] = (),
+    activation: str = "relu",
+) -> nn.Module:
+    return _Text(n_tokens, width, _dense(width, hidden, n_classes, activation))
+
+
 class _ResidualBlock(nn.Module):
     """Two 3x3 convolutions with GroupNorm beside a shortcut (He et al. 2016)."""
 
@@ -223,6 +256,7 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "cnn-pdsl": _preset(hidden=()),
     "cnn-feddeper": _preset(channels=(32, 64), hidden=(1024, 512)),
     "resnet18-gn": _resnet18_gn,
+    "text": _text,
 }
 MODELS = {
     "linear": "softmax regression, or one output for a margin loss (bias)",
@@ -233,6 +267,7 @@ MODELS = {
     "cnn-pdsl": "PDSL's CNN for MNIST: two 3x3 convolutions with pooling and one linear layer",
     "cnn-feddeper": "FedDeper's CNN for MNIST: 32 and 64 3x3 filters, fully connected 1024 and 512",
     "resnet18-gn": "ResNet-18 with GroupNorm for small images (groups, width)",
+    "text": "mean of the embeddings of tokens, of which 0 pads, fully connected (width, hidden, activation)",
     "module": "your own torch module: factory: package.module:function, called with the other options",
 }
 
@@ -245,7 +280,7 @@ def _factory(name: str, shape: Shape, n_classes: int, options: dict[str, Any]) -
         valid = inspect.signature(_cnn if name.startswith("cnn") else _BUILDERS[name]).parameters
         for option in options:
             if option not in valid or option in ("shape", "n_classes"):
-                own = ", ".join(key for key in valid if key not in ("shape", "n_classes"))
+                own = ", ".join(key for key in valid if key not in ("shape", "n_classes", "n_tokens"))
                 raise ScenarioError(f"model {name!r} has no option {option!r}: its options are {own}")
         function, arguments = _BUILDERS[name], {"shape": shape, "n_classes": n_classes, **options}
     else:
@@ -282,10 +317,10 @@ def _load(target: str) -> Callable[..., nn.Module]:
     return result
 
 
-def _check_output(module: nn.Module, name: str, shape: Shape, n_classes: int) -> None:
+def _check_output(module: nn.Module, name: str, shape: Shape, n_classes: int, n_tokens: int | None) -> None:
     try:
         with torch.no_grad():
-            output = module(torch.zeros(2, *shape))
+            output = module(torch.zeros(2, *shape, dtype=torch.float32 if n_tokens is None else torch.int64))
     except Exception as error:  # the user's own forward may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ScenarioError(f"model {name!r} cannot take inputs of shape {list(shape)}: {reason}") from error

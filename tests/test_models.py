@@ -58,7 +58,7 @@ CONSTANT = 1
 
 
 def test_every_named_model_is_listed_and_has_its_size() -> None:
-    assert set(MODELS) == {*SIZES, "module"}
+    assert set(MODELS) == {*SIZES, "text", "module"}
     for name, size in SIZES.items():
         assert parameter_count(build_model(name, IMAGE, 10, seed=1)) == size
 

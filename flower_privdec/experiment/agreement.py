@@ -60,8 +60,10 @@ class Agreement:
         algorithm = build_algorithm(scenario.algorithm)
         mixing, participation = build_exchange(scenario, algorithm)
         loss = resolve_loss(scenario.task.loss)
-        public = read_public(scenario.data, scenario.seed)
+        public = read_public(scenario.data, scenario.seed, loss.targets)
         if scenario.features is not None:
+            if public.n_tokens is not None:
+                raise ScenarioError("features are made of images, and the data are tokens: remove the section features")
             public = replace(public, x=apply_features(public.x, scenario.features))
         module, dtype = _build_module(scenario, public, loss), DTYPES[scenario.compute.dtype]
         initial = flatten(module).to(device, dtype)
@@ -70,6 +72,7 @@ class Agreement:
             loss,
             public.input_shape,
             memory_bytes=scenario.compute.memory_mib << 20,
+            n_tokens=public.n_tokens,
         )
         algorithm.check_model(kernel)
         rate = np.broadcast_to(np.asarray(scenario.algorithm.learning_rate, dtype=np.float64), (scenario.n_peers,))
@@ -125,4 +128,12 @@ def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | N
 def _build_module(scenario: Scenario, public: PublicSet, loss: Loss) -> nn.Module:
     section, outputs = scenario.model, loss.n_outputs(public.n_classes)
     name = "linear" if section.name == "softmax" else section.name
-    return build_model(name, public.input_shape, outputs, seed=scenario.seed, init=section.init, **section.options())
+    return build_model(
+        name,
+        public.input_shape,
+        outputs,
+        seed=scenario.seed,
+        init=section.init,
+        n_tokens=public.n_tokens,
+        **section.options(),
+    )

@@ -22,6 +22,7 @@ ModelName = Literal[
     "cnn-pdsl",
     "cnn-feddeper",
     "resnet18-gn",
+    "text",
     "module",
 ]
 TopologyName = Literal[
@@ -86,10 +87,21 @@ class BatchSection(Section):
 class DataSection(Section):
     """Which data, how much of it, and how it is dealt and drawn."""
 
-    dataset: Literal["digits", "breast-cancer", "mnist", "fashion-mnist", "cifar10", "npz"]
+    dataset: Literal[
+        "digits",
+        "breast-cancer",
+        "mnist",
+        "fashion-mnist",
+        "cifar10",
+        "diabetes",
+        "synthetic-labels",
+        "synthetic-words",
+        "npz",
+    ]
     root: str | None = None
     test: str | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
+    vocabulary: Annotated[int, Field(ge=2)] | None = None  # x of an npz holds tokens 0..vocabulary-1
     samples: Count | None = None
     test_samples: Count | None = None
     partition: PartitionSection = PartitionSection()
@@ -119,6 +131,7 @@ class ModelSection(Section):
     init: Literal["default", "zeros"] = "default"
     hidden: list[Count] | None = None
     activation: Literal["relu", "tanh"] | None = None
+    width: Count | None = None
     module: str | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
 
@@ -126,15 +139,17 @@ class ModelSection(Section):
     def _options_of_the_model(self) -> ModelSection:
         if (self.name == "module") != (self.module is not None):
             raise ValueError("give either a model's name, or module: package.module:factory")
-        if self.name != "mlp" and (self.hidden is not None or self.activation is not None):
-            raise ValueError(f"hidden and activation belong to the model mlp, not to {self.name}: remove them")
+        if self.name not in ("mlp", "text") and (self.hidden is not None or self.activation is not None):
+            raise ValueError(f"hidden and activation belong to mlp and text, not to {self.name}: remove them")
+        if self.name != "text" and self.width is not None:
+            raise ValueError(f"width belongs to the model text, not to {self.name}: remove it")
         return self
 
     def options(self) -> dict[str, Any]:
         """Return what `build_model` takes beside the name."""
         if self.module is not None:
             return {"factory": self.module, **self.arguments}
-        given = {"hidden": self.hidden, "activation": self.activation}
+        given = {"hidden": self.hidden, "activation": self.activation, "width": self.width}
         return {key: value for key, value in given.items() if value is not None}
 
 
