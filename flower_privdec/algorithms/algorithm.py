@@ -33,7 +33,6 @@ class Algorithm:
     anything an instance does has to declare anew: it inherits no promise about steps that it changed.
 
     Attributes:
-        name: what a scenario calls it.
         weights: the mixing weights its theory needs, or None when it exchanges nothing.
         program: steps and exchanges of one round, in order.
         slots: how many [m, d] buffers its state holds (for memory estimates).
@@ -44,8 +43,6 @@ class Algorithm:
         paper_noise: whose formula `calibration: paper` computes the noise by; None where no paper claims an ε.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
     weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
     program: tuple[Step | Exchange, ...]
     slots: ClassVar[int] = 1
@@ -56,6 +53,11 @@ class Algorithm:
     def __init__(self, section: GradientSection) -> None:
         self.section = section
         self.steps_per_round = steps_per_round(section)
+
+    @property
+    def name(self) -> str:
+        """Return what the scenario calls it."""
+        return self.section.name
 
     def __init_subclass__(cls) -> None:
         """Drop an inherited declaration where a subclass changes what it was about."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,27 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.catalogue import DATASETS
 from flower_privdec.data import npz, readers
 from flower_privdec.data.readers import Rows, Source, Split
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
 
-DATASETS: dict[str, str] = {
-    "digits": "1,440 + 357 handwritten digits 8x8, 10 classes; embedded (scikit-learn)",
-    "breast-cancer": "448 + 121 tumours, 30 measures, 2 classes; embedded (scikit-learn)",
-    "mnist": "60,000 + 10,000 digits 28x28, 10 classes; root has MNIST/raw",
-    "fashion-mnist": "60,000 + 10,000 pieces of clothing 28x28, 10 classes; root has FashionMNIST/raw",
-    "cifar10": "50,000 + 10,000 colour images 32x32, 10 classes; root has cifar-10-batches-py",
-    "npz": "your own: root is an .npz file with x_train, y_train, x_test, y_test",
-}
-_READERS: dict[str, Callable[[str | None], Source]] = {
-    "digits": readers.read_digits,
-    "breast-cancer": readers.read_breast_cancer,
-    "mnist": readers.read_mnist,
-    "fashion-mnist": readers.read_fashion_mnist,
-    "cifar10": readers.read_cifar10,
-    "npz": npz.read_npz,
-}
+_READERS: dict[str, Callable[[str | None], Source]] = DATASETS.bind(
+    {
+        "digits": readers.read_digits,
+        "breast-cancer": readers.read_breast_cancer,
+        "mnist": readers.read_mnist,
+        "fashion-mnist": readers.read_fashion_mnist,
+        "cifar10": readers.read_cifar10,
+        "npz": npz.read_npz,
+    }
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,10 +74,7 @@ def load_dataset(
     Raises:
         ScenarioError: the name, root, file or a number is wrong; the message has the remedy.
     """
-    if name not in _READERS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(DATASETS)}"
-        raise ScenarioError(f"data.dataset={name} is unknown: {hint}")
+    DATASETS.check(name, "data.dataset")
     source = _READERS[name](root)
     x_train, y_train = _take(source.train, samples, seed, "samples", name)
     x_test, y_test = _take(source.test, test_samples, seed, "test_samples", name)

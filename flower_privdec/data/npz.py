@@ -18,11 +18,11 @@ from flower_privdec.data.readers import (
     Split,
     channels_first,
     class_labels,
-    one_line,
     require,
     scale_pixels,
 )
 from flower_privdec.errors import ScenarioError
+from flower_privdec.words import one_line
 
 _ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 _JPEG = tuple(f"{part}_{kind}" for part in ("train", "test") for kind in ("jpeg", "offset", "label"))

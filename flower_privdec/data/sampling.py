@@ -10,16 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flower_privdec.catalogue import SAMPLINGS
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import Secret, keyed_generator
 
-SAMPLINGS: dict[str, str] = {
-    "poisson": "each local example with probability size / count, independently: what amplification needs",
-    "uniform": "exactly size distinct local examples, drawn afresh each round",
-    "shuffle": "consecutive batches of size from each epoch's permutation, no incomplete one",
-    "full": "all local examples",
-    "blocks": "one of count // size fixed batches (all examples of equal position modulo that number), at random",
-}
 # A generator is keyed for a block of rounds, because keying costs more than one small batch. The block's
 # length depends on the batch size alone, so that the numbers do not depend on the cohort.
 _BLOCK_ROUNDS, _BLOCK_EXAMPLES = 128, 512
@@ -71,8 +65,7 @@ class Sampler:
         Raises:
             ScenarioError: kind or size is wrong, or a peer holds fewer examples than `size`.
         """
-        if kind not in SAMPLINGS:
-            raise ScenarioError(f"data.batch.sampling={kind} is unknown: choose one of {', '.join(SAMPLINGS)}")
+        SAMPLINGS.check(kind, "data.batch.sampling")
         self.kind, self.keys = kind, keys
         self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
         counts = self.partition_sizes.astype(np.float64)

@@ -260,5 +260,5 @@ def drawings_of(sampler: Sampler) -> list[Drawing]:
 def _build_module(scenario: Scenario, dataset: Dataset) -> torch.nn.Module:
     section = scenario.model
     outputs = resolve_loss(section.loss).n_outputs(dataset.n_classes)
-    name = "linear" if section.name == "softmax" else section.name
+    name = section.name or str(section.module)
     return build_model(name, dataset.input_shape, outputs, seed=scenario.seed, init=section.init, **section.options())

@@ -17,9 +17,9 @@ import dp_accounting
 import numpy as np
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 
+from flower_privdec.catalogue import SAMPLINGS
 from flower_privdec.errors import ScenarioError
 
-SAMPLINGS = ("poisson", "uniform", "shuffle", "full", "blocks")
 ACCOUNTANT = "zero-out PLD 4"
 MOST_STEPS = 10**12
 Mechanism = tuple[str, float, int, int, float, float]
@@ -56,8 +56,7 @@ class Release:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's numbers are not JSON's
-        if self.sampling not in SAMPLINGS:
-            raise ScenarioError(f"sampling={self.sampling!r} must be one of {', '.join(SAMPLINGS)}")
+        SAMPLINGS.check(self.sampling, "sampling")
         _check("dataset_size", self.dataset_size, self.dataset_size >= 1, ">= 1")
         _check("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
         _check("sampling_rate", self.sampling_rate, 0 < self.sampling_rate <= 1, "in (0, 1]")

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from flower_privdec.catalogue import Choice
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.schema import Scenario
+from flower_privdec.words import did_you_mean
 
 Location = tuple[int | str, ...]
 Model = TypeVar("Model", bound=BaseModel)
@@ -119,10 +120,11 @@ def _model_at(loc: Location, root: type[BaseModel]) -> type[BaseModel]:
     return models[0]
 
 
-def _tags(model: type[BaseModel]) -> tuple[Any, ...]:
+def _tags(model: type[BaseModel]) -> Sequence[Any]:
     """Return the names by which a form of a section is told from the others."""
     field = model.model_fields.get("name") or model.model_fields.get("kind")
-    return get_args(field.annotation) if field else ()
+    choices = [list(part) for part in field.metadata if isinstance(part, Choice)] if field else []
+    return choices[0] if choices else get_args(field.annotation) if field else ()
 
 
 def _sections_of(annotation: Any) -> list[type[BaseModel]]:
@@ -132,23 +134,18 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [model for inner in getattr(annotation, "__args__", ()) for model in _sections_of(inner)]
 
 
-def _nearest(word: object, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
-
-
 def _sentence(error: Any, loc: Location, root: type[BaseModel]) -> str:
     """Say the value, the rule and the remedy of one of pydantic's findings."""
     name = ".".join(map(str, loc)) or root.__name__.lower()
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         known = list(_model_at(error["loc"][:-1], root).model_fields)
-        close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.0)
-        return f"unknown key '{name}'; did you mean '{close[0]}'? (valid keys: {', '.join(known)})"
+        hint = did_you_mean(loc[-1], known, cutoff=0.0)
+        return f"unknown key '{name}'{hint} (valid keys: {', '.join(known)})"
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
         key, tag = f"{name}.{_unquoted(context['discriminator'])}", context["tag"]
-        return f"{key}='{tag}' must be one of {', '.join(tags)}{_nearest(tag, tags)}"
+        return f"{key}='{tag}' must be one of {', '.join(tags)}{did_you_mean(tag, tags)}"
     if kind in ("missing", "union_tag_not_found"):
         name = name if kind == "missing" else f"{name}.{_unquoted(context['discriminator'])}"
         return f"'{name}' is missing; add it"
@@ -161,7 +158,7 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel]) -> str:
     if loc == ("privacy",):
         return f"{value} must be none, or a section with epsilon and delta"
     if kind == "literal_error":
-        hint = _nearest(error["input"], re.findall(r"'([^']+)'", context["expected"]))
+        hint = did_you_mean(error["input"], re.findall(r"'([^']+)'", context["expected"]))
         return f"{value} must be one of {context['expected']}{hint}"
     rule = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", ">=")
     rule = rule.replace("less than or equal to", "<=").replace("greater than", ">").replace("less than", "<")
@@ -262,5 +259,5 @@ def numbers_hash(scenario: Scenario) -> str:
 
 
 def _hash_without(scenario: Scenario, excluded: Any) -> str:
-    data = json.loads(scenario.model_dump_json(exclude=excluded))
+    data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True))
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
