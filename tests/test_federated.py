@@ -225,7 +225,7 @@ def test_over_a_directed_graph_the_mass_is_conserved(build, name):
         cohort, state = engine.cohort, engine.state
         experiment.algorithm.program[0](cohort, state)
         walked = state.rows["x"].sum(0)
-        engine._mix(experiment.algorithm.program[1])
+        engine.perform(experiment.algorithm.program[1])
         torch.testing.assert_close(state.rows["x"].sum(0), walked, rtol=1e-12, atol=1e-13)
         assert float(state.rows["w"].sum()) == pytest.approx(5, abs=1e-12)
         state.round_index += 1
