@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,17 +31,19 @@ def build_model(
     *,
     seed: int,
     init: str = "default",
+    arguments: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> nn.Module:
     """Build a model on the CPU in float32; the same seed gives the same parameters and leaves torch's alone.
 
     Args:
-        name: one of MODELS, or "package.module:factory" for the user's own, called with the options.
+        name: one of MODELS, or "package.module:factory" for the user's own.
         input_shape: shape of one example, [channels, height, width] or [features].
         n_classes: number of outputs.
         seed: keys the initial parameters.
         init: "default" is torch's, "zeros" makes every parameter 0.
-        options: the model's own, such as hidden=[100] for mlp.
+        arguments: what the user's own factory is called with.
+        options: a named model's own, such as hidden=[100] for mlp.
 
     Raises:
         ScenarioError: an unknown name or option, an input the model cannot take, or see check_model.
@@ -50,7 +52,7 @@ def build_model(
     shape = tuple(int(size) for size in input_shape)
     if not shape or min(shape) < 1 or n_classes < 1:
         raise ScenarioError(f"input_shape={list(shape)} and n_classes={n_classes} must be positive")
-    factory = _factory(name, shape, n_classes, options)
+    factory = _own(name, arguments or {}) if ":" in name else _named(name, shape, n_classes, options)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_generator(seed, "model").integers(2**63)))
         module = factory()
@@ -225,17 +227,17 @@ def model_options(name: str) -> list[str]:
     return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
 
 
-def _factory(name: str, shape: Shape, n_classes: int, options: dict[str, Any]) -> Callable[[], nn.Module]:
-    if ":" in name:
-        function = load_own(name, "model.module", must_be="a function that returns a torch.nn.Module")
-        arguments = options
-    else:
-        MODELS.check(name, "model.name")
-        function, arguments = _BUILDERS[name], {"shape": shape, "n_classes": n_classes, **options}
-        valid = model_options(name)
-        for option in set(options) - set(valid):
-            takes = f"its options are {', '.join(valid)}" if valid else "it has none"
-            raise ScenarioError(f"model {name!r} has no option {option!r}: {takes}")
+def _named(name: str, shape: Shape, n_classes: int, options: dict[str, Any]) -> Callable[[], nn.Module]:
+    MODELS.check(name, "model.name")
+    valid = model_options(name)
+    for option in options:
+        if option not in valid:
+            raise ScenarioError(f"model {name!r} has no option {option!r}: its options are {', '.join(valid)}")
+    return partial(_BUILDERS[name], shape, n_classes, **options)
+
+
+def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    function = load_own(target, "model.module", must_be="a function that returns a torch.nn.Module")
 
     def build() -> nn.Module:
         try:
@@ -243,7 +245,9 @@ def _factory(name: str, shape: Shape, n_classes: int, options: dict[str, Any]) -
         except PrivdecError:
             raise
         except Exception as error:  # a user's own function may raise anything
-            raise ScenarioError(f"model {name!r} could not be built with {options}: {one_line(error)}") from error
+            raise ScenarioError(
+                f"model.module={target!r} could not be built with {dict(arguments)}: {one_line(error)}"
+            ) from error
         return made
 
     return build

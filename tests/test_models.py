@@ -116,9 +116,9 @@ def factory(tmp_path: Path, monkeypatch: Any) -> str:
 
 
 def test_own_module(factory: str) -> None:
-    model = build_model(f"{factory}:two_layers", (4,), 3, seed=1, width=6)
+    model = build_model(f"{factory}:two_layers", (4,), 3, seed=1, arguments={"width": 6})
     assert parameter_count(model) == 4 * 6 + 6 + 6 * 3 + 3
-    again = build_model(f"{factory}:two_layers", (4,), 3, seed=1, width=6)
+    again = build_model(f"{factory}:two_layers", (4,), 3, seed=1, arguments={"width": 6})
     assert torch.equal(flatten(model), flatten(again))
 
 
@@ -134,7 +134,7 @@ def test_own_module(factory: str) -> None:
 )
 def test_own_module_that_does_not_fit(factory: str, target: str, options: Any, message: str) -> None:
     with pytest.raises(ScenarioError, match=message):
-        build_model(target, (4,), 3, seed=1, **options)
+        build_model(target, (4,), 3, seed=1, arguments=options)
 
 
 def test_lazy_layers_are_keyed_too(factory: str) -> None:
@@ -154,9 +154,9 @@ def test_own_module_with_wrong_shapes(factory: str) -> None:
 
 def test_own_module_that_fails_or_returns_no_tensor(factory: str) -> None:
     with pytest.raises(ScenarioError, match=r"returns tuple: it must be one tensor \[2, 3\]"):
-        build_model(f"{factory}:strange", (4,), 3, seed=1, answer="pair")
+        build_model(f"{factory}:strange", (4,), 3, seed=1, arguments={"answer": "pair"})
     with pytest.raises(ScenarioError, match=r"cannot take inputs of shape \[4\]: KeyError: 'other'"):
-        build_model(f"{factory}:strange", (4,), 3, seed=1, answer="other")
+        build_model(f"{factory}:strange", (4,), 3, seed=1, arguments={"answer": "other"})
 
 
 @pytest.mark.parametrize(

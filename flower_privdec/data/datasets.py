@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from flower_privdec.catalogue import DATASETS
 from flower_privdec.data import npz, readers
+from flower_privdec.data.own_arrays import OWN, read_own
 from flower_privdec.data.readers import Rows, Source, Split
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
@@ -32,7 +34,7 @@ class Dataset:
     """A dataset in memory: private training examples and a public test set.
 
     Attributes:
-        name: its name in DATASETS, under which a ledger counts it, whatever part of it, order or file is used.
+        name: its name in DATASETS, or `own`: under it a ledger counts it, whatever part of it, order or file is used.
         x_train, x_test: features, float32 [N, *input_shape].
         y_train, y_test: classes, int64 [N], of 0..n_classes-1.
         n_classes: the number of classes, public.
@@ -58,15 +60,17 @@ def load_dataset(
     samples: int | None = None,
     seed: int = 0,
     test_samples: int | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Dataset:
     """Load a dataset.
 
     Args:
-        name: a key of DATASETS.
+        name: one of DATASETS, or `package.module:name` of a user's own function, see `read_own`.
         root: the folder that torchvision's layout is in, or the .npz file; the embedded datasets need none.
         samples: take so many training examples, chosen by a generator keyed by `seed`; None takes all.
         seed: the scenario's seed.
         test_samples: the same for the test set.
+        arguments: what a user's own function is called with.
 
     Returns:
         The dataset; one float32 copy of the features it uses, scaled by public constants only.
@@ -74,8 +78,11 @@ def load_dataset(
     Raises:
         ScenarioError: the name, root, file or a number is wrong; the message has the remedy.
     """
-    DATASETS.check(name, "data.dataset")
-    source = _READERS[name](root)
+    if ":" in name:
+        source, name = read_own(name, root, arguments or {}), OWN
+    else:
+        DATASETS.check(name, "data.dataset")
+        source = _READERS[name](root)
     x_train, y_train = _take(source.train, samples, seed, "samples", name)
     x_test, y_test = _take(source.test, test_samples, seed, "test_samples", name)
     if x_train.shape[1:] != x_test.shape[1:]:

@@ -24,7 +24,7 @@ from flower_privdec.data.readers import (
 from flower_privdec.errors import ScenarioError
 from flower_privdec.words import one_line
 
-_ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 _JPEG = tuple(f"{part}_{kind}" for part in ("train", "test") for kind in ("jpeg", "offset", "label"))
 
 
@@ -37,14 +37,19 @@ def read_npz(root: str | None) -> Source:
     """
     if root is None or not Path(root).is_file():
         raise ScenarioError(
-            f"data.root={root} is no file: dataset npz needs the path of an .npz with {', '.join(_ARRAYS)}"
+            f"data.root={root} is no file: dataset npz needs the path of an .npz with {', '.join(ARRAYS)}"
         )
     arrays = _open_npz(root)
     if "train_jpeg" in arrays:
         train, test = (_jpeg_split(arrays, part, root) for part in ("train", "test"))
-    else:
-        train, test = (_array_split(arrays, part, root) for part in ("train", "test"))
-    return _binary_labels(train, test, root)
+        return _binary_labels(train, test, root)
+    return from_arrays(arrays, root)
+
+
+def from_arrays(arrays: dict[str, np.ndarray], where: str) -> Source:
+    """Return a dataset of x_train, y_train, x_test and y_test, which come from somewhere."""
+    train, test = (_array_split(arrays, part, where) for part in ("train", "test"))
+    return _binary_labels(train, test, where)
 
 
 def _open_npz(root: str) -> dict[str, np.ndarray]:
@@ -55,7 +60,7 @@ def _open_npz(root: str) -> dict[str, np.ndarray]:
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise ScenarioError(damaged + "it holds a single array; save several with numpy.savez")
         with file:
-            names = _JPEG if "train_jpeg" in file.files else _ARRAYS
+            names = _JPEG if "train_jpeg" in file.files else ARRAYS
             if missing := [name for name in names if name not in file.files]:
                 raise ScenarioError(f"data.root={root} lacks {', '.join(missing)}: it must hold {', '.join(names)}")
             return {name: np.asarray(file[name]) for name in names}
@@ -80,7 +85,7 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
     with np.errstate(over="ignore"):
         tensor = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     if not bool(torch.isfinite(tensor).all()):
-        raise ScenarioError(f"{name} holds NaN or infinity in float32: every feature must be finite; mend the file")
+        raise ScenarioError(f"{name} holds NaN or infinity in float32: every feature must be finite; mend it")
     return tensor
 
 

@@ -27,7 +27,7 @@ from flower_privdec.privacy.ledger import CohortLedger
 from flower_privdec.privacy.ledger_format import RunName
 from flower_privdec.privacy.protection import Protection, build_protection
 from flower_privdec.rows import build_noise, resolve_generator
-from flower_privdec.scenario import Scenario, numbers_hash
+from flower_privdec.scenario import Scenario, numbers_hash, own_parts
 from flower_privdec.topology import build_topology
 
 Budget = tuple[float, float]  # ε and δ
@@ -210,9 +210,11 @@ class Experiment:
 
 def _build_data(scenario: Scenario) -> tuple[Dataset, list[np.ndarray]]:
     section = scenario.data
+    name, arguments = section.source()
     dataset = load_dataset(
-        section.dataset,
+        name,
         section.root,
+        arguments=arguments,
         samples=section.samples,
         test_samples=section.test_samples,
         seed=scenario.seed,
@@ -237,7 +239,8 @@ def _name_run(
     decided = numbers_hash(scenario)
     if scenario.private is None:
         return {}, RunName(decided[:32], decided, made_with)
-    shared = shared_secret(decided, made_with, dataset, module, initial) + (secret or b"")
+    code = [*module.modules(), *own_parts(scenario)]
+    shared = shared_secret(decided, made_with, dataset, initial, code) + (secret or b"")
     keys = own_keys(shared, dataset, dict(enumerate(parts)))
     return keys, RunName(run_id(keys), decided, made_with)
 

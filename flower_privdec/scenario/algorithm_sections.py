@@ -1,13 +1,16 @@
-"""The `algorithm` section: one form for each family of algorithms, told apart by the name."""
+"""The `algorithm` section: one form for each family of algorithms, told apart by the name, and users' own."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, Tag, model_validator
 
 from flower_privdec.catalogue import ALGORITHMS, GRADIENT_TABLES
-from flower_privdec.scenario.fields import Count, NonNegative, PerPeer, Section
+from flower_privdec.errors import ScenarioError
+from flower_privdec.scenario.fields import OWN_OR_NAMED, Count, NonNegative, PerPeer, Section
+from flower_privdec.user_code import load_own
+from flower_privdec.words import one_line
 
 Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
@@ -23,6 +26,21 @@ class GradientSection(DescentSection):
     """The section of an algorithm by name."""
 
     name: str
+
+
+class OwnAlgorithmSection(DescentSection):
+    """The section of an algorithm of a user's own, whose class names a subclass with its own keys as `Section`.
+
+    Attributes:
+        module: where the class lies, `package.module:name`.
+    """
+
+    module: str
+
+    @property
+    def name(self) -> str:
+        """Return what the algorithm is called: where it lies."""
+        return self.module
 
 
 class SGDSection(GradientSection):
@@ -122,7 +140,7 @@ class FedDeperSection(GradientSection):
 
 
 DynSection = DynD2PSection | DynCSection | DynMuSection | ConstSection
-AlgorithmSection = Annotated[
+NamedSection = Annotated[
     SGDSection
     | VRSection
     | DynD2PSection
@@ -138,7 +156,49 @@ AlgorithmSection = Annotated[
 ]
 
 
-def dynamic(section: GradientSection) -> tuple[PerPeer | None, float, float] | None:
+def own_section(module: object) -> type[OwnAlgorithmSection]:
+    """Return the form of the section of a user's algorithm.
+
+    Raises:
+        ScenarioError: the class cannot be had, or is no algorithm.
+    """
+    if not isinstance(module, str):
+        raise ScenarioError(f"algorithm.module={module!r} must be 'package.module:name'")
+    own: Any = load_own(
+        module,
+        "algorithm.module",
+        accepts=lambda part: isinstance(part, type) and hasattr(part, "Section"),
+        must_be="a subclass of flower_privdec.algorithms.Algorithm",
+    )
+    section: Any = own.Section
+    if not (isinstance(section, type) and issubclass(section, OwnAlgorithmSection)):
+        raise ScenarioError(
+            f"algorithm.module={module!r}: Section must be a subclass of flower_privdec.scenario.OwnAlgorithmSection"
+        )
+    return section
+
+
+def _validated(value: Any) -> OwnAlgorithmSection:
+    if isinstance(value, OwnAlgorithmSection):
+        return value
+    try:
+        return own_section(value["module"]).model_validate(value)
+    except ValueError:  # pydantic's findings are, too
+        raise
+    except ScenarioError as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:  # a user's own validator may raise anything
+        raise ValueError(f"algorithm.module={value['module']!r}: its Section raised {one_line(error)}") from error
+
+
+AlgorithmSection = Annotated[
+    Annotated[NamedSection, Tag("named")]
+    | Annotated[SerializeAsAny[OwnAlgorithmSection], PlainValidator(_validated), Tag("own")],
+    OWN_OR_NAMED,
+]
+
+
+def dynamic(section: DescentSection) -> tuple[PerPeer | None, float, float] | None:
     """Return (clip norm or None, ρ_c, ρ_μ) of the Dyn-D2P family, or None for another."""
     if not isinstance(section, DynSection):
         return None
@@ -146,7 +206,7 @@ def dynamic(section: GradientSection) -> tuple[PerPeer | None, float, float] | N
     return clip, getattr(section, "rho_c", 1.0), getattr(section, "rho_mu", 1.0)
 
 
-def steps_per_round(section: GradientSection) -> int:
+def steps_per_round(section: AlgorithmSection) -> int:
     """Return how many private steps an active peer takes in a round: τ, half of it for feddeper*, else 1."""
     steps: int = getattr(section, "local_steps", 1)
     return max(1, steps // 2) if section.name == "feddeper*" else steps

@@ -10,7 +10,16 @@ from pydantic.types import Discriminator
 from flower_privdec import catalogue
 from flower_privdec.scenario.algorithm_sections import AlgorithmSection, DynSection, VRSection
 from flower_privdec.scenario.features_section import FeaturesSection
-from flower_privdec.scenario.fields import Count, Fraction, NonNegative, PerPeer, Positive, Section
+from flower_privdec.scenario.fields import (
+    OWN_OR_NAMED,
+    Count,
+    Fraction,
+    NonNegative,
+    OwnSection,
+    PerPeer,
+    Positive,
+    Section,
+)
 
 CNN_OPTIONS = ("channels", "kernel", "hidden", "activation", "pool")
 MODEL_OPTIONS = {
@@ -63,15 +72,30 @@ class BatchSection(Section):
         return self
 
 
+def _dataset_tag(value: Any) -> str:
+    return "named" if isinstance(value, str) else "own"
+
+
+DatasetChoice = Annotated[
+    Annotated[str, catalogue.DATASETS, Tag("named")] | Annotated[OwnSection, Tag("own")],
+    Discriminator(_dataset_tag),
+]
+
+
 class DataSection(Section):
     """Which data, how much of it, and how it is dealt and drawn."""
 
-    dataset: Annotated[str, catalogue.DATASETS]
+    dataset: DatasetChoice
     root: str | None = None
     samples: Count | None = None
     test_samples: Count | None = None
     partition: PartitionSection = PartitionSection()
     batch: BatchSection
+
+    def source(self) -> tuple[str, dict[str, Any]]:
+        """Return the dataset's name or where a user's own function lies, and what that is called with."""
+        own = self.dataset
+        return (own, {}) if isinstance(own, str) else (own.module, own.arguments)
 
 
 class ModelSection(Section):
@@ -108,14 +132,17 @@ class ModelSection(Section):
 
     def options(self) -> dict[str, Any]:
         """Return the options given for the model itself."""
-        return self._given() if self.module is None else dict(self.arguments)
+        return self._given() if self.module is None else {"arguments": self.arguments}
+
+
+Weights = Annotated[str, catalogue.WEIGHTS]
 
 
 class TopologySection(Section):
     """Who can send to whom, and with which weights it is mixed."""
 
     name: Annotated[str, catalogue.TOPOLOGIES] = "directed-exponential"
-    weights: Annotated[str, catalogue.WEIGHTS] = "auto"
+    weights: Weights = "auto"
     degree: Count | None = None
     probability: Fraction | None = None
     rewire: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -129,6 +156,21 @@ class TopologySection(Section):
     def options(self) -> dict[str, Any]:
         """Return the options given for the graph itself."""
         return self.model_dump(exclude={"name", "weights"}, exclude_none=True)
+
+
+class OwnTopologySection(OwnSection):
+    """A graph of a user's own, and with which weights it is mixed."""
+
+    weights: Weights = "auto"
+
+    def options(self) -> dict[str, Any]:
+        """Return what the graph is built with."""
+        return {"arguments": self.arguments}
+
+
+TopologyChoice = Annotated[
+    Annotated[TopologySection, Tag("named")] | Annotated[OwnTopologySection, Tag("own")], OWN_OR_NAMED
+]
 
 
 class ParticipationSection(Section):
@@ -249,7 +291,7 @@ class Scenario(Section):
     features: FeaturesSection | None = None
     model: ModelSection
     algorithm: AlgorithmSection
-    topology: TopologySection = TopologySection()
+    topology: TopologyChoice = TopologySection()
     participation: ParticipationSection = ParticipationSection()
     privacy: PrivacyChoice
     evaluation: EvaluationSection = EvaluationSection()

@@ -15,6 +15,7 @@ from flower_privdec.catalogue import TOPOLOGIES
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
 from flower_privdec.topology.edge_list import read_edge_list
+from flower_privdec.topology.given import build_own_topology
 from flower_privdec.topology.graphs import (
     CompleteTopology,
     DirectedExponential,
@@ -33,10 +34,10 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
     """Build the graph that a scenario names.
 
     Args:
-        name: a key of `TOPOLOGIES`.
+        name: one of `TOPOLOGIES`, or `package.module:name` of a user's own function, see `build_own_topology`.
         n_peers: how many peers it joins, at least 2.
         seed: keys the random graphs.
-        options: what `topology_options(name)` lists.
+        options: what `topology_options(name)` lists; for a user's own, `arguments` by name.
 
     Returns:
         The topology, with its options checked; `check_topology` says whether it can agree.
@@ -44,12 +45,14 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
     Raises:
         ScenarioError: an unknown name or option, or a value that breaks a rule.
     """
-    builder = _builder(name)
+    own = ":" in name
+    builder = build_own_topology if own else _builder(name)
     if isinstance(n_peers, bool) or not isinstance(n_peers, int | np.integer) or n_peers < 1:
         raise ScenarioError(f"n_peers={n_peers!r} must be a whole number >= 1")
     if n_peers == 1:
         raise ScenarioError(f"n_peers=1 on topology {name}: a graph needs at least 2 peers; use algorithm local")
-    _refuse_unknown_options(name, builder, options)
+    if not own:
+        _refuse_unknown_options(name, builder, options)
     return builder(name, int(n_peers), seed, **options)
 
 

@@ -32,6 +32,7 @@ from flower_privdec.words import NOTHING, duration, number, percent
 PLAIN_WIDTH = 130
 NARROW = 120
 LARGEST_PICTURE = 32
+OWN = "your own algorithm, topology, model or dataset: module: package.module:name in place of its name"
 ESSENTIAL = ("run", "algorithm", "ε", "mean model", "peers' models", "time")
 
 
@@ -254,3 +255,4 @@ def print_parts(as_json: bool) -> None:
         for name, line in group.items():
             table.add_row(f"  {name}", line)
         console.show(table)
+    console.show(OWN)
