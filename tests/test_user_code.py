@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import user_parts
 
 from flower_privdec import cli, testing
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.planner import make_plan
 from flower_privdec.runtime.run import run
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
@@ -24,6 +25,7 @@ from flower_privdec.topology import build_topology
 from flower_privdec.user_code import load_own, only_from, sources
 
 Build = Callable[..., Experiment]
+BLOBS = "data={dataset: {module: 'user_parts:blobs'}, batch: {size: 8}}"
 HEAVY = "algorithm={module: 'user_parts:HeavyBall', learning_rate: 0.1}"
 SHORT = ["rounds=4", "data.samples=48", "n_peers=4", "data.batch.size=4", "privacy.clip_norm=0.05"]
 
@@ -76,7 +78,7 @@ def test_an_own_algorithm_that_declares_nothing_has_no_finite_budget(build: Buil
         build(undeclared)
     planned = make_plan(build(undeclared, "privacy={noise_multiplier: 1.0, delta: 1.0e-3}"))
     assert planned["peers"][0]["epsilon"] == "inf"
-    assert build(undeclared, "privacy=none").plan is None
+    assert build(undeclared, "privacy=none").own.protection is None
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_the_code_of_an_own_part_is_part_of_the_run(
     source = {
         "algorithm": "from user_parts import HeavyBall\nclass part(HeavyBall):\n    factor = 1\n",
         "topology": "def part(n_peers):\n    return [[(peer + 1) % n_peers] for peer in range(n_peers)]  # 1\n",
-        "data.dataset": "from user_parts import blobs\ndef part():\n    return blobs()  # 1\n",
+        "data.dataset": "from user_parts import blobs\ndef part(half):\n    return blobs(half)  # 1\n",
     }[place]
     setting = PLACES[place].format("my_part")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -206,14 +208,12 @@ def test_the_code_of_an_own_part_is_part_of_the_run(
         linecache.clearcache()
         few = ["data.samples=60", "data.test_samples=20"]
         experiment = build("rounds=1", *few, setting)
-        ids.append((experiment.run.id, experiment.keys[0]))
+        ids.append((experiment.own.run.id, experiment.own.keys[0]))
     assert ids[0] == ids[1] != ids[2]
     assert not {ids[0][0], ids[0][1]} & {ids[2][0], ids[2][1]}
 
 
 def test_the_code_of_a_base_class_counts_too() -> None:
-    import user_parts
-
     class Mine(user_parts.HeavyBall):
         pass
 
@@ -223,7 +223,7 @@ def test_the_code_of_a_base_class_counts_too() -> None:
 
 
 def test_the_arguments_of_an_own_part_are_part_of_the_run(build: Build) -> None:
-    ids = [build("rounds=1", topology("hub", spokes=spokes)).run.id for spokes in (2, 2, 3)]
+    ids = [build("rounds=1", topology("hub", spokes=spokes)).own.run.id for spokes in (2, 2, 3)]
     assert ids[0] == ids[1] != ids[2]
 
 
@@ -283,36 +283,49 @@ def test_an_own_graph_is_mixed_over_and_takes_weights(build: Build, tmp_path: Pa
 
 
 def test_own_arrays_are_dealt_out_and_trained_on(build: Build, tmp_path: Path) -> None:
-    experiment = build(
-        "data.dataset={module: 'user_parts:blobs', arguments: {per_class: 30}}",
-        "data.samples=50",
-        "data.test_samples=20",
-    )
-    dataset = experiment.dataset
-    assert (dataset.name, dataset.n_classes, tuple(dataset.x_train.shape)) == ("own", 2, (50, 3))
-    assert dataset.x_train.dtype is torch.float32
+    experiment = build(BLOBS, "data.samples=50", "data.test_samples=20", "data.dataset.arguments={per_class: 30}")
+    public, examples = experiment.public, experiment.own.examples
+    assert (public.name, public.n_classes, tuple(public.x.shape)) == ("own", 2, (20, 3))
+    assert tuple(examples.x.shape) == (50, 3)
+    assert examples.x.dtype is torch.float32
     summary = run(experiment, tmp_path / "run")
     assert summary["accuracy"]["mean_model"] > 0.5
     assert (tmp_path / "run" / "ledger" / "own.jsonl").exists()
-    by_name = build("data={dataset: {module: 'user_parts:named_blobs'}, batch: {size: 8}}")
-    assert by_name.dataset.x_train.shape == (80, 3)
 
 
-def test_the_root_of_a_scenario_reaches_an_own_dataset(build: Build) -> None:
-    here, there = (
-        build("data={dataset: {module: 'user_parts:blobs'}, batch: {size: 8}" + root + "}").dataset.x_train
-        for root in ("", ", root: there")
-    )
-    assert not torch.equal(here, there)
+def test_whoever_needs_the_test_set_asks_an_own_dataset_for_no_example(
+    tiny: Callable[..., Scenario], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, blobs = [], user_parts.blobs
+
+    def watched(part: str, **arguments: Any) -> Any:
+        asked.append(part)
+        return blobs(part, **arguments)
+
+    monkeypatch.setattr(user_parts, "blobs", watched)
+    Agreement.of(tiny(BLOBS))
+    assert asked == ["test"]
+
+
+def test_the_root_of_a_scenario_reaches_an_own_dataset_peer_by_peer(build: Build) -> None:
+    plain = build(BLOBS).own.examples
+    rooted = build(BLOBS[:-1] + ", root: there}").own.examples
+    assert not torch.equal(plain.x, rooted.x)
+    each = build(BLOBS[:-1] + ", root: '{peer}', test: tests}").own.examples
+    assert each.sizes.tolist() == [80] * 4
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("{module: 'user_parts:no_data', arguments: {kind: three}}", "must give x_train, y_train, x_test, y_test"),
-        ("{module: 'user_parts:no_data', arguments: {kind: ragged}}", "gives what are no arrays: ValueError"),
+        ("{module: 'user_parts:no_data', arguments: {kind: three}}", "must return x and y for 'test', a pair"),
+        ("{module: 'user_parts:no_data', arguments: {kind: number}}", "must return x and y for 'test', a pair"),
+        (
+            "{module: 'user_parts:no_data', arguments: {kind: ragged}}",
+            "returns for 'test' what are no arrays",
+        ),
         ("{module: 'user_parts:no_data', arguments: {kind: short}}", "has 3 rows for 80 labels"),
-        ("{module: 'user_parts:no_data'}", "could not be read with {}: TypeError"),
+        ("{module: 'user_parts:no_data'}", "fails on 'test' with {}: TypeError"),
         ("{modul: 'user_parts:no_data'}", r"unknown key 'data\.dataset\.modul'; did you mean 'module'"),
         ("digit", r"data\.dataset='digit' must be one of .*did you mean 'digits'"),
         ("3", r"data\.dataset"),
@@ -331,7 +344,7 @@ def test_own_sections_can_be_built_in_python(tiny: Callable[..., Scenario]) -> N
     assert Experiment.build(again).mixing is not None
     data = scenario.data.model_copy(update={"dataset": OwnSection(module="user_parts:blobs"), "samples": None})
     data = data.model_copy(update={"test_samples": None})
-    assert Experiment.build(replace_section(again, data=data)).dataset.name == "own"
+    assert Experiment.build(replace_section(again, data=data)).public.name == "own"
 
 
 def own_topology() -> OwnTopologySection:

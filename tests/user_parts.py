@@ -129,23 +129,17 @@ def answer(n_peers: int, kind: str) -> Any:
     }[kind]
 
 
-def blobs(per_class: int = 40, spread: float = 0.5, root: str | None = None) -> tuple[Any, ...]:
+def blobs(part: str, per_class: int = 40, root: str | None = None) -> tuple[Any, Any]:
     """Return two clouds of points."""
-    generator = np.random.default_rng(0 if root is None else len(root))
+    generator = np.random.default_rng([len(part), 0 if root is None else len(root)])
     y = np.arange(2 * per_class) % 2
-    x = generator.normal(size=(len(y), 3)) * spread + y[:, None]
-    return x, torch.from_numpy(y), x[:20], y[:20]
+    return generator.normal(size=(len(y), 3)) * 0.5 + y[:, None], torch.from_numpy(y)
 
 
-def named_blobs() -> dict[str, Any]:
-    """Return them by name."""
-    return dict(zip(("x_train", "y_train", "x_test", "y_test"), blobs(), strict=True))
-
-
-def no_data(kind: str) -> Any:
-    """Return what is no dataset."""
-    x, y, *_ = blobs()
-    return {"three": (x, y, x), "ragged": ([[1.0], [1.0, 2.0]], y, x, y), "short": (x[:3], y, x, y)}[kind]
+def no_data(part: str, kind: str) -> Any:
+    """Return what is no half of a dataset."""
+    x, y = blobs(part)
+    return {"three": (x, y, x), "ragged": ([[1.0], [1.0, 2.0]], y), "short": (x[:3], y), "number": 3}[kind]
 
 
 LEARNING_RATE = 0.5

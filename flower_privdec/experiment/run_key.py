@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec import __version__
-from flower_privdec.data import Dataset
+from flower_privdec.data import Examples, PublicSet
 from flower_privdec.user_code import sources
 
 KEY_BYTES = 32
@@ -39,17 +39,19 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def shared_secret(scenario: str, environment: str, dataset: Dataset, initial: Tensor, parts: Iterable[object]) -> bytes:
+def shared_secret(
+    scenario: str, environment: str, public: PublicSet, initial: Tensor, parts: Iterable[object]
+) -> bytes:
     """Return a hash of what all peers of a run have in common.
 
     Args:
         scenario: the hash of what of the scenario decides the numbers.
         environment: see the function of that name.
-        dataset: whose public test set some algorithms look at.
+        public: the test set, which some algorithms look at.
         initial: the model's parameters before round 0, [d].
         parts: what of the run a user may have written: the modules of the model, classes and functions.
     """
-    tested = fingerprint(dataset.x_test, dataset.y_test)
+    tested = fingerprint(public.x, public.y)
     model = hashlib.blake2b(initial.detach().cpu().numpy().data, digest_size=KEY_BYTES).digest()
     return _hash(scenario.encode(), environment.encode(), tested, model, *sources(parts))
 
@@ -62,18 +64,18 @@ def fingerprint(x: Tensor, y: Tensor) -> bytes:
     return digest.digest()
 
 
-def own_keys(shared: bytes, dataset: Dataset, parts: Mapping[int, np.ndarray]) -> dict[int, bytes]:
+def own_keys(shared: bytes, examples: Examples, peers: np.ndarray) -> dict[int, bytes]:
     """Return the key of each peer in this run, from which its noise and its batches are drawn.
 
     Args:
         shared: see `shared_secret`.
-        dataset: the training examples.
-        parts: which of them each peer holds.
+        examples: of these peers.
+        peers: their global ids.
     """
     keys = {}
-    for peer, rows in parts.items():
+    for peer, rows in zip(peers.tolist(), examples.parts, strict=True):
         chosen = torch.from_numpy(rows)
-        own = fingerprint(dataset.x_train[chosen], dataset.y_train[chosen])
+        own = fingerprint(examples.x[chosen], examples.y[chosen])
         keys[peer] = _hash(shared, str(peer).encode(), own)
     return keys
 

@@ -21,6 +21,7 @@ from flower_privdec.scenario.fields import (
     Section,
 )
 
+PEER = "{peer}"  # in data.root, for a peer's number
 CNN_OPTIONS = ("channels", "kernel", "hidden", "activation", "pool")
 MODEL_OPTIONS = {
     "linear": ("bias",),
@@ -87,15 +88,28 @@ class DataSection(Section):
 
     dataset: DatasetChoice
     root: str | None = None
+    test: str | None = None
+    classes: Annotated[int, Field(ge=2)] | None = None
     samples: Count | None = None
     test_samples: Count | None = None
     partition: PartitionSection = PartitionSection()
     batch: BatchSection
 
-    def source(self) -> tuple[str, dict[str, Any]]:
-        """Return the dataset's name or where a user's own function lies, and what that is called with."""
-        own = self.dataset
-        return (own, {}) if isinstance(own, str) else (own.module, own.arguments)
+    @property
+    def each_its_own(self) -> bool:
+        """Whether each peer has a file of its own, so that nothing is dealt out."""
+        return self.root is not None and PEER in self.root
+
+    @model_validator(mode="after")
+    def _own_files(self) -> DataSection:
+        if not self.each_its_own:
+            return self
+        if self.test is None:
+            raise ValueError(f"test is missing: where root has {PEER}, name the test set that all peers share")
+        for key in ("samples", "partition"):
+            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for one dataset that is dealt out, and root has {PEER}: remove one of them")
+        return self
 
 
 class ModelSection(Section):
