@@ -155,7 +155,7 @@ def test_a_peer_pays_for_the_events_in_which_it_wakes_and_for_no_other(build):
     for peer, (account, spent) in enumerate(
         zip(experiment.own.protection.accounts, experiment.own.protection.epsilons(EVENTS), strict=True)
     ):
-        paid = {k for spend in account.spends for k in range(spend.from_round, spend.to_round)}
+        paid = {k for spend in account.spends for k in range(spend.from_step, spend.to_step)}
         assert paid == set(np.flatnonzero(woken == peer).tolist())
         assert 0.995 * account.budget <= spent <= account.budget
     everybody = build("algorithm={name: dp2-sgd, learning_rate: 0.5}", "topology.name=ring", f"rounds={EVENTS}")

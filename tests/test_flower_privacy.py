@@ -165,6 +165,20 @@ def test_a_deployed_node_draws_its_own_noise_and_keeps_its_own_ledger(tiny: Tiny
     assert (tmp_path / "a" / "secret").stat().st_mode & 0o77 == 0
 
 
+def test_a_deployed_node_imports_no_module_that_its_owner_does_not_allow(tiny: Tiny, tmp_path: Path) -> None:
+    for setting in (
+        "algorithm={module: 'user_parts:HeavyBall', learning_rate: 0.1}",
+        "model={module: 'user_models:residual'}",
+    ):
+        scenario, module = tiny("rounds=2", setting), setting.split("'")[1].partition(":")[0]
+        refused = answer(deployed(tmp_path / "node"), order(scenario))
+        assert refused.has_error()
+        assert f"'{module}:" in refused.error.reason
+        assert "its owner has to allow it" in refused.error.reason
+        allowed = answer(deployed(tmp_path / module, modules=f"others, {module}"), order(scenario))
+        assert not allowed.has_error(), allowed.error.reason
+
+
 def test_a_deployed_node_pays_again_for_steps_it_takes_again(tiny: Tiny, tmp_path: Path) -> None:
     for _ in range(3):
         grid = deployed(tmp_path / "node", epsilon=30.0)

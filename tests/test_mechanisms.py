@@ -320,8 +320,8 @@ def test_one_example_moves_a_snapshot_by_one_clip_norm_and_a_step_by_two(build):
             assert apart <= (2 + 1e-9 if drawn else 1e-9)
     for spend in experiment.own.protection.accounts[0].spends:  # and that is what it is charged for
         taken, noise = (
-            spend.from_round % 10 == 0,
-            float(experiment.own.protection.noise_multiplier(spend.from_round)[0]),
+            spend.from_step % 10 == 0,
+            float(experiment.own.protection.noise_multiplier(spend.from_step)[0]),
         )
         assert spend.release.sampling == ("full" if taken else "poisson")
         assert spend.release.noise_multiplier == pytest.approx(noise / q if taken else noise / 2)
@@ -476,8 +476,8 @@ def test_noise_may_change_with_a_table_and_the_clip_norm_with_a_snapshot(build):
 def test_a_budget_for_some_rounds_of_given_noise_ends_there(build):
     experiment = build("privacy={epsilon: 2.0, delta: 1.0e-3, noise_multiplier: 1.0}", "rounds=60")
     (spend,) = experiment.own.protection.accounts[0].spends
-    assert 1 < spend.to_round < 60
-    assert experiment.own.protection.epsilons(60)[0] <= 2.0 < epsilon([spend.release.times(spend.to_round + 1)], 1e-3)
+    assert 1 < spend.to_step < 60
+    assert experiment.own.protection.epsilons(60)[0] <= 2.0 < epsilon([spend.release.times(spend.to_step + 1)], 1e-3)
 
 
 def test_a_run_uses_the_noise_and_the_batches_its_plan_was_made_for(build):

@@ -165,8 +165,8 @@ def test_empty_peer_is_named() -> None:
 
 
 WRONG: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("iidd", {}, ["data.partition.kind=iidd", "did you mean iid?"]),
-    ("nonsense", {}, ["choose one of iid, dirichlet"]),
+    ("iidd", {}, ["data.partition.kind='iidd'", "did you mean 'iid'?"]),
+    ("nonsense", {}, ["must be one of iid, dirichlet"]),
     ("iid", {"alpha": 1.0}, ["data.partition.alpha", "no option of kind iid"]),
     ("dirichlet", {}, ["data.partition.alpha is missing"]),
     ("dirichlet", {"alpha": 0.0}, ["alpha=0.0 must be > 0"]),

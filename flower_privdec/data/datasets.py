@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,29 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.catalogue import DATASETS
 from flower_privdec.data import npz, readers
+from flower_privdec.data.own_arrays import read_own
 from flower_privdec.data.partition import partition
 from flower_privdec.data.readers import Rows, Source
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
 from flower_privdec.scenario.schema import PEER, DataSection
 
-DATASETS: dict[str, str] = {
-    "digits": "1,440 + 357 handwritten digits 8x8, 10 classes; embedded (scikit-learn)",
-    "breast-cancer": "448 + 121 tumours, 30 measures, 2 classes; embedded (scikit-learn)",
-    "mnist": "60,000 + 10,000 digits 28x28, 10 classes; root has MNIST/raw",
-    "fashion-mnist": "60,000 + 10,000 pieces of clothing 28x28, 10 classes; root has FashionMNIST/raw",
-    "cifar10": "50,000 + 10,000 colour images 32x32, 10 classes; root has cifar-10-batches-py",
-    "npz": "your own: root is an .npz file with x_train, y_train, x_test, y_test",
-}
-_READERS: dict[str, Callable[[str | None], Source]] = {
-    "digits": readers.read_digits,
-    "breast-cancer": readers.read_breast_cancer,
-    "mnist": readers.read_mnist,
-    "fashion-mnist": readers.read_fashion_mnist,
-    "cifar10": readers.read_cifar10,
-    "npz": npz.read_npz,
-}
+_READERS: dict[str, Callable[[str | None], Source]] = DATASETS.bind(
+    {
+        "digits": readers.read_digits,
+        "breast-cancer": readers.read_breast_cancer,
+        "mnist": readers.read_mnist,
+        "fashion-mnist": readers.read_fashion_mnist,
+        "cifar10": readers.read_cifar10,
+        "npz": npz.read_npz,
+    }
+)
+OWN = "own"  # what a ledger calls all data that users' functions give: one name, lest a renamed function be free
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +37,7 @@ class PublicSet:
     """What all know of the data: the test set, and what examples look like.
 
     Attributes:
-        name: its name in DATASETS, under which a ledger counts it, whatever part of it, order or file is used.
+        name: its name in DATASETS, or `own`: under it a ledger counts it, whatever part of it, order or file is used.
         x: features, float32 [N, *input_shape].
         y: classes, int64 [N], of 0..n_classes-1.
         n_classes: the number of classes.
@@ -78,21 +74,25 @@ class Examples:
         return np.array([len(part) for part in self.parts], dtype=np.int64)
 
 
-def open_dataset(name: str, root: str | None) -> Source:
+def open_dataset(section: DataSection, root: str | None) -> Source:
     """Return a dataset of which nothing has been read.
 
     Args:
-        name: a key of DATASETS.
+        section: names one of DATASETS, or a user's own function, see `read_own`.
         root: the folder that torchvision's layout is in, or the .npz file; the embedded datasets need none.
 
     Raises:
         ScenarioError: the name, or the root, is wrong; the message has the remedy.
     """
-    if name not in _READERS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(DATASETS)}"
-        raise ScenarioError(f"data.dataset={name} is unknown: {hint}")
-    return _READERS[name](root)
+    if isinstance(section.dataset, str):
+        DATASETS.check(section.dataset, "data.dataset")
+        return _READERS[section.dataset](root)
+    return read_own(section.dataset.module, root, section.dataset.arguments)
+
+
+def name_of(section: DataSection) -> str:
+    """Return what a ledger calls a dataset."""
+    return section.dataset if isinstance(section.dataset, str) else OWN
 
 
 def read_public(section: DataSection, seed: int) -> PublicSet:
@@ -109,12 +109,12 @@ def read_public(section: DataSection, seed: int) -> PublicSet:
         ScenarioError: the name, a path or a number is wrong; the message has the remedy.
     """
     root = section.root if section.test is None else section.test
-    source = open_dataset(section.dataset, root)
+    source = open_dataset(section, root)
     split = source.test()
     n_classes = section.classes or source.n_classes or _count_classes(split.labels, root)
     _check_labels(split.labels, n_classes, f"the test set in {root}")
-    rows = _chosen(len(split.labels), section.test_samples, seed, "test_samples", section.dataset)
-    return PublicSet(section.dataset, split.read(rows), torch.from_numpy(split.labels[rows]), n_classes)
+    rows = _chosen(len(split.labels), section.test_samples, seed, "test_samples", name_of(section))
+    return PublicSet(name_of(section), split.read(rows), torch.from_numpy(split.labels[rows]), n_classes)
 
 
 def read_examples(
@@ -141,7 +141,7 @@ def read_examples(
     """
     root = section.root if root is None else root
     if section.each_its_own:
-        return _own_files(section.dataset, root or "", peers)
+        return _own_files(section, root or "", peers)
     return _dealt(section, seed, n_peers, peers, root)
 
 
@@ -159,9 +159,9 @@ def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
     _check_labels(examples.y.numpy(), public.n_classes, f"the training set in {root}")
 
 
-def _own_files(name: str, root: str, peers: Sequence[int] | np.ndarray) -> Examples:
+def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarray) -> Examples:
     """Read every peer's own file whole."""
-    splits = [open_dataset(name, root.replace(PEER, str(peer))).train() for peer in peers]
+    splits = [open_dataset(section, root.replace(PEER, str(peer))).train() for peer in peers]
     ends = np.cumsum([0, *(len(split.labels) for split in splits)])
     features = [split.read(slice(None)) for split in splits]
     shapes = sorted({tuple(part.shape[1:]) for part in features})
@@ -177,8 +177,8 @@ def _dealt(
     section: DataSection, seed: int, n_peers: int, peers: Sequence[int] | np.ndarray, root: str | None
 ) -> Examples:
     """Deal a dataset out among all peers, and read the features of some."""
-    split = open_dataset(section.dataset, root).train()
-    kept = _chosen(len(split.labels), section.samples, seed, "samples", section.dataset)
+    split = open_dataset(section, root).train()
+    kept = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
     labels, options = split.labels[kept], section.partition.model_dump(exclude={"kind"}, exclude_none=True)
     parts = partition(labels, n_peers, section.partition.kind, seed, **options)
     if len(peers) == n_peers:

@@ -19,12 +19,12 @@ from flower_privdec.data.readers import (
     Split,
     channels_first,
     class_labels,
-    one_line,
     require,
     scale_pixels,
     some,
 )
 from flower_privdec.errors import ScenarioError
+from flower_privdec.words import one_line
 
 _ARRAYS, _JPEG = ("x", "y"), ("jpeg", "offset", "label")
 
@@ -66,6 +66,11 @@ def _open_npz(root: str, part: str) -> dict[str, np.ndarray]:
         raise ScenarioError(damaged + one_line(error)) from error
 
 
+def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str) -> Split:
+    """Return one half of a dataset that somebody gives as arrays, read as those of an .npz file are."""
+    return _binary_labels(_array_split({f"x_{part}": x, f"y_{part}": y}, part, where), where)
+
+
 def _array_split(arrays: dict[str, np.ndarray], part: str, root: str) -> Split:
     x, name = arrays[f"x_{part}"], f"x_{part} in {root}"
     labels = class_labels(arrays[f"y_{part}"], f"y_{part} in {root}", minimum=-1)
@@ -83,7 +88,7 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
     with np.errstate(over="ignore"):
         tensor = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     if not bool(torch.isfinite(tensor).all()):
-        raise ScenarioError(f"{name} holds NaN or infinity in float32: every feature must be finite; mend the file")
+        raise ScenarioError(f"{name} holds NaN or infinity in float32: every feature must be finite; mend it")
     return tensor
 
 

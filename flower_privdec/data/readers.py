@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
+from flower_privdec.words import one_line
 
 Rows = np.ndarray | slice
 
@@ -65,11 +66,6 @@ def require(module: str, purpose: str, remedy: str) -> Any:
     except ImportError as error:
         missing = error.name or module
         raise ScenarioError(f"{purpose} needs {missing}, which is not installed: {remedy}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's text on one line, cut at 200 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def scale_pixels(images: Tensor, constants: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:

@@ -117,5 +117,5 @@ def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | N
 def _build_module(scenario: Scenario, public: PublicSet) -> nn.Module:
     section = scenario.model
     outputs = resolve_loss(section.loss).n_outputs(public.n_classes)
-    name = "linear" if section.name == "softmax" else section.name
+    name = section.name or str(section.module)
     return build_model(name, public.input_shape, outputs, seed=scenario.seed, init=section.init, **section.options())

@@ -106,7 +106,7 @@ def build_protection(
     participation: Participation,
     peers: np.ndarray,
 ) -> Protection:
-    """Solve some peers' noise from its budget, for the rounds in which it is active.
+    """Solve each peer's noise from its budget, for the steps of the rounds in which it is active.
 
     Who is active is public and decided beforehand, so a peer's noise is solved for its own number of
     active rounds: activity amplifies nothing and idle rounds cost nothing.
@@ -197,6 +197,6 @@ def _within_budget(account: Account, steps: int) -> Account:
     if not kept:
         raise ScenarioError(
             f"privacy.epsilon={account.budget:g} is below what a peer's first step costs, "
-            f"{cost(account, account.spends[0].from_round + 1):.3g}; raise it or privacy.noise_multiplier"
+            f"{cost(account, account.spends[0].from_step + 1):.3g}; raise it or privacy.noise_multiplier"
         )
     return replace(account, spends=kept)

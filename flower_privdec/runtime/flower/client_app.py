@@ -34,9 +34,10 @@ def _agreement(scenario: str) -> Agreement:
 @lru_cache(maxsize=128)
 def _build(own: Own, text: str, peers: tuple[int, ...], base: str) -> Experiment:
     """Build a node's view once a process, as far as the node goes along with the scenario."""
-    scenario = own.scenario(Order(text, 0, list(peers), base=base))
-    agreement = _agreement(to_yaml(scenario))
-    return Experiment.joined(agreement, own.parts(agreement, peers))
+    with own.allowing():
+        scenario = own.scenario(Order(text, 0, list(peers), base=base))
+        agreement = _agreement(to_yaml(scenario))
+        return Experiment.joined(agreement, own.parts(agreement, peers))
 
 
 def _experiment(own: Own, order: Order) -> Experiment:
