@@ -6,6 +6,7 @@ import ast
 import sys
 from collections.abc import Iterable
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 import networkx as nx
@@ -85,7 +86,7 @@ def arrow(path: list[Place], x: Points, top: int) -> str:
     ends = [(x[place], (top - place[1]) * FLOOR + HEIGHT / 2 + GAP) for place in path]
     points = [(ends[0][0], ends[0][1] + HEIGHT / 2), *ends[1:-1], (ends[-1][0], ends[-1][1] - HEIGHT / 2 - 3)]
     drawn = f"M{points[0][0]:.0f} {points[0][1]:.0f}"
-    for (x0, y0), (x1, y1) in zip(points[:-1], points[1:], strict=True):
+    for (x0, y0), (x1, y1) in pairwise(points):
         half = (y0 + y1) / 2
         drawn += f" C{x0:.0f} {half:.0f} {x1:.0f} {half:.0f} {x1:.0f} {y1:.0f}"
     said = f"{path[0][0]} imports {path[-1][0]}"
@@ -96,11 +97,9 @@ def arrow(path: list[Place], x: Points, top: int) -> str:
 def room(name: str, middle: float, floor: int) -> str:
     """Draw a room."""
     x, y = middle - WIDTH / 2, floor * FLOOR + GAP
-    return (
-        f'<g data-room="{name}" data-floor="{floor}">'
-        f'<rect x="{x:.0f}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>'
-        f'<text fill="currentColor" stroke="none" x="{middle:.0f}" y="{y + HEIGHT / 2 + 5:.0f}">{name}</text><title>{escape(purpose(name))}</title></g>'
-    )
+    box = f'<rect x="{x:.0f}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>'
+    text = f'<text fill="currentColor" stroke="none" x="{middle:.0f}" y="{y + HEIGHT / 2 + 5:.0f}">{name}</text>'
+    return f'<g data-room="{name}" data-floor="{floor}">{box}{text}<title>{escape(purpose(name))}</title></g>'
 
 
 def picture() -> str:

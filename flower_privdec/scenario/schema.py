@@ -102,8 +102,8 @@ class DataSection(Section):
     """Which data, how much of it, and how it is dealt and drawn.
 
     Attributes:
-        dataset: `digits` and `breast-cancer` are embedded; `npz` is a file of your own with the arrays x_train, y_train,
-            x_test and y_test.
+        dataset: `digits` and `breast-cancer` are embedded; `npz` is a file of your own with the arrays x_train,
+            y_train, x_test and y_test.
         root: the folder in which the data lie, or the .npz file, from where the command runs; nothing is downloaded.
         samples: how many training examples to take, at random; left out, all.
         test_samples: how many of the public test set to take; left out, all.
