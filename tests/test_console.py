@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from run_folders import metrics_line, privacy_row, small_scenario, summary_of
 
+from flower_privdec import words
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.errors import ScenarioError
 from flower_privdec.reporting import console, wording
@@ -23,7 +24,7 @@ from flower_privdec.reporting.console.views import adjacency_picture, comparison
 
 @given(st.floats(min_value=1e-6, max_value=1e8))
 def test_a_printed_epsilon_is_never_below_the_real_one_and_within_a_percent(epsilon: float) -> None:
-    printed = float(wording.epsilon_text(epsilon))
+    printed = float(words.epsilon_text(epsilon))
     assert epsilon * (1 - 1e-8) <= printed <= epsilon * 1.011
 
 
@@ -40,25 +41,25 @@ def test_a_printed_epsilon_is_never_below_the_real_one_and_within_a_percent(epsi
     ],
 )
 def test_epsilon_is_rounded_up(epsilon: float | str, text: str) -> None:
-    assert wording.epsilon_text(epsilon) == text
+    assert words.epsilon_text(epsilon) == text
 
 
 @given(st.sets(st.integers(0, 60), min_size=1))
 def test_peer_ranges_name_every_peer_once(peers: set[int]) -> None:
     named: list[int] = []
-    for part in wording.peer_ranges(peers).split(", "):
+    for part in words.peer_ranges(peers).split(", "):
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(peers)
 
 
 def test_numbers_times_and_sizes_read_well() -> None:
-    assert [wording.setting(x) for x in (1e-5, 0.001, 3.0, None)] == ["1e-5", "0.001", "3", "–"]
-    numbers = [wording.number(x) for x in (1.2e-5, 0.45, 20, 123.4, 12345.6, 0, None)]
+    assert [words.setting(x) for x in (1e-5, 0.001, 3.0, None)] == ["1e-5", "0.001", "3", "–"]
+    numbers = [words.number(x) for x in (1.2e-5, 0.45, 20, 123.4, 12345.6, 0, None)]
     assert numbers == ["1.20e-5", "0.450", "20.0", "123", "12,346", "0", "–"]
-    times = [wording.duration(x) for x in (0.42, 9.999, 185, 7500)]
+    times = [words.duration(x) for x in (0.42, 9.999, 185, 7500)]
     assert times == ["0.42 s", "10.0 s", "3 min 05 s", "2 h 05 min"]
-    sizes = [wording.memory(x) for x in (512, 1536, 5 << 20, 3 << 40)]
+    sizes = [words.memory(x) for x in (512, 1536, 5 << 20, 3 << 40)]
     assert sizes == ["512 B", "1.5 KiB", "5 MiB", "3 TiB"]
 
 

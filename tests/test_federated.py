@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hosting import hosting
 
 from flower_privdec.algorithms import State
 from flower_privdec.errors import ScenarioError
@@ -46,9 +47,9 @@ class Gradients:
     """Softmax regression in NumPy: g_i of a local step, on the examples the engine draws for it."""
 
     def __init__(self, experiment):
-        self.sampler, self.partition = experiment.sampler, experiment.partition
-        self.x = experiment.dataset.x_train.double().numpy().reshape(240, -1)
-        self.y = experiment.dataset.y_train.numpy()
+        self.sampler, self.partition = experiment.own.sampler, experiment.own.examples.parts
+        self.x = experiment.own.examples.x.double().numpy().reshape(240, -1)
+        self.y = experiment.own.examples.y.numpy()
         self.steps = experiment.algorithm.steps_per_round
 
     def __call__(self, peer, round_index, step, point, clip=None):
@@ -67,7 +68,7 @@ class Gradients:
 def reference_fedavg(experiment, rounds, proximal=0.0, uniform=False):
     """McMahan et al. 2017, Algorithm 1; Li et al. 2020, eq. 2, for a proximal term."""
     g, x = Gradients(experiment), experiment.initial.numpy().copy()
-    sizes = [len(part) for part in experiment.partition]
+    sizes = [len(part) for part in experiment.own.examples.parts]
     for k in range(rounds):
         sent = []
         active = np.flatnonzero(experiment.participation.active(k))
@@ -225,7 +226,7 @@ def test_over_a_directed_graph_the_mass_is_conserved(build, name):
         cohort, state = engine.cohort, engine.state
         experiment.algorithm.program[0](cohort, state)
         walked = state.rows["x"].sum(0)
-        engine._mix(experiment.algorithm.program[1])
+        engine.perform(experiment.algorithm.program[1])
         torch.testing.assert_close(state.rows["x"].sum(0), walked, rtol=1e-12, atol=1e-13)
         assert float(state.rows["w"].sum()) == pytest.approx(5, abs=1e-12)
         state.round_index += 1
@@ -282,7 +283,7 @@ def test_private_feddeper_clips_and_noises_both_gradients(build):
             y = x.copy()
             for j in range(TAU):
                 draw = k * TAU + j
-                std = RATE * 0.7 * experiment.plan.noise_multiplier(draw)[i] / 12
+                std = RATE * 0.7 * experiment.own.protection.noise_multiplier(draw)[i] / 12
                 pull = RHO * (v[i] + y - 2 * x)
                 y = y - RATE * g(i, k, j, y, 0.7) - pull + std * tape.draw(draw, i, "gradient")
                 v[i] = v[i] - RATE * g(i, k, j, v[i], 0.7) + std * tape.draw(draw, i, "personal")
@@ -304,7 +305,7 @@ def test_at_rho_0_the_personalized_model_gets_no_noise_and_no_clipping(build):
     for i in np.flatnonzero(experiment.participation.active(0)):
         v, y = start.copy(), start.copy()
         for j in range(TAU):
-            std = RATE * 0.01 * experiment.plan.noise_multiplier(j)[i] / 12
+            std = RATE * 0.01 * experiment.own.protection.noise_multiplier(j)[i] / 12
             y = y - RATE * g(i, 0, j, y, 0.01) + std * tape.draw(j, i, "gradient")
             v = v - RATE * g(i, 0, j, v)
         np.testing.assert_allclose(engine.state.rows["personal"][i].numpy(), 0.5 * (v + y), rtol=1e-9, atol=1e-11)
@@ -325,7 +326,7 @@ def test_the_ledger_charges_tau_releases_a_round_to_active_peers_alone(build, tm
     rounds = np.stack([experiment.participation.active(k) for k in range(ROUNDS)]).sum(0)
     assert len(set(rounds.tolist())) > 1  # the peers differ, or nothing is shown
     for peer in range(N):
-        rate = float(experiment.sampler.sampling_rate[peer])
+        rate = float(experiment.own.sampler.sampling_rate[peer])
         paid = Release("poisson", rate, 60, 12, 2 / moves, steps=int(TAU * rounds[peer]))
         assert spent[peer] == pytest.approx(epsilon([paid], 1e-3), rel=1e-9)
 
@@ -406,6 +407,7 @@ def test_a_state_between_walk_and_mixing_can_be_taken_apart(build):
     experiment = build(*settings_for("feddeper"))
     engine = engine_of(experiment)
     experiment.algorithm.program[0](engine.cohort, engine.state)
-    part = State(np.array([2]), 0, 0, experiment.algorithm.initial(experiment.cohort(np.array([2]))))
-    experiment.algorithm.program[0](experiment.cohort(np.array([2])), part)
+    alone = hosting(experiment, [2]).cohort()
+    part = State(np.array([2]), 0, 0, experiment.algorithm.initial(alone))
+    experiment.algorithm.program[0](alone, part)
     torch.testing.assert_close(part.rows["personal"][0], engine.state.rows["personal"][2], rtol=1e-12, atol=1e-14)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from flower_privdec import testing
 from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.errors import RunError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.ledger_file import runs_in
 from flower_privdec.privacy.ledger_format import read_chain
@@ -62,11 +63,19 @@ class Tapped(LocalGrid):
 def seen_under_flower(host: str) -> Callable[[Experiment], Seen]:
     """Return a function that runs an experiment under Flower and returns what the server sees and leaves."""
 
+    read = OwnParts.of
+
     def watch(experiment: Experiment) -> Seen:
         strategy, nodes = HOSTS[host]
         clients._build.cache_clear()
         clients._whole.cache_clear()
-        with tempfile.TemporaryDirectory() as folder, patch.object(Experiment, "build", lambda *_, **__: experiment):
+
+        def own_parts(agreement: Agreement, peers: np.ndarray | None = None, *_: object, **__: object) -> OwnParts:
+            """The own parts of some peers: keys as ever, and the experiment's examples."""
+            own, held = read(agreement, peers), experiment.own.examples
+            return replace(own, examples=replace(held, parts=tuple(held.parts[peer] for peer in own.peers)))
+
+        with tempfile.TemporaryDirectory() as folder, patch.object(OwnParts, "of", own_parts):
             grid = Tapped(client_app(), min(nodes, experiment.scenario.n_peers), folder=Path(folder) / "nodes")
             grid.answers = []
             strategy(experiment.scenario, Path(folder) / "run").start(grid)

@@ -66,7 +66,7 @@ def test_launcher_runs_the_peers_of_a_scenario_by_relay(tiny: Tiny, tmp_path: Pa
     run(Experiment.build(tiny()), tmp_path / "engine")
     assert_same_models(tmp_path / "flower", tmp_path / "engine")
     assert (summary["runtime"], summary["n_peers"], seen) == ("flower", 4, [2, 4, 6])
-    assert list((tmp_path / "flower" / "ledger").rglob("*.jsonl"))
+    assert list((tmp_path / "flower" / "nodes").rglob("*.jsonl"))
 
 
 def test_failing_client_app_fails_the_run(

@@ -254,8 +254,8 @@ def test_an_algorithm_that_declares_nothing_gets_no_budget_and_costs_infinity(
     with pytest.raises(ScenarioError, match="declares no releases"):
         build("algorithm.name=sgp", "privacy.noise_multiplier=5")
     experiment = build("algorithm.name=sgp", "privacy={noise_multiplier: 5, delta: 1.0e-3}")
-    assert experiment.plan is not None
-    assert experiment.plan.epsilons(6) == [np.inf] * 4
+    assert experiment.own.protection is not None
+    assert experiment.own.protection.epsilons(6) == [np.inf] * 4
     testing.run_rounds(experiment, 2)
 
 
@@ -294,9 +294,9 @@ def test_runs_that_differ_in_anything_share_no_draw(build: Build) -> None:
     noises = [first_noise(experiment) for experiment in experiments]
     values = torch.cat([noise.flatten() for noise in noises])
     assert len(torch.unique(values)) == len(values)
-    batches = [tuple(experiment.sampler.batch(0, [0]).index[0].tolist()) for experiment in experiments]
+    batches = [tuple(experiment.own.sampler.batch(0, [0]).index[0].tolist()) for experiment in experiments]
     assert len(set(batches)) == len(batches)
-    assert len({experiment.run.id for experiment in experiments}) == len(experiments)
+    assert len({experiment.own.run.id for experiment in experiments}) == len(experiments)
 
 
 def test_the_same_run_draws_the_same_whatever_it_is_called_and_however_it_is_looked_at(build: Build) -> None:

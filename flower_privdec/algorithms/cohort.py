@@ -91,7 +91,8 @@ class Cohort:
         peers: int64 [m], their global ids, ascending.
         n_peers: how many peers the whole network has.
         initial: [d], the parameters every peer starts from.
-        plan, ledger: the privacy plan of the whole network and these peers' ledger; None without privacy.
+        data, protection, ledger: these peers' examples, their clipping and noise, and their ledger, all by row; without
+            privacy the last two are None.
     """
 
     peers: np.ndarray
@@ -104,8 +105,13 @@ class Cohort:
     noise: NoiseSource
     learning_rate: LearningRate
     steps_per_round: int = 1
-    plan: Protection | None = None
+    protection: Protection | None = None
     ledger: CohortLedger | None = None
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Return where all peers stand, 0 to m - 1."""
+        return np.arange(len(self.peers))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,7 +157,7 @@ class Cohort:
         """
         active = self.active(round_index)
         if active.all():
-            self.release_rows_(out, params, divisor, round_index, np.arange(len(self.peers)), estimate)
+            self.release_rows_(out, params, divisor, round_index, self.rows, estimate)
         elif active.any():
             chosen = np.flatnonzero(active)
             rows = torch.as_tensor(chosen, device=self.device)
@@ -187,18 +193,18 @@ class Cohort:
         peers, index = self.peers[rows], round_index * self.steps_per_round + local_step
         if self.ledger is not None:
             self.ledger.pay(index, rows)
-        rate = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[peers]
+        rate = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[rows]
         named = {"gradient": sums} if isinstance(sums, Tensor) else sums
         numbers, noises = [-rate], {}
-        if self.plan is not None:
-            clip, noises = self.plan.clip_norm(index)[peers], self.plan.noise(index, named)
-            numbers += [clip, *(rate * clip * noise[peers] for noise in noises.values())]
+        if self.protection is not None:
+            clip, noises = self.protection.clip_norm(index)[rows], self.protection.noise(index, named)
+            numbers += [clip, *(rate * clip * noise[rows] for noise in noises.values())]
         scale, *rest = self.tensor(np.array(numbers)).unbind(0)
         step = PrivateStep(
             sums=named,
             params=params,
             divisor=divisor,
-            batch=self.data.batch(index, peers),
+            batch=self.data.batch(index, rows),
             clip_norm=rest[0] if rest else None,
             scale=scale,
             peers=peers,

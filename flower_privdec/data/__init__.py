@@ -1,6 +1,6 @@
 """Datasets, their partition among peers, and the sampling of batches."""
 
-from flower_privdec.data.datasets import DATASETS, Dataset, load_dataset
+from flower_privdec.data.datasets import DATASETS, Examples, PublicSet, read_examples, read_public
 from flower_privdec.data.partition import PARTITIONS, partition
 from flower_privdec.data.peer_data import Batch, PeerData
 from flower_privdec.data.sampling import SAMPLINGS, LocalBatch, Sampler
@@ -10,10 +10,12 @@ __all__ = [
     "PARTITIONS",
     "SAMPLINGS",
     "Batch",
-    "Dataset",
+    "Examples",
     "LocalBatch",
     "PeerData",
+    "PublicSet",
     "Sampler",
-    "load_dataset",
     "partition",
+    "read_examples",
+    "read_public",
 ]

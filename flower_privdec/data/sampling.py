@@ -1,6 +1,7 @@
 """Choose each peer's examples of a round, keyed by (the peer's key, round, global peer).
 
-A peer's choice never depends on which other peers are asked for, nor on the order of the rounds.
+A peer's choice never depends on which other peers are hosted or asked for, nor on the order of the rounds. Peers are
+asked for by row: their place among those hosted here.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ class Sampler:
     """Draws local positions.
 
     Attributes:
-        kind, size, partition_sizes, keys: as given; size is 0 for full.
-        normalizer: float64 [n_peers], the expected batch size, by which a sum of clipped gradients is
+        kind, size, partition_sizes, keys, peers: as given; size is 0 for full.
+        normalizer: float64 [m], the expected batch size, by which a sum of clipped gradients is
             divided; fixed, for the size that was drawn is private.
-        sampling_rate: float64 [n_peers], the chance of one example to be in a round's batch.
+        sampling_rate: float64 [m], the chance of one example to be in a round's batch.
 
     Privacy: amplification by sampling holds towards observers who do not know who was sampled. A deployed
     peer therefore gives bytes from the operating system for its key; the scenario's seed is for simulation.
@@ -59,14 +60,16 @@ class Sampler:
         size: int | None,
         partition_sizes: Sequence[int] | np.ndarray,
         keys: Mapping[int, Secret],
+        peers: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         """Check the batch size against every peer's examples.
 
         Args:
             kind: a key of SAMPLINGS.
             size: examples a round (expected, for poisson); ignored for full.
-            partition_sizes: how many examples each peer holds, [n_peers].
-            keys: of each peer hosted here, by global id: its secret key, or the scenario's seed.
+            partition_sizes: how many examples each peer holds, [m].
+            keys: of each peer, by global id: its secret key, or the scenario's seed.
+            peers: their global ids, [m]; by default 0 to m - 1.
 
         Raises:
             ScenarioError: kind or size is wrong, or a peer holds fewer examples than `size`.
@@ -75,8 +78,9 @@ class Sampler:
             raise ScenarioError(f"data.batch.sampling={kind} is unknown: choose one of {', '.join(SAMPLINGS)}")
         self.kind, self.keys = kind, keys
         self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
+        self.peers = np.arange(len(self.partition_sizes)) if peers is None else np.asarray(peers, dtype=np.int64)
         counts = self.partition_sizes.astype(np.float64)
-        self.size = _checked_size(kind, size, self.partition_sizes) if kind != "full" else 0
+        self.size = _checked_size(kind, size, self.partition_sizes, self.peers) if kind != "full" else 0
         self.normalizer = counts.copy() if kind == "full" else np.full_like(counts, self.size)
         self.sampling_rate = self.normalizer / counts
         if kind == "blocks":  # of J mod c of them one example more
@@ -85,96 +89,97 @@ class Sampler:
         self._rounds = max(1, min(_BLOCK_ROUNDS, _BLOCK_EXAMPLES // max(1, self.size)))
         self._block = _Block(-1, len(counts), self._rounds)
 
-    def batch(self, round_index: int, peers: Sequence[int] | np.ndarray) -> LocalBatch:
-        """Return the positions that some peers use in a round.
+    def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> LocalBatch:
+        """Return the positions that some peers use in a step.
 
         Args:
-            round_index: the round, 0 or later; rounds may be asked for in any order.
-            peers: their global ids, [m], in any order.
+            step: its number in the run, 0 or later; steps may be asked for in any order.
+            rows: which peers, [r], in any order.
 
         Returns:
             The batch, as wide as the longest among these peers and at least 1; the padding alone depends on
             who else is asked for.
 
         Raises:
-            ValueError: the round or a peer is negative, or a peer has no key here (`full` needs none).
+            ValueError: the step or a row is negative, or a peer has no key here (`full` needs none).
         """
-        peers = np.asarray(peers, dtype=np.int64)
-        if round_index < 0 or (len(peers) and int(peers.min()) < 0):
-            raise ValueError(f"round {round_index} and peers {peers} must be >= 0")
+        rows = np.asarray(rows, dtype=np.int64)
+        if step < 0 or (len(rows) and int(rows.min()) < 0):
+            raise ValueError(f"step {step} and rows {rows} must be >= 0")
         if self.kind == "full":
-            return _everything(self.partition_sizes[peers])
+            return _everything(self.partition_sizes[rows])
         if self.kind == "blocks":
-            return self.block(peers, self._drawn_blocks(round_index, peers))
-        number, step = divmod(int(round_index), self._rounds)
-        rows = self._rows_of_block(number, peers)
-        counts = self._block.counts[step].take(rows)
+            return self.block(rows, self._drawn_blocks(step, rows))
+        number, within = divmod(int(step), self._rounds)
+        places = self._places_in_block(number, rows)
+        counts = self._block.counts[within].take(places)
         width = int(counts.max(initial=1))
-        index = self._block.index[step, :, :width].take(rows, axis=0)
+        index = self._block.index[within, :, :width].take(places, axis=0)
         return LocalBatch(index, (np.arange(width) < counts[:, None]).astype(np.float32))
 
-    def blocks(self, peers: np.ndarray) -> np.ndarray:
-        """Return into how many fixed batches each peer's examples fall, int64 [m]: floor(J / b)."""
-        return np.asarray(self.partition_sizes[peers] // max(1, self.size))
+    def blocks(self, rows: np.ndarray) -> np.ndarray:
+        """Return into how many fixed batches each peer's examples fall, int64 [r]: floor(J / b)."""
+        return np.asarray(self.partition_sizes[rows] // max(1, self.size))
 
-    def block(self, peers: np.ndarray, numbers: np.ndarray) -> LocalBatch:
+    def block(self, rows: np.ndarray, numbers: np.ndarray) -> LocalBatch:
         """Return one fixed batch of each peer: positions j, j + c, j + 2 c, ... below J for batch j of c."""
-        sizes, counts = self.partition_sizes[peers], self.blocks(peers)
+        sizes, counts = self.partition_sizes[rows], self.blocks(rows)
         longest = -(-(sizes - numbers) // counts)
         index = numbers[:, None] + counts[:, None] * np.arange(int(longest.max(initial=1)))
         inside = index < sizes[:, None]
         return LocalBatch(np.where(inside, index, 0), inside.astype(np.float32))
 
-    def _drawn_blocks(self, round_index: int, peers: np.ndarray) -> np.ndarray:
-        counts = self.blocks(peers)
-        draws = [self._generator("blocks", round_index, int(peer)) for peer in peers]
+    def _drawn_blocks(self, step: int, rows: np.ndarray) -> np.ndarray:
+        counts = self.blocks(rows)
+        draws = [self._generator("blocks", step, int(row)) for row in rows]
         return np.array([g.integers(count) for g, count in zip(draws, counts, strict=True)], dtype=np.int64)
 
-    def _rows_of_block(self, number: int, peers: np.ndarray) -> np.ndarray:
-        """Return the rows of the cached block that hold some peers, drawing those not yet there."""
+    def _places_in_block(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """Return where the cached block holds some rows, drawing those not yet there."""
         if self._block.number != number:
             self._block = _Block(number, len(self.partition_sizes), self._rounds)
-        rows = self._block.row_of.take(peers)
-        if len(rows) and int(rows.min()) < 0:
-            self._block.add(np.unique(peers[rows < 0]), self._draw)
-            rows = self._block.row_of.take(peers)
-        return rows
+        places = self._block.place_of.take(rows)
+        if len(places) and int(places.min()) < 0:
+            self._block.add(np.unique(rows[places < 0]), self._draw)
+            places = self._block.place_of.take(rows)
+        return places
 
-    def _generator(self, purpose: str, number: int, peer: int) -> np.random.Generator:
+    def _generator(self, purpose: str, number: int, row: int) -> np.random.Generator:
+        peer = int(self.peers[row])
         if peer not in self.keys:
             raise ValueError(f"peer {peer} has no key here: ask only for peers hosted here")
         return keyed_generator(self.keys[peer], purpose, number, peer)
 
-    def _draw(self, number: int, peer: int) -> tuple[np.ndarray, np.ndarray]:
+    def _draw(self, number: int, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw one peer's block: how many examples in each of its rounds, and their positions end to end."""
-        count = int(self.partition_sizes[peer])
+        count = int(self.partition_sizes[row])
         if self.kind == "shuffle":
-            return self._draw_epochs(number, peer, count)
-        generator = self._generator("sampling", number, peer)
+            return self._draw_epochs(number, row, count)
+        generator = self._generator("sampling", number, row)
         if self.kind == "poisson":
-            return draw_poisson(generator, self._rounds, count, float(self.sampling_rate[peer]))
+            return draw_poisson(generator, self._rounds, count, float(self.sampling_rate[row]))
         positions = draw_distinct(generator, self._rounds, self.size, count)
         return np.full(self._rounds, self.size), positions.reshape(-1)
 
-    def _draw_epochs(self, number: int, peer: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def _draw_epochs(self, number: int, row: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         steps = count // self.size
         first = number * self._rounds
         epochs = np.arange(first // steps, (first + self._rounds - 1) // steps + 1)
-        orders = [self._generator("shuffle", int(epoch), peer).permutation(count) for epoch in epochs]
+        orders = [self._generator("shuffle", int(epoch), row).permutation(count) for epoch in epochs]
         batches = np.concatenate([order[: steps * self.size].reshape(steps, self.size) for order in orders])
         start = first - int(epochs[0]) * steps
         chosen = np.sort(batches[start : start + self._rounds], axis=1)
         return np.full(self._rounds, self.size), chosen.reshape(-1)
 
 
-def _checked_size(kind: str, size: int | None, counts: np.ndarray) -> int:
+def _checked_size(kind: str, size: int | None, counts: np.ndarray, peers: np.ndarray) -> int:
     if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
         raise ScenarioError(f"data.batch.size={size} must be a whole number >= 1 for sampling {kind}")
     short = np.flatnonzero(counts < size)
     if len(short):
-        peer = int(short[0])
+        row = int(short[0])
         raise ScenarioError(
-            f"data.batch.size={size} must be at most {counts[peer]}, what peer {peer} holds: "
+            f"data.batch.size={size} must be at most {counts[row]}, what peer {peers[row]} holds: "
             f"lower it, use fewer peers or more data, or sampling full"
         )
     return int(size)
@@ -246,23 +251,23 @@ def _everything(counts: np.ndarray) -> LocalBatch:
 class _Block:
     """The positions drawn for some rounds in a row: a cache of what keys alone determine."""
 
-    def __init__(self, number: int, n_peers: int, rounds: int) -> None:
+    def __init__(self, number: int, n_rows: int, rounds: int) -> None:
         self.number = number
-        self.row_of = np.full(n_peers, -1)
-        self.counts = np.zeros((rounds, 0), np.int64)  # [rounds, rows]
-        self.index = np.zeros((rounds, 0, 1), np.int64)  # [rounds, rows, longest], padded with 0
+        self.place_of = np.full(n_rows, -1)
+        self.counts = np.zeros((rounds, 0), np.int64)  # [rounds, places]
+        self.index = np.zeros((rounds, 0, 1), np.int64)  # [rounds, places, longest], padded with 0
 
-    def add(self, peers: np.ndarray, draw: Callable[[int, int], tuple[np.ndarray, np.ndarray]]) -> None:
-        """Append a row for each of some new peers."""
-        drawn = [draw(self.number, int(peer)) for peer in peers]
+    def add(self, rows: np.ndarray, draw: Callable[[int, int], tuple[np.ndarray, np.ndarray]]) -> None:
+        """Append a place for each of some new rows."""
+        drawn = [draw(self.number, int(row)) for row in rows]
         counts = np.stack([part[0] for part in drawn])  # [new, rounds]
         positions = np.concatenate([part[1] for part in drawn])
         rounds, held, width = self.index.shape
-        index = np.zeros((len(peers), rounds, max(width, int(counts.max(initial=1)))), np.int64)
+        index = np.zeros((len(rows), rounds, max(width, int(counts.max(initial=1)))), np.int64)
         index[np.arange(index.shape[2]) < counts[..., None]] = positions
-        grown = np.zeros((rounds, held + len(peers), index.shape[2]), np.int64)
+        grown = np.zeros((rounds, held + len(rows), index.shape[2]), np.int64)
         grown[:, :held, :width] = self.index
         grown[:, held:] = index.transpose(1, 0, 2)
-        self.row_of[peers] = np.arange(held, held + len(peers))
+        self.place_of[rows] = np.arange(held, held + len(rows))
         self.counts = np.ascontiguousarray(np.concatenate([self.counts, counts.T], axis=1))
         self.index = grown

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec import __version__
-from flower_privdec.data import Dataset
+from flower_privdec.data import Examples, PublicSet
 
 KEY_BYTES = 32
 SHIPPED = ("torch", "flower_privdec")  # packages whose code the environment's versions tell
@@ -41,16 +41,16 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def shared_secret(scenario: str, environment: str, dataset: Dataset, module: nn.Module, initial: Tensor) -> bytes:
+def shared_secret(scenario: str, environment: str, public: PublicSet, module: nn.Module, initial: Tensor) -> bytes:
     """Return a hash of what all peers of a run have in common.
 
     Args:
         scenario: the hash of what of the scenario decides the numbers.
         environment: see the function of that name.
-        dataset: whose public test set some algorithms look at.
+        public: the test set, which some algorithms look at.
         module, initial: the model and its initial parameters [d].
     """
-    tested = fingerprint(dataset.x_test, dataset.y_test)
+    tested = fingerprint(public.x, public.y)
     model = hashlib.blake2b(initial.detach().cpu().numpy().data, digest_size=KEY_BYTES).digest()
     return _hash(scenario.encode(), environment.encode(), tested, model, *_sources(module))
 
@@ -74,18 +74,18 @@ def fingerprint(x: Tensor, y: Tensor) -> bytes:
     return digest.digest()
 
 
-def own_keys(shared: bytes, dataset: Dataset, parts: Mapping[int, np.ndarray]) -> dict[int, bytes]:
+def own_keys(shared: bytes, examples: Examples, peers: np.ndarray) -> dict[int, bytes]:
     """Return the key of each peer in this run, from which its noise and its batches are drawn.
 
     Args:
         shared: see `shared_secret`.
-        dataset: the training examples.
-        parts: which of them each peer holds.
+        examples: of these peers.
+        peers: their global ids.
     """
     keys = {}
-    for peer, rows in parts.items():
+    for peer, rows in zip(peers.tolist(), examples.parts, strict=True):
         chosen = torch.from_numpy(rows)
-        own = fingerprint(dataset.x_train[chosen], dataset.y_train[chosen])
+        own = fingerprint(examples.x[chosen], examples.y[chosen])
         keys[peer] = _hash(shared, str(peer).encode(), own)
     return keys
 

@@ -1,4 +1,4 @@
-"""What a run will release: each peer's clipping and noise in every step, solved from its budget."""
+"""What some peers of a run will release: the clipping and noise of each in every step, solved from its budget."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def cost(account: Account, steps: int) -> float:
 
 @dataclass(frozen=True)
 class Protection:
-    """Clip norms and noise multipliers of the whole network, and the accounts they are charged to.
+    """Clip norms and noise multipliers of the peers hosted here, and the accounts they are charged to.
 
     Attributes:
-        clip_norms: float64 [steps, n_peers], where a round has `steps_per_round` steps.
+        clip_norms: float64 [steps, m], where a round has `steps_per_round` steps.
         noise_multipliers: likewise; noise std over clip norm, of the sum over a batch.
         accounts: one for each peer.
         claims: what the paper's formula claims, where it made the noise; else None for each peer.
@@ -56,7 +56,7 @@ class Protection:
     steps_per_round: int = 1
 
     def clip_norm(self, step: int) -> np.ndarray:
-        """Return the clip norm of every peer in a step, [n_peers]."""
+        """Return the clip norm of every peer in a step, [m]."""
         return np.asarray(self.clip_norms[step])
 
     def noise_multiplier(self, step: int) -> np.ndarray:
@@ -89,8 +89,8 @@ class Protection:
         return [cost(account, rounds * self.steps_per_round) for account in self.accounts]
 
 
-def _each(value: float | Sequence[float], n_peers: int) -> list[float]:
-    numbers: list[float] = np.broadcast_to(np.asarray(value, dtype=np.float64), (n_peers,)).tolist()
+def _each(value: float | Sequence[float], n_peers: int, peers: np.ndarray) -> list[float]:
+    numbers: list[float] = np.broadcast_to(np.asarray(value, dtype=np.float64), (n_peers,))[peers].tolist()
     return numbers
 
 
@@ -100,15 +100,18 @@ def build_protection(
     algorithm: Declares,
     drawings: Sequence[Drawing],
     participation: Participation,
+    peers: np.ndarray,
 ) -> Protection:
-    """Solve every peer's noise from its budget, for the rounds in which it is active.
+    """Solve some peers' noise from its budget, for the rounds in which it is active.
 
     Who is active is public and decided beforehand, so a peer's noise is solved for its own number of
     active rounds: activity amplifies nothing and idle rounds cost nothing.
 
     Args:
         algorithm: says what its steps release.
-        drawings: how each peer draws its examples.
+        drawings: how each of these peers draws its examples.
+        participation: who is active, of the whole network.
+        peers: global ids, int64 [m].
 
     Raises:
         ScenarioError: when a budget is below what any noise can keep, the algorithm declares no release, or a
@@ -116,16 +119,16 @@ def build_protection(
     """
     n_peers, each_round = scenario.n_peers, algorithm.steps_per_round
     schedule = build_schedule(scenario).repeated(each_round)
-    active = np.stack([participation.active(k) for k in range(scenario.rounds)]).repeat(each_round, axis=0)
-    deltas = _each(section.delta, n_peers)
-    budgets = [None] * n_peers if section.epsilon is None else _each(section.epsilon, n_peers)
+    active = np.stack([participation.active(k)[peers] for k in range(scenario.rounds)]).repeat(each_round, axis=0)
+    deltas = _each(section.delta, n_peers, peers)
+    budgets = [None] * len(peers) if section.epsilon is None else _each(section.epsilon, n_peers, peers)
     mechanisms = {each: build_mechanism(algorithm, each, schedule) for each in dict.fromkeys(drawings)}
     solver, same = Solver(section, algorithm, schedule), _Same()
     noise, accounts, claims = np.empty(active.shape), [], []
-    for peer, facts in enumerate(zip(drawings, budgets, deltas, strict=True)):
-        scale, claim, account = same.solve(solver, mechanisms[facts[0]], active[:, peer], *facts[1:])
-        noise[:, peer] = scale * schedule.noise_shape
-        accounts.append(replace(account, peer=peer))
+    for row, facts in enumerate(zip(drawings, budgets, deltas, strict=True)):
+        scale, claim, account = same.solve(solver, mechanisms[facts[0]], active[:, row], *facts[1:])
+        noise[:, row] = scale * schedule.noise_shape
+        accounts.append(replace(account, peer=int(peers[row])))
         claims.append(claim)
     kinds, kind_of = _kinds(list(mechanisms.values()))
     clip_norms = schedule.clip_factor[:, None] * schedule.clip_norm

@@ -255,7 +255,7 @@ def numbers_hash(scenario: Scenario) -> str:
     Names, paths and how often a run is looked at decide nothing, nor do generator and device, which `run_key` adds.
     """
     compute = {"threads", "memory_mib", "generator", "device"}
-    nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root"}}
+    nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root", "test"}}
     if scenario.private is not None:
         nothing["privacy"] = {"ledger"}
     return _hash_without(scenario, nothing)

@@ -11,6 +11,7 @@ from flower_privdec.scenario.algorithm_sections import AlgorithmSection, DynSect
 from flower_privdec.scenario.features_section import FeaturesSection
 from flower_privdec.scenario.fields import Count, Fraction, NonNegative, PerPeer, Positive, Section
 
+PEER = "{peer}"  # in data.root, for a peer's number
 ModelName = Literal[
     "linear",
     "softmax",
@@ -113,10 +114,28 @@ class DataSection(Section):
 
     dataset: Literal["digits", "breast-cancer", "mnist", "fashion-mnist", "cifar10", "npz"]
     root: str | None = None
+    test: str | None = None
+    classes: Annotated[int, Field(ge=2)] | None = None
     samples: Count | None = None
     test_samples: Count | None = None
     partition: PartitionSection = PartitionSection()
     batch: BatchSection
+
+    @property
+    def each_its_own(self) -> bool:
+        """Whether each peer has a file of its own, so that nothing is dealt out."""
+        return self.root is not None and PEER in self.root
+
+    @model_validator(mode="after")
+    def _own_files(self) -> DataSection:
+        if not self.each_its_own:
+            return self
+        if self.test is None:
+            raise ValueError(f"test is missing: where root has {PEER}, name the test set that all peers share")
+        for key in ("samples", "partition"):
+            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for one dataset that is dealt out, and root has {PEER}: remove one of them")
+        return self
 
 
 class ModelSection(Section):

@@ -6,17 +6,18 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flwr.app import Context
 
 from flower_privdec.errors import RunError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.runtime.flower.records import Order
 from flower_privdec.scenario import Scenario, parse_scenario
 
@@ -54,6 +55,7 @@ class Own:
         simulated: whether the node is one of a simulation; only then is noise drawn from keys that can be drawn again.
         folder: where its ledger, its checkpoints and its secret lie.
         data_root: where its data lie, in place of the scenario's; None in a simulation.
+        data_test: where the public test set lies, likewise; None where it is with the data.
         epsilon, delta: the budget that its ledger is held to, whatever the scenario says; None in a simulation.
         partition: which peer it is; None in a simulation, where the server deals the peers out.
     """
@@ -61,6 +63,7 @@ class Own:
     simulated: bool
     folder: Path
     data_root: str | None = None
+    data_test: str | None = None
     epsilon: float | None = None
     delta: float | None = None
     partition: int | None = None
@@ -82,9 +85,9 @@ class Own:
         epsilon, delta = _number(config, "epsilon"), _number(config, "delta")
         if not epsilon > 0 or not 0 < delta < 1:
             raise RunError(f"epsilon={epsilon} must be > 0 (inf for no limit) and delta={delta} in (0, 1): {GIVE}")
-        root = config.get("data-root")
+        root, test = (None if config.get(key) is None else str(config[key]) for key in ("data-root", "data-test"))
         folder, partition = Path(str(config["ledger"])), int(_number(config, "partition-id"))
-        return cls(False, folder, None if root is None else str(root), epsilon, delta, partition)
+        return cls(False, folder, root, test, epsilon, delta, partition)
 
     def scenario(self, order: Order) -> Scenario:
         """Return the scenario of an order as far as this node goes along with it.
@@ -110,12 +113,20 @@ class Own:
             raise RunError(
                 "data.batch.sampling='shuffle' must be another on a SuperNode: its epochs end with a process"
             )
-        data = scenario.data.model_copy(update={"root": self.data_root})
-        return scenario.model_copy(update={"data": data})
+        paths = {"test": self.data_test}
+        if not scenario.data.each_its_own:
+            paths["root"] = self.data_root
+        elif self.data_root is None or self.data_test is None:
+            raise RunError(
+                f"data.root={scenario.data.root}: each peer has its own file, so this SuperNode's own data-root and "
+                'data-test must be given: start it with --node-config \'... data-root="FILE" data-test="FILE"\''
+            )
+        return scenario.model_copy(update={"data": scenario.data.model_copy(update=paths)})
 
-    def experiment(self, scenario: Scenario) -> Experiment:
-        """Build a scenario with this node's own keys; see `Experiment.build`."""
-        return Experiment.build(scenario, secret=None if self.simulated else self._secret())
+    def parts(self, agreement: Agreement, peers: Sequence[int]) -> OwnParts:
+        """Read what is its peers' own, with this node's keys, and from its own place; see `OwnParts.of`."""
+        secret = None if self.simulated else self._secret()
+        return OwnParts.of(agreement, np.asarray(peers), secret, root=self.data_root)
 
     def _secret(self) -> bytes:
         """Return what this node's batches are drawn by, made once by the operating system and told to nobody."""
@@ -132,7 +143,7 @@ class Own:
         if not self.simulated:
             return self.folder
         name = f"peers-{order.peers[0]}-{order.peers[-1]}"
-        return self.folder / (experiment.run.id[:16] or "unprotected") / name
+        return self.folder / (experiment.own.run.id[:16] or "unprotected") / name
 
 
 def _number(config: Mapping[str, Any], key: str) -> float:
