@@ -106,6 +106,9 @@ class DataSection(Section):
         dataset: `digits` and `breast-cancer` are embedded; `npz` is a file of your own with the arrays x_train,
             y_train, x_test and y_test.
         root: the folder in which the data lie, or the .npz file, from where the command runs; nothing is downloaded.
+            With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out.
+        test: where the public test set lies, in place of root; needed where root has `{peer}`.
+        classes: how many there are; left out, they are counted.
         samples: how many training examples to take, at random; left out, all.
         test_samples: how many of the public test set to take; left out, all.
         partition: how the training examples are dealt out.
