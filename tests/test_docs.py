@@ -27,6 +27,7 @@ from typer.main import get_command
 from flower_privdec.cli import app, main
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
+from flower_privdec.reporting.console.views import parts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
 from flower_privdec.study.spec import load_study, study_files
 
@@ -218,15 +219,13 @@ def test_the_reference_says_the_rules_that_the_schema_has() -> None:
 
 
 def test_every_command_and_algorithm_is_in_its_table() -> None:
-    from flower_privdec.algorithms import ALGORITHMS
-
     text, table = made.PARTS["commands"](), made.PARTS["algorithms"]()
     for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
         assert f"## privdec {name}\n" in text
         for parameter in command.params:
             shown = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.metavar
             assert f"| `{shown}" in text, f"{name} {shown}"
-    assert all(f"| `{name}` | {cls.summary} |" in table for name, cls in ALGORITHMS.items())
+    assert all(f"| `{name}` | {said} |" in table for name, said in parts()["algorithms"].items())
 
 
 def test_the_picture_follows_the_imports_and_the_floors() -> None:

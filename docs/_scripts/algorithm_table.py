@@ -7,6 +7,7 @@ import re
 
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.algorithms.algorithm import Algorithm
+from flower_privdec.reporting.console.views import parts
 
 SOURCE = re.compile(r"Source: (.*?)\.?$", re.DOTALL)
 
@@ -24,5 +25,6 @@ def sends(algorithm: type[Algorithm]) -> str:
 
 def algorithm_table() -> str:
     """Return the table as Markdown."""
-    rows = [f"| `{name}` | {cls.summary} | {sends(cls)} | {source(cls)} |" for name, cls in ALGORITHMS.items()]
+    said = parts()["algorithms"]
+    rows = [f"| `{name}` | {said[name]} | {sends(cls)} | {source(cls)} |" for name, cls in ALGORITHMS.items()]
     return "\n".join(["| name | what it is | weights | source |", "|---|---|---|---|", *rows])
