@@ -287,8 +287,10 @@ def test_edges_are_read_back_from_a_checkpoint(courteous: Experiment, tmp_path: 
     mixing = courteous.mixing
     assert mixing is not None
     Gather(("x",)).together(state, mixing, {}).apply_(state)
-    save_checkpoint(tmp_path / "c", Checkpoint(state, "hash", courteous.own.run))
-    back = load_checkpoint(tmp_path / "c", "hash", courteous.own.run, courteous.device).state
+    save_checkpoint(tmp_path / "c", Checkpoint(state, "hash", courteous.own.run, transport={"sent": 2**40}))
+    found = load_checkpoint(tmp_path / "c", "hash", courteous.own.run, courteous.device)
+    assert found.transport == {"sent": 2**40}
+    back = found.state
     assert (back.round_index, back.at, list(back.rows)) == (0, 1, ["x"])
     assert_same(back.edges["x"], state.edges["x"])
 
