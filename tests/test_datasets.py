@@ -361,8 +361,8 @@ def test_samples_out_of_range(key: str, value: int) -> None:
 
 
 def test_unknown_dataset_names_the_nearest() -> None:
-    refused("data.dataset=mnst", "did you mean mnist?", name="mnst")
-    refused("data.dataset=zzz", *DATASETS, name="zzz")
+    refused("data.dataset='mnst'", "did you mean 'mnist'?", name="mnst")
+    refused("data.dataset='zzz'", *DATASETS, name="zzz")
 
 
 def test_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,10 +116,11 @@ def test_an_answer_holds_what_other_peers_may_see_and_no_more(tiny: Tiny, tmp_pa
 
     scenario = tiny("algorithm={name: feddeper, learning_rate: 0.1, rho: 0.0, local_steps: 2}")
     Relay(scenario, tmp_path / "run").start(Keeping(client_app(), 4, folder=tmp_path / "nodes"))
+    spent = {"epsilons", "deltas", "claimed", "rounds_run"}
     names = {key for content in kept for record in content.array_records.values() for key in record}
     assert names == {"x", "w"}
     told = {key for content in kept for record in content.config_records.values() for key in record}
-    assert told == {"partition-id", "num-partitions", "round", "at", "waiting", "epsilons", "rounds_run"}
+    assert told == {"partition-id", "num-partitions", "round", "at", "waiting", *spent}
     assert not [record for content in kept for record in content.metric_records.values()]
 
 
@@ -162,6 +163,20 @@ def test_a_deployed_node_draws_its_own_noise_and_keeps_its_own_ledger(tiny: Tiny
         assert [(release.sampling, release.steps) for release in releases] == [("poisson", 1)]
     assert not np.array_equal(*rows)  # the same scenario and data: other noise, and other batches
     assert (tmp_path / "a" / "secret").stat().st_mode & 0o77 == 0
+
+
+def test_a_deployed_node_imports_no_module_that_its_owner_does_not_allow(tiny: Tiny, tmp_path: Path) -> None:
+    for setting in (
+        "algorithm={module: 'user_parts:HeavyBall', learning_rate: 0.1}",
+        "model={module: 'user_models:residual'}",
+    ):
+        scenario, module = tiny("rounds=2", setting), setting.split("'")[1].partition(":")[0]
+        refused = answer(deployed(tmp_path / "node"), order(scenario))
+        assert refused.has_error()
+        assert f"'{module}:" in refused.error.reason
+        assert "its owner has to allow it" in refused.error.reason
+        allowed = answer(deployed(tmp_path / module, modules=f"others, {module}"), order(scenario))
+        assert not allowed.has_error(), allowed.error.reason
 
 
 def test_a_deployed_node_pays_again_for_steps_it_takes_again(tiny: Tiny, tmp_path: Path) -> None:

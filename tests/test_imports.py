@@ -13,6 +13,8 @@ FLOORS = [
     *(
         "errors",
         "words",
+        "catalogue",
+        "user_code",
         "rows",
         "tasks",
         "scenario",
@@ -20,11 +22,9 @@ FLOORS = [
         "participation",
         "mixing",
         "data",
-        "models",
-        "gradients",
     ),
-    *("privacy", "algorithms", "experiment", "runtime", "reporting", "planner", "study", "bench", "testing"),
-    *("flwr_apps", "cli", "__main__"),
+    *("models", "gradients", "privacy", "algorithms", "experiment", "runtime", "reporting", "planner", "study"),
+    *("bench", "testing", "flwr_apps", "cli", "__main__"),
 ]
 FLOWER = {"flwr", "ray", "grpc"}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -53,6 +53,28 @@ def test_plan_has_the_documented_shape_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("algorithm", ["privsgp", "fedavg, local_steps: 3"])
+def test_sigma_is_that_of_rounds_whatever_their_number_of_steps(build: Build, algorithm: str) -> None:
+    settings = [f"algorithm={{name: {algorithm}, learning_rate: 0.5}}", "privacy.schedule={rho_c: 1.5, rho_mu: 3.0}"]
+    experiment = build(*settings)
+    protection = experiment.own.protection
+    assert protection is not None
+    each = experiment.algorithm.steps_per_round
+    shape = np.array([(1.5 * 3.0) ** (-k / 6) for k in (0, 3, 5)])  # C_k and σ_k / C_k fall together
+    for row in peer_rows(experiment):
+        first = protection.clip_norm(0)[row["peer"]] * protection.noise_multiplier(0)[row["peer"]] / 12
+        assert row["sigma"] == pytest.approx((first * shape).tolist())
+    assert len(protection.clip_norms) == 6 * each
+
+
+def test_a_signal_counts_the_steps_of_all_rounds(build: Build) -> None:
+    """At one noise, τ steps a round add up to what τ rounds of one step do."""
+    given = "privacy={noise_multiplier: 2.0, delta: 1.0e-3}"
+    tau = best_signal(build("algorithm={name: fedavg, learning_rate: 0.5, local_steps: 3}", given))
+    one = best_signal(build("algorithm={name: fedavg, learning_rate: 0.5, local_steps: 1}", given, "rounds=18"))
+    assert tau == pytest.approx(one)
+
+
 def test_sigma_is_the_noise_of_the_averaged_gradient(build: Build) -> None:
     experiment = build("privacy.clip_norm=[1,2,3,4]")
     assert experiment.own.protection is not None

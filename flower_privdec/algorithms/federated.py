@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -41,8 +39,6 @@ class FedAvg(SGP):
     Deviations from the paper: none without privacy. Source: McMahan et al. 2017, Algorithm 1.
     """
 
-    name: ClassVar[str] = "fedavg"
-    summary: ClassVar[str] = "several local steps, then averaging (FedAvg); over a graph: local-step push-sum"
     released = one_sum
 
     def __init__(self, section: LocalSteps) -> None:
@@ -110,8 +106,6 @@ class FedProx(FedAvg):
     Source: Li et al. 2020 (FedProx), Algorithm 2, with SGD as the local solver.
     """
 
-    name = "fedprox"
-    summary = "FedAvg with a proximal term (FedProx)"
     released = one_sum
 
     def __init__(self, section: FedProxSection) -> None:
@@ -143,8 +137,6 @@ class Scaffold(FedAvg):
     Deviations from the paper: none without privacy. Source: Karimireddy et al. 2020, Algorithm 1.
     """
 
-    name = "scaffold"
-    summary = "FedAvg with control variates (SCAFFOLD); twice the traffic; topology server"
     slots = 5
     open_rows = ("x", "w", "change")
     released = one_sum

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms.cohort import Cohort, PrivateStep
+from flower_privdec.catalogue import GRADIENT_TABLES
 from flower_privdec.data import Batch
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import Factors, GradientKernel, StackedKernel
@@ -263,4 +264,6 @@ class Blocks:
         return len(sizes) * (int(sizes.max()) // max(1, batch) + 1) * d
 
 
-TABLES: dict[str, type[Table]] = {"factored": Factored, "blocks": Blocks, "dense": Dense}
+TABLES: dict[str, type[Table]] = GRADIENT_TABLES.some("factored", "blocks", "dense").bind(
+    {"factored": Factored, "blocks": Blocks, "dense": Dense}
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.catalogue import DATASETS
 from flower_privdec.data import npz, readers
+from flower_privdec.data.own_arrays import read_own
 from flower_privdec.data.partition import partition
 from flower_privdec.data.readers import Rows, Source, Split
 from flower_privdec.data.targets import Wanted
@@ -20,27 +21,20 @@ from flower_privdec.rows import keyed_generator
 from flower_privdec.scenario.schema import PEER, DataSection
 from flower_privdec.tasks.kinds import Targets, fitting
 
-DATASETS: dict[str, str] = {
-    "digits": "1,440 + 357 handwritten digits 8x8, 10 classes; embedded (scikit-learn)",
-    "breast-cancer": "448 + 121 tumours, 30 measures, 2 classes; embedded (scikit-learn)",
-    "mnist": "60,000 + 10,000 digits 28x28, 10 classes; root has MNIST/raw",
-    "fashion-mnist": "60,000 + 10,000 pieces of clothing 28x28, 10 classes; root has FashionMNIST/raw",
-    "cifar10": "50,000 + 10,000 colour images 32x32, 10 classes; root has cifar-10-batches-py",
-    "diabetes": "352 + 90 patients, 10 measures, one number: the disease's progress; embedded (scikit-learn)",
-    "synthetic-labels": "2,000 + 500 drawn examples, 20 features, any of 6 labels",
-    "synthetic-words": "2,000 + 500 drawn texts of up to 20 words of 200, 4 topics",
-    "npz": "your own: root is an .npz file with x_train, y_train, x_test, y_test",
-}
-_READERS: dict[str, Callable[[str | None], Source]] = {
-    "digits": readers.read_digits,
-    "breast-cancer": readers.read_breast_cancer,
-    "mnist": readers.read_mnist,
-    "fashion-mnist": readers.read_fashion_mnist,
-    "cifar10": readers.read_cifar10,
-    "diabetes": readers.read_diabetes,
-    "synthetic-labels": readers.read_synthetic_labels,
-    "synthetic-words": readers.read_synthetic_words,
-}
+_READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(
+    {
+        "digits": readers.read_digits,
+        "breast-cancer": readers.read_breast_cancer,
+        "mnist": readers.read_mnist,
+        "fashion-mnist": readers.read_fashion_mnist,
+        "cifar10": readers.read_cifar10,
+        "diabetes": readers.read_diabetes,
+        "synthetic-labels": readers.read_synthetic_labels,
+        "synthetic-words": readers.read_synthetic_words,
+        "npz": npz.read_npz,
+    }
+)
+OWN = "own"  # what a ledger calls all data that users' functions give: one name, lest a renamed function be free
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +42,7 @@ class PublicSet:
     """What all know of the data: the test set, and what examples look like.
 
     Attributes:
-        name: its name in DATASETS, under which a ledger counts it, whatever part of it, order or file is used.
+        name: its name in DATASETS, or `own`: under it a ledger counts it, whatever part of it, order or file is used.
         x: features, float32 [N, *input_shape], or tokens, int64.
         y: classes, int64 [N], of 0..n_classes-1; or numbers or labels, float32 [N, n_classes].
         n_classes: how many classes there are, or how many numbers or labels an example has.
@@ -91,29 +85,31 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets) -> So
     """Return a dataset of which nothing has been read.
 
     Args:
-        section: the scenario's.
+        section: names one of DATASETS, or a user's own function, see `read_own`.
         root: the folder that torchvision's layout is in, or the .npz file; the embedded datasets need none.
         targets: what the task's loss takes.
 
     Raises:
         ScenarioError: the name, or the root, is wrong, or it has other targets or no tokens; with the remedy.
     """
-    name = section.dataset
-    if name == "npz":
-        return npz.read_npz(root, Wanted(targets, section.vocabulary))
-    if name not in _READERS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(DATASETS)}"
-        raise ScenarioError(f"data.dataset={name} is unknown: {hint}")
-    source = _READERS[name](root)
+    name, wanted = section.dataset, Wanted(targets, section.vocabulary)
+    if not isinstance(name, str):
+        return read_own(name.module, root, name.arguments, wanted)
+    DATASETS.check(name, "data.dataset")
+    source = _READERS[name](root, wanted)
     if source.targets != targets:
         raise ScenarioError(
             f"data.dataset={name} has {source.targets} and the task's loss takes {targets}: "
             f"set task.loss to one of {fitting(source.targets)}"
         )
-    if section.vocabulary is not None:
-        raise ScenarioError(f"data.vocabulary is for tokens of your own (npz), and {name} is known: remove it")
+    if section.vocabulary not in (None, source.n_tokens):
+        raise ScenarioError(f"data.vocabulary is for tokens of your own, and {name} is known: remove it")
     return source
+
+
+def name_of(section: DataSection) -> str:
+    """Return what a ledger calls a dataset."""
+    return section.dataset if isinstance(section.dataset, str) else OWN
 
 
 def read_public(section: DataSection, seed: int, targets: Targets = "classes") -> PublicSet:
@@ -140,9 +136,9 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
     else:
         n_classes = split.labels.shape[1]
     _check_labels(split.labels, n_classes, f"the test set in {root}")
-    rows = _chosen(len(split.labels), section.test_samples, seed, "test_samples", section.dataset)
+    rows = _chosen(len(split.labels), section.test_samples, seed, "test_samples", name_of(section))
     y = torch.from_numpy(split.labels[rows])
-    return PublicSet(section.dataset, split.read(rows), y, n_classes, source.n_tokens)
+    return PublicSet(name_of(section), split.read(rows), y, n_classes, source.n_tokens)
 
 
 def read_examples(
@@ -211,7 +207,7 @@ def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarra
 
 def _dealt(section: DataSection, seed: int, n_peers: int, peers: Sequence[int] | np.ndarray, split: Split) -> Examples:
     """Deal a dataset out among all peers, and read the features of some."""
-    kept = _chosen(len(split.labels), section.samples, seed, "samples", section.dataset)
+    kept = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
     labels, options = split.labels[kept], section.partition.model_dump(exclude={"kind"}, exclude_none=True)
     parts = partition(labels, n_peers, section.partition.kind, seed, **options)
     if len(peers) == n_peers:

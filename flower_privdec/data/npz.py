@@ -18,13 +18,13 @@ from flower_privdec.data.readers import (
     Source,
     Split,
     channels_first,
-    one_line,
     require,
     scale_pixels,
     some,
 )
 from flower_privdec.data.targets import Wanted, class_labels, read_targets, read_tokens
 from flower_privdec.errors import ScenarioError
+from flower_privdec.words import one_line
 
 _ARRAYS, _JPEG = ("x", "y"), ("jpeg", "offset", "label")
 
@@ -47,14 +47,12 @@ def read_npz(root: str | None, wanted: Wanted) -> Source:
 def _read_half(root: str, part: str, wanted: Wanted) -> Split:
     arrays = _open_npz(root, part)
     if f"{part}_jpeg" not in arrays:
-        split = _array_split(arrays, part, root, wanted)
-    elif wanted == Wanted():
-        split = _jpeg_split(arrays, part, root)
-    else:
+        return from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, root, wanted)
+    if wanted != Wanted():
         raise ScenarioError(
             f"data.root={root} holds JPEG images with classes: they are no tokens, and need a loss of classes"
         )
-    return _binary_labels(split, root) if wanted.targets == "classes" else split
+    return _binary_labels(_jpeg_split(arrays, part, root), root)
 
 
 def _open_npz(root: str, part: str) -> dict[str, np.ndarray]:
@@ -72,6 +70,12 @@ def _open_npz(root: str, part: str) -> dict[str, np.ndarray]:
             return {name: np.asarray(file[name]) for name in names}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ScenarioError(damaged + one_line(error)) from error
+
+
+def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wanted) -> Split:
+    """Return one half of a dataset that somebody gives as arrays, read as those of an .npz file are."""
+    split = _array_split({f"x_{part}": x, f"y_{part}": y}, part, where, wanted)
+    return _binary_labels(split, where) if wanted.targets == "classes" else split
 
 
 def _array_split(arrays: dict[str, np.ndarray], part: str, root: str, wanted: Wanted) -> Split:
@@ -94,7 +98,7 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
     with np.errstate(over="ignore"):
         tensor = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     if not bool(torch.isfinite(tensor).all()):
-        raise ScenarioError(f"{name} holds NaN or infinity in float32: every feature must be finite; mend the file")
+        raise ScenarioError(f"{name} holds NaN or infinity in float32: every feature must be finite; mend it")
     return tensor
 
 

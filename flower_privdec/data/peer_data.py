@@ -1,4 +1,4 @@
-"""Hold the peers' training examples on a device and gather the batches of a round."""
+"""Hold the peers' training examples on a device and gather the batches of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flower_privdec.data.sampling import LocalBatch, Sampler
 
 @dataclass(frozen=True)
 class Batch:
-    """The examples that m peers use in a round, on the device.
+    """The examples that m peers use in a step, on the device.
 
     Attributes:
         x: features [m, B, *input_shape], or tokens, int64.

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from flower_privdec.data.synthetic import WORDS, draw_labels, draw_words
-from flower_privdec.data.targets import class_labels
+from flower_privdec.data.targets import Wanted, class_labels
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
 from flower_privdec.tasks.kinds import Targets
+from flower_privdec.words import one_line
 
 Rows = np.ndarray | slice
 
@@ -78,11 +79,6 @@ def require(module: str, purpose: str, remedy: str) -> Any:
         raise ScenarioError(f"{purpose} needs {missing}, which is not installed: {remedy}") from error
 
 
-def one_line(error: BaseException) -> str:
-    """Return an error's text on one line, cut at 200 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-
-
 def scale_pixels(images: Tensor, constants: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
     """Convert 8-bit images [N, C, H, W] to (v / 255 - mean) / std in one float32 tensor."""
     mean, std = (torch.tensor(part).view(-1, 1, 1) * 255 for part in constants)
@@ -111,7 +107,7 @@ def _embedded(
     return Source(lambda: split(order[:n_train]), lambda: split(order[n_train:]), n_classes, targets, n_tokens)
 
 
-def read_digits(_root: str | None) -> Source:
+def read_digits(_root: str | None, _wanted: Wanted) -> Source:
     """Read scikit-learn's 1,797 digits: [1, 8, 8], counts of 0 to 16 scaled to [0, 1]."""
     bunch = _sklearn("digits").load_digits()
     return _embedded(bunch.images[:, None] / 16.0, bunch.target, DIGITS_TRAIN, "digits")
@@ -127,25 +123,25 @@ def nucleus_features(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.log2(0.1 + x / np.concatenate([decades, decades / 10, decades])))
 
 
-def read_breast_cancer(_root: str | None) -> Source:
+def read_breast_cancer(_root: str | None, _wanted: Wanted) -> Source:
     """Read scikit-learn's 569 tumours: [30] by `nucleus_features`."""
     bunch = _sklearn("breast-cancer").load_breast_cancer()
     return _embedded(nucleus_features(bunch.data), bunch.target, BREAST_CANCER_TRAIN, "breast-cancer")
 
 
-def read_diabetes(_root: str | None) -> Source:
+def read_diabetes(_root: str | None, _wanted: Wanted) -> Source:
     """Read scikit-learn's 442 patients: [10] and how far the disease went in a year, by constants known before."""
     bunch = _sklearn("diabetes").load_diabetes(scaled=False)
     x = (bunch.data - np.array(PATIENT_MIDDLE)) / np.array(PATIENT_STEPS)
     return _embedded(x, (bunch.target[:, None] - 150) / 100, DIABETES_TRAIN, "diabetes", "numbers")
 
 
-def read_synthetic_labels(_root: str | None) -> Source:
+def read_synthetic_labels(_root: str | None, _wanted: Wanted) -> Source:
     """Draw 2,500 examples with any of six labels: [20]."""
     return _embedded(*draw_labels(2500), SYNTHETIC_TRAIN, "synthetic labels", "labels")
 
 
-def read_synthetic_words(_root: str | None) -> Source:
+def read_synthetic_words(_root: str | None, _wanted: Wanted) -> Source:
     """Draw 2,500 texts of up to 20 words about four topics: [20]."""
     return _embedded(*draw_words(2500), SYNTHETIC_TRAIN, "synthetic words", n_tokens=WORDS)
 
@@ -158,17 +154,17 @@ _IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("
 _CIFAR = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta")
 
 
-def read_mnist(root: str | None) -> Source:
+def read_mnist(root: str | None, _wanted: Wanted) -> Source:
     """Read MNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
     return _torchvision("MNIST", root, "MNIST/raw", _IDX, MNIST_PIXELS)
 
 
-def read_fashion_mnist(root: str | None) -> Source:
+def read_fashion_mnist(root: str | None, _wanted: Wanted) -> Source:
     """Read FashionMNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
     return _torchvision("FashionMNIST", root, "FashionMNIST/raw", _IDX, FASHION_PIXELS)
 
 
-def read_cifar10(root: str | None) -> Source:
+def read_cifar10(root: str | None, _wanted: Wanted) -> Source:
     """Read cifar-10-batches-py/ under `root` (torchvision unpickles it, after its checksums): [3, 32, 32]."""
     return _torchvision("CIFAR10", root, "cifar-10-batches-py", _CIFAR, CIFAR10_PIXELS)
 

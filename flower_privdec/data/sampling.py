@@ -1,6 +1,6 @@
-"""Choose each peer's examples of a round, keyed by (the peer's key, round, global peer).
+"""Choose each peer's examples of a step, keyed by (the peer's key, step, global peer).
 
-A peer's choice never depends on which other peers are hosted or asked for, nor on the order of the rounds. Peers are
+A peer's choice never depends on which other peers are hosted or asked for, nor on the order of the steps. Peers are
 asked for by row: their place among those hosted here.
 """
 
@@ -11,24 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flower_privdec.catalogue import SAMPLINGS
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import Secret, keyed_generator
 
-SAMPLINGS: dict[str, str] = {
-    "poisson": "each local example with probability size / count, independently: what amplification needs",
-    "uniform": "exactly size distinct local examples, drawn afresh each round",
-    "shuffle": "consecutive batches of size from each epoch's permutation, no incomplete one",
-    "full": "all local examples",
-    "blocks": "one of count // size fixed batches (all examples of equal position modulo that number), at random",
-}
-# A generator is keyed for a block of rounds, because keying costs more than one small batch. The block's
+# A generator is keyed for a block of steps, because keying costs more than one small batch. The block's
 # length depends on the batch size alone, so that the numbers do not depend on the cohort.
-_BLOCK_ROUNDS, _BLOCK_EXAMPLES = 128, 512
+_BLOCK_STEPS, _BLOCK_EXAMPLES = 128, 512
 
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """The local positions that m peers use in a round.
+    """The local positions that m peers use in a step.
 
     Attributes:
         index: int64 [m, B], positions 0..J_i-1 in each peer's own examples, ascending, then 0 as padding.
@@ -46,12 +40,12 @@ class Sampler:
         kind, size, partition_sizes, keys, peers: as given; size is 0 for full.
         normalizer: float64 [m], the expected batch size, by which a sum of clipped gradients is
             divided; fixed, for the size that was drawn is private.
-        sampling_rate: float64 [m], the chance of one example to be in a round's batch.
+        sampling_rate: float64 [m], the chance of one example to be in a step's batch.
 
     Privacy: amplification by sampling holds towards observers who do not know who was sampled. A deployed
     peer therefore gives bytes from the operating system for its key; the scenario's seed is for simulation.
     `shuffle` and `full` amplify nothing; with `shuffle` a peer uses an example at most once in an epoch of
-    J_i // size rounds.
+    J_i // size steps.
     """
 
     def __init__(
@@ -66,7 +60,7 @@ class Sampler:
 
         Args:
             kind: a key of SAMPLINGS.
-            size: examples a round (expected, for poisson); ignored for full.
+            size: examples a step (expected, for poisson); ignored for full.
             partition_sizes: how many examples each peer holds, [m].
             keys: of each peer, by global id: its secret key, or the scenario's seed.
             peers: their global ids, [m]; by default 0 to m - 1.
@@ -74,8 +68,7 @@ class Sampler:
         Raises:
             ScenarioError: kind or size is wrong, or a peer holds fewer examples than `size`.
         """
-        if kind not in SAMPLINGS:
-            raise ScenarioError(f"data.batch.sampling={kind} is unknown: choose one of {', '.join(SAMPLINGS)}")
+        SAMPLINGS.check(kind, "data.batch.sampling")
         self.kind, self.keys = kind, keys
         self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
         self.peers = np.arange(len(self.partition_sizes)) if peers is None else np.asarray(peers, dtype=np.int64)
@@ -86,8 +79,8 @@ class Sampler:
         if kind == "blocks":  # of J mod c of them one example more
             self.sampling_rate = 1 / self.blocks(np.arange(len(counts)))
             self.normalizer = counts * self.sampling_rate
-        self._rounds = max(1, min(_BLOCK_ROUNDS, _BLOCK_EXAMPLES // max(1, self.size)))
-        self._block = _Block(-1, len(counts), self._rounds)
+        self._steps = max(1, min(_BLOCK_STEPS, _BLOCK_EXAMPLES // max(1, self.size)))
+        self._block = _Block(-1, len(counts), self._steps)
 
     def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> LocalBatch:
         """Return the positions that some peers use in a step.
@@ -110,7 +103,7 @@ class Sampler:
             return _everything(self.partition_sizes[rows])
         if self.kind == "blocks":
             return self.block(rows, self._drawn_blocks(step, rows))
-        number, within = divmod(int(step), self._rounds)
+        number, within = divmod(int(step), self._steps)
         places = self._places_in_block(number, rows)
         counts = self._block.counts[within].take(places)
         width = int(counts.max(initial=1))
@@ -137,7 +130,7 @@ class Sampler:
     def _places_in_block(self, number: int, rows: np.ndarray) -> np.ndarray:
         """Return where the cached block holds some rows, drawing those not yet there."""
         if self._block.number != number:
-            self._block = _Block(number, len(self.partition_sizes), self._rounds)
+            self._block = _Block(number, len(self.partition_sizes), self._steps)
         places = self._block.place_of.take(rows)
         if len(places) and int(places.min()) < 0:
             self._block.add(np.unique(rows[places < 0]), self._draw)
@@ -151,25 +144,25 @@ class Sampler:
         return keyed_generator(self.keys[peer], purpose, number, peer)
 
     def _draw(self, number: int, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw one peer's block: how many examples in each of its rounds, and their positions end to end."""
+        """Draw one peer's block: how many examples in each of its steps, and their positions end to end."""
         count = int(self.partition_sizes[row])
         if self.kind == "shuffle":
             return self._draw_epochs(number, row, count)
         generator = self._generator("sampling", number, row)
         if self.kind == "poisson":
-            return draw_poisson(generator, self._rounds, count, float(self.sampling_rate[row]))
-        positions = draw_distinct(generator, self._rounds, self.size, count)
-        return np.full(self._rounds, self.size), positions.reshape(-1)
+            return draw_poisson(generator, self._steps, count, float(self.sampling_rate[row]))
+        positions = draw_distinct(generator, self._steps, self.size, count)
+        return np.full(self._steps, self.size), positions.reshape(-1)
 
     def _draw_epochs(self, number: int, row: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         steps = count // self.size
-        first = number * self._rounds
-        epochs = np.arange(first // steps, (first + self._rounds - 1) // steps + 1)
+        first = number * self._steps
+        epochs = np.arange(first // steps, (first + self._steps - 1) // steps + 1)
         orders = [self._generator("shuffle", int(epoch), row).permutation(count) for epoch in epochs]
         batches = np.concatenate([order[: steps * self.size].reshape(steps, self.size) for order in orders])
         start = first - int(epochs[0]) * steps
-        chosen = np.sort(batches[start : start + self._rounds], axis=1)
-        return np.full(self._rounds, self.size), chosen.reshape(-1)
+        chosen = np.sort(batches[start : start + self._steps], axis=1)
+        return np.full(self._steps, self.size), chosen.reshape(-1)
 
 
 def _checked_size(kind: str, size: int | None, counts: np.ndarray, peers: np.ndarray) -> int:
@@ -185,52 +178,52 @@ def _checked_size(kind: str, size: int | None, counts: np.ndarray, peers: np.nda
     return int(size)
 
 
-def draw_poisson(generator: np.random.Generator, rounds: int, count: int, rate: float) -> tuple[np.ndarray, np.ndarray]:
-    """Draw Poisson samples of several rounds at once.
+def draw_poisson(generator: np.random.Generator, steps: int, count: int, rate: float) -> tuple[np.ndarray, np.ndarray]:
+    """Draw Poisson samples of several steps at once.
 
-    Poisson sampling is one independent coin of chance `rate` for each (round, example). Laid end to end these
-    are rounds · count Bernoulli trials, whose gaps from hit to hit are independent and geometric: summing
+    Poisson sampling is one independent coin of chance `rate` for each (step, example). Laid end to end these
+    are steps · count Bernoulli trials, whose gaps from hit to hit are independent and geometric: summing
     geometric gaps gives exactly this distribution, at the cost of the hits instead of the trials.
 
     Args:
         generator: where the gaps come from.
-        rounds: how many rounds.
+        steps: how many steps.
         count: examples, J.
         rate: the chance of each, in (0, 1].
 
     Returns:
-        Hits in each round, int64 [rounds], and their positions, ascending within each round, end to end.
+        Hits in each step, int64 [steps], and their positions, ascending within each step, end to end.
     """
-    total = rounds * count
+    total = steps * count
     expected = total * rate
     ahead = int(expected + 4 * expected**0.5) + 8
     hits = np.cumsum(generator.geometric(rate, ahead)) - 1
     while hits[-1] < total:
         hits = np.concatenate([hits, hits[-1] + np.cumsum(generator.geometric(rate, ahead))])
     hits = hits[: int(hits.searchsorted(total))]
-    ends = hits.searchsorted(np.arange(1, rounds + 1) * count)
+    ends = hits.searchsorted(np.arange(1, steps + 1) * count)
     counts = np.diff(ends, prepend=0)
     return counts, hits % count
 
 
-def draw_distinct(generator: np.random.Generator, rounds: int, size: int, count: int) -> np.ndarray:
-    """Draw `size` distinct positions of `count` in each of several rounds, every set equally likely.
+def draw_distinct(generator: np.random.Generator, steps: int, size: int, count: int) -> np.ndarray:
+    """Draw `size` distinct positions of `count` in each of several steps, every set equally likely.
 
     Floyd's algorithm: for t = count - size .. count - 1 take a uniform position in 0..t, or t itself where
-    that was taken before. A round without such a clash is its draws as they are; only the others are walked
+    that was taken before. A step without such a clash is its draws as they are; only the others are walked
     through.
 
     Args:
         generator: where the draws come from.
-        rounds: how many rounds.
-        size: positions a round.
+        steps: how many steps.
+        size: positions a step.
         count: examples, J, at least `size`.
 
     Returns:
-        Positions, int64 [rounds, size], ascending in each round.
+        Positions, int64 [steps, size], ascending in each step.
     """
     tops = np.arange(count - size, count)
-    draws = generator.integers(0, tops, size=(rounds, size), endpoint=True)
+    draws = generator.integers(0, tops, size=(steps, size), endpoint=True)
     if size == 1:
         return draws
     ordered = np.sort(draws, axis=1)
@@ -249,23 +242,23 @@ def _everything(counts: np.ndarray) -> LocalBatch:
 
 
 class _Block:
-    """The positions drawn for some rounds in a row: a cache of what keys alone determine."""
+    """The positions drawn for some steps in a row: a cache of what keys alone determine."""
 
-    def __init__(self, number: int, n_rows: int, rounds: int) -> None:
+    def __init__(self, number: int, n_rows: int, steps: int) -> None:
         self.number = number
         self.place_of = np.full(n_rows, -1)
-        self.counts = np.zeros((rounds, 0), np.int64)  # [rounds, places]
-        self.index = np.zeros((rounds, 0, 1), np.int64)  # [rounds, places, longest], padded with 0
+        self.counts = np.zeros((steps, 0), np.int64)  # [steps, places]
+        self.index = np.zeros((steps, 0, 1), np.int64)  # [steps, places, longest], padded with 0
 
     def add(self, rows: np.ndarray, draw: Callable[[int, int], tuple[np.ndarray, np.ndarray]]) -> None:
         """Append a place for each of some new rows."""
         drawn = [draw(self.number, int(row)) for row in rows]
-        counts = np.stack([part[0] for part in drawn])  # [new, rounds]
+        counts = np.stack([part[0] for part in drawn])  # [new, steps]
         positions = np.concatenate([part[1] for part in drawn])
-        rounds, held, width = self.index.shape
-        index = np.zeros((len(rows), rounds, max(width, int(counts.max(initial=1)))), np.int64)
+        steps, held, width = self.index.shape
+        index = np.zeros((len(rows), steps, max(width, int(counts.max(initial=1)))), np.int64)
         index[np.arange(index.shape[2]) < counts[..., None]] = positions
-        grown = np.zeros((rounds, held + len(rows), index.shape[2]), np.int64)
+        grown = np.zeros((steps, held + len(rows), index.shape[2]), np.int64)
         grown[:, :held, :width] = self.index
         grown[:, held:] = index.transpose(1, 0, 2)
         self.place_of[rows] = np.arange(held, held + len(rows))

@@ -127,9 +127,8 @@ def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | N
 
 def _build_module(scenario: Scenario, public: PublicSet, loss: Loss) -> nn.Module:
     section, outputs = scenario.model, loss.n_outputs(public.n_classes)
-    name = "linear" if section.name == "softmax" else section.name
     return build_model(
-        name,
+        section.name or str(section.module),
         public.input_shape,
         outputs,
         seed=scenario.seed,

@@ -16,7 +16,7 @@ from flower_privdec.privacy.declared import Drawing
 from flower_privdec.privacy.ledger_format import RunName
 from flower_privdec.privacy.protection import Protection, build_protection
 from flower_privdec.rows import resolve_generator
-from flower_privdec.scenario import numbers_hash
+from flower_privdec.scenario import numbers_hash, own_parts
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ def _name_run(
     name = public_name(agreement, "system" if secret else agreement.scenario.compute.generator)
     if agreement.scenario.private is None:
         return {}, name
-    shared = shared_secret(name.scenario, name.environment, agreement.public, agreement.module, agreement.initial)
+    code = [*agreement.module.modules(), *own_parts(agreement.scenario)]
+    shared = shared_secret(name.scenario, name.environment, agreement.public, agreement.initial, code)
     keys = own_keys(shared + (secret or b""), examples, peers)
     return keys, replace(name, id=run_id(keys))
 

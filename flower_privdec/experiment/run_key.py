@@ -8,20 +8,18 @@ run, in whatever runtime, has the same keys and gives the same bits.
 from __future__ import annotations
 
 import hashlib
-import inspect
-import sys
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flower_privdec import __version__
 from flower_privdec.data import Examples, PublicSet
+from flower_privdec.user_code import sources
 
 KEY_BYTES = 32
-SHIPPED = ("torch", "flower_privdec")  # packages whose code the environment's versions tell
 
 
 def environment(generator: str, device: torch.device) -> str:
@@ -41,29 +39,21 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def shared_secret(scenario: str, environment: str, public: PublicSet, module: nn.Module, initial: Tensor) -> bytes:
+def shared_secret(
+    scenario: str, environment: str, public: PublicSet, initial: Tensor, parts: Iterable[object]
+) -> bytes:
     """Return a hash of what all peers of a run have in common.
 
     Args:
         scenario: the hash of what of the scenario decides the numbers.
         environment: see the function of that name.
         public: the test set, which some algorithms look at.
-        module, initial: the model and its initial parameters [d].
+        initial: the model's parameters before round 0, [d].
+        parts: what of the run a user may have written: the modules of the model, classes and functions.
     """
     tested = fingerprint(public.x, public.y)
     model = hashlib.blake2b(initial.detach().cpu().numpy().data, digest_size=KEY_BYTES).digest()
-    return _hash(scenario.encode(), environment.encode(), tested, model, *_sources(module))
-
-
-def _sources(module: nn.Module) -> Iterable[bytes]:
-    """Yield the files in which the classes of a user's own module are written."""
-    names = sorted({type(part).__module__ for part in module.modules()})
-    for name in names:
-        if name.partition(".")[0] not in SHIPPED:
-            try:
-                yield inspect.getsource(sys.modules[name]).encode()
-            except (OSError, TypeError):  # compiled, or typed in: its parameters and its name have to do
-                yield name.encode()
+    return _hash(scenario.encode(), environment.encode(), tested, model, *sources(parts))
 
 
 def fingerprint(x: Tensor, y: Tensor) -> bytes:

@@ -11,16 +11,16 @@ from flower_privdec.gradients.factored import FactoredKernel
 from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
 from flower_privdec.gradients.proof import prove
-from flower_privdec.gradients.protocol import Examples, GradientKernel
+from flower_privdec.gradients.protocol import GradientKernel, LabelledInputs
 from flower_privdec.gradients.stacked import Factors, StackedKernel, parse_stack
 from flower_privdec.models import check_model
 from flower_privdec.tasks.losses import Loss, resolve_loss
 
 __all__ = [
     "KERNELS",
-    "Examples",
     "Factors",
     "GradientKernel",
+    "LabelledInputs",
     "StackedKernel",
     "build_kernel",
     "explain_kernel",
@@ -84,7 +84,12 @@ def build_kernel(
 
 
 def explain_kernel(module: nn.Module, input_shape: Sequence[int]) -> str:
-    """Say in a sentence which kernel `build_kernel` takes for a model by itself, and why."""
+    """Say in a sentence which kernel `build_kernel` takes for a model by itself, and why.
+
+    Examples:
+        >>> explain_kernel(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)), [1, 8, 8])
+        'factored (models proved to keep examples apart: one backward pass a peer)'
+    """
     if parse_stack(module, input_shape) is not None:
         return f"stacked ({KERNELS['stacked']}), because the model is a stack of linear layers"
     try:

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.gradients.bounds import beyond, upper
-from flower_privdec.gradients.protocol import Examples, inputs_like, reason, row_chunks, unknown_tokens
+from flower_privdec.gradients.protocol import LabelledInputs, inputs_like, reason, row_chunks, unknown_tokens
 from flower_privdec.gradients.rows import Piece, RowKernel, Stored, masked
 from flower_privdec.models import flatten, unflatten
 from flower_privdec.tasks.losses import Loss
@@ -125,7 +125,7 @@ class LoopKernel:
         self,
         out: Tensor,
         params: Tensor,
-        batch: Examples,
+        batch: LabelledInputs,
         clip_norm: Tensor | None,
         scale: Tensor,
         divisor: Tensor | None = None,

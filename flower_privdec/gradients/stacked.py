@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from flower_privdec.gradients.bounds import beyond, constant, floor, length, slack
 from flower_privdec.gradients.protocol import (
-    Examples,
     Inputs,
+    LabelledInputs,
     Parameter,
     coefficient,
     inputs_like,
@@ -145,7 +145,7 @@ class StackedKernel:
         self,
         out: Tensor,
         params: Tensor,
-        batch: Examples,
+        batch: LabelledInputs,
         clip_norm: Tensor | None,
         scale: Tensor,
         divisor: Tensor | None = None,

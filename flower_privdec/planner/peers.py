@@ -16,11 +16,12 @@ from flower_privdec.scenario.algorithm_sections import dynamic
 
 
 def noise_std(experiment: Experiment, round_index: int) -> np.ndarray:
-    """Return σ of every peer: the noise std on each coordinate of its averaged gradient, [n_peers]."""
+    """Return σ of every peer in a round: the noise std on each coordinate of its averaged gradient, [n_peers]."""
     plan = experiment.own.protection
     if plan is None:
         return np.zeros(experiment.scenario.n_peers)
-    sigma = plan.clip_norm(round_index) * plan.noise_multiplier(round_index) / experiment.own.sampler.normalizer
+    step = round_index * experiment.algorithm.steps_per_round
+    sigma = plan.clip_norm(step) * plan.noise_multiplier(step) / experiment.own.sampler.normalizer
     return np.asarray(sigma)
 
 

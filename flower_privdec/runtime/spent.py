@@ -146,5 +146,5 @@ def _already(spending: Spending) -> str:
 def shortages(spending: Spending) -> dict[int, int]:
     """Return the first step that is not allowed, of each peer whose budget does not reach to the end of its plan."""
     pairs = list(zip(spending.accounts, spending.limits.tolist(), strict=True))
-    ends = [account.spends[-1].to_round if account.spends else 0 for account, _ in pairs]
+    ends = [account.spends[-1].to_step if account.spends else 0 for account, _ in pairs]
     return {account.peer: limit for (account, limit), end in zip(pairs, ends, strict=True) if limit < end}

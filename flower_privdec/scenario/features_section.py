@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from flower_privdec.catalogue import FEATURES
 from flower_privdec.scenario.fields import Count, Positive, Section
 
 
@@ -13,6 +14,7 @@ class FeaturesSection(Section):
     """What each example is turned into, by itself and with nothing fitted on private data.
 
     Attributes:
+        kind: a wavelet scattering transform (extra `features`).
         scales: J, wavelets of 1, 2, ... 2^(J-1) pixels; the output is 2^J times smaller.
         angles: L, how many directions.
         order: how many wavelets in a row, 1 or 2.
@@ -23,7 +25,7 @@ class FeaturesSection(Section):
         norm: of the features of every example.
     """
 
-    kind: Literal["scattering"]
+    kind: Annotated[str, FEATURES]
     scales: Annotated[int, Field(ge=1, le=8)] = 2
     angles: Annotated[int, Field(ge=1, le=32)] = 8
     order: Annotated[int, Field(ge=1, le=2)] = 2

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
+from flower_privdec.catalogue import LOSSES, METRICS
 from flower_privdec.scenario.fields import Section
 from flower_privdec.tasks.kinds import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, Targets, unfit
-from flower_privdec.words import did_you_mean
-
-
-def _one_of(known: Mapping[str, Any]) -> BeforeValidator:
-    """Refuse what is not a known name."""
-
-    def check(value: Any) -> Any:
-        if not isinstance(value, str) or value not in known:
-            raise ValueError(f"must be one of {', '.join(known)}{did_you_mean(value, known)}")
-        return value
-
-    return BeforeValidator(check)
-
-
-LossName = Annotated[str, _one_of(LOSS_KINDS)]
-MetricName = Annotated[str, _one_of(METRIC_KINDS)]
 
 
 class TaskSection(Section):
@@ -36,8 +20,8 @@ class TaskSection(Section):
             the loss.
     """
 
-    loss: LossName = "cross-entropy"
-    metrics: Annotated[list[MetricName], Field(min_length=1)]
+    loss: Annotated[str, LOSSES] = "cross-entropy"
+    metrics: Annotated[list[Annotated[str, METRICS]], Field(min_length=1)]
 
     @model_validator(mode="before")
     @classmethod

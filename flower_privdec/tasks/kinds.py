@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from flower_privdec.catalogue import LOSSES, METRICS
+
 Targets = Literal["classes", "numbers", "labels"]
 TARGETS: dict[Targets, str] = {
     "classes": "each example is of one class, 0..C-1: y is whole numbers [N]",
@@ -18,26 +20,26 @@ class LossKind:
     """What is known of a loss by its name.
 
     Attributes:
-        summary: what it is, in one line.
         targets: what it takes.
         log_odds: whether the outputs it trains are log-odds, from which a log loss can be told.
     """
 
-    summary: str
     targets: Targets
     log_odds: bool = False
 
 
-LOSS_KINDS: dict[str, LossKind] = {
-    "cross-entropy": LossKind("softmax over one output a class", "classes", log_odds=True),
-    "logistic": LossKind("log-odds of the second of two classes: one output", "classes", log_odds=True),
-    "hinge": LossKind("margin of two classes: one output", "classes"),
-    "squared-hinge": LossKind("squared margin of two classes: one output", "classes"),
-    "mse": LossKind("squared error, mean over an example's numbers", "numbers"),
-    "mae": LossKind("absolute error, mean over an example's numbers", "numbers"),
-    "huber": LossKind("squared error up to 1, absolute beyond (half of the former), mean over the numbers", "numbers"),
-    "binary-cross-entropy": LossKind("log-odds of each label, mean over the labels", "labels", log_odds=True),
-}
+LOSS_KINDS = LOSSES.bind(
+    {
+        "cross-entropy": LossKind("classes", log_odds=True),
+        "logistic": LossKind("classes", log_odds=True),
+        "hinge": LossKind("classes"),
+        "squared-hinge": LossKind("classes"),
+        "mse": LossKind("numbers"),
+        "mae": LossKind("numbers"),
+        "huber": LossKind("numbers"),
+        "binary-cross-entropy": LossKind("labels", log_odds=True),
+    }
+)
 
 
 def fitting(targets: Targets) -> str:
@@ -68,19 +70,21 @@ def _error(title: str) -> MetricKind:
     return MetricKind(title, ("numbers",), high=False, share=False)
 
 
-METRIC_KINDS: dict[str, MetricKind] = {
-    "accuracy": MetricKind("accuracy", ("classes",)),
-    "balanced-accuracy": MetricKind("balanced accuracy", ("classes",)),
-    "macro-f1": MetricKind("macro F1", ("classes", "labels")),
-    "log-loss": MetricKind("log loss", ("classes",), high=False, share=False, log_odds=True),
-    "rmse": _error("RMSE"),
-    "mse": _error("MSE"),
-    "mae": _error("MAE"),
-    "r2": MetricKind("R²", ("numbers",), share=False),
-    "micro-f1": MetricKind("micro F1", ("labels",)),
-    "subset-accuracy": MetricKind("subset accuracy", ("labels",)),
-    "mean-average-precision": MetricKind("mean average precision", ("labels",)),
-}
+METRIC_KINDS = METRICS.bind(
+    {
+        "accuracy": MetricKind("accuracy", ("classes",)),
+        "balanced-accuracy": MetricKind("balanced accuracy", ("classes",)),
+        "macro-f1": MetricKind("macro F1", ("classes", "labels")),
+        "log-loss": MetricKind("log loss", ("classes",), high=False, share=False, log_odds=True),
+        "rmse": _error("RMSE"),
+        "mse": _error("MSE"),
+        "mae": _error("MAE"),
+        "r2": MetricKind("R²", ("numbers",), share=False),
+        "micro-f1": MetricKind("micro F1", ("labels",)),
+        "subset-accuracy": MetricKind("subset accuracy", ("labels",)),
+        "mean-average-precision": MetricKind("mean average precision", ("labels",)),
+    }
+)
 USUAL_METRICS: dict[Targets, tuple[str, ...]] = {
     "classes": ("accuracy",),
     "numbers": ("rmse", "r2"),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flower_privdec import catalogue
 from flower_privdec.errors import ScenarioError
 from flower_privdec.tasks.kinds import LOSS_KINDS, Targets
-from flower_privdec.words import did_you_mean
 
 OutputFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -70,8 +70,7 @@ def resolve_loss(loss: str | Loss) -> Loss:
     """
     if isinstance(loss, Loss):
         return loss
-    if loss not in LOSSES:
-        raise ScenarioError(f"loss={loss!r} must be one of {', '.join(LOSSES)}{did_you_mean(loss, LOSSES)}")
+    catalogue.LOSSES.check(loss, "task.loss")
     return LOSSES[loss]
 
 

@@ -34,9 +34,10 @@ def _agreement(scenario: str) -> Agreement:
 @lru_cache(maxsize=128)
 def _build(own: Own, text: str, peers: tuple[int, ...], base: str) -> Experiment:
     """Build a node's view once a process, as far as the node goes along with the scenario."""
-    scenario = own.scenario(Order(text, 0, list(peers), base=base))
-    agreement = _agreement(to_yaml(scenario))
-    return Experiment.joined(agreement, own.parts(agreement, peers))
+    with own.allowing():
+        scenario = own.scenario(Order(text, 0, list(peers), base=base))
+        agreement = _agreement(to_yaml(scenario))
+        return Experiment.joined(agreement, own.parts(agreement, peers))
 
 
 def _experiment(own: Own, order: Order) -> Experiment:
@@ -120,8 +121,7 @@ def _spent(cohort: Cohort, rounds: int) -> ConfigRecord:
 
 def _finish_exchange(experiment: Experiment, state: State, content: RecordDict) -> None:
     """Give a waiting state what it was promised: what its peers send each other, and what is in the message."""
-    program = experiment.algorithm.program
-    exchange = program[state.at] if state.at < len(program) else None
+    exchange = experiment.algorithm.program[state.at] if state.waiting else None
     if not isinstance(exchange, Exchange) or experiment.mixing is None:
         return
     device = state.rows["x"].device

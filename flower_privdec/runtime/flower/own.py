@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.runtime.flower.records import Order
 from flower_privdec.scenario import Scenario, parse_scenario
+from flower_privdec.user_code import only_from
 
 SECRET_BYTES = 32
 NODES = "PRIVDEC_NODES"  # the environment variable that names the folder of a simulation's nodes
@@ -58,6 +59,7 @@ class Own:
         data_test: where the public test set lies, likewise; None where it is with the data.
         epsilon, delta: the budget that its ledger is held to, whatever the scenario says; None in a simulation.
         partition: which peer it is; None in a simulation, where the server deals the peers out.
+        modules: those of its owner's that a scenario may name, in full; in a simulation it may name any.
     """
 
     simulated: bool
@@ -67,6 +69,7 @@ class Own:
     epsilon: float | None = None
     delta: float | None = None
     partition: int | None = None
+    modules: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, context: Context) -> Own:
@@ -87,7 +90,12 @@ class Own:
             raise RunError(f"epsilon={epsilon} must be > 0 (inf for no limit) and delta={delta} in (0, 1): {GIVE}")
         root, test = (None if config.get(key) is None else str(config[key]) for key in ("data-root", "data-test"))
         folder, partition = Path(str(config["ledger"])), int(_number(config, "partition-id"))
-        return cls(False, folder, root, test, epsilon, delta, partition)
+        modules = frozenset(str(config.get("modules", "")).replace(",", " ").split())
+        return cls(False, folder, root, test, epsilon, delta, partition, modules)
+
+    def allowing(self) -> AbstractContextManager[None]:
+        """Import nobody's code inside but what the node's owner allows: a server may write any scenario."""
+        return nullcontext() if self.simulated else only_from(self.modules)
 
     def scenario(self, order: Order) -> Scenario:
         """Return the scenario of an order as far as this node goes along with it.
@@ -95,6 +103,8 @@ class Own:
         Raises:
             RunError: when it asks a deployed node for what only a simulation may do.
         """
+        if self.simulated and order.base and Path.cwd() != Path(order.base):
+            os.chdir(order.base)
         scenario = parse_scenario(order.scenario)
         if scenario.private is not None and scenario.private.ledger is not None:
             raise RunError(
@@ -102,8 +112,6 @@ class Own:
                 "its own: leave it out, or use cohort mode"
             )
         if self.simulated:
-            if order.base and Path.cwd() != Path(order.base):
-                os.chdir(order.base)
             return scenario
         if order.peers != [self.partition]:
             raise RunError(f"this SuperNode is peer {self.partition}, not {order.peers}: run one SuperNode a peer")
