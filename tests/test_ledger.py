@@ -412,7 +412,7 @@ def test_who_draws_afresh_pays_for_every_step_it_takes(tmp_path):
     with opened(tmp_path, "a", [account(budget=100.0)], block=1, fresh=True) as ledger:
         for k in range(6):
             take(ledger, k)
-    with opened(tmp_path, "b", [account(budget=100.0)], block=1, fresh=True, start=None) as ledger:
+    with opened(tmp_path, "b", [account(budget=100.0)], block=1, fresh=True, start=6) as ledger:
         take(ledger, 6)
     assert costs(tmp_path) == {"a": ((STEP.times(6),),), "b": ((STEP,),)}
     with opened(tmp_path, "c", [account(budget=100.0)], block=1, fresh=True, start=3) as ledger:

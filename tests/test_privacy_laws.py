@@ -363,3 +363,31 @@ def test_the_laws_look_at_something(build: Build) -> None:
     ):
         testing.assert_nothing_else_leaves(experiment)
     assert testing.assert_sensitivity(experiment, 4) > 0.9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ("algorithm.learning_rate=1e39", "algorithm.learning_rate, over the batch size, times privacy.clip_norm is"),
+        ("algorithm.learning_rate=1e-44", "algorithm.learning_rate, over the batch size, times privacy.clip_norm is"),
+        ("algorithm.learning_rate=[1, 1, 1e300, 1]", "algorithm.learning_rate, over the batch size, times"),
+        ("privacy.clip_norm=1e-40", "privacy.clip_norm is 1e-40 in some step"),
+        ("privacy.clip_norm=1e300", r"privacy.clip_norm is 1e\+300 in some step"),
+    ],
+)
+def test_steps_whose_numbers_overflow_or_vanish_are_refused(build: Build, dtype: str, setting: str, what: str) -> None:
+    with pytest.raises(ScenarioError, match=what):
+        build(f"compute.dtype={dtype}", setting)
+
+
+def test_a_learning_rate_that_is_refused_would_show_the_signs_of_the_sums(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An infinite step plus infinite noise: a pixel that is black in the whole batch is told from one that is not."""
+    monkeypatch.setattr("flower_privdec.experiment.build.check_number_range", lambda *_: None)
+    alone = "algorithm={name: local, learning_rate: 1e300}"
+    experiment = build("compute.dtype=float32", alone, "privacy.epsilon=0.1")
+    engine = testing.run_rounds(experiment, 1)
+    assert engine.state.rows["x"].isnan().any()
+    assert not engine.state.rows["x"].isnan().all()

@@ -5,6 +5,7 @@ A peer's choice never depends on which other peers are asked for, nor on the ord
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ SAMPLINGS: dict[str, str] = {
 # A generator is keyed for a block of rounds, because keying costs more than one small batch. The block's
 # length depends on the batch size alone, so that the numbers do not depend on the cohort.
 _BLOCK_ROUNDS, _BLOCK_EXAMPLES = 128, 512
+KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,15 @@ class Sampler:
             self.normalizer = counts * self.sampling_rate
         self._rounds = max(1, min(_BLOCK_ROUNDS, _BLOCK_EXAMPLES // max(1, self.size)))
         self._block = _Block(-1, len(counts), self._rounds)
+
+    def afresh(self) -> Sampler:
+        """Return a sampler of the same kind that draws what nobody drew before, by keys of the operating system's.
+
+        Privacy: a step that is taken again must draw its examples again. Were they the same, all the releases would
+        share one coin of chance q, and averaging them would show who was drawn, which no sum of their ε covers.
+        """
+        keys = {peer: os.urandom(KEY_BYTES) for peer in self.keys}
+        return Sampler(self.kind, self.size or None, self.partition_sizes, keys)
 
     def batch(self, round_index: int, peers: Sequence[int] | np.ndarray) -> LocalBatch:
         """Return the positions that some peers use in a round.

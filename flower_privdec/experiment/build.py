@@ -17,6 +17,7 @@ from flower_privdec.data import Dataset, PeerData, Sampler, load_dataset, partit
 from flower_privdec.data.features import apply_features
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.memory import check_memory
+from flower_privdec.experiment.number_range import check_number_range
 from flower_privdec.experiment.run_key import environment, own_keys, run_id, shared_secret
 from flower_privdec.gradients import GradientKernel, build_kernel, resolve_loss
 from flower_privdec.mixing import Mixing
@@ -74,7 +75,7 @@ class Experiment:
     Attributes:
         keys: what each peer's noise and batches are drawn from, see `run_key`.
         run: what ledgers and checkpoints call the run.
-        deployed: whether noise is the operating system's, and never the same twice.
+        deployed: whether batches and noise are the operating system's, and never the same twice.
     """
 
     scenario: Scenario
@@ -99,8 +100,8 @@ class Experiment:
         """Build all parts of a scenario.
 
         Args:
-            secret: of a deployed peer, which nobody else knows: what its batches are drawn by, and its noise then
-                comes from the operating system. None is a simulation, whose numbers can be drawn again.
+            secret: of a deployed peer, which nobody else knows: its run's name follows from it, and its batches and
+                noise come from the operating system. None is a simulation, whose numbers can be drawn again.
 
         Raises:
             ScenarioError: when a part cannot be had or two parts do not fit.
@@ -123,7 +124,10 @@ class Experiment:
             memory_bytes=scenario.compute.memory_mib << 20,
         )
         algorithm.check_model(kernel)
-        rate = np.broadcast_to(np.asarray(scenario.algorithm.learning_rate, dtype=np.float64), (scenario.n_peers,))
+        base = np.broadcast_to(np.asarray(scenario.algorithm.learning_rate, dtype=np.float64), (scenario.n_peers,))
+        rate = LearningRate(base, scenario.algorithm.learning_rate_decay, scenario.rounds)
+        if plan is not None:
+            check_number_range(plan, rate, sampler.partition_sizes, sampler.normalizer)
         return cls(
             scenario=scenario,
             dataset=dataset,
@@ -137,7 +141,7 @@ class Experiment:
             module=module,
             initial=initial,
             device=device,
-            learning_rate=LearningRate(rate, scenario.algorithm.learning_rate_decay, scenario.rounds),
+            learning_rate=rate,
             keys=keys,
             run=run,
             deployed=secret is not None,
@@ -148,7 +152,7 @@ class Experiment:
         peers: np.ndarray | None = None,
         ledger_dir: Path | None = None,
         budget: Budget | None = None,
-        begin: int | None = 0,
+        start: int = 0,
     ) -> Cohort:
         """Return the cohort that hosts some peers (all by default).
 
@@ -156,7 +160,7 @@ class Experiment:
             peers: global ids, or None for the whole network.
             ledger_dir: where the ledger lies; None keeps none (for tests and timings).
             budget: ε and δ to hold the ledger to in place of the scenario's.
-            begin: the round from which a deployed peer goes on, None where it stopped: what it draws from there is new,
+            start: the step from which a deployed peer goes on: what it draws from there is new, examples and noise,
                 and paid for anew.
 
         Raises:
@@ -166,7 +170,7 @@ class Experiment:
         scenario = self.scenario
         peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
         check_memory(self, peers)
-        ledger = None if ledger_dir is None else self._open_ledger(peers, ledger_dir, budget, begin)
+        ledger = None if ledger_dir is None else self._open_ledger(peers, ledger_dir, budget, start)
         return Cohort(
             peers=peers,
             n_peers=scenario.n_peers,
@@ -175,7 +179,7 @@ class Experiment:
             data=PeerData(
                 self.dataset,
                 self.partition,
-                self.sampler,
+                self.sampler.afresh() if self.deployed else self.sampler,
                 self.device,
                 self.initial.dtype,
                 peers=None if len(peers) == scenario.n_peers else peers,
@@ -189,9 +193,7 @@ class Experiment:
             ledger=ledger,
         )
 
-    def _open_ledger(
-        self, peers: np.ndarray, folder: Path, budget: Budget | None, begin: int | None
-    ) -> CohortLedger | None:
+    def _open_ledger(self, peers: np.ndarray, folder: Path, budget: Budget | None, start: int) -> CohortLedger | None:
         if self.plan is None:
             return None
         accounts = [self.plan.accounts[peer] for peer in peers]
@@ -200,7 +202,6 @@ class Experiment:
         if not self.deployed:
             return CohortLedger.open(folder, self.dataset.name, self.run, accounts)
         fresh = replace(self.run, id=secrets.token_hex(16))
-        start = None if begin is None else begin * self.algorithm.steps_per_round
         return CohortLedger.open(folder, self.dataset.name, fresh, accounts, block=1, fresh=True, start=start)
 
     def initial_state(self, cohort: Cohort) -> State:

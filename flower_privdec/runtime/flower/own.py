@@ -56,6 +56,7 @@ class Own:
         data_root: where its data lie, in place of the scenario's; None in a simulation.
         epsilon, delta: the budget that its ledger is held to, whatever the scenario says; None in a simulation.
         partition: which peer it is; None in a simulation, where the server deals the peers out.
+        module: the `model.module` of a user's own that it agrees to run; None agrees to none. A simulation runs any.
     """
 
     simulated: bool
@@ -64,6 +65,7 @@ class Own:
     epsilon: float | None = None
     delta: float | None = None
     partition: int | None = None
+    module: str | None = None
 
     @classmethod
     def of(cls, context: Context) -> Own:
@@ -82,9 +84,9 @@ class Own:
         epsilon, delta = _number(config, "epsilon"), _number(config, "delta")
         if not epsilon > 0 or not 0 < delta < 1:
             raise RunError(f"epsilon={epsilon} must be > 0 (inf for no limit) and delta={delta} in (0, 1): {GIVE}")
-        root = config.get("data-root")
+        root, module = (None if key not in config else str(config[key]) for key in ("data-root", "module"))
         folder, partition = Path(str(config["ledger"])), int(_number(config, "partition-id"))
-        return cls(False, folder, None if root is None else str(root), epsilon, delta, partition)
+        return cls(False, folder, root, epsilon, delta, partition, module)
 
     def scenario(self, order: Order) -> Scenario:
         """Return the scenario of an order as far as this node goes along with it.
@@ -110,15 +112,27 @@ class Own:
             raise RunError(
                 "data.batch.sampling='shuffle' must be another on a SuperNode: its epochs end with a process"
             )
+        self._check_names(scenario)
         data = scenario.data.model_copy(update={"root": self.data_root})
         return scenario.model_copy(update={"data": data})
+
+    def _check_names(self, scenario: Scenario) -> None:
+        """Refuse what a server names of this machine: code to import and call, a file to read."""
+        module, file = scenario.model.module, scenario.topology.file
+        if module is not None and module != self.module:
+            raise RunError(
+                f"model.module={module!r} is code that this SuperNode did not agree to run: add "
+                'module="package.module:function" to its --node-config, or name a model of flower_privdec'
+            )
+        if file is not None:
+            raise RunError(f"topology.file={file!r} is not a server's to name: give a graph by its name")
 
     def experiment(self, scenario: Scenario) -> Experiment:
         """Build a scenario with this node's own keys; see `Experiment.build`."""
         return Experiment.build(scenario, secret=None if self.simulated else self._secret())
 
     def _secret(self) -> bytes:
-        """Return what this node's batches are drawn by, made once by the operating system and told to nobody."""
+        """Return what this node's runs are named by, made once by the operating system and told to nobody."""
         path, new = self.folder / "secret", self.folder / "secret.part"
         self.folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
