@@ -338,6 +338,44 @@ def test_a_models_code_is_part_of_the_run(build: Build, tmp_path: Path, monkeypa
     assert ids[0] == ids[1] != ids[2]
 
 
+HOOK = "def make():\n    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+HOOK += "    net.register_forward_hook(lambda net, x, y: y * 1.0)\n    return net\n"
+NET = "class Net(nn.Sequential):\n    def forward(self, x):\n        IMPORT\n        return super().forward(scale(x))\n"
+NET += "def make():\n    return Net(nn.Flatten(), nn.Linear(64, 10))\n"
+HELD = "def make():\n    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+HELD += "    net.register_buffer('seen', torch.ones(3) * __import__('my_numbers').FACTOR)\n    return net\n"
+WRITTEN = {
+    "a helper's": {
+        "my_net": "from torch import nn\n" + NET.replace("IMPORT", "from my_tools import scale"),
+        "my_tools": "def scale(x):\n    return x * 1.0\n",
+    },
+    "a helper's in a package": {
+        "my_net": "from torch import nn\n" + NET.replace("IMPORT", "from my_kit import scale"),
+        "my_kit/__init__": "from .inner import scale\n",
+        "my_kit/inner": "def scale(x):\n    return x * 1.0\n",
+    },
+    "a hook of torch's own layers": {"my_net": "from torch import nn\n" + HOOK},
+    "a buffer's numbers": {"my_net": "import torch\nfrom torch import nn\n" + HELD, "my_numbers": "FACTOR = 1.0\n"},
+}
+
+
+@pytest.mark.parametrize("which", WRITTEN)
+def test_whatever_a_model_computes_with_is_part_of_the_run(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ids = []
+    for factor in ("1.0", "1.0", "2.0"):
+        for name in [name for name in sys.modules if name.startswith("my_")]:
+            del sys.modules[name]
+        for name, text in WRITTEN[which].items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / f"{name}.py").write_text(text.replace("1.0", factor) + f"# {factor}".replace("1.0", ""))
+        importlib.invalidate_caches()
+        ids.append(build("model={module: my_net:make}").run.id)
+    assert ids[0] == ids[1] != ids[2]
+
+
 def test_two_budgets_at_one_seed_do_not_cancel_their_noise(build: Build) -> None:
     """One clipped gradient under two budgets: what the difference of the messages tells of it."""
     one, other = (build(f"privacy.epsilon={budget}", "rounds=1", "data.batch={sampling: full}") for budget in (1, 2))

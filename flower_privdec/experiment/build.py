@@ -238,7 +238,8 @@ def _name_run(
     decided = numbers_hash(scenario)
     if scenario.private is None:
         return {}, RunName(decided[:32], decided, made_with)
-    shared = shared_secret(decided, made_with, dataset, module, initial) + (secret or b"")
+    factory = scenario.model.module
+    shared = shared_secret(decided, made_with, dataset, module, initial, factory) + (secret or b"")
     keys = own_keys(shared, dataset, dict(enumerate(parts)))
     return keys, RunName(run_id(keys), decided, made_with)
 

@@ -8,10 +8,7 @@ run, in whatever runtime, has the same keys and gives the same bits.
 from __future__ import annotations
 
 import hashlib
-import inspect
-import sys
-from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -19,29 +16,24 @@ from torch import Tensor, nn
 
 from flower_privdec import __version__
 from flower_privdec.data import Dataset
+from flower_privdec.experiment.model_code import code_of, held_by, installed_version
 
 KEY_BYTES = 32
-SHIPPED = ("torch", "flower_privdec")  # packages whose code the environment's versions tell
 
 
 def environment(generator: str, device: torch.device) -> str:
     """Name what beside the scenario and the data decides the numbers: generator, device and versions."""
     parts = [f"flower-privdec {__version__}", f"torch {torch.__version__}", f"numpy {np.__version__}"]
     if generator == "fast":
-        parts.append(f"numba {_version('numba')}")
+        parts.append(f"numba {installed_version('numba')}")
     cpu = f"cpu {torch.backends.cpu.get_cpu_capability()}"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     return ", ".join([generator, where, *parts])
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
-
-
-def shared_secret(scenario: str, environment: str, dataset: Dataset, module: nn.Module, initial: Tensor) -> bytes:
+def shared_secret(
+    scenario: str, environment: str, dataset: Dataset, module: nn.Module, initial: Tensor, factory: str | None
+) -> bytes:
     """Return a hash of what all peers of a run have in common.
 
     Args:
@@ -49,21 +41,11 @@ def shared_secret(scenario: str, environment: str, dataset: Dataset, module: nn.
         environment: see the function of that name.
         dataset: whose public test set some algorithms look at.
         module, initial: the model and its initial parameters [d].
+        factory: what made a user's own model, `package.module:function`.
     """
     tested = fingerprint(dataset.x_test, dataset.y_test)
     model = hashlib.blake2b(initial.detach().cpu().numpy().data, digest_size=KEY_BYTES).digest()
-    return _hash(scenario.encode(), environment.encode(), tested, model, *_sources(module))
-
-
-def _sources(module: nn.Module) -> Iterable[bytes]:
-    """Yield the files in which the classes of a user's own module are written."""
-    names = sorted({type(part).__module__ for part in module.modules()})
-    for name in names:
-        if name.partition(".")[0] not in SHIPPED:
-            try:
-                yield inspect.getsource(sys.modules[name]).encode()
-            except (OSError, TypeError):  # compiled, or typed in: its parameters and its name have to do
-                yield name.encode()
+    return _hash(scenario.encode(), environment.encode(), tested, model, *code_of(module, factory), *held_by(module))
 
 
 def fingerprint(x: Tensor, y: Tensor) -> bytes:
