@@ -27,6 +27,8 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy.declared import ONE_SUM, Drawing, ReleasedSum
+from flower_privdec.rows import SystemNoise
+from flower_privdec.scenario import Scenario
 
 Build = Callable[..., Experiment]
 
@@ -429,3 +431,38 @@ def test_a_learning_rate_that_is_refused_would_show_the_signs_of_the_sums(
     engine = testing.run_rounds(experiment, 1)
     assert engine.state.rows["x"].isnan().any()
     assert not engine.state.rows["x"].isnan().all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
+def test_a_deployed_peer_noises_its_sums_before_they_are_rounded_with_its_model(
+    tiny: Callable[..., Scenario], variant: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of 1e6, as a neighbour may make it, is in nothing that noise is added to."""
+    noised, add = [], SystemNoise.add_
+
+    def noted(self: SystemNoise, out: Tensor, *others: object) -> None:
+        noised.append(float(out.abs().max()))
+        add(self, out, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SystemNoise, "add_", noted)
+    scenario = tiny(*SHORT, "compute.dtype=float32", *settings_for(*variant))
+    experiment = Experiment.build(scenario, secret=bytes(32))
+    for start in (0.0, 1e6):
+        testing.run_rounds(replace(experiment, initial=experiment.initial + start), 3)
+    assert noised
+    assert 0 < max(noised) < 1e3
+
+
+def test_rounding_with_a_large_model_would_move_it_by_more_than_the_clip_norm(build: Build) -> None:
+    """What making sums apart is for: 1,000 numbers near 1e3, and a step of a thousandth."""
+    cohort = build("compute.dtype=float32", "data.batch={sampling: full}").cohort()
+    rows = torch.full((4, cohort.kernel.d), 1024.0)
+    moved = []
+    for share in (1.0, 0.0):
+        batch = cohort.data.batch(0, cohort.peers)
+        weight = batch.weight.clone()
+        weight[:, 0] *= share
+        out, scale = rows.clone(), torch.full((4,), -1e-3)
+        cohort.kernel.add_clipped_(out, torch.zeros_like(rows), replace(batch, weight=weight), torch.ones(4), scale)
+        moved.append(out)
+    assert float((moved[0] - moved[1]).norm(dim=1).max()) > 1.2e-3

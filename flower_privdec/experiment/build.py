@@ -191,6 +191,7 @@ class Experiment:
             steps_per_round=self.algorithm.steps_per_round,
             plan=self.plan,
             ledger=ledger,
+            apart=self.deployed and self.plan is not None,
         )
 
     def _open_ledger(self, peers: np.ndarray, folder: Path, budget: Budget | None, start: int) -> CohortLedger | None:
