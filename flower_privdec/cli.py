@@ -105,7 +105,7 @@ def show(scenario: ScenarioFile, settings: Settings = None) -> None:
 
 @app.command("list")
 def list_parts(as_json: Json = False) -> None:
-    """List algorithms, topologies, models and datasets."""
+    """List everything a scenario can name: algorithms, topologies, models, datasets and more."""
     from flower_privdec.reporting import console
 
     console.print_parts(as_json)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 import math
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.catalogue import ACTIVATIONS, INITS, MODELS
+from flower_privdec.errors import PrivdecError, ScenarioError
 from flower_privdec.rows import keyed_generator
+from flower_privdec.user_code import load_own
+from flower_privdec.words import one_line
 
 Shape = tuple[int, ...]
-ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
-INITS = ("default", "zeros")
+_ACTIVATIONS: dict[str, type[nn.Module]] = ACTIVATIONS.bind({"relu": nn.ReLU, "tanh": nn.Tanh})
 
 
 def build_model(
@@ -32,27 +31,28 @@ def build_model(
     *,
     seed: int,
     init: str = "default",
+    arguments: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> nn.Module:
     """Build a model on the CPU in float32; the same seed gives the same parameters and leaves torch's alone.
 
     Args:
-        name: one of MODELS, or "package.module:factory" for the user's own, called with the options.
+        name: one of MODELS, or "package.module:factory" for the user's own.
         input_shape: shape of one example, [channels, height, width] or [features].
         n_classes: number of outputs.
         seed: keys the initial parameters.
         init: "default" is torch's, "zeros" makes every parameter 0.
-        options: the model's own, such as hidden=[100] for mlp.
+        arguments: what the user's own factory is called with.
+        options: a named model's own, such as hidden=[100] for mlp.
 
     Raises:
         ScenarioError: an unknown name or option, an input the model cannot take, or see check_model.
     """
-    if init not in INITS:
-        raise ScenarioError(f"init={init!r} must be one of {', '.join(INITS)}")
+    INITS.check(init, "model.init")
     shape = tuple(int(size) for size in input_shape)
     if not shape or min(shape) < 1 or n_classes < 1:
         raise ScenarioError(f"input_shape={list(shape)} and n_classes={n_classes} must be positive")
-    factory = _factory(name, shape, n_classes, options)
+    factory = _own(name, arguments or {}) if ":" in name else _named(name, shape, n_classes, options)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_generator(seed, "model").integers(2**63)))
         module = factory()
@@ -149,13 +149,6 @@ def _cnn(
     return nn.Sequential(*layers, nn.Flatten(), *_dense(size * height * width, hidden, n_classes, activation))
 
 
-def _preset(**defaults: Any) -> Callable[..., nn.Module]:
-    def build(shape: Shape, n_classes: int, **options: Any) -> nn.Module:
-        return _cnn(shape, n_classes, **{**defaults, **options})
-
-    return build
-
-
 def _resnet18_gn(shape: Shape, n_classes: int, *, groups: int = 32, width: int = 64) -> nn.Module:
     channels = _image(shape)[0]
     if width % groups:
@@ -200,9 +193,8 @@ def _dense(size: int, hidden: Sequence[int], n_classes: int, activation: str) ->
 
 
 def _activation(name: str) -> nn.Module:
-    if name not in ACTIVATIONS:
-        raise ScenarioError(f"activation={name!r} must be one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[name]()
+    ACTIVATIONS.check(name, "model.activation")
+    return _ACTIVATIONS[name]()
 
 
 def _image(shape: Shape) -> Shape:
@@ -214,72 +206,51 @@ def _image(shape: Shape) -> Shape:
     return shape
 
 
-_BUILDERS: dict[str, Callable[..., nn.Module]] = {
-    "linear": _linear,
-    "mlp": _mlp,
-    "cnn": _cnn,
-    "cnn-small": _preset(),
-    "cnn-dyn-d2p": _preset(channels=(10, 20), kernel=5, hidden=(50,)),
-    "cnn-pdsl": _preset(hidden=()),
-    "cnn-feddeper": _preset(channels=(32, 64), hidden=(1024, 512)),
-    "resnet18-gn": _resnet18_gn,
-}
-MODELS = {
-    "linear": "softmax regression, or one output for a margin loss (bias)",
-    "mlp": "fully connected (hidden, activation)",
-    "cnn": "convolutions, 2 x 2 max pooling, fully connected (channels, kernel, hidden, activation, pool)",
-    "cnn-small": "two 3x3 convolutions of 16 and 32 channels, fully connected 64",
-    "cnn-dyn-d2p": "Dyn-D2P's shallow CNN: two convolutions and two linear layers (sizes not in the paper)",
-    "cnn-pdsl": "PDSL's CNN for MNIST: two 3x3 convolutions with pooling and one linear layer",
-    "cnn-feddeper": "FedDeper's CNN for MNIST: 32 and 64 3x3 filters, fully connected 1024 and 512",
-    "resnet18-gn": "ResNet-18 with GroupNorm for small images (groups, width)",
-    "module": "your own torch module: factory: package.module:function, called with the other options",
-}
+_BUILDERS: dict[str, Callable[..., nn.Module]] = MODELS.bind(
+    {
+        "linear": _linear,
+        "softmax": _linear,
+        "mlp": _mlp,
+        "cnn": _cnn,
+        "cnn-small": _cnn,
+        "cnn-dyn-d2p": partial(_cnn, channels=(10, 20), kernel=5, hidden=(50,)),
+        "cnn-pdsl": partial(_cnn, hidden=()),
+        "cnn-feddeper": partial(_cnn, channels=(32, 64), hidden=(1024, 512)),
+        "resnet18-gn": _resnet18_gn,
+    }
+)
 
 
-def _factory(name: str, shape: Shape, n_classes: int, options: dict[str, Any]) -> Callable[[], nn.Module]:
-    if name == "module" or ":" in name:
-        target = str(options.pop("factory", "")) if name == "module" else name
-        function, arguments = _load(target), options
-    elif name in _BUILDERS:
-        valid = inspect.signature(_cnn if name.startswith("cnn") else _BUILDERS[name]).parameters
-        for option in options:
-            if option not in valid or option in ("shape", "n_classes"):
-                own = ", ".join(key for key in valid if key not in ("shape", "n_classes"))
-                raise ScenarioError(f"model {name!r} has no option {option!r}: its options are {own}")
-        function, arguments = _BUILDERS[name], {"shape": shape, "n_classes": n_classes, **options}
-    else:
-        near = difflib.get_close_matches(name, MODELS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ScenarioError(f"model {name!r} must be one of {', '.join(MODELS)}{hint}")
+def model_options(name: str) -> list[str]:
+    """Return the options of a model by name."""
+    parameters = inspect.signature(_BUILDERS[name]).parameters.values()
+    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+
+
+def _named(name: str, shape: Shape, n_classes: int, options: dict[str, Any]) -> Callable[[], nn.Module]:
+    MODELS.check(name, "model.name")
+    valid = model_options(name)
+    for option in options:
+        if option not in valid:
+            raise ScenarioError(f"model {name!r} has no option {option!r}: its options are {', '.join(valid)}")
+    return partial(_BUILDERS[name], shape, n_classes, **options)
+
+
+def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    function = load_own(target, "model.module", must_be="a function that returns a torch.nn.Module")
 
     def build() -> nn.Module:
         try:
-            return function(**arguments)
-        except TypeError as error:
-            raise ScenarioError(f"model {name!r} could not be built with {options}: {error}") from error
+            made: nn.Module = function(**arguments)
+        except PrivdecError:
+            raise
+        except Exception as error:  # a user's own function may raise anything
+            raise ScenarioError(
+                f"model.module={target!r} could not be built with {dict(arguments)}: {one_line(error)}"
+            ) from error
+        return made
 
     return build
-
-
-def _load(target: str) -> Callable[..., nn.Module]:
-    path, _, attribute = target.partition(":")
-    if not path or not attribute:
-        raise ScenarioError(f"factory={target!r} must be 'package.module:function'")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        function = getattr(importlib.import_module(path), attribute)
-    except ImportError as error:
-        raise ScenarioError(
-            f"factory={target!r}: {error}; it must be importable from where the command runs"
-        ) from error
-    except AttributeError as error:
-        raise ScenarioError(f"factory={target!r}: {path} has no {attribute}") from error
-    if not callable(function):
-        raise ScenarioError(f"factory={target!r} must be a function that returns a torch module")
-    result: Callable[..., nn.Module] = function
-    return result
 
 
 def _check_output(module: nn.Module, name: str, shape: Shape, n_classes: int) -> None:

@@ -10,13 +10,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from flower_privdec.catalogue import PARTICIPATIONS
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
-
-PARTICIPATIONS: dict[str, str] = {
-    "all": "everybody, every round",
-    "uniform": "ceil(`fraction` n) peers, drawn uniformly at random each round",
-}
 
 
 class Participation(Protocol):
@@ -84,8 +80,7 @@ def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float 
     Raises:
         ScenarioError: an unknown kind, or a fraction missing, out of range or out of place.
     """
-    if kind not in PARTICIPATIONS:
-        raise ScenarioError(f"participation={kind} is unknown; choose from: {', '.join(PARTICIPATIONS)}")
+    PARTICIPATIONS.check(kind, "participation.kind")
     if n_peers < 1:
         raise ScenarioError(f"n_peers={n_peers} must be >= 1")
     if kind == "all":

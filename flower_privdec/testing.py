@@ -25,9 +25,9 @@ from torch import Tensor
 
 from flower_privdec.algorithms import Exchange
 from flower_privdec.algorithms.cohort import Cohort, Estimate, PrivateStep
-from flower_privdec.data import Batch, Dataset, LocalBatch, PeerData
+from flower_privdec.data import Batch, LocalBatch, PeerData
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.build import drawings_of
+from flower_privdec.experiment.own_parts import drawings_of
 from flower_privdec.rows import NoiseSource
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.run import run
@@ -42,6 +42,7 @@ class Released:
     Attributes:
         step: its number in the run.
         peers: int64 [r].
+        receivers: int64 [r], to whom alone each row's sums go; None for everybody.
         drawn: the local positions each row drew.
         unit: [r], one clip norm in the sums.
         before: what each sum was added to, [r, d].
@@ -52,6 +53,7 @@ class Released:
 
     step: int
     peers: np.ndarray
+    receivers: np.ndarray | None
     drawn: list[set[int]]
     unit: Tensor
     before: Mapping[str, Tensor]
@@ -83,6 +85,7 @@ def _take(
     return Released(
         step=step.step,
         peers=step.peers,
+        receivers=step.receivers,
         drawn=[set(index[mask].tolist()) for index, mask in zip(step.batch.index, used, strict=True)],
         unit=step.scale.abs() * clip,
         before=before,
@@ -134,9 +137,9 @@ def zeroed_out(peer: int, example: int) -> Iterator[None]:
     """Replace the gradient of one local example of one peer by zero, wherever it is used inside."""
     gather = PeerData._gather
 
-    def without(data: PeerData, peers: np.ndarray, local: LocalBatch) -> Batch:
-        hidden = (local.index == example) & (peers == peer)[:, None]
-        return gather(data, peers, LocalBatch(local.index, np.where(hidden, 0, local.weight).astype(np.float32)))
+    def without(data: PeerData, rows: np.ndarray, local: LocalBatch) -> Batch:
+        hidden = (local.index == example) & (data.sampler.peers[rows] == peer)[:, None]
+        return gather(data, rows, LocalBatch(local.index, np.where(hidden, 0, local.weight).astype(np.float32)))
 
     with patch.object(PeerData, "_gather", without):
         yield
@@ -174,7 +177,7 @@ def assert_sensitivity(
         run_rounds(experiment, rounds)
     with replaying(tape) as again, zeroed_out(peer, example):
         run_rounds(experiment, rounds)
-    drawing, most = drawings_of(experiment.sampler)[peer], 0.0
+    drawing, most = drawings_of(experiment.own.sampler)[peer], 0.0
     for one, other in zip(tape.steps, again.steps, strict=True):
         for row in np.flatnonzero(one.peers == peer).tolist():
             declared = {each.name: each for each in experiment.algorithm.released(one.step, drawing) or ()}
@@ -227,19 +230,21 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
     Raises:
         AssertionError: naming the step and the sum.
     """
-    plan, cohort = experiment.plan, experiment.cohort()
+    plan, cohort = experiment.own.protection, experiment.cohort()
     assert plan is not None
     cohort.noise = watched = _Watched(cohort.noise)
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     with recording() as tape:
         for _ in range(rounds):
             engine.round()
-    drawings = drawings_of(experiment.sampler)
+    drawings = drawings_of(experiment.own.sampler)
     for each in tape.steps:
         for row, peer in enumerate(each.peers.tolist()):
             for said in experiment.algorithm.released(each.step, drawings[peer]) or ():
                 multiplier = 0.0 if said.to == "nobody" else plan.noise_multipliers[each.step, peer] * said.noise
-                _check_noise(each, row, said.name, multiplier, watched.drawn.get((peer, each.step, said.name, None)))
+                receiver = None if each.receivers is None else int(each.receivers[row])
+                drawn = watched.drawn.get((peer, each.step, said.name, receiver))
+                _check_noise(each, row, said.name, multiplier, drawn)
 
 
 def _check_noise(step: Released, row: int, name: str, multiplier: float, found: float | None) -> None:
@@ -256,13 +261,14 @@ def _check_noise(step: Released, row: int, name: str, multiplier: float, found: 
 Seen = dict[str, list[str]]  # by where an observer stands, hashes of what passed
 
 
-def other_data(dataset: Dataset, rows: np.ndarray) -> Dataset:
-    """Return a dataset in which some training examples are quite other ones, with other labels."""
-    x, y = dataset.x_train.clone(), dataset.y_train.clone()
-    chosen = torch.from_numpy(rows)
+def other_data(experiment: Experiment, row: int) -> Experiment:
+    """Return an experiment in which the training examples of one row are quite other ones, with other labels."""
+    examples = experiment.own.examples
+    x, y = examples.x.clone(), examples.y.clone()
+    chosen = torch.from_numpy(examples.parts[row])
     x[chosen] = torch.flip(x[chosen], [0]) * -0.7 + 0.3
-    y[chosen] = (y[chosen] + 1) % dataset.n_classes
-    return replace(dataset, x_train=x, y_train=y)
+    y[chosen] = (y[chosen] + 1) % experiment.public.n_classes
+    return replace(experiment, own=replace(experiment.own, examples=replace(examples, x=x, y=y)))
 
 
 def seen_in_engine(experiment: Experiment) -> Seen:
@@ -309,9 +315,8 @@ def assert_nothing_else_leaves(
     """
     with recording() as tape:
         expected = watch(experiment)
-    changed = replace(experiment, dataset=other_data(experiment.dataset, experiment.partition[peer]))
     with replaying(tape) as again:
-        found = watch(changed)
+        found = watch(other_data(experiment, peer))
     moved = any(
         not torch.equal(one.raw[name], other.raw[name])
         for one, other in zip(tape.steps, again.steps, strict=True)

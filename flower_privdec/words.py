@@ -1,4 +1,4 @@
-"""Numbers in words, and the nearest of known words: the same wherever something is said."""
+"""Numbers and errors in words, and the nearest of known words: the same wherever something is said."""
 
 from __future__ import annotations
 
@@ -77,13 +77,12 @@ def peer_ranges(peers: Iterable[int]) -> str:
     return ", ".join(ranges)
 
 
-def nearest(word: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known word that is most like another, or None where none is like it."""
+def one_line(error: BaseException) -> str:
+    """Return an error's type and text on one line, cut at 200 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def did_you_mean(word: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return the end of an error about an unknown word: `; did you mean 'x'?`, or nothing where none is like it."""
     close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)
-    return close[0] if close else None
-
-
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown word: `; did you mean 'x'?`, or nothing."""
-    close = nearest(word, known)
-    return f"; did you mean {close!r}?" if close else ""
+    return f"; did you mean {close[0]!r}?" if close else ""

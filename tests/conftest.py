@@ -50,9 +50,9 @@ def alike() -> Callable[[Experiment, Experiment], Experiment]:
     """Return a function that gives an experiment the keys of another, so that both draw the same noise and batches."""
 
     def with_keys_of(experiment: Experiment, other: Experiment) -> Experiment:
-        ours = experiment.sampler
-        sampler = Sampler(ours.kind, ours.size or None, ours.partition_sizes, other.sampler.keys)
-        return replace(experiment, keys=other.keys, sampler=sampler)
+        ours = experiment.own.sampler
+        sampler = Sampler(ours.kind, ours.size or None, ours.partition_sizes, other.own.sampler.keys)
+        return replace(experiment, own=replace(experiment.own, keys=other.own.keys, sampler=sampler))
 
     return with_keys_of
 

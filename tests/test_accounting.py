@@ -26,7 +26,7 @@ from flower_privdec.privacy.events import (
     Release,
     Spend,
     canonical,
-    epoch_rounds,
+    epoch_steps,
     event,
     plan_spends,
 )
@@ -364,19 +364,19 @@ def test_spends_pay_for_exactly_the_active_rounds(active, noise):
     spends = plan_spends(poisson(0.1, 1.0), np.array(active), noise[: len(active)])
     paid = np.zeros(len(active), dtype=int)
     for spend in spends:
-        paid[spend.from_round : spend.to_round] += 1
-        assert {noise[k] for k in range(spend.from_round, spend.to_round)} == {spend.release.noise_multiplier}
+        paid[spend.from_step : spend.to_step] += 1
+        assert {noise[k] for k in range(spend.from_step, spend.to_step)} == {spend.release.noise_multiplier}
     assert paid.tolist() == [int(a) for a in active]
 
 
 def test_an_epoch_of_shuffle_is_one_gaussian_release_and_a_started_one_counts_whole():
     release = Release("shuffle", 0.1, 100, 10, 4.0)
-    assert epoch_rounds(100, 10) == 10
-    assert epoch_rounds(109, 10) == 10
+    assert epoch_steps(100, 10) == 10
+    assert epoch_steps(109, 10) == 10
     rounds = np.zeros(45, dtype=bool)
     rounds[[0, 3, 12, 40, 41]] = True
     spends = plan_spends(release, rounds)
-    assert [(s.from_round, s.to_round, s.release.steps) for s in spends] == [
+    assert [(s.from_step, s.to_step, s.release.steps) for s in spends] == [
         (0, 10, 1),
         (10, 20, 1),
         (40, 45, 1),

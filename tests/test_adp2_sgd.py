@@ -42,7 +42,7 @@ class Tape(NoiseTape):
         super().__init__(dimension)
         self.asked = []
 
-    def add_(self, out, std, round_index, peers, purpose="noise"):
+    def add_(self, out, std, round_index, peers, purpose="noise", receivers=None):
         self.asked.append((round_index, list(map(int, peers))))
         super().add_(out, std, round_index, peers, purpose)
 
@@ -67,16 +67,16 @@ def reference(experiment, tape, staleness):
     """AD-PSGD's loop as its pseudocode reads, with a clipped and noised gradient, in NumPy."""
     x = np.tile(experiment.initial.numpy(), (PEERS, 1))
     stale, read = x.copy(), np.zeros(PEERS)
-    features = experiment.dataset.x_train.double().numpy().reshape(-1, 64)
-    labels = experiment.dataset.y_train.numpy()
+    features = experiment.own.examples.x.double().numpy().reshape(-1, 64)
+    labels = experiment.own.examples.y.numpy()
     for k, i in enumerate(wakes(experiment)):
         late = k - read > staleness
         stale[late], read[late] = x[late], k
-        drawn = experiment.sampler.batch(k, [i])
-        rows = experiment.partition[i][drawn.index[0][drawn.weight[0] > 0]]
+        drawn = experiment.own.sampler.batch(k, [i])
+        rows = experiment.own.examples.parts[i][drawn.index[0][drawn.weight[0] > 0]]
         g = softmax_gradients(features[rows], stale[i, :640].reshape(10, 64), stale[i, 640:], labels[rows])
         g *= np.minimum(1, 1 / np.linalg.norm(g, axis=1, keepdims=True))
-        noise = -experiment.plan.noise_multiplier(k)[i] * tape.draw(k, i)
+        noise = -experiment.own.protection.noise_multiplier(k)[i] * tape.draw(k, i)
         (j,) = {int(peer) for peer in experiment.mixing.links(k).ravel()} - {i}
         x[[i, j]] = (x[i] + x[j]) / 2
         x[i] -= 0.5 * (g.sum(0) + noise) / 12
@@ -153,22 +153,22 @@ def test_a_peer_pays_for_the_events_in_which_it_wakes_and_for_no_other(build):
     experiment = asynchronous(build, "privacy.epsilon=[0.5, 1.0, 2.0, 3.0]")
     woken = np.array(wakes(experiment))
     for peer, (account, spent) in enumerate(
-        zip(experiment.plan.accounts, experiment.plan.epsilons(EVENTS), strict=True)
+        zip(experiment.own.protection.accounts, experiment.own.protection.epsilons(EVENTS), strict=True)
     ):
-        paid = {k for spend in account.spends for k in range(spend.from_round, spend.to_round)}
+        paid = {k for spend in account.spends for k in range(spend.from_step, spend.to_step)}
         assert paid == set(np.flatnonzero(woken == peer).tolist())
         assert 0.995 * account.budget <= spent <= account.budget
     everybody = build("algorithm={name: dp2-sgd, learning_rate: 0.5}", "topology.name=ring", f"rounds={EVENTS}")
     seldom = asynchronous(build)
-    assert seldom.plan.noise_multiplier(0).max() < everybody.plan.noise_multiplier(0).min()
+    assert seldom.own.protection.noise_multiplier(0).max() < everybody.own.protection.noise_multiplier(0).min()
 
 
 def test_a_peer_that_never_wakes_pays_nothing_and_stays_where_it_was(build):
     experiment = asynchronous(build, "rounds=2")
     asleep = sorted(set(range(PEERS)) - set(wakes(experiment)))
     assert asleep
-    assert all(experiment.plan.accounts[peer].spends == () for peer in asleep)
-    assert [experiment.plan.epsilons(2)[peer] for peer in asleep] == [0.0] * len(asleep)
+    assert all(experiment.own.protection.accounts[peer].spends == () for peer in asleep)
+    assert [experiment.own.protection.epsilons(2)[peer] for peer in asleep] == [0.0] * len(asleep)
 
 
 def test_the_order_of_events_is_the_seeds_and_even():

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from hosting import hosting
 from variants import VARIANTS, settings_for
 
 from flower_privdec.algorithms import Exchange, State
@@ -51,7 +52,7 @@ def test_row_law_every_step_of_a_row_is_that_row_of_the_step(build, variant, par
             alone = [slice_of(state, row) for row in range(len(state.peers))]
             item(whole, state)
             for row, one in enumerate(alone):
-                item(experiment.cohort(one.peers), one)
+                item(hosting(experiment, one.peers).cohort(), one)
                 for key, value in one.rows.items():
                     torch.testing.assert_close(value[0], state.rows[key][row], rtol=1e-10, atol=1e-12)
         state.round_index += 1
@@ -76,8 +77,8 @@ def test_gossip_conserves_the_mean(build):
 
 def test_local_peers_never_learn_of_each_other(build):
     together = final_state(build("algorithm.name=local"))
-    experiment = build("algorithm.name=local")
-    cohort = experiment.cohort(np.array([2]))
+    experiment = hosting(build("algorithm.name=local"), [2])
+    cohort = experiment.cohort()
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     for _ in range(ROUNDS):
         engine.round()
@@ -123,15 +124,15 @@ def reference_privsgp(experiment, tape, rounds):
     n, rate, clip = 4, 0.5, 1.0
     x = np.tile(experiment.initial.numpy(), (n, 1))
     w = np.ones(n)
-    features = experiment.dataset.x_train.double().numpy().reshape(240, -1)
-    labels = experiment.dataset.y_train.numpy()
-    sigma = experiment.plan.noise_multiplier(0)
+    features = experiment.own.examples.x.double().numpy().reshape(240, -1)
+    labels = experiment.own.examples.y.numpy()
+    sigma = experiment.own.protection.noise_multiplier(0)
     for k in range(rounds):
         half = x.copy()
         for i in range(n):
             z = x[i] / w[i]
-            batch = experiment.sampler.batch(k, [i])
-            rows = experiment.partition[i][batch.index[0][batch.weight[0] > 0]]
+            batch = experiment.own.sampler.batch(k, [i])
+            rows = experiment.own.examples.parts[i][batch.index[0][batch.weight[0] > 0]]
             g = softmax_gradients(features[rows], z[:640].reshape(10, 64), z[640:], labels[rows])
             g *= np.minimum(1, clip / np.linalg.norm(g, axis=1, keepdims=True))
             half[i] -= rate * (g.sum(0) - sigma[i] * clip * tape.draw(k, i)) / 12  # -N and N are alike
@@ -167,13 +168,13 @@ def engine_with(experiment, tape):
 
 def clipped_step(experiment, tape, k, i, z):
     """Return the noised mean of clipped gradients of peer i's batch of round k at z."""
-    batch = experiment.sampler.batch(k, [i])
-    rows = experiment.partition[i][batch.index[0][batch.weight[0] > 0]]
-    features = experiment.dataset.x_train.double().numpy().reshape(240, -1)
-    labels = experiment.dataset.y_train.numpy()
+    batch = experiment.own.sampler.batch(k, [i])
+    rows = experiment.own.examples.parts[i][batch.index[0][batch.weight[0] > 0]]
+    features = experiment.own.examples.x.double().numpy().reshape(240, -1)
+    labels = experiment.own.examples.y.numpy()
     g = softmax_gradients(features[rows], z[:640].reshape(10, 64), z[640:], labels[rows])
     g *= np.minimum(1, 1 / np.linalg.norm(g, axis=1, keepdims=True))
-    return (g.sum(0) - experiment.plan.noise_multiplier(k)[i] * tape.draw(k, i)) / 12
+    return (g.sum(0) - experiment.own.protection.noise_multiplier(k)[i] * tape.draw(k, i)) / 12
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

@@ -193,7 +193,7 @@ def test_a_run_goes_on_where_another_run_has_spent_the_rest_since(build: Build, 
     ledger = f"privacy.ledger={tmp_path}/L"
     under_way = Run(build(ledger), tmp_path / "run")
     under_way.advance()
-    paid = paid_until(read_chain(tmp_path / "L" / "digits.jsonl")[1], under_way.experiment.run.id)
+    paid = paid_until(read_chain(tmp_path / "L" / "digits.jsonl")[1], under_way.experiment.own.run.id)
     under_way.close()
     run(build(ledger, "seed=9", "privacy.epsilon=6"), tmp_path / "other", lean=True)
     resumed = Run(build(ledger), tmp_path / "run", resume=True)

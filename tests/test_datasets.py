@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from whole_dataset import load_dataset
 
-from flower_privdec.data import DATASETS, load_dataset
+from flower_privdec.data import DATASETS
 from flower_privdec.data.readers import CIFAR10_PIXELS, FASHION_PIXELS, MNIST_PIXELS, nucleus_features
 from flower_privdec.errors import ScenarioError
 
@@ -251,7 +252,8 @@ WRONG = [
     (arrays(y_train=np.eye(6)), ["y_train", "[6, 6]"]),
     (arrays(y_train=np.array([-2, 1, 2, 0, 1, 2])), ["-2", "0..C-1"]),
     (arrays(y_train=np.array([-1, 1, 2, 0, 1, 2])), ["-1, 0, 1, 2"]),
-    (arrays(y_train=np.array([4, 1, 2, 0, 1, 2])), ["0, 1, 2, 4", "none missing"]),
+    (arrays(y_train=np.array([4, 1, 2, 0, 1, 2])), ["training set", "label 4", "3 classes", "data.classes"]),
+    (arrays(y_test=np.array([0, 1, 3])), ["test set", "0, 1, 3", "none missing", "data.classes"]),
     (arrays(y_train=np.zeros(6), y_test=np.zeros(3)), ["C >= 2"]),
     (arrays(x_train=np.zeros((0, 4)), y_train=np.zeros(0)), ["y_train", "[0]"]),
 ]
@@ -314,7 +316,7 @@ def test_npz_of_jpeg_images(tmp_path: Path) -> None:
 
 def test_npz_of_jpeg_images_that_is_wrong(tmp_path: Path) -> None:
     content, _ = jpeg_arrays((8, 8, 9))
-    refused("image 2 of train_jpeg", "(9, 9, 3)", root=npz(tmp_path, content))
+    refused("image 2 of test_jpeg", "(9, 9, 3)", root=npz(tmp_path, content))
     content, _ = jpeg_arrays()
     refused("lacks test_label", root=npz(tmp_path, {k: v for k, v in content.items() if k != "test_label"}))
     shifted = content["train_offset"] + np.array([0, 7, 0, 0])
@@ -359,8 +361,8 @@ def test_samples_out_of_range(key: str, value: int) -> None:
 
 
 def test_unknown_dataset_names_the_nearest() -> None:
-    refused("data.dataset=mnst", "did you mean mnist?", name="mnst")
-    refused("data.dataset=zzz", *DATASETS, name="zzz")
+    refused("data.dataset='mnst'", "did you mean 'mnist'?", name="mnst")
+    refused("data.dataset='zzz'", *DATASETS, name="zzz")
 
 
 def test_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def rows_after(experiment, rounds, tape=None):
 
 def schedules(experiment):
     """Return C_k and σ_k of every round and peer, [K, n]."""
-    plan, rounds = experiment.plan, range(experiment.scenario.rounds)
+    plan, rounds = experiment.own.protection, range(experiment.scenario.rounds)
     clip = np.stack([plan.clip_norm(k) for k in rounds])
     return clip, clip * np.stack([plan.noise_multiplier(k) for k in rounds])
 
@@ -45,15 +45,15 @@ def reference(experiment, tape, gamma, batch_size, clip_of, sigma_of):
     n = 4
     x = np.tile(experiment.initial.numpy(), (n, 1))
     w, z = np.ones(n), x.copy()
-    features = experiment.dataset.x_train.double().numpy().reshape(-1, 64)
-    labels = experiment.dataset.y_train.numpy()
+    features = experiment.own.examples.x.double().numpy().reshape(-1, 64)
+    labels = experiment.own.examples.y.numpy()
     clips, sigmas = [], []
     for k in range(experiment.scenario.rounds):
         half, c_k, sigma_k = x.copy(), clip_of(k), sigma_of(k)  # lines 5, 7 and 8
         clips.append(c_k), sigmas.append(sigma_k)
         for i in range(n):
-            drawn = experiment.sampler.batch(k, [i])  # line 3
-            rows = experiment.partition[i][drawn.index[0][drawn.weight[0] > 0]]
+            drawn = experiment.own.sampler.batch(k, [i])  # line 3
+            rows = experiment.own.examples.parts[i][drawn.index[0][drawn.weight[0] > 0]]
             g = softmax_gradients(features[rows], z[i, :640].reshape(10, 64), z[i, 640:], labels[rows])  # line 4
             g *= np.minimum(1, c_k[i] / np.linalg.norm(g, axis=1, keepdims=True))  # line 6
             noise = -sigma_k[i] * tape.draw(k, i)  # line 9 (-N and N are alike)
@@ -70,7 +70,7 @@ def test_dyn_d2p_follows_algorithm_1_and_every_round_has_its_c_mu_and_sigma(buil
     c_0, rho_c, rho_mu = np.array([1.0, 0.5, 2.0, 0.8]), 3.0, 2.0
     name = algorithm("dyn-d2p", initial_clip=c_0.tolist(), rho_c=rho_c, rho_mu=rho_mu)
     experiment, tape = build(name, "privacy.epsilon=[1.0, 2.0, 3.0, 4.0]"), NoiseTape(650)
-    mu_0 = 1 / experiment.plan.noise_multiplier(0)  # solved from each peer's budget
+    mu_0 = 1 / experiment.own.protection.noise_multiplier(0)  # solved from each peer's budget
     assert len(set(mu_0.round(6))) == 4
     x, w, clips, sigmas = reference(
         experiment,
@@ -138,7 +138,7 @@ SAME = {
 @pytest.mark.parametrize("case", SAME)
 def test_special_cases_are_the_same_run_bit_for_bit(build, alike, case):
     one, other = (build(*given) for given in SAME[case])
-    assert one.keys != other.keys  # two runs share no draw, unless a test makes them
+    assert one.own.keys != other.own.keys  # two runs share no draw, unless a test makes them
     other = alike(other, one)
     for a, b in zip(schedules(one), schedules(other), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -179,12 +179,12 @@ def test_schedules_fall_as_they_should_and_keep_the_budget(build, rho_c, rho_mu,
     share = np.arange(rounds)[:, None] / rounds
     np.testing.assert_allclose(clip, 1.3 * rho_c**-share * np.ones(2), rtol=1e-12)
     np.testing.assert_allclose(sigma, sigma[0] * (rho_c * rho_mu) ** -share, rtol=1e-12)
-    for spent in experiment.plan.epsilons(rounds):
+    for spent in experiment.own.protection.epsilons(rounds):
         assert 0.995 * budget <= spent <= budget
 
 
 def test_less_noise_late_is_paid_for_with_more_noise_early(build):
-    const, dynamic = (build(algorithm(name)).plan for name in ("const-d2p", "dyn-mu-d2p"))
+    const, dynamic = (build(algorithm(name)).own.protection for name in ("const-d2p", "dyn-mu-d2p"))
     assert dynamic.noise_multiplier(0)[0] > const.noise_multiplier(0)[0] > dynamic.noise_multiplier(ROUNDS - 1)[0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from whole_dataset import Whole, load_dataset
 
-from flower_privdec.data import Dataset, features, load_dataset
+from flower_privdec.data import features
 from flower_privdec.data.feature_cache import cache_folder, cached
 from flower_privdec.data.features import Extractor, apply_features, whitening
 from flower_privdec.data.scattering import Scattering2D, n_paths
@@ -49,11 +51,6 @@ def section(**changes: Any) -> FeaturesSection:
 
 def images(count: int, shape: tuple[int, ...] = (1, 8, 8), seed: int = 0) -> Tensor:
     return torch.rand((count, *shape), generator=torch.Generator().manual_seed(seed))
-
-
-def dataset(x: Tensor, shape: str = "digits") -> Dataset:
-    labels = torch.arange(len(x)) % 2
-    return Dataset(shape, x, labels, x[:3] * 0.5, labels[:3], 2)
 
 
 # --- the transform
@@ -138,22 +135,19 @@ def test_drawings_are_centred_ink_on_paper_and_always_the_same() -> None:
 # --- a dataset's features
 
 
-def test_features_keep_name_and_labels() -> None:
-    raw = dataset(images(30))
+def test_features_are_the_extractors() -> None:
+    raw = images(30)
     made = apply_features(raw, section())
-    assert (made.x_train.shape, made.x_test.shape) == ((30, 20), (3, 20))
-    assert (made.name, made.n_classes) == (raw.name, raw.n_classes)
-    assert made.y_train is raw.y_train
-    assert made.y_test is raw.y_test
-    torch.testing.assert_close(made.x_train, Extractor(section(), (1, 8, 8))(raw.x_train))
+    assert made.shape == (30, 20)
+    torch.testing.assert_close(made, Extractor(section(), (1, 8, 8))(raw))
 
 
 def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = dataset(images(30))
-    whole = apply_features(raw, section()).x_train
+    raw = images(30)
+    whole = apply_features(raw, section())
     monkeypatch.setattr(features, "CHUNK", 7)
     monkeypatch.setattr(features, "VERSION", -1)
-    torch.testing.assert_close(apply_features(raw, section()).x_train, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(apply_features(raw, section()), whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +164,7 @@ def test_settings_that_do_not_fit_are_refused_before_any_work(
     changes: dict[str, Any], shape: tuple[int, ...], words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(ScenarioError) as caught:
-        apply_features(dataset(images(4, shape)), section(**changes))
+        apply_features(images(4, shape), section(**changes))
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert not (tmp_path / "cache").exists()
 
@@ -181,9 +175,9 @@ def test_settings_that_do_not_fit_are_refused_before_any_work(
 def test_a_scenario_trains_on_features(tiny: Callable[..., Scenario], build: Callable[..., Experiment]) -> None:
     setting = "features={kind: scattering, scales: 1, angles: 4, groups: 5, pool: 2}"
     experiment = build(setting)
-    assert experiment.dataset.input_shape == (20,)
+    assert experiment.public.input_shape == (20,)
     assert experiment.initial.shape == (20 * 10 + 10,)
-    assert experiment.dataset.name == build().dataset.name  # the same ledger pays
+    assert experiment.public.name == build().public.name  # the same ledger pays
     scenario = tiny(setting)
     assert scenario.features == section()
     assert parse_scenario(to_yaml(scenario)) == scenario
@@ -210,12 +204,14 @@ def test_features_make_mnist_easy(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip(f"SKIPPED for want of data: {SHARED}/MNIST/raw has the images this test is about")
     monkeypatch.setattr(features, "DRAWINGS", 400)
     raw = load_dataset("mnist", str(SHARED), samples=600, test_samples=400)
-    made = apply_features(raw, FeaturesSection(kind="scattering", whitening="strokes"))
-    assert made.input_shape == (81 * 16,)
+    wanted = FeaturesSection(kind="scattering", whitening="strokes")
+    train, test = (apply_features(x, wanted) for x in (raw.x_train, raw.x_test))
+    made = replace(raw, x_train=train, x_test=test)
+    assert train.shape == (600, 81 * 16)
     assert _nearest_mean(made) > 0.9 > 0.85 > _nearest_mean(raw)
 
 
-def _nearest_mean(data: Dataset) -> float:
+def _nearest_mean(data: Whole) -> float:
     train, test = data.x_train.flatten(1), data.x_test.flatten(1)
     means = torch.stack([train[data.y_train == label].mean(0) for label in range(data.n_classes)])
     return float((torch.cdist(test, means).argmin(1) == data.y_test).double().mean())

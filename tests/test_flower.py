@@ -23,7 +23,8 @@ from flower_privdec.runtime.flower.client_app import client_app
 from flower_privdec.runtime.flower.cohort_run import CohortRun
 from flower_privdec.runtime.flower.local_grid import LocalGrid
 from flower_privdec.runtime.flower.nodes import find_nodes
-from flower_privdec.runtime.flower.records import pack_rows, pack_state, unpack_rows, unpack_state
+from flower_privdec.runtime.flower.own import Own
+from flower_privdec.runtime.flower.records import Order, pack_rows, pack_state, unpack_rows, unpack_state
 from flower_privdec.runtime.flower.relay import Relay
 from flower_privdec.runtime.flower.server_app import Settings
 from flower_privdec.runtime.run import run
@@ -57,10 +58,18 @@ def final_rows(out: Path) -> dict[str, Tensor]:
     for name, parts in (
         (name, [load_file(path)[name] for path in last]) for name in (load_file(last[0]) if last else ())
     ):
-        together = torch.cat(parts)
+        together = torch.cat(_of_one_length(parts))
         assert name not in rows or torch.equal(rows[name], together)
         rows[name] = together
     return rows
+
+
+def _of_one_length(parts: list[Tensor]) -> list[Tensor]:
+    """Return tables as long as the longest: a node's are as long as its own peers need."""
+    if parts[0].ndim < 3:
+        return parts
+    longest = max(part.shape[1] for part in parts)
+    return [torch.nn.functional.pad(part, (0, 0) * (part.ndim - 2) + (0, longest - part.shape[1])) for part in parts]
 
 
 def metrics(out: Path) -> list[dict[str, object]]:
@@ -179,7 +188,7 @@ def test_relay_does_not_go_on_without_the_nodes_own_checkpoints(tiny: Tiny, tmp_
 
     with pytest.raises(StopHereError):
         run(Experiment.build(tiny()), tmp_path / "both", on_metrics=interrupt)
-    with pytest.raises(RunError, match="checkpoint-4 is not there, and the run is to go on from it"):
+    with pytest.raises(ScenarioError, match=r"was made .* in another runtime"):
         run_under_flower(tiny(), tmp_path / "both", "relay", resume=True)
 
 
@@ -318,6 +327,27 @@ def test_run_config_chooses_the_scenario(tiny: Tiny, tmp_path: Path) -> None:
     chosen = settings_of(tmp_path, scenario="mine.yaml", set="rounds=3; seed=9", base=str(tmp_path))
     assert (chosen.scenario.rounds, chosen.scenario.seed, chosen.mode) == (3, 9, "cohort")
     assert chosen.out == tmp_path / "runs" / "tiny-7"
+
+
+def test_own_modules_are_imported_from_the_base(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's process and a simulated node's start elsewhere; both read the scenario."""
+    source = "from flower_privdec.algorithms.sgp import PrivSGP\n\nclass Mine(PrivSGP):\n    pass\n"
+    (tmp_path / "based_here.py").write_text(source)
+    text = to_yaml(tiny()).replace("name: privsgp", "module: based_here:Mine")
+    (tmp_path / "mine.yaml").write_text(text)
+    before = Path.cwd()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        read = settings_of(tmp_path, scenario="mine.yaml", base=str(tmp_path))
+        assert read.scenario.algorithm.name == "based_here:Mine"
+        assert Path.cwd() == before
+    sys.modules.pop("based_here")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", list(sys.path))
+        patch.chdir(before)
+        own = Own(True, tmp_path / "nodes")
+        assert own.scenario(Order(text, 1, [0], base=str(tmp_path))) == read.scenario
+    sys.modules.pop("based_here")
 
 
 @pytest.mark.parametrize(

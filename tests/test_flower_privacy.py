@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from flower_privdec.algorithms.cohort import Cohort, PrivateStep
 from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.errors import RunError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.ledger_file import runs_in
 from flower_privdec.privacy.ledger_format import read_chain
@@ -64,11 +65,19 @@ class Tapped(LocalGrid):
 def seen_under_flower(host: str) -> Callable[[Experiment], Seen]:
     """Return a function that runs an experiment under Flower and returns what the server sees and leaves."""
 
+    read = OwnParts.of
+
     def watch(experiment: Experiment) -> Seen:
         strategy, nodes = HOSTS[host]
         clients._build.cache_clear()
         clients._whole.cache_clear()
-        with tempfile.TemporaryDirectory() as folder, patch.object(Experiment, "build", lambda *_, **__: experiment):
+
+        def own_parts(agreement: Agreement, peers: np.ndarray | None = None, *_: object, **__: object) -> OwnParts:
+            """The own parts of some peers: keys as ever, and the experiment's examples."""
+            own, held = read(agreement, peers), experiment.own.examples
+            return replace(own, examples=replace(held, parts=tuple(held.parts[peer] for peer in own.peers)))
+
+        with tempfile.TemporaryDirectory() as folder, patch.object(OwnParts, "of", own_parts):
             grid = Tapped(client_app(), min(nodes, experiment.scenario.n_peers), folder=Path(folder) / "nodes")
             grid.answers = []
             strategy(experiment.scenario, Path(folder) / "run").start(grid)
@@ -109,10 +118,11 @@ def test_an_answer_holds_what_other_peers_may_see_and_no_more(tiny: Tiny, tmp_pa
 
     scenario = tiny("algorithm={name: feddeper, learning_rate: 0.1, rho: 0.0, local_steps: 2}")
     Relay(scenario, tmp_path / "run").start(Keeping(client_app(), 4, folder=tmp_path / "nodes"))
+    spent = {"epsilons", "deltas", "claimed", "rounds_run"}
     names = {key for content in kept for record in content.array_records.values() for key in record}
     assert names == {"x", "w"}
     told = {key for content in kept for record in content.config_records.values() for key in record}
-    assert told == {"partition-id", "num-partitions", "round", "at", "waiting", "epsilons", "rounds_run"}
+    assert told == {"partition-id", "num-partitions", "round", "at", "waiting", *spent}
     assert not [record for content in kept for record in content.metric_records.values()]
 
 
@@ -179,6 +189,20 @@ def test_a_deployed_node_draws_its_own_noise_and_keeps_its_own_ledger(tiny: Tiny
     assert (tmp_path / "a" / "secret").stat().st_mode & 0o77 == 0
 
 
+def test_a_deployed_node_imports_no_module_that_its_owner_does_not_allow(tiny: Tiny, tmp_path: Path) -> None:
+    for setting in (
+        "algorithm={module: 'user_parts:HeavyBall', learning_rate: 0.1}",
+        "model={module: 'user_models:residual'}",
+    ):
+        scenario, module = tiny("rounds=2", setting), setting.split("'")[1].partition(":")[0]
+        refused = answer(deployed(tmp_path / "node"), order(scenario))
+        assert refused.has_error()
+        assert f"'{module}:" in refused.error.reason
+        assert "its owner has to allow it" in refused.error.reason
+        allowed = answer(deployed(tmp_path / module, modules=f"others, {module}"), order(scenario))
+        assert not allowed.has_error(), allowed.error.reason
+
+
 def test_a_deployed_node_pays_again_for_steps_it_takes_again(tiny: Tiny, tmp_path: Path) -> None:
     for _ in range(3):
         grid = deployed(tmp_path / "node", epsilon=30.0)
@@ -231,13 +255,11 @@ def test_a_server_names_no_code_to_run_and_no_file_to_read(tiny: Tiny, tmp_path:
     (tmp_path / "own.csv").write_text("alice,52,yes\n")
     call = f'model={{module: "os:system", arguments: {{command: "touch {tmp_path}/ran"}}}}'
     file = f"topology={{name: edge-list, file: {tmp_path}/own.csv}}"
-    for setting, rule in ((call, "is code that this SuperNode did not agree to run"), (file, "not a server's to name")):
+    for setting, rule in ((call, "this process imports no module"), (file, "is not a server's to name")):
         refused = answer(deployed(tmp_path / "node"), order(tiny(setting)))
         assert rule in refused.error.reason
         assert "alice" not in refused.error.reason
     assert not (tmp_path / "ran").exists()
-    agreed = deployed(tmp_path / "node", module="user_models:residual")
-    assert not answer(agreed, order(tiny('model={module: "user_models:residual"}'))).has_error()
 
 
 def test_a_deployed_nodes_own_budget_ends_its_steps_whatever_the_scenario_says(tiny: Tiny, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def spent(directory) -> float:
 
 
 def pay(file: LedgerFile, run: str, spend: Spend, peers=(0,)) -> None:
-    file.append(Payment(run_name(run), spend.from_round, spend.to_round, (Share.of(peers, [spend]),)))
+    file.append(Payment(run_name(run), spend.from_step, spend.to_step, (Share.of(peers, [spend]),)))
 
 
 # --- one file ---
@@ -523,7 +523,7 @@ def test_a_crash_anywhere_never_counts_too_little(tmp_path, monkeypatch, block, 
         if ledger_path(folder, DATA).exists():
             reopen(ledger_path(folder, DATA))  # drops a torn line
         for a in accounts if ran >= 0 else ():
-            wanted = {k for s in a.spends for k in range(s.from_round, s.to_round) if k <= ran}
+            wanted = {k for s in a.spends for k in range(s.from_step, s.to_step) if k <= ran}
             assert paid_steps(folder, a.peer) >= wanted
         run_steps(folder, "a", accounts, 12, start=max(ran, 0), block=block)
         assert set(costs(folder)["a"]) == {canonical(s.release for s in a.spends) for a in accounts}

@@ -14,6 +14,7 @@ import torch
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld.privacy_loss_distribution import from_mixture_gaussian_mechanism
+from hosting import hosting
 
 from flower_privdec.algorithms import build_algorithm
 from flower_privdec.errors import ScenarioError
@@ -265,7 +266,8 @@ class Silence:
 
 def moved_by_one_example(experiment, rounds: int):
     """Yield (round, drawn?, how far the sum over a batch moves, in clip norms) where both see the same models."""
-    cohort, other = (experiment.cohort(np.array([0])) for _ in range(2))
+    experiment = hosting(experiment, [0])
+    cohort, other = experiment.cohort(), experiment.cohort()
     other.kernel = Zeroed(cohort.kernel, example=4)
     cohort.noise = other.noise = Silence()
     state, shadow = experiment.initial_state(cohort), experiment.initial_state(other)
@@ -277,7 +279,9 @@ def moved_by_one_example(experiment, rounds: int):
         drawn = bool(((batch.index == 4) & (batch.weight > 0)).any())
         sum_to_step = cohort.learning_rate.at(k)[0] / cohort.data.sampler.normalizer[0]
         apart = (
-            float((state.rows["x"] - shadow.rows["x"]).norm()) / sum_to_step / float(experiment.plan.clip_norm(k)[0])
+            float((state.rows["x"] - shadow.rows["x"]).norm())
+            / sum_to_step
+            / float(experiment.own.protection.clip_norm(k)[0])
         )
         yield k, drawn, apart
         for name in ("x", "snapshot", "anchor"):  # published: both go on from the same
@@ -296,9 +300,10 @@ BATCHES = {
 @pytest.mark.parametrize("table", BATCHES)
 def test_one_example_moves_a_step_with_a_table_by_q_or_2_minus_q_clip_norms(build, table):
     algorithm = f"algorithm={{name: privsgp-vr, learning_rate: 300.0, table: {table}}}"
-    experiment = build(*TIGHT, BATCHES[table], algorithm, "model={name: mlp, hidden: [8], activation: tanh}")
-    q = float(experiment.sampler.sampling_rate[0])
-    found = list(moved_by_one_example(experiment, 40))
+    settings = [*TIGHT, BATCHES[table], algorithm, "model={name: mlp, hidden: [8], activation: tanh}"]
+    experiments = [build(*settings, f"seed={seed}") for seed in range(4)]
+    q = float(experiments[0].own.sampler.sampling_rate[0])
+    found = [each for experiment in experiments for each in moved_by_one_example(experiment, 40)]
     idle, drawn = ([apart for _, was, apart in found if was is which] for which in (False, True))
     assert max(idle) == pytest.approx(q)  # a gradient as long as the clip norm, shown without being drawn
     assert 1 < max(drawn) <= 2 - q + 1e-9
@@ -307,14 +312,17 @@ def test_one_example_moves_a_step_with_a_table_by_q_or_2_minus_q_clip_norms(buil
 def test_one_example_moves_a_snapshot_by_one_clip_norm_and_a_step_by_two(build):
     algorithm = "algorithm={name: privsgp-vr, learning_rate: 3.0, table: snapshot, snapshot_every: 10}"
     experiment = build(*TIGHT, BATCHES["dense"], algorithm)
-    q = float(experiment.sampler.sampling_rate[0])
+    q = float(experiment.own.sampler.sampling_rate[0])
     for k, drawn, apart in moved_by_one_example(experiment, 40):
         if k % 10 == 0:
             assert apart == pytest.approx(q, rel=1e-6)  # of all J examples' sum: one clip norm
         else:
             assert apart <= (2 + 1e-9 if drawn else 1e-9)
-    for spend in experiment.plan.accounts[0].spends:  # and that is what it is charged for
-        taken, noise = spend.from_round % 10 == 0, float(experiment.plan.noise_multiplier(spend.from_round)[0])
+    for spend in experiment.own.protection.accounts[0].spends:  # and that is what it is charged for
+        taken, noise = (
+            spend.from_step % 10 == 0,
+            float(experiment.own.protection.noise_multiplier(spend.from_step)[0]),
+        )
         assert spend.release.sampling == ("full" if taken else "poisson")
         assert spend.release.noise_multiplier == pytest.approx(noise / q if taken else noise / 2)
 
@@ -364,7 +372,7 @@ PLANS = [
 
 
 def assert_budgets_met(experiment, budgets):
-    spent = experiment.plan.epsilons(experiment.scenario.rounds)
+    spent = experiment.own.protection.epsilons(experiment.scenario.rounds)
     for one, budget in zip(spent, budgets, strict=True):
         assert 0.995 * budget <= one <= budget
 
@@ -400,7 +408,9 @@ def test_every_table_spends_its_budget_under_every_sampling(build, table, batch,
     some = "participation={kind: uniform, fraction: 0.5}"
     experiment = build("rounds=20", f"data.batch={{sampling: {batch}}}", algorithm, some)
     assert_budgets_met(experiment, [3.0] * 4)
-    assert kinds == {spend.release.sampling for account in experiment.plan.accounts for spend in account.spends}
+    assert kinds == {
+        spend.release.sampling for account in experiment.own.protection.accounts for spend in account.spends
+    }
 
 
 def test_a_table_with_full_batches_pays_for_a_plain_gaussian_and_a_snapshot_does_not(build):
@@ -409,20 +419,22 @@ def test_a_table_with_full_batches_pays_for_a_plain_gaussian_and_a_snapshot_does
         build(full, f"algorithm={{name: privsgp-vr, learning_rate: 0.1, table: {name}, snapshot_every: 4}}")
         for name in ("factored", "snapshot")
     )
-    assert table.plan.noise_multiplier(1)[0] == pytest.approx(build(full).plan.noise_multiplier(1)[0])
-    assert snapshot.plan.noise_multiplier(1)[0] > 1.5 * table.plan.noise_multiplier(1)[0]
+    assert table.own.protection.noise_multiplier(1)[0] == pytest.approx(
+        build(full).own.protection.noise_multiplier(1)[0]
+    )
+    assert snapshot.own.protection.noise_multiplier(1)[0] > 1.5 * table.own.protection.noise_multiplier(1)[0]
 
 
 def test_three_thousand_distinct_steps_are_solved_for(build):
     name = "algorithm={name: dyn-d2p, learning_rate: 0.1, rho_c: 2.0, rho_mu: 3.0}"
     experiment = build("rounds=3000", "n_peers=2", name, "data.samples=1200", "privacy={epsilon: 1.0, delta: 1.0e-4}")
     assert_budgets_met(experiment, [1.0, 1.0])
-    releases = [spend.release for spend in experiment.plan.accounts[0].spends]
+    releases = [spend.release for spend in experiment.own.protection.accounts[0].spends]
     assert len({r.noise_multiplier for r in releases}) == 3000
     less = coarsened(releases, 8)  # up to an eighth of the range more noise than the run's: it must cost less
     accountant = PLDAccountant(NeighboringRelation.REPLACE_SPECIAL, 1e-3)
     accountant.compose(event(less))
-    assert 0.9 < accountant.get_epsilon(1e-4) < experiment.plan.epsilons(3000)[0] <= 1.0
+    assert 0.9 < accountant.get_epsilon(1e-4) < experiment.own.protection.epsilons(3000)[0] <= 1.0
 
 
 def coarsened(releases: list[Release], bins: int) -> list[Release]:
@@ -463,9 +475,9 @@ def test_noise_may_change_with_a_table_and_the_clip_norm_with_a_snapshot(build):
 
 def test_a_budget_for_some_rounds_of_given_noise_ends_there(build):
     experiment = build("privacy={epsilon: 2.0, delta: 1.0e-3, noise_multiplier: 1.0}", "rounds=60")
-    (spend,) = experiment.plan.accounts[0].spends
-    assert 1 < spend.to_round < 60
-    assert experiment.plan.epsilons(60)[0] <= 2.0 < epsilon([spend.release.times(spend.to_round + 1)], 1e-3)
+    (spend,) = experiment.own.protection.accounts[0].spends
+    assert 1 < spend.to_step < 60
+    assert experiment.own.protection.epsilons(60)[0] <= 2.0 < epsilon([spend.release.times(spend.to_step + 1)], 1e-3)
 
 
 def test_a_run_uses_the_noise_and_the_batches_its_plan_was_made_for(build):
@@ -481,7 +493,7 @@ def test_a_run_uses_the_noise_and_the_batches_its_plan_was_made_for(build):
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     engine.round()
     ((k, std),) = asked
-    expected = 0.5 * experiment.plan.noise_multiplier(k) * experiment.plan.clip_norm(k) / 12
+    expected = 0.5 * experiment.own.protection.noise_multiplier(k) * experiment.own.protection.clip_norm(k) / 12
     torch.testing.assert_close(std, torch.from_numpy(expected))
-    release = experiment.plan.accounts[0].spends[0].release
+    release = experiment.own.protection.accounts[0].spends[0].release
     assert (release.sampling_rate, release.dataset_size) == (cohort.data.sampler.sampling_rate[0], 120)

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.mixing import (
-    WEIGHTS,
     AverageMatrix,
     Mixing,
     MixingMatrix,
@@ -20,6 +19,7 @@ from flower_privdec.mixing import (
     mixing_matrix,
     spectral_gap,
 )
+from flower_privdec.mixing.weights import RULES
 from flower_privdec.participation import build_participation
 from flower_privdec.topology import (
     TOPOLOGIES,
@@ -301,7 +301,7 @@ def test_forms_are_the_fast_ones_where_they_can_be() -> None:
     ):
         assert isinstance(mixing(name, weights).matrix(0), AverageMatrix)
     listed = build_topology("complete", 6).edges(0)
-    for weights in WEIGHTS:
+    for weights in (*RULES, "server"):
         clique = mixing_matrix(listed, 6, weights)
         assert isinstance(clique, AverageMatrix)
         assert np.allclose(clique.dense(), 1 / 6)
@@ -400,7 +400,7 @@ def test_check_stochastic_refuses_with_the_worst_sum() -> None:
 @pytest.mark.parametrize(
     ("name", "weights", "fraction", "message"),
     [
-        ("ring", "uniform", 1.0, "weights=uniform is unknown; choose from: column-stochastic, metropolis"),
+        ("ring", "uniform", 1.0, "topology.weights='uniform' must be one of column-stochastic, metropolis"),
         (
             "directed-ring",
             "metropolis",
@@ -440,7 +440,7 @@ def test_graphs_that_never_agree_and_mismatched_peers_are_refused() -> None:
         ([[0, 1], [1, 1]], "column-stochastic", None, "edge 1 -> 1 must be left out"),
         ([[0, 3]], "column-stochastic", None, "edges must join peers 0 to 2; got 0 to 3"),
         ([[0, 1], [1, 2], [2, 0]], "doubly-stochastic", [True, True, False], "must have everybody active"),
-        ([[0, 1]], "mine", None, "weights=mine is unknown"),
+        ([[0, 1]], "mine", None, "topology.weights='mine' must be one of"),
     ],
 )
 def test_bad_edges_are_refused(pairs: Any, weights: str, active: list[bool] | None, message: str) -> None:

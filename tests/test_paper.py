@@ -142,16 +142,16 @@ def paper_mode(build, *settings):
 def test_paper_noise_of_privsgp_is_eq_11(build, name, factor):
     experiment = paper_mode(build, f"algorithm={{name: {name}, learning_rate: 0.1}}", "privacy.epsilon=[1,2,3,4]")
     expected = [factor * 0.3724 * math.sqrt(6 * math.log(1e3)) / (60 * eps) for eps in (1, 2, 3, 4)]
-    np.testing.assert_allclose(experiment.plan.noise_multiplier(5), expected, rtol=1e-12)
+    np.testing.assert_allclose(experiment.own.protection.noise_multiplier(5), expected, rtol=1e-12)
 
 
 def test_paper_noise_of_dyn_d2p_is_eq_8(build):
     experiment = paper_mode(build, "algorithm={name: dyn-d2p, learning_rate: 0.1, rho_c: 2.0, rho_mu: 3.0}")
     total = paper.gdp_mu(3.0, 1e-3)
     mu_0 = paper.gdp_mu_0(total, 1 / 60, 3.0 ** (np.arange(6) / 3))
-    found = [experiment.plan.noise_multiplier(k)[0] for k in range(6)]
+    found = [experiment.own.protection.noise_multiplier(k)[0] for k in range(6)]
     np.testing.assert_allclose(found, [3 ** (-k / 6) / mu_0 for k in range(6)], rtol=1e-12)
-    claim = experiment.plan.claims[0]
+    claim = experiment.own.protection.claims[0]
     assert (claim.epsilon, claim.mu_total, claim.mu_0) == (3.0, total, mu_0)
 
 
@@ -162,7 +162,7 @@ def test_paper_noise_of_dyn_d2p_counts_the_rounds_in_which_a_peer_is_active(buil
     for peer in range(4):
         active = np.flatnonzero([experiment.participation.active(k)[peer] for k in range(6)])
         mu_0 = paper.gdp_mu_0(total, 1 / 60, 3.0 ** (2 * active / 6))
-        assert experiment.plan.claims[peer].mu_0 == pytest.approx(mu_0, rel=1e-12)
+        assert experiment.own.protection.claims[peer].mu_0 == pytest.approx(mu_0, rel=1e-12)
         spent = (1 / 60) ** 2 * np.expm1(mu_0**2 * 3.0 ** (2 * active / 6)).sum()
         assert math.sqrt(spent) == pytest.approx(total, rel=1e-9)
         found.add(round(mu_0, 9))
@@ -181,7 +181,9 @@ def test_paper_noise_of_a_given_schedule_is_proposition_4(build):
     experiment = paper_mode(build, lists, "privacy.epsilon=0.01")
     clip, noise = np.array([2, 1.5, 1, 1, 0.5, 0.5]), np.array([3, 2, 2, 1, 1, 1.0])
     scale = paper.proposition_4(paper.gdp_mu(0.01, 1e-3), 1 / 60, noise / clip)
-    found = [experiment.plan.noise_multiplier(k)[0] * experiment.plan.clip_norm(k)[0] for k in range(6)]
+    found = [
+        experiment.own.protection.noise_multiplier(k)[0] * experiment.own.protection.clip_norm(k)[0] for k in range(6)
+    ]
     np.testing.assert_allclose(found, scale * noise, rtol=1e-12)
     with pytest.raises(ScenarioError, match="Proposition 4 needs every μ_k <= 1"):
         paper_mode(build, lists, "privacy.epsilon=30")
@@ -190,17 +192,15 @@ def test_paper_noise_of_a_given_schedule_is_proposition_4(build):
 @pytest.mark.parametrize("name", ["const-d2p", "privsgp-vr"])
 def test_claimed_and_exact_epsilon_stand_side_by_side(build, name):
     experiment = paper_mode(build, f"algorithm={{name: {name}, learning_rate: 0.1}}", "privacy.epsilon=[1,2,3,4]")
-    rows = privacy_rows(experiment.plan, Spent(experiment.plan.epsilons(6), [6] * 4), "this run alone")
+    rows = privacy_rows(experiment.scenario, Spent.of(experiment.cohort(), 6))
     assert [row["claimed_epsilon"] for row in rows] == [1, 2, 3, 4]
     assert {row["calibration"] for row in rows} == {"paper"}
-    for row, account in zip(rows, experiment.plan.accounts, strict=True):
+    for row, account in zip(rows, experiment.own.protection.accounts, strict=True):
         assert row["epsilon"] == epsilon([spend.release for spend in account.spends], 1e-3)
         assert row["epsilon"] > 1.1 * row["claimed_epsilon"]
         assert account.budget is None  # a claim stops no run: it is not what is spent
     rigorous = build("algorithm={name: privsgp-vr, learning_rate: 0.1}")
-    assert {
-        row["claimed_epsilon"] for row in privacy_rows(rigorous.plan, Spent([3.0] * 4, [6] * 4), "this run alone")
-    } == {None}
+    assert {row["claimed_epsilon"] for row in privacy_rows(rigorous.scenario, Spent.of(rigorous.cohort(), 6))} == {None}
 
 
 @pytest.mark.parametrize(("budget", "delta"), [(1e6, 1e-3), (1e-7, 1e-9)])

@@ -48,7 +48,7 @@ def test_every_peer_is_active_as_often() -> None:
 @pytest.mark.parametrize(
     ("kind", "fraction", "message"),
     [
-        ("some", None, "participation=some is unknown; choose from: all, uniform"),
+        ("some", None, "participation.kind='some' must be one of all, uniform"),
         ("all", 0.5, r"fraction=0\.5 has no place in participation all"),
         ("uniform", None, r"fraction=None must be in \(0, 1\]"),
         ("uniform", 0.0, r"fraction=0\.0 must be"),

@@ -165,8 +165,8 @@ def test_empty_peer_is_named() -> None:
 
 
 WRONG: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("iidd", {}, ["data.partition.kind=iidd", "did you mean iid?"]),
-    ("nonsense", {}, ["choose one of iid, dirichlet"]),
+    ("iidd", {}, ["data.partition.kind='iidd'", "did you mean 'iid'?"]),
+    ("nonsense", {}, ["must be one of iid, dirichlet"]),
     ("iid", {"alpha": 1.0}, ["data.partition.alpha", "no option of kind iid"]),
     ("dirichlet", {}, ["data.partition.alpha is missing"]),
     ("dirichlet", {"alpha": 0.0}, ["alpha=0.0 must be > 0"]),
@@ -210,7 +210,7 @@ import socket, sys
 def refuse(*_): raise OSError("no network here")
 socket.socket.connect = socket.getaddrinfo = refuse
 import numpy as np
-from flower_privdec.data import load_dataset, partition
+from flower_privdec.data import partition
 labels = np.repeat(np.arange(10), 6000)
 partition(labels, 16, "iid", 1)
 lazy = {"torchvision", "sklearn", "flwr_datasets", "datasets", "PIL", "matplotlib"} & set(sys.modules)

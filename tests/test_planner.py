@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hosting import hosting
 
 from flower_privdec import cli
 from flower_privdec.errors import ScenarioError
@@ -51,9 +52,31 @@ def test_plan_has_the_documented_shape_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("algorithm", ["privsgp", "fedavg, local_steps: 3"])
+def test_sigma_is_that_of_rounds_whatever_their_number_of_steps(build: Build, algorithm: str) -> None:
+    settings = [f"algorithm={{name: {algorithm}, learning_rate: 0.5}}", "privacy.schedule={rho_c: 1.5, rho_mu: 3.0}"]
+    experiment = build(*settings)
+    protection = experiment.own.protection
+    assert protection is not None
+    each = experiment.algorithm.steps_per_round
+    shape = np.array([(1.5 * 3.0) ** (-k / 6) for k in (0, 3, 5)])  # C_k and σ_k / C_k fall together
+    for row in peer_rows(experiment):
+        first = protection.clip_norm(0)[row["peer"]] * protection.noise_multiplier(0)[row["peer"]] / 12
+        assert row["sigma"] == pytest.approx((first * shape).tolist())
+    assert len(protection.clip_norms) == 6 * each
+
+
+def test_a_signal_counts_the_steps_of_all_rounds(build: Build) -> None:
+    """At one noise, τ steps a round add up to what τ rounds of one step do."""
+    given = "privacy={noise_multiplier: 2.0, delta: 1.0e-3}"
+    tau = best_signal(build("algorithm={name: fedavg, learning_rate: 0.5, local_steps: 3}", given))
+    one = best_signal(build("algorithm={name: fedavg, learning_rate: 0.5, local_steps: 1}", given, "rounds=18"))
+    assert tau == pytest.approx(one)
+
+
 def test_sigma_is_the_noise_of_the_averaged_gradient(build: Build) -> None:
     experiment = build("privacy.clip_norm=[1,2,3,4]")
-    assert experiment.plan is not None
+    assert experiment.own.protection is not None
     for row in peer_rows(experiment):
         clip, batch = row["peer"] + 1, 12
         assert row["sigma"] == pytest.approx([row["noise_multiplier"] * clip / batch] * 3)
@@ -92,7 +115,7 @@ def test_equal_peers_are_one_row_of_text(build: Build, capsys: pytest.CaptureFix
 def test_memory_counts_state_and_data(build: Build) -> None:
     small, large = memory_need(build()), memory_need(build("n_peers=8"))
     experiment = build()
-    d, each, x_train = experiment.initial.numel(), 8, experiment.dataset.x_train
+    d, each, x_train = experiment.initial.numel(), 8, experiment.own.examples.x
     assert small.state == 3 * 4 * d * each
     assert large.state == 2 * small.state
     assert small.data == x_train.nbytes + x_train.numel() * each + 100 * (64 * 4 + 8) + 240 * 8
@@ -148,7 +171,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(
     assert not out.exists()
     monkeypatch.setattr(memory, "available_bytes", lambda _device: 1000)
     with pytest.raises(ScenarioError, match=r"n_peers=1 with models of 650 parameters need .* use fewer peers"):
-        build().cohort(np.array([2]))
+        hosting(build(), [2]).cohort()
 
 
 @pytest.mark.parametrize(("hidden", "outputs"), [([100], 784 + 100 + 100 + 10), ([5, 6], 784 + 5 + 5 + 6 + 6 + 10)])

@@ -24,7 +24,7 @@ from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy.declared import ONE_SUM, Drawing, ReleasedSum
 from flower_privdec.rows import SystemNoise
@@ -256,8 +256,8 @@ def test_an_algorithm_that_declares_nothing_gets_no_budget_and_costs_infinity(
     with pytest.raises(ScenarioError, match="declares no releases"):
         build("algorithm.name=sgp", "privacy.noise_multiplier=5")
     experiment = build("algorithm.name=sgp", "privacy={noise_multiplier: 5, delta: 1.0e-3}")
-    assert experiment.plan is not None
-    assert experiment.plan.epsilons(6) == [np.inf] * 4
+    assert experiment.own.protection is not None
+    assert experiment.own.protection.epsilons(6) == [np.inf] * 4
     testing.run_rounds(experiment, 2)
 
 
@@ -296,9 +296,9 @@ def test_runs_that_differ_in_anything_share_no_draw(build: Build) -> None:
     noises = [first_noise(experiment) for experiment in experiments]
     values = torch.cat([noise.flatten() for noise in noises])
     assert len(torch.unique(values)) == len(values)
-    batches = [tuple(experiment.sampler.batch(0, [0]).index[0].tolist()) for experiment in experiments]
+    batches = [tuple(experiment.own.sampler.batch(0, [0]).index[0].tolist()) for experiment in experiments]
     assert len(set(batches)) == len(batches)
-    assert len({experiment.run.id for experiment in experiments}) == len(experiments)
+    assert len({experiment.own.run.id for experiment in experiments}) == len(experiments)
 
 
 def test_the_same_run_draws_the_same_whatever_it_is_called_and_however_it_is_looked_at(build: Build) -> None:
@@ -310,7 +310,7 @@ def test_the_same_run_draws_the_same_whatever_it_is_called_and_however_it_is_loo
         ["privacy.ledger=/tmp/elsewhere"],
         ["data.root=nowhere"],
     ]
-    ids = {build(*settings).run.id for settings in same}
+    ids = {build(*settings).own.run.id for settings in same}
     assert len(ids) == 1
 
 
@@ -322,7 +322,7 @@ def test_one_pixel_of_one_peer_changes_its_own_draws(tiny: Callable, build: Buil
         x[0, 0] += change
         np.savez(tmp_path / f"{change}.npz", x_train=x, y_train=y, x_test=x[5:9], y_test=y[5:9])
         data = f"data={{dataset: npz, root: {tmp_path}/{change}.npz, batch: {{size: 5}}}}"
-        keys.append(build(data).keys)
+        keys.append(build(data).own.keys)
     assert sum(keys[0][peer] != keys[1][peer] for peer in range(4)) == 1
 
 
@@ -336,7 +336,7 @@ def test_a_models_code_is_part_of_the_run(build: Build, tmp_path: Path, monkeypa
         sys.modules.pop("my_net", None)
         importlib.invalidate_caches()
         linecache.clearcache()
-        ids.append(build("model={module: my_net:make}").run.id)
+        ids.append(build("model={module: my_net:make}").own.run.id)
     assert ids[0] == ids[1] != ids[2]
 
 
@@ -374,7 +374,7 @@ def test_whatever_a_model_computes_with_is_part_of_the_run(
             (tmp_path / name).parent.mkdir(exist_ok=True)
             (tmp_path / f"{name}.py").write_text(text.replace("1.0", factor) + f"# {factor}".replace("1.0", ""))
         importlib.invalidate_caches()
-        ids.append(build("model={module: my_net:make}").run.id)
+        ids.append(build("model={module: my_net:make}").own.run.id)
     assert ids[0] == ids[1] != ids[2]
 
 
@@ -425,7 +425,7 @@ def test_a_learning_rate_that_is_refused_would_show_the_signs_of_the_sums(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An infinite step plus infinite noise: a pixel that is black in the whole batch is told from one that is not."""
-    monkeypatch.setattr("flower_privdec.experiment.build.check_number_range", lambda *_: None)
+    monkeypatch.setattr("flower_privdec.experiment.own_parts.check_number_range", lambda *_: None)
     alone = "algorithm={name: local, learning_rate: 1e300}"
     experiment = build("compute.dtype=float32", alone, "privacy.epsilon=0.1")
     engine = testing.run_rounds(experiment, 1)
@@ -446,7 +446,8 @@ def test_a_deployed_peer_noises_its_sums_before_they_are_rounded_with_its_model(
 
     monkeypatch.setattr(SystemNoise, "add_", noted)
     scenario = tiny(*SHORT, "compute.dtype=float32", *settings_for(*variant))
-    experiment = Experiment.build(scenario, secret=bytes(32))
+    agreement = Agreement.of(scenario)
+    experiment = Experiment.joined(agreement, OwnParts.of(agreement, secret=bytes(32)))
     for start in (0.0, 1e6):
         testing.run_rounds(replace(experiment, initial=experiment.initial + start), 3)
     assert noised
@@ -459,7 +460,7 @@ def test_rounding_with_a_large_model_would_move_it_by_more_than_the_clip_norm(bu
     rows = torch.full((4, cohort.kernel.d), 1024.0)
     moved = []
     for share in (1.0, 0.0):
-        batch = cohort.data.batch(0, cohort.peers)
+        batch = cohort.data.batch(0, cohort.rows)
         weight = batch.weight.clone()
         weight[:, 0] *= share
         out, scale = rows.clone(), torch.full((4,), -1e-3)

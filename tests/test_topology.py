@@ -247,10 +247,10 @@ def test_many_peers_cut_off_are_counted_not_listed() -> None:
         ("server", 1, {}, "n_peers=1 on topology server"),
         ("ring", 0, {}, "n_peers=0 must be"),
         ("ring", 2.5, {}, r"n_peers=2\.5 must be a whole number"),
-        ("rign", 4, {}, r"topology=rign is unknown; did you mean ring\?"),
-        ("xyz", 4, {}, "topology=xyz is unknown; choose from: directed-exponential, "),
-        ("ring", 4, {"degree": 2}, "option degree on topology ring is unknown; choose from: none"),
-        ("small-world", 9, {"rewired": 0.1}, r"option rewired .*did you mean rewire\?"),
+        ("rign", 4, {}, r"topology.name='rign' must be one of .*did you mean 'ring'\?"),
+        ("xyz", 4, {}, "topology.name='xyz' must be one of directed-exponential, "),
+        ("ring", 4, {"degree": 2}, "topology.degree is no option of ring: it takes none"),
+        ("small-world", 9, {"rewired": 0.1}, r"topology.rewired .*did you mean 'rewire'\?"),
         ("torus", 7, {}, "n_peers=7 on topology torus must be rows x cols"),
         ("torus", 12, {"rows": 5}, "n_peers=12 on topology torus with rows=5 must be rows x cols"),
         ("torus", 12, {"rows": 2, "cols": 5}, "torus with rows=2 cols=5 must"),
@@ -278,7 +278,7 @@ def test_many_peers_cut_off_are_counted_not_listed() -> None:
             {"supergraph": "random-edges"},
             "supergraph=random-edges must be undirected and the",
         ),
-        ("random-edges", 4, {"degree": 2}, "option degree on topology complete is unknown"),
+        ("random-edges", 4, {"degree": 2}, "topology.degree is no option of complete"),
     ],
 )
 def test_bad_options_are_refused(name: str, n: Any, options: dict[str, Any], message: str) -> None:

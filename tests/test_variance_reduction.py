@@ -63,7 +63,7 @@ def test_a_batch_of_nobody_still_takes_the_step_of_the_table(build, table):
     engine, stayed = engine_of(experiment), 0
     for k in range(20):
         rows = {name: value.clone() for name, value in engine.state.rows.items()}
-        empty = experiment.sampler.batch(k, np.arange(4)).weight.sum(1) == 0
+        empty = experiment.own.sampler.batch(k, np.arange(4)).weight.sum(1) == 0
         experiment.algorithm.program[0](engine.cohort, engine.state)
         moved = rows["x"] - 0.5 * rows["table.mean"]
         torch.testing.assert_close(engine.state.rows["x"][empty], moved[empty], rtol=1e-12, atol=1e-14)
@@ -78,8 +78,10 @@ def test_a_batch_of_nobody_still_takes_the_step_of_the_table(build, table):
 
 def mean_of_table(experiment, rows, table):
     """Return the mean of the gradients a table keeps, added up afresh in double precision."""
-    sizes, peers = experiment.sampler.partition_sizes, np.arange(experiment.scenario.n_peers)
-    counts = torch.from_numpy(experiment.sampler.blocks(peers) if table == "blocks" else sizes).double().unsqueeze(1)
+    sizes, peers = experiment.own.sampler.partition_sizes, np.arange(experiment.scenario.n_peers)
+    counts = (
+        torch.from_numpy(experiment.own.sampler.blocks(peers) if table == "blocks" else sizes).double().unsqueeze(1)
+    )
     if table != "factored":
         return rows["table"].double().sum(1) / counts
     kernel, mean = stacked(experiment.kernel), torch.zeros_like(rows["x"], dtype=torch.float64)
@@ -113,23 +115,23 @@ class Reference:
 
     def __init__(self, experiment, clip):
         self.experiment, self.clip, self.tape = experiment, clip, NoiseTape(650)
-        self.features = experiment.dataset.x_train.double().numpy().reshape(-1, 64)
-        self.labels = experiment.dataset.y_train.numpy()
+        self.features = experiment.own.examples.x.double().numpy().reshape(-1, 64)
+        self.labels = experiment.own.examples.y.numpy()
         self.start = experiment.initial.numpy()
 
     def gradients(self, i, z, local):
         """Clipped gradients of local examples of peer i at z, [b, d]."""
-        rows = self.experiment.partition[i][local]
+        rows = self.experiment.own.examples.parts[i][local]
         g = softmax_gradients(self.features[rows], z[:640].reshape(10, 64), z[640:], self.labels[rows])
         return g * np.minimum(1, self.clip / np.linalg.norm(g, axis=1, keepdims=True))
 
     def batch(self, k, i):
-        batch = self.experiment.sampler.batch(k, [i])
+        batch = self.experiment.own.sampler.batch(k, [i])
         return batch.index[0][batch.weight[0] > 0]
 
     def noise(self, k, i, divided_by):
         """Noise on an averaged gradient (the engine adds it to x, and -N and N are alike)."""
-        return -self.experiment.plan.noise_multiplier(k)[i] * self.clip * self.tape.draw(k, i) / divided_by
+        return -self.experiment.own.protection.noise_multiplier(k)[i] * self.clip * self.tape.draw(k, i) / divided_by
 
 
 def exponential_graph(k, n):
@@ -142,7 +144,7 @@ def exponential_graph(k, n):
 
 def reference_privsgp_vr(ref, rounds, rate, b):
     """PrivSGP-VR, Algorithm 1, as its pseudocode reads: tables filled at x^0, eq. 6, eq. 7, push-sum."""
-    n, sizes = 4, ref.experiment.sampler.partition_sizes
+    n, sizes = 4, ref.experiment.own.sampler.partition_sizes
     x, w = np.tile(ref.start, (n, 1)), np.ones(n)
     tables = [ref.gradients(i, ref.start, np.arange(sizes[i])) for i in range(n)]
     for k in range(rounds):
@@ -178,7 +180,7 @@ def test_with_one_example_a_step_it_is_eq_6_word_for_word(build):
 
 def reference_blocks(ref, rounds, rate, b):
     """The same with one entry a block: the sum over J / c of the clipped gradients of examples j, j + c, ..."""
-    n, sizes = 4, ref.experiment.sampler.partition_sizes
+    n, sizes = 4, ref.experiment.own.sampler.partition_sizes
     x, w = np.tile(ref.start, (n, 1)), np.ones(n)
     blocks = [[np.arange(j, size, size // b) for j in range(size // b)] for size in sizes]
     assert [sum(map(len, each)) for each in blocks] == sizes.tolist()  # nobody is left out
@@ -215,7 +217,7 @@ def reference_snapshot(ref, rounds, rate, b, every):
         for i in np.flatnonzero(experiment.participation.active(k)):
             z, chosen = x[i] / w[i], ref.batch(k, i)
             if k % every == 0:
-                everything = np.arange(experiment.sampler.partition_sizes[i])
+                everything = np.arange(experiment.own.sampler.partition_sizes[i])
                 kept[i] = z, ref.gradients(i, z, everything).mean(0) + ref.noise(k, i, b)
                 half[i] -= gamma * kept[i][1]
                 continue
@@ -299,9 +301,9 @@ def test_over_a_sparse_graph_it_converges_where_peers_agree_and_else_up_to_their
     path, best, _ = two_classes
     sparse = logistic(build, path, vr("factored", RATE), "topology.name=directed-exponential")
     orders = [np.random.default_rng(seed).permutation(EXAMPLES) for seed in range(PEERS)]
-    same = replace(
-        sparse, partition=orders, sampler=Sampler("uniform", 1, [EXAMPLES] * PEERS, dict.fromkeys(range(PEERS), 3))
-    )
+    sampler = Sampler("uniform", 1, [EXAMPLES] * PEERS, dict.fromkeys(range(PEERS), 3))
+    examples = replace(sparse.own.examples, parts=tuple(orders))
+    same = replace(sparse, own=replace(sparse.own, examples=examples, sampler=sampler))
     agreed, split = distances(same, best), distances(sparse, best)
     assert agreed[-1] < 1e-3 < 0.05 * agreed[0]
     assert 1e-3 < split[-1] < 0.05  # a constant rate keeps O(rate) of ∇f_i - ∇f, which nothing tracks
@@ -325,7 +327,7 @@ def test_the_memory_a_table_is_said_to_take_is_what_it_takes(build, table, more)
     assert memory.table_bytes(experiment)[table] == sum(value.nbytes for value in kept.values())
     if table in TABLES:
         widths = [(layer.weight.shape[1], layer.weight.shape[0]) for layer in stacked(experiment.kernel).layers]
-        sizes, batch = experiment.sampler.partition_sizes, int(experiment.sampler.normalizer[0])
+        sizes, batch = experiment.own.sampler.partition_sizes, int(experiment.own.sampler.normalizer[0])
         said = TABLES[table].floats(sizes, rows["x"].shape[1], widths, batch)
         assert said == sum(value.numel() for value in kept.values())
 
@@ -345,7 +347,7 @@ def test_a_table_that_does_not_fit_is_refused_before_anything_is_written(build, 
     experiment = build(*vr("dense"))
     monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 20)
     with pytest.raises(ScenarioError, match=r"algorithm.table='dense' needs about .* are free; use factored"):
-        experiment.cohort(None, tmp_path / "ledger")
+        experiment.cohort(tmp_path / "ledger")
     assert list(tmp_path.iterdir()) == []
     build(*vr("factored")).cohort()
 

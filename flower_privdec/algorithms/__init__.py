@@ -1,7 +1,8 @@
 """The algorithms by name; a paper's algorithm is a named composition of the four parts."""
 
+from flower_privdec import catalogue
 from flower_privdec.algorithms.adp2_sgd import ADP2SGD
-from flower_privdec.algorithms.algorithm import Algorithm, advance
+from flower_privdec.algorithms.algorithm import Algorithm, advance, check_algorithm
 from flower_privdec.algorithms.d_psgd import DP2SGD, DecentralizedSGD
 from flower_privdec.algorithms.dyn_d2p import ConstD2P, DynCD2P, DynD2P, DynMuD2P
 from flower_privdec.algorithms.exchange import Exchange, Gather, Mix, Reply
@@ -11,36 +12,57 @@ from flower_privdec.algorithms.local import DPSGD, Local
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP, PrivSGP
 from flower_privdec.algorithms.state import Edges, State
-from flower_privdec.scenario.algorithm_sections import GradientSection
+from flower_privdec.errors import PrivdecError, ScenarioError
+from flower_privdec.scenario.algorithm_sections import AlgorithmSection, OwnAlgorithmSection
+from flower_privdec.user_code import load_own
+from flower_privdec.words import one_line
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    cls.name: cls
-    for cls in (
-        SGP,
-        PrivSGP,
-        PrivSGPVR,
-        DynD2P,
-        DynCD2P,
-        DynMuD2P,
-        ConstD2P,
-        DecentralizedSGD,
-        DP2SGD,
-        ADP2SGD,
-        Local,
-        DPSGD,
-        FedAvg,
-        FedProx,
-        Scaffold,
-        FedDeper,
-        FedDeperStar,
+ALGORITHMS: dict[str, type[Algorithm]] = catalogue.ALGORITHMS.bind(
+    {
+        "sgp": SGP,
+        "privsgp": PrivSGP,
+        "privsgp-vr": PrivSGPVR,
+        "dyn-d2p": DynD2P,
+        "dyn-c-d2p": DynCD2P,
+        "dyn-mu-d2p": DynMuD2P,
+        "const-d2p": ConstD2P,
+        "d-psgd": DecentralizedSGD,
+        "dp2-sgd": DP2SGD,
+        "adp2-sgd": ADP2SGD,
+        "local": Local,
+        "dp-sgd": DPSGD,
+        "fedavg": FedAvg,
+        "fedprox": FedProx,
+        "scaffold": Scaffold,
+        "feddeper": FedDeper,
+        "feddeper*": FedDeperStar,
+    }
+)
+
+
+def build_algorithm(section: AlgorithmSection) -> Algorithm:
+    """Return the algorithm an `algorithm` section names, or a user's own.
+
+    Raises:
+        ScenarioError: a class of a user's own that cannot be had, or is no whole algorithm.
+    """
+    if not isinstance(section, OwnAlgorithmSection):
+        return ALGORITHMS[section.name](section)
+    own = load_own(
+        section.module,
+        "algorithm.module",
+        accepts=lambda part: isinstance(part, type) and issubclass(part, Algorithm),
+        must_be="a subclass of flower_privdec.algorithms.Algorithm",
     )
-}
-
-
-def build_algorithm(section: GradientSection) -> Algorithm:
-    """Return the algorithm an `algorithm` section names."""
-    name: str = section.name  # type: ignore[attr-defined]
-    return ALGORITHMS[name](section)
+    where = f"algorithm.module={section.module!r}"
+    try:
+        algorithm: Algorithm = own(section)
+    except PrivdecError:
+        raise
+    except Exception as error:  # a user's own class may raise anything
+        raise ScenarioError(f"{where} could not be built: {one_line(error)}") from error
+    check_algorithm(algorithm, where)
+    return algorithm
 
 
 __all__ = [

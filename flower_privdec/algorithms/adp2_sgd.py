@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -98,8 +97,6 @@ class ADP2SGD(Algorithm):
     Source: Xu et al. 2021 (A(DP)²SGD) on AD-PSGD, Lian et al. 2018, Algorithm 1.
     """
 
-    name: ClassVar[str] = "adp2-sgd"
-    summary: ClassVar[str] = "asynchronous pairwise gossip with stale noised gradients (A(DP)²SGD)"
     weights = "doubly-stochastic"
     slots = 3
     released = one_sum

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from flower_privdec.algorithms.exchange import Exchange
 from flower_privdec.algorithms.state import State
+from flower_privdec.errors import ScenarioError
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
 from flower_privdec.privacy.declared import Declaration, Drawing, PaperNoise
-from flower_privdec.scenario.algorithm_sections import GradientSection, steps_per_round
+from flower_privdec.scenario.algorithm_sections import AlgorithmSection, OwnAlgorithmSection, steps_per_round
 from flower_privdec.topology import Topology
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Algorithm:
     anything an instance does has to declare anew: it inherits no promise about steps that it changed.
 
     Attributes:
-        name: what a scenario calls it.
+        Section: for an algorithm of a user's own, the form of its section in a scenario.
         weights: the mixing weights its theory needs, or None when it exchanges nothing.
         program: steps and exchanges of one round, in order.
         slots: how many [m, d] buffers its state holds (for memory estimates).
@@ -44,8 +45,7 @@ class Algorithm:
         paper_noise: whose formula `calibration: paper` computes the noise by; None where no paper claims an ε.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
+    Section: ClassVar[type[OwnAlgorithmSection]] = OwnAlgorithmSection
     weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
     program: tuple[Step | Exchange, ...]
     slots: ClassVar[int] = 1
@@ -53,9 +53,14 @@ class Algorithm:
     paper_noise: ClassVar[PaperNoise | None] = None
     remembers_clipped: bool = False
 
-    def __init__(self, section: GradientSection) -> None:
+    def __init__(self, section: AlgorithmSection) -> None:
         self.section = section
         self.steps_per_round = steps_per_round(section)
+
+    @property
+    def name(self) -> str:
+        """Return what the scenario calls it."""
+        return self.section.name
 
     def __init_subclass__(cls) -> None:
         """Drop an inherited declaration where a subclass changes what it was about."""
@@ -104,6 +109,29 @@ class Algorithm:
         return total / (rows["w"].sum() if "w" in rows else len(rows["x"]))
 
 
+def check_algorithm(algorithm: Algorithm, where: str) -> None:
+    """Refuse an algorithm that is not whole.
+
+    Args:
+        where: what to call it in an error.
+
+    Raises:
+        ScenarioError: it has no program, or no weights, or weights that do not fit the program.
+    """
+    program, none = getattr(algorithm, "program", None), object()
+    if not isinstance(program, tuple) or not program or not all(map(callable, _steps(program))):
+        raise ScenarioError(f"{where}: program must be a tuple of steps and exchanges")
+    weights = getattr(algorithm, "weights", none)
+    if weights not in ("column-stochastic", "doubly-stochastic", None):
+        raise ScenarioError(f"{where}: weights must be 'column-stochastic', 'doubly-stochastic' or None")
+    if weights is None and len(_steps(program)) < len(program):
+        raise ScenarioError(f"{where}: weights must not be None, for the program has exchanges")
+
+
+def _steps(program: tuple[Step | Exchange, ...]) -> list[Step]:
+    return [item for item in program if not isinstance(item, Exchange)]
+
+
 def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | None:
     """Run steps up to the next exchange, or to the end of the round.
 
@@ -115,6 +143,7 @@ def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | No
     while state.at < len(program):
         item = program[state.at]
         if isinstance(item, Exchange):
+            state.waiting = True
             return item
         item(cohort, state)
         state.at += 1

@@ -55,6 +55,7 @@ class PrivateStep:
         rows: int64 [m], where these rows stand in the cohort.
         round_index: the round.
         step: its number in the run; it keys batch and noise.
+        receivers: int64 [m], to whom alone each row's sums go, which then keys their noise too; None for everybody.
     """
 
     sums: Mapping[str, Tensor]
@@ -67,6 +68,7 @@ class PrivateStep:
     rows: np.ndarray
     round_index: int
     step: int
+    receivers: np.ndarray | None = None
 
     @property
     def out(self) -> Tensor:
@@ -91,7 +93,8 @@ class Cohort:
         peers: int64 [m], their global ids, ascending.
         n_peers: how many peers the whole network has.
         initial: [d], the parameters every peer starts from.
-        plan, ledger: the privacy plan of the whole network and these peers' ledger; None without privacy.
+        data, protection, ledger: these peers' examples, their clipping and noise, and their ledger, all by row; without
+            privacy the last two are None.
         apart: whether sums are made and noised by themselves before they are added anywhere, see `release_`.
     """
 
@@ -105,9 +108,14 @@ class Cohort:
     noise: NoiseSource
     learning_rate: LearningRate
     steps_per_round: int = 1
-    plan: Protection | None = None
+    protection: Protection | None = None
     ledger: CohortLedger | None = None
     apart: bool = False
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Return where all peers stand, 0 to m - 1."""
+        return np.arange(len(self.peers))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,7 +161,7 @@ class Cohort:
         """
         active = self.active(round_index)
         if active.all():
-            self.release_rows_(out, params, divisor, round_index, np.arange(len(self.peers)), estimate)
+            self.release_rows_(out, params, divisor, round_index, self.rows, estimate)
         elif active.any():
             chosen = np.flatnonzero(active)
             rows = torch.as_tensor(chosen, device=self.device)
@@ -172,6 +180,7 @@ class Cohort:
         rows: np.ndarray,
         estimate: Estimate = stochastic_gradient,
         local_step: int = 0,
+        receivers: np.ndarray | None = None,
     ) -> None:
         """Take one private step of some rows, which `active` has said may step: pay, estimate, add noise.
 
@@ -179,34 +188,42 @@ class Cohort:
             sums: where the step's sums are added, each [r, d], by the names the algorithm declares; a tensor alone
                 is the sum `gradient`.
             params, divisor: of these rows alone, [r, d] and [r].
-            rows: int64 [r], where they stand in the cohort.
+            rows: int64 [r], where they stand in the cohort; one may occur several times, for a receiver each.
             estimate: adds the sums, without noise, from the step's batch.
             local_step: which step of the round, for algorithms that take several.
+            receivers: int64 [r], global ids: to whom alone each row's sums go; None for everybody.
+
+        Raises:
+            TypeError: where the algorithm declares other sums, or fewer receivers.
 
         Privacy: unit example, adjacency zero-out; the release that the algorithm declares for the step, charged to
             each row's ledger before an example is read.
         """
         peers, index = self.peers[rows], round_index * self.steps_per_round + local_step
         if self.ledger is not None:
-            self.ledger.pay(index, rows)
-        rate = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[peers]
+            self.ledger.pay(index, rows if receivers is None else np.unique(rows))
+        rate = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[rows]
         named = {"gradient": sums} if isinstance(sums, Tensor) else sums
         numbers, noises = [-rate], {}
-        if self.plan is not None:
-            clip, noises = self.plan.clip_norm(index)[peers], self.plan.noise(index, named)
-            numbers += [clip, *(rate * clip * noise[peers] for noise in noises.values())]
+        if self.protection is not None:
+            clip, noises = (
+                self.protection.clip_norm(index)[rows],
+                self.protection.noise(index, named, _copies(rows, receivers)),
+            )
+            numbers += [clip, *(rate * clip * noise[rows] for noise in noises.values())]
         scale, *rest = self.tensor(np.array(numbers)).unbind(0)
         step = PrivateStep(
             sums=named,
             params=params,
             divisor=divisor,
-            batch=self.data.batch(index, peers),
+            batch=self.data.batch(index, rows),
             clip_norm=rest[0] if rest else None,
             scale=scale,
             peers=peers,
             rows=rows,
             round_index=round_index,
             step=index,
+            receivers=receivers,
         )
         self.release_(step, estimate, dict(zip(noises, rest[1:], strict=True)))
 
@@ -223,7 +240,12 @@ class Cohort:
         sums = {name: torch.zeros_like(rows) for name, rows in step.sums.items()} if self.apart else step.sums
         estimate(self, replace(step, sums=sums) if self.apart else step)
         for name, scale in std.items():
-            self.noise.add_(sums[name], scale, step.step, step.peers, name)
+            self.noise.add_(sums[name], scale, step.step, step.peers, name, step.receivers)
         if self.apart:
             for name, rows in step.sums.items():
                 rows.add_(sums[name])
+
+
+def _copies(rows: np.ndarray, receivers: np.ndarray | None) -> int:
+    """Return how many receivers a row has at most."""
+    return 1 if receivers is None or not len(rows) else int(np.bincount(rows).max())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -38,8 +36,6 @@ class DecentralizedSGD(Algorithm):
     Source: Lian et al. 2017, Algorithm 1, lines 2 to 6.
     """
 
-    name: ClassVar[str] = "d-psgd"
-    summary: ClassVar[str] = "decentralized parallel SGD (gossip, doubly stochastic weights)"
     weights = "doubly-stochastic"
     program = (gradient, Mix(("x",)), apply_step)
     slots = 2
@@ -58,6 +54,3 @@ class DP2SGD(DecentralizedSGD):
 
     Source: Yu et al. 2021 (DP²-SGD); the update is D-PSGD's.
     """
-
-    name = "dp2-sgd"
-    summary = "D-PSGD with clipped and noised gradients (DP²-SGD)"

@@ -19,8 +19,6 @@ class DynD2P(SGP):
     Source: Dyn-D2P (Zhu et al.), Algorithm 1. Algorithm 2, any C_k and σ_k, is privsgp with privacy.schedule.
     """
 
-    name = "dyn-d2p"
-    summary = "push-sum, decaying clip norm and growing per-step budget (Dyn-D2P, Alg. 1)"
     paper_noise = "gdp"
 
 
@@ -30,8 +28,6 @@ class DynCD2P(SGP):
     Privacy, deviations: as DynD2P; paper calibration takes μ̄ from eq. 9. Source: Dyn-D2P, Algorithm 3.
     """
 
-    name = "dyn-c-d2p"
-    summary = "push-sum, decaying clip norm (Dyn[C]-D2P, Alg. 3)"
     paper_noise = "gdp"
 
 
@@ -41,8 +37,6 @@ class DynMuD2P(SGP):
     Privacy, deviations: as DynD2P. Source: Dyn-D2P, Algorithm 4.
     """
 
-    name = "dyn-mu-d2p"
-    summary = "push-sum, growing per-step budget (Dyn[μ]-D2P, Alg. 4)"
     paper_noise = "gdp"
 
 
@@ -52,6 +46,4 @@ class ConstD2P(SGP):
     Privacy, deviations: as DynCD2P. Source: Dyn-D2P, Algorithm 5.
     """
 
-    name = "const-d2p"
-    summary = "push-sum, constant clip norm and noise (Const-D2P, Alg. 5)"
     paper_noise = "gdp"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -35,8 +34,6 @@ class FedDeper(FedAvg):
     Source: FedDeper, Algorithm 1.
     """
 
-    name: ClassVar[str] = "feddeper"
-    summary: ClassVar[str] = "depersonalized and personalized models (FedDeper, Alg. 1), with a server or over a graph"
     slots = 2
 
     def __init__(self, section: FedDeperSection) -> None:
@@ -96,6 +93,3 @@ class FedDeperStar(FedDeper):
 
     Source: FedDeper, section on experiments (FedDeper*).
     """
-
-    name = "feddeper*"
-    summary = "FedDeper with half the local steps"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,10 +29,9 @@ class FedAvg(SGP):
 
         y ← x,  τ times: y ← y - η g̃_i(y),  then x ← Σ over the active peers of (J_i / Σ J) y_i
 
-    J_i is a peer's number of examples; with weighting uniform each active peer counts 1/m. A peer adds J_i over the
-    active peers' mean of J times its walk y - x to its x. On topology server every peer holds the same x, so that the
-    mean over the active peers is the sum above. On any other graph x is the peer's mixed model (push-sum over
-    z = x / w), and its walk from z is weighted in the same way.
+    J_i is a peer's number of examples; with weighting uniform each active peer counts 1/m. No peer has to know
+    another's number: it sends J_i y_i and, as its push weight w_i, J_i, so that the ratio of the two means is the sum
+    above. On a graph without a server w starts at J_i and x at J_i x^0, and J_i times the walk from z = x / w is added.
 
     Privacy: where the scenario has a privacy section, each of the τ steps is a release. The weights are public, for
     every number of examples is (adjacency is zero-out); a peer's noise enters the mean with its weight.
@@ -42,14 +39,13 @@ class FedAvg(SGP):
     Deviations from the paper: none without privacy. Source: McMahan et al. 2017, Algorithm 1.
     """
 
-    name: ClassVar[str] = "fedavg"
-    summary: ClassVar[str] = "several local steps, then averaging (FedAvg); over a graph: local-step push-sum"
     released = one_sum
 
     def __init__(self, section: LocalSteps) -> None:
         super().__init__(section)
         self.by_examples = getattr(section, "weighting", "uniform") == "examples"
-        self.program = (self.local, Mix(("x", "w")))
+        weigh = (self.weigh,) if self.by_examples else ()
+        self.program = (*weigh, self.local, Mix(("x", "w")))
 
     def local(self, cohort: Cohort, state: State) -> None:
         """Walk τ steps from z = x / w at every active row, and add the walk to x; on a CPU as many as stay in cache."""
@@ -61,16 +57,30 @@ class FedAvg(SGP):
             start = aligned(x[where]).div_(state.rows["w"][where].unsqueeze(1))
             walked = self.walk(cohort, state, rows, start).sub_(start)
             if self.by_examples:
-                walked *= self.weights_of(cohort, state.round_index, rows)
+                walked *= self.examples(cohort)[where].unsqueeze(1)
             for row, step in zip(rows.tolist(), walked, strict=True):
                 x[row].add_(step)
 
+    def weigh(self, cohort: Cohort, state: State) -> None:
+        """Put every peer's own number of examples into its push weight again, where the server has averaged them."""
+        if cohort.mixing is not None and cohort.mixing.weights == "server":
+            x, w, sizes = state.rows["x"], state.rows["w"], self.examples(cohort)
+            x.mul_((sizes / w).unsqueeze(1))
+            w.copy_(sizes)
+
     @staticmethod
-    def weights_of(cohort: Cohort, round_index: int, rows: np.ndarray) -> Tensor:
-        """Return the examples of some rows over those of an active peer on average, [r, 1]."""
-        sizes = cohort.data.sampler.partition_sizes
-        mean = sizes[cohort.participation.active(round_index)].mean()
-        return cohort.tensor(sizes[cohort.peers[rows]] / mean).unsqueeze(1)
+    def examples(cohort: Cohort) -> Tensor:
+        """Return every row's number of examples, [m]."""
+        return cohort.tensor(cohort.data.sampler.partition_sizes.astype(np.float64))
+
+    def initial(self, cohort: Cohort) -> dict[str, Tensor]:
+        """Return x^0 and the push weights: J_i x^0 and J_i where peers count by their examples, else x^0 and 1."""
+        rows = super().initial(cohort)
+        if self.by_examples:
+            sizes = self.examples(cohort)
+            rows["x"].mul_(sizes.unsqueeze(1))
+            rows["w"].copy_(sizes)
+        return rows
 
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
         """Return where τ steps from `start` lead, [active, d], in a tensor of its own."""
@@ -96,8 +106,6 @@ class FedProx(FedAvg):
     Source: Li et al. 2020 (FedProx), Algorithm 2, with SGD as the local solver.
     """
 
-    name = "fedprox"
-    summary = "FedAvg with a proximal term (FedProx)"
     released = one_sum
 
     def __init__(self, section: FedProxSection) -> None:
@@ -129,8 +137,6 @@ class Scaffold(FedAvg):
     Deviations from the paper: none without privacy. Source: Karimireddy et al. 2020, Algorithm 1.
     """
 
-    name = "scaffold"
-    summary = "FedAvg with control variates (SCAFFOLD); twice the traffic; topology server"
     slots = 5
     open_rows = ("x", "w", "change")
     released = one_sum

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from flower_privdec.algorithms.algorithm import Algorithm
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.algorithms.state import State
@@ -21,8 +19,6 @@ class Local(Algorithm):
     The baseline every exchange has to beat at the same privacy. Source: none needed.
     """
 
-    name: ClassVar[str] = "local"
-    summary: ClassVar[str] = "every peer alone (no exchange): the baseline"
     weights = None
     program = (descend,)
     released = one_sum
@@ -31,6 +27,4 @@ class Local(Algorithm):
 class DPSGD(Local):
     """Descend on pooled data at one peer: DP-SGD, the centralized reference. Source: Abadi et al. 2016, Alg. 1."""
 
-    name = "dp-sgd"
-    summary = "one peer with all data (DP-SGD): the centralized reference"
     paper_noise = "moments"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,8 +41,6 @@ class PrivSGPVR(SGP):
     Source: PrivSGP-VR (Zhu et al.), Algorithm 1, lines 2 to 12.
     """
 
-    name: ClassVar[str] = "privsgp-vr"
-    summary: ClassVar[str] = "private SGP with variance reduction (PrivSGP-VR, Alg. 1): SAGA tables or SVRG"
     paper_noise = "moments-table"
 
     def __init__(self, section: VRSection) -> None:

@@ -33,8 +33,6 @@ class SGP(Algorithm):
     Source: Assran et al. 2019, Algorithm 1; PrivSGP-VR (Zhu et al.), Appendix C.
     """
 
-    name: ClassVar[str] = "sgp"
-    summary: ClassVar[str] = "stochastic gradient push (push-sum) over directed graphs"
     weights = "column-stochastic"
     program: tuple[Step | Exchange, ...] = (descend, Mix(("x", "w")))
     open_rows: ClassVar[tuple[str, ...]] = ("x", "w")
@@ -60,6 +58,4 @@ class PrivSGP(SGP):
     Source: PrivSGP-VR (Zhu et al.), Appendix C, Algorithm 2, lines 2 to 10.
     """
 
-    name = "privsgp"
-    summary = "private stochastic gradient push (PrivSGP, Alg. 2), a budget for each peer"
     paper_noise = "moments"

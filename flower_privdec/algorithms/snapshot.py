@@ -35,10 +35,10 @@ def released(step: int, every: int, drawing: Drawing) -> Declaration:
 
 def full_gradient(cohort: Cohort, step: PrivateStep) -> None:
     """Add scale b (1/J) Σ_j clip(∇f(z; j)): the gradient of all local examples."""
-    sizes = cohort.data.sampler.partition_sizes[step.peers]
-    scale = step.scale * cohort.tensor(cohort.data.sampler.normalizer[step.peers] / sizes)
+    sizes = cohort.data.sampler.partition_sizes[step.rows]
+    scale = step.scale * cohort.tensor(cohort.data.sampler.normalizer[step.rows] / sizes)
     for start in range(0, int(sizes.max()), CHUNK):
-        batch = cohort.data.examples(step.peers, start, min(start + CHUNK, int(sizes.max())))
+        batch = cohort.data.examples(step.rows, start, min(start + CHUNK, int(sizes.max())))
         cohort.kernel.add_clipped_(step.out, step.params, batch, step.clip_norm, scale, step.divisor)
 
 

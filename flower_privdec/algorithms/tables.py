@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms.cohort import Cohort, PrivateStep
+from flower_privdec.catalogue import GRADIENT_TABLES
 from flower_privdec.data import Batch
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import Factors, GradientKernel, StackedKernel
@@ -55,20 +56,20 @@ def _ones(cohort: Cohort, count: int) -> Tensor:
     return torch.ones(count, dtype=cohort.dtype, device=cohort.device)
 
 
-def _clip(cohort: Cohort, peers: np.ndarray) -> Tensor | None:
-    """Return the clip norm before round 0."""
-    return None if cohort.plan is None else cohort.tensor(cohort.plan.clip_norm(0)[peers])
+def _clip(cohort: Cohort) -> Tensor | None:
+    """Return the clip norm before step 0."""
+    return None if cohort.protection is None else cohort.tensor(cohort.protection.clip_norm(0))
 
 
 def _longest(cohort: Cohort) -> int:
-    """Return the most examples any peer of the network has: how long every peer's table is, whoever hosts it."""
+    """Return the most examples any peer here has: how long every peer's table is."""
     return int(cohort.data.sampler.partition_sizes.max())
 
 
 def _fills(cohort: Cohort) -> Iterator[tuple[int, Batch]]:
-    longest = int(cohort.data.sampler.partition_sizes[cohort.peers].max())
+    longest = _longest(cohort)
     for start in range(0, longest, FILL):
-        yield start, cohort.data.examples(cohort.peers, start, min(start + FILL, longest))
+        yield start, cohort.data.examples(cohort.rows, start, min(start + FILL, longest))
 
 
 def _slot(batch: Batch, b: int) -> Batch:
@@ -77,7 +78,7 @@ def _slot(batch: Batch, b: int) -> Batch:
 
 def _add_mean_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
     """Add scale b mean(table) to out."""
-    whole = step.scale * cohort.tensor(cohort.data.sampler.normalizer[step.peers])
+    whole = step.scale * cohort.tensor(cohort.data.sampler.normalizer[step.rows])
     step.out.addcmul_(whole.unsqueeze(1), state["table.mean"][_index(cohort, step.rows)])
 
 
@@ -86,8 +87,8 @@ def _index(cohort: Cohort, rows: np.ndarray) -> Tensor | slice:
     return slice(None) if len(rows) == len(cohort.peers) else torch.as_tensor(rows, device=cohort.device)
 
 
-def _per_example(cohort: Cohort, peers: np.ndarray) -> Tensor:
-    return 1 / cohort.tensor(cohort.data.sampler.partition_sizes[peers].astype(np.float64))
+def _per_example(cohort: Cohort, rows: np.ndarray) -> Tensor:
+    return 1 / cohort.tensor(cohort.data.sampler.partition_sizes[rows].astype(np.float64))
 
 
 class Dense:
@@ -97,11 +98,11 @@ class Dense:
     def initial(cohort: Cohort, x: Tensor) -> Rows:
         """Fill the table at x."""
         table = x.new_zeros(len(x), _longest(cohort), x.shape[1])
-        clip, one = _clip(cohort, cohort.peers), _ones(cohort, len(x))
+        clip, one = _clip(cohort), _ones(cohort, len(x))
         for start, batch in _fills(cohort):
             for b in range(batch.y.shape[1]):
                 cohort.kernel.add_clipped_(table[:, start + b], x, _slot(batch, b), clip, one)
-        return {"table": table, "table.mean": table.sum(1) * _per_example(cohort, cohort.peers).unsqueeze(1)}
+        return {"table": table, "table.mean": table.sum(1) * _per_example(cohort, cohort.rows).unsqueeze(1)}
 
     @staticmethod
     def add_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
@@ -109,7 +110,7 @@ class Dense:
         point = step.params.clone() if step.out is step.params else step.params
         _add_mean_(state, cohort, step)
         rows = torch.as_tensor(step.rows, device=cohort.device)
-        share, one = _per_example(cohort, step.peers).unsqueeze(1), _ones(cohort, len(rows))
+        share, one = _per_example(cohort, step.rows).unsqueeze(1), _ones(cohort, len(rows))
         for b in range(step.batch.y.shape[1]):
             slot = _slot(step.batch, b)
             now = torch.zeros_like(point)
@@ -145,10 +146,10 @@ class Factored:
             rows[f"table.delta{number}"] = x.new_zeros(len(x), longest, out)
             if number:
                 rows[f"table.input{number}"] = x.new_zeros(len(x), longest, inner)
-        share = _per_example(cohort, cohort.peers)
+        share = _per_example(cohort, cohort.rows)
         for start, batch in _fills(cohort):
             stop = start + batch.y.shape[1]
-            factors = _folded(kernel.factors(x, batch), batch, _clip(cohort, cohort.peers))
+            factors = _folded(kernel.factors(x, batch), batch, _clip(cohort))
             for name, value in _named(factors):
                 rows[name][:, start:stop] = value * batch.weight.unsqueeze(2)  # nothing where a peer has no example
             kernel.accumulate_(rows["table.mean"], factors, batch.weight * share.unsqueeze(1))
@@ -164,7 +165,7 @@ class Factored:
         old = _joined(new, [(state[name][where] if name in state else None) for name, _ in _all(new)])
         _add_mean_(state, cohort, step)
         weight = batch.weight * step.scale.unsqueeze(1)
-        share = batch.weight * _per_example(cohort, step.peers).unsqueeze(1)
+        share = batch.weight * _per_example(cohort, step.rows).unsqueeze(1)
         mean = state["table.mean"][rows] if len(rows) < len(cohort.peers) else state["table.mean"]
         for factors, sign in ((new, 1), (old, -1)):
             kernel.accumulate_(step.out, factors, sign * weight)
@@ -229,12 +230,11 @@ class Blocks:
     def initial(cohort: Cohort, x: Tensor) -> Rows:
         """Fill the table at x, block by block."""
         sampler = cohort.data.sampler
-        counts = sampler.blocks(cohort.peers)
-        most = sampler.blocks(np.arange(cohort.n_peers)).max()
-        table = x.new_zeros(len(x), int(most), x.shape[1])
-        clip, share = _clip(cohort, cohort.peers), 1 / cohort.tensor(sampler.normalizer[cohort.peers])
+        counts = sampler.blocks(cohort.rows)
+        table = x.new_zeros(len(x), int(counts.max()), x.shape[1])
+        clip, share = _clip(cohort), 1 / cohort.tensor(sampler.normalizer)
         for block in range(int(counts.max())):
-            batch = cohort.data.block(cohort.peers, np.minimum(block, counts - 1))
+            batch = cohort.data.block(cohort.rows, np.minimum(block, counts - 1))
             cohort.kernel.add_clipped_(table[:, block], x, batch, clip, share)
             table[torch.as_tensor(counts <= block), block] = 0
         return {
@@ -246,8 +246,8 @@ class Blocks:
     def add_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
         """Exchange the drawn block's entry."""
         sampler = cohort.data.sampler
-        counts = sampler.blocks(step.peers)
-        size = cohort.tensor(sampler.normalizer[step.peers])
+        counts = sampler.blocks(step.rows)
+        size = cohort.tensor(sampler.normalizer[step.rows])
         now = torch.zeros_like(step.params)
         cohort.kernel.add_clipped_(now, step.params, step.batch, step.clip_norm, 1 / size, step.divisor)
         _add_mean_(state, cohort, step)
@@ -264,4 +264,6 @@ class Blocks:
         return len(sizes) * (int(sizes.max()) // max(1, batch) + 1) * d
 
 
-TABLES: dict[str, type[Table]] = {"factored": Factored, "blocks": Blocks, "dense": Dense}
+TABLES: dict[str, type[Table]] = GRADIENT_TABLES.some("factored", "blocks", "dense").bind(
+    {"factored": Factored, "blocks": Blocks, "dense": Dense}
+)

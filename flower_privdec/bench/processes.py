@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from flower_privdec.algorithms import Exchange, State, advance
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.algorithms.exchange import Payload
 from flower_privdec.bench.timing import paired, quiet
-from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload
+from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload, constant_protection, peer_data
 from flower_privdec.errors import RunError
 
 PEERS = 8
@@ -64,10 +65,10 @@ def engine_ms(workload: Workload, generator: str, rounds: int) -> float:
 
 def one_row(setup: Setup, generator: str, peer: int) -> tuple[Cohort, State]:
     """Return the cohort of one peer of a workload, and its state."""
-    engine = setup.engine(generator)
-    engine.cohort.peers = np.array([peer])
-    state = State(engine.cohort.peers, rows=engine.algorithm.initial(engine.cohort))
-    return engine.cohort, state
+    whole, only = setup.engine(generator), np.array([peer])
+    data = peer_data(setup.workload, setup.examples, only, setup.device, setup.dtype)
+    cohort = replace(whole.cohort, peers=only, data=data, protection=constant_protection(1))
+    return cohort, State(only, rows=whole.algorithm.initial(cohort))
 
 
 class Peer:

@@ -49,8 +49,8 @@ class Rival(ABC):
         self.loss = plain_loss(setup.workload.loss)
         self.round_index = 0
         shape = (self.n, setup.workload.examples)
-        self._x = setup.dataset.x_train.to(setup.device, setup.dtype).view(*shape, *setup.workload.shape)
-        self._y = setup.dataset.y_train.to(setup.device).view(shape)
+        self._x = setup.examples.x.to(setup.device, setup.dtype).view(*shape, *setup.workload.shape)
+        self._y = setup.examples.y.to(setup.device).view(shape)
 
     @abstractmethod
     def load(self, x: Tensor, w: Tensor) -> None:

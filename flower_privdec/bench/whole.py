@@ -17,7 +17,7 @@ from flower_privdec.bench.ledgers import SECONDS, ledger_share
 from flower_privdec.bench.printing import print_results
 from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload
 from flower_privdec.errors import PrivdecError, ScenarioError
-from flower_privdec.experiment.build import resolve_device
+from flower_privdec.experiment.agreement import resolve_device
 
 WITH_LEDGER = ("W1", "W2")
 EXTRA_ROUNDS = 10

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flower_privdec.algorithms import Algorithm, State, build_algorithm
 from flower_privdec.algorithms.cohort import Cohort, LearningRate
-from flower_privdec.data import Dataset, PeerData, Sampler
+from flower_privdec.data import Examples, PeerData, Sampler
 from flower_privdec.gradients import build_kernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten, parameter_count
@@ -82,7 +82,7 @@ class Setup:
     """
 
     workload: Workload
-    dataset: Dataset
+    examples: Examples
     module: nn.Module
     data: PeerData
     mixing: Mixing
@@ -92,17 +92,14 @@ class Setup:
     @classmethod
     def build(cls, workload: Workload, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Setup:
         """Make the data and the parts all contestants share."""
-        dataset = synthetic(workload)
-        sizes = np.full(workload.n_peers, workload.examples)
-        parts = np.split(np.arange(sizes.sum()), workload.n_peers)
-        sampler = Sampler("uniform", workload.batch, sizes, dict.fromkeys(range(workload.n_peers), SEED))
+        examples = synthetic(workload)
         outputs = 1 if workload.loss == "hinge" else workload.n_classes
         module = build_model(workload.model, workload.shape, outputs, seed=SEED, **workload.options)
         return cls(
             workload=workload,
-            dataset=dataset,
+            examples=examples,
             module=module.to(device, dtype),
-            data=PeerData(dataset, parts, sampler, device, dtype),
+            data=peer_data(workload, examples, np.arange(workload.n_peers), device, dtype),
             mixing=Mixing(build_topology("directed-exponential", workload.n_peers), "column-stochastic"),
             device=torch.device(device),
             dtype=dtype,
@@ -120,8 +117,9 @@ class Setup:
             noise: where the noise comes from, or the name of a generator.
         """
         algorithm = build_algorithm(SGDSection(name="privsgp", learning_rate=LEARNING_RATE))
-        everybody, plan = build_participation("all", self.workload.n_peers), constant_plan(self.workload.n_peers)
-        return self.engine_of(algorithm, self.mixing, everybody, LEARNING_RATE, noise, plan)
+        n_peers = self.workload.n_peers
+        everybody, protection = build_participation("all", n_peers), constant_protection(n_peers)
+        return self.engine_of(algorithm, self.mixing, everybody, LEARNING_RATE, noise, protection)
 
     def engine_of(
         self,
@@ -130,7 +128,7 @@ class Setup:
         participation: Participation,
         rate: float,
         noise: NoiseSource | str,
-        plan: Protection | None = None,
+        protection: Protection | None = None,
     ) -> Engine:
         """Return the engine that runs an algorithm on this workload, at a constant learning rate."""
         n = self.workload.n_peers
@@ -147,23 +145,32 @@ class Setup:
             noise=noise,
             learning_rate=LearningRate(np.full(n, rate), 0.0, FOREVER),
             steps_per_round=algorithm.steps_per_round,
-            plan=plan,
+            protection=protection,
         )
         return Engine(algorithm, cohort, State(cohort.peers, rows=algorithm.initial(cohort)))
 
 
-def constant_plan(n_peers: int) -> Protection:
+def constant_protection(n_peers: int) -> Protection:
     """Return the same clip norm and noise for every peer and round; nobody is charged."""
     ones = np.broadcast_to(1.0, (FOREVER, n_peers))
     noise = np.broadcast_to(NOISE_MULTIPLIER, ones.shape)
-    kinds, kind_of = ({"gradient": 1.0},), np.broadcast_to(0, (FOREVER,))
+    kinds, kind_of = ({"gradient": (1.0, 1)},), np.broadcast_to(0, (FOREVER,))
     return Protection(np.broadcast_to(CLIP_NORM, ones.shape), noise, (), (None,) * n_peers, "none", kinds, kind_of)
 
 
-def synthetic(workload: Workload) -> Dataset:
-    """Return random examples of the workload's shape; the test set is a few of the training examples."""
+def peer_data(
+    workload: Workload, examples: Examples, peers: np.ndarray, device: torch.device | str, dtype: torch.dtype
+) -> PeerData:
+    """Return the examples of some peers, sampled as the engine samples them."""
+    own = replace(examples, parts=tuple(examples.parts[peer] for peer in peers))
+    keys = dict.fromkeys(peers.tolist(), SEED)
+    return PeerData(own, Sampler("uniform", workload.batch, own.sizes, keys, peers), device, dtype)
+
+
+def synthetic(workload: Workload) -> Examples:
+    """Return random examples of the workload's shape."""
     generator = keyed_generator(SEED, "benchmark")
     count = workload.n_peers * workload.examples
     x = torch.from_numpy(generator.standard_normal((count, *workload.shape), dtype=np.float32))
     y: Tensor = torch.arange(count) % workload.n_classes
-    return Dataset("synthetic", x, y, x[:64], y[:64], workload.n_classes)
+    return Examples(x, y, tuple(np.split(np.arange(count), workload.n_peers)))

@@ -1,19 +1,22 @@
 """Datasets, their partition among peers, and the sampling of batches."""
 
-from flower_privdec.data.datasets import DATASETS, Dataset, load_dataset
-from flower_privdec.data.partition import PARTITIONS, partition
+from flower_privdec.catalogue import DATASETS, PARTITIONS, SAMPLINGS
+from flower_privdec.data.datasets import Examples, PublicSet, read_examples, read_public
+from flower_privdec.data.partition import partition
 from flower_privdec.data.peer_data import Batch, PeerData
-from flower_privdec.data.sampling import SAMPLINGS, LocalBatch, Sampler
+from flower_privdec.data.sampling import LocalBatch, Sampler
 
 __all__ = [
     "DATASETS",
     "PARTITIONS",
     "SAMPLINGS",
     "Batch",
-    "Dataset",
+    "Examples",
     "LocalBatch",
     "PeerData",
+    "PublicSet",
     "Sampler",
-    "load_dataset",
     "partition",
+    "read_examples",
+    "read_public",
 ]

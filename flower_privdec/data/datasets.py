@@ -1,106 +1,219 @@
-"""Load a dataset by name, whole or a keyed random subset of it."""
+"""Read what all peers of a run know of its data, the public test set, and what each holds: its own examples."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.catalogue import DATASETS
 from flower_privdec.data import npz, readers
-from flower_privdec.data.readers import Rows, Source, Split
+from flower_privdec.data.own_arrays import read_own
+from flower_privdec.data.partition import partition
+from flower_privdec.data.readers import Rows, Source
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
+from flower_privdec.scenario.schema import PEER, DataSection
 
-DATASETS: dict[str, str] = {
-    "digits": "1,440 + 357 handwritten digits 8x8, 10 classes; embedded (scikit-learn)",
-    "breast-cancer": "448 + 121 tumours, 30 measures, 2 classes; embedded (scikit-learn)",
-    "mnist": "60,000 + 10,000 digits 28x28, 10 classes; root has MNIST/raw",
-    "fashion-mnist": "60,000 + 10,000 pieces of clothing 28x28, 10 classes; root has FashionMNIST/raw",
-    "cifar10": "50,000 + 10,000 colour images 32x32, 10 classes; root has cifar-10-batches-py",
-    "npz": "your own: root is an .npz file with x_train, y_train, x_test, y_test",
-}
-_READERS: dict[str, Callable[[str | None], Source]] = {
-    "digits": readers.read_digits,
-    "breast-cancer": readers.read_breast_cancer,
-    "mnist": readers.read_mnist,
-    "fashion-mnist": readers.read_fashion_mnist,
-    "cifar10": readers.read_cifar10,
-    "npz": npz.read_npz,
-}
+_READERS: dict[str, Callable[[str | None], Source]] = DATASETS.bind(
+    {
+        "digits": readers.read_digits,
+        "breast-cancer": readers.read_breast_cancer,
+        "mnist": readers.read_mnist,
+        "fashion-mnist": readers.read_fashion_mnist,
+        "cifar10": readers.read_cifar10,
+        "npz": npz.read_npz,
+    }
+)
+OWN = "own"  # what a ledger calls all data that users' functions give: one name, lest a renamed function be free
 
 
 @dataclass(frozen=True, eq=False)
-class Dataset:
-    """A dataset in memory: private training examples and a public test set.
+class PublicSet:
+    """What all know of the data: the test set, and what examples look like.
 
     Attributes:
-        name: its name in DATASETS, under which a ledger counts it, whatever part of it, order or file is used.
-        x_train, x_test: features, float32 [N, *input_shape].
-        y_train, y_test: classes, int64 [N], of 0..n_classes-1.
-        n_classes: the number of classes, public.
+        name: its name in DATASETS, or `own`: under it a ledger counts it, whatever part of it, order or file is used.
+        x: features, float32 [N, *input_shape].
+        y: classes, int64 [N], of 0..n_classes-1.
+        n_classes: the number of classes.
     """
 
     name: str
-    x_train: Tensor
-    y_train: Tensor
-    x_test: Tensor
-    y_test: Tensor
+    x: Tensor
+    y: Tensor
     n_classes: int
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one example's features."""
-        return tuple(self.x_train.shape[1:])
+        return tuple(self.x.shape[1:])
 
 
-def load_dataset(
-    name: str,
-    root: str | None = None,
-    *,
-    samples: int | None = None,
-    seed: int = 0,
-    test_samples: int | None = None,
-) -> Dataset:
-    """Load a dataset.
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """The training examples of some peers: private, and theirs alone.
+
+    Attributes:
+        x: features, float32 [N, *input_shape].
+        y: classes, int64 [N].
+        parts: the rows of each of these peers, int64, none empty.
+    """
+
+    x: Tensor
+    y: Tensor
+    parts: tuple[np.ndarray, ...]
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """How many examples each peer has, int64 [m]."""
+        return np.array([len(part) for part in self.parts], dtype=np.int64)
+
+
+def open_dataset(section: DataSection, root: str | None) -> Source:
+    """Return a dataset of which nothing has been read.
 
     Args:
-        name: a key of DATASETS.
+        section: names one of DATASETS, or a user's own function, see `read_own`.
         root: the folder that torchvision's layout is in, or the .npz file; the embedded datasets need none.
-        samples: take so many training examples, chosen by a generator keyed by `seed`; None takes all.
-        seed: the scenario's seed.
-        test_samples: the same for the test set.
-
-    Returns:
-        The dataset; one float32 copy of the features it uses, scaled by public constants only.
 
     Raises:
-        ScenarioError: the name, root, file or a number is wrong; the message has the remedy.
+        ScenarioError: the name, or the root, is wrong; the message has the remedy.
     """
-    if name not in _READERS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(DATASETS)}"
-        raise ScenarioError(f"data.dataset={name} is unknown: {hint}")
-    source = _READERS[name](root)
-    x_train, y_train = _take(source.train, samples, seed, "samples", name)
-    x_test, y_test = _take(source.test, test_samples, seed, "test_samples", name)
-    if x_train.shape[1:] != x_test.shape[1:]:
+    if isinstance(section.dataset, str):
+        DATASETS.check(section.dataset, "data.dataset")
+        return _READERS[section.dataset](root)
+    return read_own(section.dataset.module, root, section.dataset.arguments)
+
+
+def name_of(section: DataSection) -> str:
+    """Return what a ledger calls a dataset."""
+    return section.dataset if isinstance(section.dataset, str) else OWN
+
+
+def read_public(section: DataSection, seed: int) -> PublicSet:
+    """Read the public test set, and no training example.
+
+    Args:
+        section: the scenario's; `test_samples` are chosen by a generator keyed by `seed`.
+        seed: the scenario's seed.
+
+    Returns:
+        Features scaled by public constants only.
+
+    Raises:
+        ScenarioError: the name, a path or a number is wrong; the message has the remedy.
+    """
+    root = section.root if section.test is None else section.test
+    source = open_dataset(section, root)
+    split = source.test()
+    n_classes = section.classes or source.n_classes or _count_classes(split.labels, root)
+    _check_labels(split.labels, n_classes, f"the test set in {root}")
+    rows = _chosen(len(split.labels), section.test_samples, seed, "test_samples", name_of(section))
+    return PublicSet(name_of(section), split.read(rows), torch.from_numpy(split.labels[rows]), n_classes)
+
+
+def read_examples(
+    section: DataSection,
+    seed: int,
+    n_peers: int,
+    peers: Sequence[int] | np.ndarray,
+    root: str | None = None,
+) -> Examples:
+    """Read the training examples of some peers.
+
+    Where `data.root` has {peer} in it each peer's own file is read and no other. Otherwise one dataset is dealt out,
+    by its labels; features are read of these peers alone.
+
+    Args:
+        section: the scenario's; `samples` are chosen, and peers dealt, by generators keyed by `seed`.
+        seed: the scenario's seed.
+        n_peers: of the whole network.
+        peers: global ids, ascending.
+        root: where to read in place of the scenario's root.
+
+    Raises:
+        ScenarioError: the name, a path or a number is wrong; the message has the remedy.
+    """
+    root = section.root if root is None else root
+    if section.each_its_own:
+        return _own_files(section, root or "", peers)
+    return _dealt(section, seed, n_peers, peers, root)
+
+
+def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
+    """Refuse training examples, read from a place, that do not fit the test set.
+
+    Raises:
+        ScenarioError: naming both shapes, or the label.
+    """
+    if examples.x.shape[1:] != public.x.shape[1:]:
         raise ScenarioError(
-            f"data.root={root} has training examples of shape {list(x_train.shape[1:])} and test examples of "
-            f"shape {list(x_test.shape[1:])}: they must be equal; mend the file"
+            f"data.root={root} has training examples of shape {list(examples.x.shape[1:])} and test examples of shape "
+            f"{list(public.x.shape[1:])}: they must be equal; mend the file"
         )
-    return Dataset(name, x_train, y_train, x_test, y_test, source.n_classes)
+    _check_labels(examples.y.numpy(), public.n_classes, f"the training set in {root}")
 
 
-def _take(split: Split, count: int | None, seed: int, key: str, name: str) -> tuple[Tensor, Tensor]:
-    total = len(split.labels)
-    rows: Rows = slice(None)
-    if count is not None and not 1 <= count <= total:
+def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarray) -> Examples:
+    """Read every peer's own file whole."""
+    splits = [open_dataset(section, root.replace(PEER, str(peer))).train() for peer in peers]
+    ends = np.cumsum([0, *(len(split.labels) for split in splits)])
+    features = [split.read(slice(None)) for split in splits]
+    shapes = sorted({tuple(part.shape[1:]) for part in features})
+    if len(shapes) > 1:
+        raise ScenarioError(
+            f"data.root={root} has examples of shapes {shapes}: all peers' must be alike; mend the files"
+        )
+    parts = tuple(np.arange(a, b) for a, b in pairwise(ends))
+    return Examples(torch.cat(features), torch.from_numpy(np.concatenate([split.labels for split in splits])), parts)
+
+
+def _dealt(
+    section: DataSection, seed: int, n_peers: int, peers: Sequence[int] | np.ndarray, root: str | None
+) -> Examples:
+    """Deal a dataset out among all peers, and read the features of some."""
+    split = open_dataset(section, root).train()
+    kept = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
+    labels, options = split.labels[kept], section.partition.model_dump(exclude={"kind"}, exclude_none=True)
+    parts = partition(labels, n_peers, section.partition.kind, seed, **options)
+    if len(peers) == n_peers:
+        return Examples(split.read(kept), torch.from_numpy(labels), tuple(parts))
+    own = [parts[peer] for peer in peers]
+    rows = np.concatenate(own)
+    ends = np.cumsum([0, *map(len, own)])
+    places = tuple(np.arange(a, b) for a, b in pairwise(ends))
+    return Examples(split.read(np.arange(len(split.labels))[kept][rows]), torch.from_numpy(labels[rows]), places)
+
+
+def _chosen(total: int, count: int | None, seed: int, key: str, name: str) -> Rows:
+    """Return which rows of a half are used: all, or a keyed random choice."""
+    if count is None or count == total:
+        return slice(None)
+    if not 1 <= count <= total:
         raise ScenarioError(f"data.{key}={count} must be 1 to {total}, what {name} has: change it or leave it out")
-    if count is not None and count < total:
-        chosen = keyed_generator(seed, f"data.{key}").choice(total, count, replace=False, shuffle=False)
-        rows = np.sort(chosen)
-    return split.read(rows), torch.from_numpy(split.labels[rows])
+    return np.sort(keyed_generator(seed, f"data.{key}").choice(total, count, replace=False, shuffle=False))
+
+
+def _count_classes(labels: np.ndarray, root: str | None) -> int:
+    """Return C, where the test set has every label of 0..C-1."""
+    classes = np.unique(labels)
+    count = max(2, len(classes))
+    if classes[-1] == 0 or not np.isin(classes, np.arange(count)).all():
+        raise ScenarioError(
+            f"the test set in {root} has labels {readers.some(classes)}: they must be 0..C-1, none missing, C >= 2; "
+            "renumber them, or say how many classes there are by data.classes"
+        )
+    return count
+
+
+def _check_labels(labels: np.ndarray, n_classes: int, what: str) -> None:
+    if labels.max() >= n_classes:
+        raise ScenarioError(
+            f"{what} has label {labels.max()}, and there are {n_classes} classes, 0 to {n_classes - 1}: "
+            "mend the file, or give data.classes"
+        )

@@ -16,14 +16,12 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, group_norm
 
-from flower_privdec.data.datasets import Dataset
 from flower_privdec.data.scattering import Scattering2D, n_paths
 from flower_privdec.data.strokes import draw_strokes
 from flower_privdec.errors import ScenarioError
@@ -35,8 +33,8 @@ DRAWINGS = 2000
 TINY = 1e-6
 
 
-def apply_features(dataset: Dataset, section: FeaturesSection) -> Dataset:
-    """Replace the examples of a dataset by their features, float32 [N, D].
+def apply_features(x: Tensor, section: FeaturesSection) -> Tensor:
+    """Return the features, float32 [N, D], of images [N, channels, height, width].
 
     Computed once for the same examples and settings, then read from disk. The name, under which a ledger pays, stays
     that of the examples: the same private data under another transform is still the same private data.
@@ -48,10 +46,8 @@ def apply_features(dataset: Dataset, section: FeaturesSection) -> Dataset:
     """
     from flower_privdec.data.feature_cache import cached  # here, for it needs safetensors
 
-    check_features(section, dataset.input_shape)
-    recipe = {"version": VERSION, **section.model_dump()}
-    train, test = (cached(recipe, x, partial(_compute, section, x)) for x in (dataset.x_train, dataset.x_test))
-    return replace(dataset, x_train=train, x_test=test)
+    check_features(section, tuple(x.shape[1:]))
+    return cached({"version": VERSION, **section.model_dump()}, x, partial(_compute, section, x))
 
 
 def check_features(section: FeaturesSection, shape: tuple[int, ...]) -> None:

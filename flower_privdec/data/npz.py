@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,49 +19,56 @@ from flower_privdec.data.readers import (
     Split,
     channels_first,
     class_labels,
-    one_line,
     require,
     scale_pixels,
+    some,
 )
 from flower_privdec.errors import ScenarioError
+from flower_privdec.words import one_line
 
-_ARRAYS = ("x_train", "y_train", "x_test", "y_test")
-_JPEG = tuple(f"{part}_{kind}" for part in ("train", "test") for kind in ("jpeg", "offset", "label"))
+_ARRAYS, _JPEG = ("x", "y"), ("jpeg", "offset", "label")
 
 
 def read_npz(root: str | None) -> Source:
-    """Read an .npz file: x_train, y_train, x_test, y_test, or {train,test}_{jpeg,offset,label}.
+    """Read an .npz file: x_train, y_train, x_test, y_test, or {train,test}_{jpeg,offset,label}; either half alone too.
 
     8-bit images ([N, H, W] or [N, H, W, C]) are scaled by PLAIN_PIXELS; every other array is taken as it is.
-    Labels -1 and +1 become 0 and 1. The labels that occur are taken for public.
+    Labels -1 and +1 become 0 and 1.
     JPEG images are a re-encoding: near the originals they were made from, not equal; say so of any result.
     """
     if root is None or not Path(root).is_file():
         raise ScenarioError(
-            f"data.root={root} is no file: dataset npz needs the path of an .npz with {', '.join(_ARRAYS)}"
+            f"data.root={root} is no file: dataset npz needs the path of an .npz with x_train, y_train, x_test, y_test"
         )
-    arrays = _open_npz(root)
-    if "train_jpeg" in arrays:
-        train, test = (_jpeg_split(arrays, part, root) for part in ("train", "test"))
-    else:
-        train, test = (_array_split(arrays, part, root) for part in ("train", "test"))
-    return _binary_labels(train, test, root)
+    return Source(partial(_read_half, root, "train"), partial(_read_half, root, "test"))
 
 
-def _open_npz(root: str) -> dict[str, np.ndarray]:
-    """Return the arrays of one of the two forms; never unpickles."""
+def _read_half(root: str, part: str) -> Split:
+    arrays = _open_npz(root, part)
+    read = _jpeg_split if f"{part}_jpeg" in arrays else _array_split
+    return _binary_labels(read(arrays, part, root), root)
+
+
+def _open_npz(root: str, part: str) -> dict[str, np.ndarray]:
+    """Return the arrays of one half in one of the two forms; never unpickles."""
     damaged = f"data.root={root} cannot be read as .npz: "
     try:
         file = np.load(root, allow_pickle=False)
         if not isinstance(file, np.lib.npyio.NpzFile):
             raise ScenarioError(damaged + "it holds a single array; save several with numpy.savez")
         with file:
-            names = _JPEG if "train_jpeg" in file.files else _ARRAYS
+            jpeg, plain = [f"{part}_{kind}" for kind in _JPEG], [f"{kind}_{part}" for kind in _ARRAYS]
+            names = jpeg if f"{part}_jpeg" in file.files else plain
             if missing := [name for name in names if name not in file.files]:
                 raise ScenarioError(f"data.root={root} lacks {', '.join(missing)}: it must hold {', '.join(names)}")
             return {name: np.asarray(file[name]) for name in names}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ScenarioError(damaged + one_line(error)) from error
+
+
+def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str) -> Split:
+    """Return one half of a dataset that somebody gives as arrays, read as those of an .npz file are."""
+    return _binary_labels(_array_split({f"x_{part}": x, f"y_{part}": y}, part, where), where)
 
 
 def _array_split(arrays: dict[str, np.ndarray], part: str, root: str) -> Split:
@@ -80,7 +88,7 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
     with np.errstate(over="ignore"):
         tensor = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
     if not bool(torch.isfinite(tensor).all()):
-        raise ScenarioError(f"{name} holds NaN or infinity in float32: every feature must be finite; mend the file")
+        raise ScenarioError(f"{name} holds NaN or infinity in float32: every feature must be finite; mend it")
     return tensor
 
 
@@ -118,19 +126,11 @@ def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Te
     return scale_pixels(channels_first(torch.from_numpy(images)), PLAIN_PIXELS)
 
 
-def _binary_labels(train: Split, test: Split, root: str) -> Source:
-    """Map labels -1 and +1 to 0 and 1, and check that the classes are 0..C-1."""
-    classes = np.union1d(train.labels, test.labels)
-    if classes[0] == -1:
-        if not np.isin(classes, (-1, 1)).all():
-            raise ScenarioError(f"labels {_some(classes)} in {root}: with -1 the only other label is +1; renumber")
-        train, test = (Split((part.labels > 0).astype(np.int64), part.read) for part in (train, test))
-        classes = np.arange(2)
-    if len(classes) < 2 or not np.array_equal(classes, np.arange(len(classes))):
-        raise ScenarioError(f"labels {_some(classes)} in {root}: they must be 0..C-1, none missing, C >= 2; renumber")
-    return Source(train, test, len(classes))
-
-
-def _some(classes: np.ndarray) -> str:
-    listed = ", ".join(str(label) for label in classes[:8])
-    return listed if len(classes) <= 8 else f"{listed}, ..."
+def _binary_labels(split: Split, root: str) -> Split:
+    """Map labels -1 and +1 to 0 and 1."""
+    if split.labels.min() >= 0:
+        return split
+    if not np.isin(split.labels, (-1, 1)).all():
+        classes = np.unique(split.labels)
+        raise ScenarioError(f"labels {some(classes)} in {root}: with -1 the only other label is +1; renumber")
+    return Split((split.labels > 0).astype(np.int64), split.read)

@@ -6,7 +6,6 @@ partitioners (the extra `simulation`), which see nothing but the labels, in memo
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import warnings
@@ -16,17 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from flower_privdec.data.readers import one_line, require
+from flower_privdec.catalogue import PARTITIONS
+from flower_privdec.data.readers import require
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
-
-PARTITIONS: dict[str, str] = {
-    "iid": "equal random shares; sizes differ by one example at most",
-    "dirichlet": "every class is divided by a Dirichlet draw: alpha (small is skewed)",
-    "shards": "sorted by label and cut into shards, dealt out at random: shards_per_peer",
-    "pathological": "each peer holds exactly so many classes: classes_per_peer",
-    "sizes": "random shares of given sizes: sizes (one count or one share of the whole for each peer)",
-}
+from flower_privdec.words import one_line
 
 
 def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options: Any) -> list[np.ndarray]:
@@ -50,10 +43,7 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
         ScenarioError: an option is wrong, or a peer would hold nothing; the message has the remedy.
     """
     labels = np.asarray(labels)
-    if kind not in _KINDS:
-        near = difflib.get_close_matches(kind, PARTITIONS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PARTITIONS)}"
-        raise ScenarioError(f"data.partition.kind={kind} is unknown: {hint}")
+    PARTITIONS.check(kind, "data.partition.kind")
     _check_options(kind, options)
     if not 1 <= _whole("n_peers", n_peers) <= len(labels):
         raise ScenarioError(f"n_peers={n_peers} must be 1 to {len(labels)}, the number of training examples: lower it")
@@ -149,13 +139,9 @@ def _by_flwr(name: str, labels: np.ndarray, n_peers: int, seed: int, **options: 
         ) from error
 
 
-_KINDS: dict[str, Callable[..., list[np.ndarray]]] = {
-    "iid": _iid,
-    "dirichlet": _dirichlet,
-    "shards": _shards,
-    "pathological": _pathological,
-    "sizes": _sizes,
-}
+_KINDS: dict[str, Callable[..., list[np.ndarray]]] = PARTITIONS.bind(
+    {"iid": _iid, "dirichlet": _dirichlet, "shards": _shards, "pathological": _pathological, "sizes": _sizes}
+)
 
 
 def _check_options(kind: str, options: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
+from flower_privdec.words import one_line
 
 Rows = np.ndarray | slice
 
@@ -46,11 +47,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Source:
-    """An opened dataset whose features have not been converted yet."""
+    """A dataset whose halves are read when they are asked for: whoever needs the public test set reads no more.
 
-    train: Split
-    test: Split
-    n_classes: int
+    Attributes:
+        train, test: read a half.
+        n_classes: where the format says it; None where the test set's labels do.
+    """
+
+    train: Callable[[], Split]
+    test: Callable[[], Split]
+    n_classes: int | None = None
 
 
 def require(module: str, purpose: str, remedy: str) -> Any:
@@ -60,11 +66,6 @@ def require(module: str, purpose: str, remedy: str) -> Any:
     except ImportError as error:
         missing = error.name or module
         raise ScenarioError(f"{purpose} needs {missing}, which is not installed: {remedy}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's text on one line, cut at 200 characters."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def scale_pixels(images: Tensor, constants: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
@@ -83,7 +84,7 @@ def _embedded(x: np.ndarray, labels: np.ndarray, n_train: int, name: str) -> Sou
         part = tensor[torch.from_numpy(rows)]
         return Split(labels[rows].astype(np.int64), lambda chosen: part[chosen])
 
-    return Source(split(order[:n_train]), split(order[n_train:]), int(labels.max()) + 1)
+    return Source(lambda: split(order[:n_train]), lambda: split(order[n_train:]), int(labels.max()) + 1)
 
 
 def read_digits(_root: str | None) -> Source:
@@ -138,16 +139,20 @@ def _torchvision(
     files: tuple[str, ...],
     constants: tuple[tuple[float, ...], tuple[float, ...]],
 ) -> Source:
-    if root is None:
-        raise ScenarioError(f"data.root is missing: {kind} is read from ROOT/{folder}; give that root, or use digits")
-    for file in files:
-        if not (Path(root) / folder / file).is_file():
+    def half(train: bool) -> Split:
+        if root is None:
             raise ScenarioError(
-                f"data.root={root} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
-                f"{kind}; point it there (from where the command runs), or use digits, which needs no file"
+                f"data.root is missing: {kind} is read from ROOT/{folder}; give that root, or use digits"
             )
-    parts = [_torchvision_split(kind, root, train, constants) for train in (True, False)]
-    return Source(parts[0], parts[1], 10)
+        for file in files:
+            if not (Path(root) / folder / file).is_file():
+                raise ScenarioError(
+                    f"data.root={root} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
+                    f"{kind}; point it there (from where the command runs), or use digits, which needs no file"
+                )
+        return _torchvision_split(kind, root, train, constants)
+
+    return Source(lambda: half(True), lambda: half(False), 10)
 
 
 def _torchvision_split(
@@ -182,3 +187,9 @@ def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
     if whole.min() < minimum:
         raise ScenarioError(f"{name} holds {whole.min()}: labels are 0..C-1, or -1 and +1 for two classes")
     return whole
+
+
+def some(classes: np.ndarray) -> str:
+    """List classes, a few of many."""
+    listed = ", ".join(str(label) for label in classes[:8])
+    return listed if len(classes) <= 8 else f"{listed}, ..."

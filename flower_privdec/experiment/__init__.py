@@ -1,5 +1,7 @@
 """A scenario made concrete: what all peers know, what is one's own, and how models are tried."""
 
-from flower_privdec.experiment.build import Experiment
+from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.own_parts import OwnParts
+from flower_privdec.experiment.view import Experiment
 
-__all__ = ["Experiment"]
+__all__ = ["Agreement", "Experiment", "OwnParts"]

@@ -11,8 +11,9 @@ from torch import Tensor
 from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.federated import FedAvg
 from flower_privdec.errors import RunError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.own_labels import try_on_shards
+from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.gradients import resolve_loss
 from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.scenario import Scenario
@@ -29,44 +30,47 @@ def consensus_distance(models: Tensor) -> float:
     return math.sqrt(sum(squares) / len(squares))
 
 
-def evaluate(experiment: Experiment, rows: dict[str, Tensor], round_index: int) -> dict[str, Any]:
+def evaluate(
+    agreement: Agreement, rows: dict[str, Tensor], round_index: int, own: OwnParts | None = None
+) -> dict[str, Any]:
     """Try the network's mean model and every peer's on the test set.
 
     Args:
         rows: the state's rows of all peers, at least those that others may see.
         round_index: rounds done so far.
+        own: of all peers, where they are at hand.
 
     Returns:
         accuracy (mean_model, peer_mean, peer_min, peer_max), loss (mean_model, in nats), consensus_distance;
-        and for methods of several local steps personalized, see `shards.try_on_shards`, where there is no privacy
-        to lose by it.
+        and for methods of several local steps personalized, see `own_labels.try_on_shards`, where there is no
+        privacy to lose by it.
 
     Raises:
         RunError: when the run has diverged.
     """
-    algorithm, loss = experiment.algorithm, resolve_loss(experiment.scenario.model.loss)
+    algorithm, loss = agreement.algorithm, resolve_loss(agreement.scenario.model.loss)
     models = algorithm.debiased(rows)
-    _check_finite(experiment, models, round_index)
-    x, labels = experiment.dataset.x_test.to(models), experiment.dataset.y_test.to(models.device)
-    outputs = experiment.kernel.logits(algorithm.network_mean(rows).unsqueeze(0), x)[0]
+    _check_finite(agreement, models, round_index)
+    x, labels = agreement.public.x.to(models), agreement.public.y.to(models.device)
+    outputs = agreement.kernel.logits(algorithm.network_mean(rows).unsqueeze(0), x)[0]
     right, value = loss.predict(outputs) == labels, float(loss.value(outputs, labels).mean())
-    accuracy, n_classes = float(right.double().mean()), experiment.dataset.n_classes
+    accuracy, n_classes = float(right.double().mean()), agreement.public.n_classes
     blind = accuracy <= 1 / n_classes + HOPELESS_ACCURACY and value > HOPELESS_LOSS * math.log(n_classes)
     together = algorithm.weights is not None  # the mean of models that never met may be anything
-    if not value < LARGEST_LOSS or (blind and together and experiment.plan is None):
+    if not value < LARGEST_LOSS or (blind and together and agreement.scenario.private is None):
         raise _diverged(
-            experiment, round_index, f"the mean model's test loss is {value:.3g} and its accuracy {accuracy:.1%}"
+            agreement, round_index, f"the mean model's test loss is {value:.3g} and its accuracy {accuracy:.1%}"
         )
     metrics = {
-        "accuracy": {"mean_model": accuracy, **_peer_accuracy(experiment, models, x, labels)},
+        "accuracy": {"mean_model": accuracy, **_peer_accuracy(agreement, models, x, labels)},
         "loss": {"mean_model": value},
         "consensus_distance": consensus_distance(models),
     }
-    if isinstance(algorithm, FedAvg) and shows_private(experiment.scenario):
-        personal, last = algorithm.personal(rows), round_index >= experiment.scenario.rounds
+    if own is not None and isinstance(algorithm, FedAvg) and shows_private(agreement.scenario):
+        personal, last = algorithm.personal(rows), round_index >= agreement.scenario.rounds
         if personal is not None:
-            _check_finite(experiment, personal, round_index)
-        metrics["personalized"] = try_on_shards(experiment, rows, right, last)
+            _check_finite(agreement, personal, round_index)
+        metrics["personalized"] = try_on_shards(agreement, own, rows, right, last)
     return metrics
 
 
@@ -78,28 +82,28 @@ def shows_private(scenario: Scenario) -> bool:
     return scenario.private is None or scenario.evaluation.private == "ignored"
 
 
-def _peer_accuracy(experiment: Experiment, models: Tensor, x: Tensor, labels: Tensor) -> dict[str, float]:
+def _peer_accuracy(agreement: Agreement, models: Tensor, x: Tensor, labels: Tensor) -> dict[str, float]:
     """Return the mean, least and greatest accuracy of the peers' models; one that all share is tried once."""
-    few = _spaced(len(labels), experiment.scenario.evaluation.peer_samples)
+    few = _spaced(len(labels), agreement.scenario.evaluation.peer_samples)
     x, labels = x[few], labels[few]
-    loss, kernel = resolve_loss(experiment.scenario.model.loss), experiment.kernel
+    loss, kernel = resolve_loss(agreement.scenario.model.loss), agreement.kernel
     shared = all(torch.equal(model, models[0]) for model in models)
     tried, peers = models[:1] if shared else models, []
-    for rows in row_chunks(len(tried), len(labels) * experiment.dataset.n_classes * x.element_size(), OUTPUT_BYTES):
+    for rows in row_chunks(len(tried), len(labels) * agreement.public.n_classes * x.element_size(), OUTPUT_BYTES):
         right = loss.predict(kernel.logits(tried[rows], x)) == labels
         peers += right.double().mean(1).tolist()
     return {"peer_mean": sum(peers) / len(peers), "peer_min": min(peers), "peer_max": max(peers)}
 
 
-def _check_finite(experiment: Experiment, models: Tensor, round_index: int) -> None:
+def _check_finite(agreement: Agreement, models: Tensor, round_index: int) -> None:
     finite = torch.isfinite(models).all(1)
     if not bool(finite.all()):
         peer = int((~finite).nonzero()[0])
-        raise _diverged(experiment, round_index, f"the parameters of peer {peer} are no longer finite")
+        raise _diverged(agreement, round_index, f"the parameters of peer {peer} are no longer finite")
 
 
-def _diverged(experiment: Experiment, round_index: int, what: str) -> RunError:
-    penalty = ", algorithm.rho or algorithm.local_steps" if isinstance(experiment.algorithm, FedDeper) else ""
+def _diverged(agreement: Agreement, round_index: int, what: str) -> RunError:
+    penalty = ", algorithm.rho or algorithm.local_steps" if isinstance(agreement.algorithm, FedDeper) else ""
     return RunError(
         f"round {round_index}: {what}: the run diverged; lower algorithm.learning_rate{penalty} or the noise"
     )

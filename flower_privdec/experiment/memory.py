@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,7 +19,7 @@ from flower_privdec.scenario.algorithm_sections import VRSection
 from flower_privdec.words import memory
 
 if TYPE_CHECKING:
-    from flower_privdec.experiment import Experiment
+    from flower_privdec.experiment.view import Experiment
 
 CGROUP = Path("/sys/fs/cgroup")
 HEADROOM = 0.9  # how much of the free memory a run may plan with
@@ -55,18 +54,18 @@ class MemoryNeed:
 
 
 def memory_need(experiment: Experiment) -> MemoryNeed:
-    """Estimate what a run of the whole network takes."""
-    scenario, dataset, each = experiment.scenario, experiment.dataset, experiment.initial.element_size()
-    data = sum(t.nbytes for t in (dataset.x_train, dataset.y_train, dataset.x_test, dataset.y_test))
-    per_example = math.prod(dataset.input_shape) + 2 * outputs_per_example(experiment.module, dataset.input_shape)
-    batch = int(experiment.sampler.normalizer.sum() * per_example * each)
-    table = _chosen_table_bytes(experiment, np.arange(scenario.n_peers))
+    """Estimate what a run of the peers hosted here takes."""
+    scenario, public, examples = experiment.scenario, experiment.public, experiment.own.examples
+    data, each = sum(t.nbytes for t in (examples.x, examples.y, public.x, public.y)), experiment.initial.element_size()
+    per_example = math.prod(public.input_shape) + 2 * outputs_per_example(experiment.module, public.input_shape)
+    batch = int(experiment.own.sampler.normalizer.sum() * per_example * each)
+    table, rows = _chosen_table_bytes(experiment), len(experiment.own.peers)
     return MemoryNeed(
-        state=_state_bytes(experiment, scenario.n_peers),
+        state=_state_bytes(experiment, rows),
         table=table,
         data=data + _copy_bytes(experiment),
         batch=min(batch, scenario.compute.memory_mib << 20),
-        checkpoint=_checkpoint_bytes(experiment, scenario.n_peers, table),
+        checkpoint=_checkpoint_bytes(experiment, rows, table),
     )
 
 
@@ -84,20 +83,20 @@ def _checkpoint_bytes(experiment: Experiment, rows: int, table: int) -> int:
 
 
 def _copy_bytes(experiment: Experiment) -> int:
-    x, initial = experiment.dataset.x_train, experiment.initial
+    x, initial = experiment.own.examples.x, experiment.initial
     same = x.dtype == initial.dtype and x.device == initial.device
     return 0 if same else x.numel() * initial.element_size()
 
 
-def table_bytes(experiment: Experiment, peers: np.ndarray | None = None) -> dict[str, int | None]:
-    """Return what each kind of table would take for some peers (all by default).
+def table_bytes(experiment: Experiment) -> dict[str, int | None]:
+    """Return what each kind of table would take for the peers hosted here.
 
     Returns:
         Bytes by name: factored (None where the model is no stack of linear layers), blocks (at the scenario's
         batch size), snapshot, dense.
     """
-    sampler, kernel, d = experiment.sampler, experiment.kernel, experiment.initial.numel()
-    sizes = sampler.partition_sizes if peers is None else sampler.partition_sizes[peers]
+    sampler, kernel, d = experiment.own.sampler, experiment.kernel, experiment.initial.numel()
+    sizes = sampler.partition_sizes
     layers = kernel.layers if isinstance(kernel, StackedKernel) else []
     widths = [(layer.weight.shape[1], layer.weight.shape[0]) for layer in layers]
     batch, each = round(float(sampler.normalizer.max())), experiment.initial.element_size()
@@ -107,9 +106,9 @@ def table_bytes(experiment: Experiment, peers: np.ndarray | None = None) -> dict
     return {name: None if name == "factored" and not layers else floats[name] * each for name in order}
 
 
-def _chosen_table_bytes(experiment: Experiment, peers: np.ndarray) -> int:
+def _chosen_table_bytes(experiment: Experiment) -> int:
     section = experiment.scenario.algorithm
-    return (table_bytes(experiment, peers)[section.table] or 0) if isinstance(section, VRSection) else 0
+    return (table_bytes(experiment)[section.table] or 0) if isinstance(section, VRSection) else 0
 
 
 def available_bytes(device: torch.device) -> int:
@@ -141,13 +140,12 @@ def _fits(experiment: Experiment, rows: int, table: int) -> bool:
     return on_device and host <= HEADROOM * available_bytes(torch.device("cpu"))
 
 
-def shortage(experiment: Experiment, peers: np.ndarray | None = None) -> str | None:
+def shortage(experiment: Experiment) -> str | None:
     """Say what of a run does not fit into free memory and what would, or return None where all fits.
 
     The data set is in memory already; counted are state, table, a copy of the examples, and checkpoints.
     """
-    peers = np.arange(experiment.scenario.n_peers) if peers is None else peers
-    rows, table = len(peers), _chosen_table_bytes(experiment, peers)
+    rows, table = len(experiment.own.peers), _chosen_table_bytes(experiment)
     if _fits(experiment, rows, table):
         return None
     state = _state_bytes(experiment, rows)
@@ -159,19 +157,19 @@ def shortage(experiment: Experiment, peers: np.ndarray | None = None) -> str | N
             f"n_peers={rows} with models of {experiment.initial.numel():,} parameters need {free}; use fewer peers, "
             "a smaller model or a larger machine"
         )
-    others = table_bytes(experiment, peers).items()
+    others = table_bytes(experiment).items()
     fitting = [f"{name} ({memory(size)})" for name, size in others if size and _fits(experiment, rows, size)]
     remedy = f"use {' or '.join(fitting)}" if fitting else "use fewer peers or a larger machine"
     return f"algorithm.table='{section.table}' needs {free}; {remedy}"
 
 
-def check_memory(experiment: Experiment, peers: np.ndarray | None = None) -> None:
+def check_memory(experiment: Experiment) -> None:
     """Refuse a run whose state and table do not fit into free memory.
 
     Raises:
         ScenarioError: naming what is too large, and what would fit.
     """
-    found = shortage(experiment, peers)
+    found = shortage(experiment)
     if found is not None:
         raise ScenarioError(found)
 

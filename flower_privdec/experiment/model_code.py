@@ -1,9 +1,11 @@
-"""What of a user's own model decides its gradients beside its parameters: its code, and what its parts hold."""
+"""What of a user's own parts decides the numbers of a run beside parameters: their code, and what a model holds."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import inspect
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-SHIPPED = ("torch", "flower_privdec")  # packages whose code the environment's versions tell
+SHIPPED = ("torch", "flower_privdec", "builtins")  # packages whose code the environment's versions tell
 _INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
@@ -25,16 +27,18 @@ def installed_version(package: str) -> str:
         return "missing"
 
 
-def code_of(module: nn.Module, factory: str | None) -> Iterator[bytes]:
-    """Yield the source files that a model's code is in, by name: its classes', its factory's and all they import.
+def code_of(parts: Iterable[object]) -> Iterator[bytes]:
+    """Yield the source files of classes and functions by name: theirs, their bases', and all that these import.
 
-    Of what is installed the version stands for the code. What an import reads at run time by a computed name, and code
-    that was compiled or typed in, is not seen.
+    Of what is installed the version stands for the code, and of what was compiled or typed in the name. What a file
+    imports by a computed name is not seen.
 
     Args:
-        factory: `package.module:function`, where the model is a user's own.
+        parts: classes, functions, or objects of any class.
     """
-    waiting = {type(part).__module__ for part in module.modules()} | ({factory.partition(":")[0]} if factory else set())
+    written = [part if inspect.isclass(part) or inspect.isroutine(part) else type(part) for part in parts]
+    bases = [base for part in written for base in (inspect.getmro(part) if inspect.isclass(part) else (part,))]
+    waiting = {str(base.__module__) for base in bases}
     known = set(waiting)
     while waiting:
         name = min(waiting)
@@ -48,6 +52,7 @@ def code_of(module: nn.Module, factory: str | None) -> Iterator[bytes]:
             continue
         path = path if name == package else _file(name)
         if path is None:
+            yield name.encode()
             continue
         source = path.read_bytes()
         yield name.encode() + source
@@ -58,11 +63,11 @@ def code_of(module: nn.Module, factory: str | None) -> Iterator[bytes]:
 def _file(name: str) -> Path | None:
     """Return the file a Python module is in; None where there is no such module or no source."""
     try:
-        spec = find_spec(name)
-    except (ImportError, ValueError, AttributeError):
-        return None
-    origin = None if spec is None else spec.origin
-    return Path(origin).resolve() if origin is not None and origin.endswith(".py") else None
+        spec = None if name in sys.modules else find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    origin = getattr(sys.modules.get(name), "__file__", None) or (spec.origin if spec else None) or ""
+    return Path(origin).resolve() if origin.endswith(".py") and Path(origin).is_file() else None
 
 
 def _imported(source: bytes, package: str) -> Iterator[str]:

@@ -8,24 +8,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.gradients import resolve_loss
 from flower_privdec.rows import keyed_generator
 
 
-def held_labels(experiment: Experiment) -> np.ndarray:
+def held_labels(own: OwnParts, n_classes: int) -> np.ndarray:
     """Return which labels each peer's training shard holds, bool [n_peers, n_classes]; private, see `try_on_shards`."""
-    labels = experiment.dataset.y_train.numpy()
-    held = np.zeros((len(experiment.partition), experiment.dataset.n_classes), dtype=bool)
-    for peer, part in enumerate(experiment.partition):
-        held[peer, labels[part]] = True
+    labels = own.examples.y.numpy()
+    held = np.zeros((len(own.examples.parts), n_classes), dtype=bool)
+    for row, part in enumerate(own.examples.parts):
+        held[row, labels[part]] = True
     return held
 
 
-def try_on_shards(experiment: Experiment, rows: dict[str, Tensor], right: Tensor, last: bool) -> dict[str, Any]:
+def try_on_shards(
+    agreement: Agreement, own: OwnParts, rows: dict[str, Tensor], right: Tensor, last: bool
+) -> dict[str, Any]:
     """Try models on each peer's own test shard: the public test examples of the labels its training shard holds.
 
     Args:
+        own: of all peers.
         rows: the state's rows of all peers.
         right: bool [N], which test examples the mean model gets right.
         last: whether the run ends here; then the personalized models are also tried with extra labels.
@@ -39,20 +43,20 @@ def try_on_shards(experiment: Experiment, rows: dict[str, Tensor], right: Tensor
         personalized model is released it is not noised either. No account covers these numbers: they are for
         simulations, whose data are at hand, and no peer would publish them.
     """
-    held, counts = held_labels(experiment), _per_label(experiment, torch.ones_like(right))
-    common = np.broadcast_to(_per_label(experiment, right), held.shape)
+    held, counts = held_labels(own, agreement.public.n_classes), _per_label(agreement, torch.ones_like(right))
+    common = np.broadcast_to(_per_label(agreement, right), held.shape)
     found: dict[str, Any] = {"global_model": _spread(_accuracy(held, common, counts))}
-    models = experiment.algorithm.personal(rows)
+    models = agreement.algorithm.personal(rows)
     if models is None:
         return found
     wanted = np.ones_like(held) if last else held
-    own = np.stack([_hits(experiment, *pair) for pair in zip(models, wanted, strict=True)])
-    found["personal_models"] = _spread(_accuracy(held, own, counts))
+    personal = np.stack([_hits(agreement, *pair) for pair in zip(models, wanted, strict=True)])
+    found["personal_models"] = _spread(_accuracy(held, personal, counts))
     if last:
-        shards = _growing(held, experiment.scenario.seed)
+        shards = _growing(held, agreement.scenario.seed)
         found["generalization"] = {
             name: {str(extra): _spread(_accuracy(more, hits, counts))["mean"] for extra, more in enumerate(shards)}
-            for name, hits in (("personal_models", own), ("global_model", common))
+            for name, hits in (("personal_models", personal), ("global_model", common))
         }
     return found
 
@@ -70,20 +74,20 @@ def _growing(held: np.ndarray, seed: int) -> list[np.ndarray]:
     return shards
 
 
-def _hits(experiment: Experiment, model: Tensor, wanted: np.ndarray) -> np.ndarray:
+def _hits(agreement: Agreement, model: Tensor, wanted: np.ndarray) -> np.ndarray:
     """Return how many test examples of each wanted label a model gets right, [n_classes]; 0 of the others."""
-    labels = experiment.dataset.y_test
+    labels = agreement.public.y
     chosen = torch.from_numpy(wanted)[labels]
-    x = experiment.dataset.x_test[chosen].to(model)
+    x = agreement.public.x[chosen].to(model)
     right = torch.zeros(len(labels), dtype=torch.bool)
     if len(x):
-        outputs = experiment.kernel.logits(model.unsqueeze(0), x)[0].cpu()
-        right[chosen] = resolve_loss(experiment.scenario.model.loss).predict(outputs) == labels[chosen]
-    return _per_label(experiment, right)
+        outputs = agreement.kernel.logits(model.unsqueeze(0), x)[0].cpu()
+        right[chosen] = resolve_loss(agreement.scenario.model.loss).predict(outputs) == labels[chosen]
+    return _per_label(agreement, right)
 
 
-def _per_label(experiment: Experiment, right: Tensor) -> np.ndarray:
-    labels, n_classes = experiment.dataset.y_test, experiment.dataset.n_classes
+def _per_label(agreement: Agreement, right: Tensor) -> np.ndarray:
+    labels, n_classes = agreement.public.y, agreement.public.n_classes
     return np.bincount(labels.numpy(), weights=right.cpu().numpy(), minlength=n_classes)
 
 

@@ -8,14 +8,14 @@ run, in whatever runtime, has the same keys and gives the same bits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flower_privdec import __version__
-from flower_privdec.data import Dataset
+from flower_privdec.data import Examples, PublicSet
 from flower_privdec.experiment.model_code import code_of, held_by, installed_version
 
 KEY_BYTES = 32
@@ -32,20 +32,21 @@ def environment(generator: str, device: torch.device) -> str:
 
 
 def shared_secret(
-    scenario: str, environment: str, dataset: Dataset, module: nn.Module, initial: Tensor, factory: str | None
+    scenario: str, environment: str, public: PublicSet, initial: Tensor, module: nn.Module, parts: Iterable[object]
 ) -> bytes:
     """Return a hash of what all peers of a run have in common.
 
     Args:
         scenario: the hash of what of the scenario decides the numbers.
         environment: see the function of that name.
-        dataset: whose public test set some algorithms look at.
-        module, initial: the model and its initial parameters [d].
-        factory: what made a user's own model, `package.module:function`.
+        public: the test set, which some algorithms look at.
+        module, initial: the model, and its parameters before round 0, [d].
+        parts: what else of the run a user may have written: classes, functions, or objects of any class.
     """
-    tested = fingerprint(dataset.x_test, dataset.y_test)
+    tested = fingerprint(public.x, public.y)
     model = hashlib.blake2b(initial.detach().cpu().numpy().data, digest_size=KEY_BYTES).digest()
-    return _hash(scenario.encode(), environment.encode(), tested, model, *code_of(module, factory), *held_by(module))
+    code = code_of([*module.modules(), *parts])
+    return _hash(scenario.encode(), environment.encode(), tested, model, *code, *held_by(module))
 
 
 def fingerprint(x: Tensor, y: Tensor) -> bytes:
@@ -56,18 +57,18 @@ def fingerprint(x: Tensor, y: Tensor) -> bytes:
     return digest.digest()
 
 
-def own_keys(shared: bytes, dataset: Dataset, parts: Mapping[int, np.ndarray]) -> dict[int, bytes]:
+def own_keys(shared: bytes, examples: Examples, peers: np.ndarray) -> dict[int, bytes]:
     """Return the key of each peer in this run, from which its noise and its batches are drawn.
 
     Args:
         shared: see `shared_secret`.
-        dataset: the training examples.
-        parts: which of them each peer holds.
+        examples: of these peers.
+        peers: their global ids.
     """
     keys = {}
-    for peer, rows in parts.items():
+    for peer, rows in zip(peers.tolist(), examples.parts, strict=True):
         chosen = torch.from_numpy(rows)
-        own = fingerprint(dataset.x_train[chosen], dataset.y_train[chosen])
+        own = fingerprint(examples.x[chosen], examples.y[chosen])
         keys[peer] = _hash(shared, str(peer).encode(), own)
     return keys
 

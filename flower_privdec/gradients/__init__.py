@@ -12,16 +12,16 @@ from flower_privdec.gradients.losses import LOSSES, Loss, resolve_loss
 from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
 from flower_privdec.gradients.proof import prove
-from flower_privdec.gradients.protocol import Examples, GradientKernel
+from flower_privdec.gradients.protocol import GradientKernel, LabelledInputs
 from flower_privdec.gradients.stacked import Factors, StackedKernel, parse_stack
 from flower_privdec.models import check_model
 
 __all__ = [
     "KERNELS",
     "LOSSES",
-    "Examples",
     "Factors",
     "GradientKernel",
+    "LabelledInputs",
     "Loss",
     "StackedKernel",
     "build_kernel",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flower_privdec.errors import ScenarioError
+from flower_privdec.words import did_you_mean
 
 OutputFunction = Callable[[Tensor, Tensor], Tensor]
 
@@ -55,9 +55,7 @@ def resolve_loss(loss: str | Loss) -> Loss:
     if isinstance(loss, Loss):
         return loss
     if loss not in LOSSES:
-        near = difflib.get_close_matches(loss, LOSSES, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ScenarioError(f"loss={loss!r} must be one of {', '.join(LOSSES)}{hint}")
+        raise ScenarioError(f"loss={loss!r} must be one of {', '.join(LOSSES)}{did_you_mean(loss, LOSSES)}")
     return LOSSES[loss]
 
 

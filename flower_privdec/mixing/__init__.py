@@ -3,10 +3,9 @@
 from flower_privdec.mixing.matrix import AverageMatrix, MixingMatrix, SparseMatrix
 from flower_privdec.mixing.schedule import Mixing
 from flower_privdec.mixing.stochasticity import check_stochastic, spectral_gap
-from flower_privdec.mixing.weights import WEIGHTS, mixing_matrix
+from flower_privdec.mixing.weights import mixing_matrix
 
 __all__ = [
-    "WEIGHTS",
     "AverageMatrix",
     "Mixing",
     "MixingMatrix",

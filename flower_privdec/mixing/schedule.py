@@ -21,7 +21,7 @@ class Mixing:
 
     Args:
         topology: the graph.
-        weights: a key of `WEIGHTS`.
+        weights: what `mixing_matrix` takes.
         participation: who is active; everybody when not given.
 
     Raises:

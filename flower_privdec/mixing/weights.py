@@ -7,16 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from flower_privdec.catalogue import WEIGHTS
 from flower_privdec.errors import ScenarioError
 from flower_privdec.mixing.matrix import AverageMatrix, MixingMatrix, SparseMatrix
 from flower_privdec.topology.graphs import EdgeArray
-
-WEIGHTS: dict[str, str] = {
-    "column-stochastic": "1/(out-degree + 1) to each out-neighbour and itself; any graph, for push-sum",
-    "metropolis": "1/(1 + the larger degree); undirected graphs, symmetric and doubly stochastic",
-    "doubly-stochastic": "1/(degree + 1); graphs in which all in- and out-degrees are the same",
-    "server": "1/m from each of the m active peers, to everybody",
-}
+from flower_privdec.words import did_you_mean
 
 Degrees = npt.NDArray[np.int64]
 Rule = Callable[[EdgeArray, int], npt.NDArray[np.float64]]  # a weight for each peer itself, then for each edge
@@ -36,7 +31,7 @@ def mixing_matrix(
     Args:
         edges: [m, 2] (sender, receiver), without self loops or repeats; server does not look at them.
         n_peers: how many peers there are.
-        weights: a key of `WEIGHTS`.
+        weights: a key of `RULES`, or server, of which only who is active decides the weights.
         active: mask of the active peers, [n_peers]; None means all.
 
     Returns:
@@ -58,13 +53,15 @@ def mixing_matrix(
     n_active = int(mask.sum())
     if len(kept) == n_active * (n_active - 1):
         return average_matrix(mask)  # a clique: each of the rules gives 1/m
-    return _sparse(kept, n_peers, _RULES[weights])
+    return _sparse(kept, n_peers, RULES[weights])
 
 
 def check_weights(weights: str) -> None:
     """Refuse weights that have no rule here."""
-    if weights not in WEIGHTS:
-        raise ScenarioError(f"weights={weights} is unknown; choose from: {', '.join(WEIGHTS)}")
+    if weights not in RULES and weights != "server":
+        raise ScenarioError(
+            f"topology.weights={weights!r} must be one of {', '.join(RULES)}{did_you_mean(weights, RULES)}"
+        )
 
 
 def average_matrix(active: npt.NDArray[np.bool_], *, everybody_receives: bool = False) -> AverageMatrix:
@@ -144,8 +141,6 @@ def _require_regular(edges: EdgeArray, n_peers: int) -> None:
         )
 
 
-_RULES: dict[str, Rule] = {
-    "column-stochastic": _column_stochastic,
-    "metropolis": _metropolis,
-    "doubly-stochastic": _doubly_stochastic,
-}
+RULES: dict[str, Rule] = WEIGHTS.some("column-stochastic", "metropolis", "doubly-stochastic").bind(
+    {"column-stochastic": _column_stochastic, "metropolis": _metropolis, "doubly-stochastic": _doubly_stochastic}
+)

@@ -24,23 +24,25 @@ DEARER = 1.01  # how much more ε than under Poisson sampling is worth a word
 def best_signal(experiment: Experiment) -> float:
     """Return the signal to noise ratio that a run could reach at best, averaged over the network.
 
-        C sqrt(n K a) / (σ sqrt(d))
+        C sqrt(n T a) / (σ sqrt(d))
 
-    The gradients of K rounds, clipped at C and all in one direction, add up to C K; the noise of n peers, a
-    share a of them active, with std σ on each of d coordinates, adds up to a norm of σ sqrt(d K / (n a)).
+    The gradients of T steps, clipped at C and all in one direction, add up to C T; the noise of n peers, a share a of
+    them active, with std σ on each of d coordinates, adds up to a norm of σ sqrt(d T / (n a)). C and σ are those of
+    the middle round.
     """
-    plan, scenario = experiment.plan, experiment.scenario
+    plan, scenario = experiment.own.protection, experiment.scenario
     sigma = np.median(noise_std(experiment, scenario.rounds // 2))
     if plan is None or sigma == 0:
         return math.inf
-    clip = float(np.median(plan.clip_norm(scenario.rounds // 2)))
+    each = experiment.algorithm.steps_per_round
+    clip, steps = float(np.median(plan.clip_norm(scenario.rounds // 2 * each))), scenario.rounds * each
     together = 1.0 if experiment.mixing is None else scenario.n_peers * (scenario.participation.fraction or 1.0)
-    return clip * math.sqrt(together * scenario.rounds) / float(sigma * math.sqrt(experiment.initial.numel()))
+    return clip * math.sqrt(together * steps) / float(sigma * math.sqrt(experiment.initial.numel()))
 
 
 def privacy_warnings(experiment: Experiment) -> list[str]:
     """Return what looks unsound about noise and budgets."""
-    plan = experiment.plan
+    plan = experiment.own.protection
     if plan is None:
         return ["privacy is none: ε = ∞, messages and models may reveal any example"]
     spent = plan.epsilons(experiment.scenario.rounds)
@@ -86,7 +88,7 @@ def _span(low: float, high: float, say: Any) -> str:
 
 def _limits(experiment: Experiment, plan: Protection) -> list[str]:
     """Say where Dyn-D2P's formulas, limits for K far above 1/p², are used at a smaller K."""
-    rounds, rate = experiment.scenario.rounds, float(experiment.sampler.sampling_rate.min())
+    rounds, rate = experiment.scenario.rounds, float(experiment.own.sampler.sampling_rate.min())
     used = [claim for claim in plan.claims if claim and claim.mu_total is not None]
     needed = 1 / rate**2
     if not used or rounds >= needed:
@@ -99,7 +101,7 @@ def _limits(experiment: Experiment, plan: Protection) -> list[str]:
 
 
 def _loose_delta(experiment: Experiment) -> list[str]:
-    private, sizes = experiment.scenario.private, experiment.sampler.partition_sizes
+    private, sizes = experiment.scenario.private, experiment.own.sampler.partition_sizes
     delta = np.broadcast_to(private.delta if private else 0.0, sizes.shape)
     loose = np.flatnonzero(delta * sizes >= 1)
     if not len(loose):

@@ -80,12 +80,12 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 
 def public_sample(experiment: Experiment) -> Objective:
     """Return the loss at x0 on a keyed sample of the test set."""
-    dataset, module = experiment.dataset, experiment.module
-    size = SAMPLE_NUMBERS // outputs_per_example(module, dataset.input_shape)
-    size = min(len(dataset.y_test), max(LEAST_SAMPLE, min(MOST_SAMPLE, size)))
-    rows = keyed_generator(experiment.scenario.seed, "plan sample").permutation(len(dataset.y_test))[:size]
-    x = dataset.x_test[rows].to(experiment.device, experiment.initial.dtype)
-    return Objective(module, resolve_loss(experiment.scenario.model.loss), x, dataset.y_test[rows].to(x.device))
+    public, module = experiment.public, experiment.module
+    size = SAMPLE_NUMBERS // outputs_per_example(module, public.input_shape)
+    size = min(len(public.y), max(LEAST_SAMPLE, min(MOST_SAMPLE, size)))
+    rows = keyed_generator(experiment.scenario.seed, "plan sample").permutation(len(public.y))[:size]
+    x = public.x[rows].to(experiment.device, experiment.initial.dtype)
+    return Objective(module, resolve_loss(experiment.scenario.model.loss), x, public.y[rows].to(x.device))
 
 
 def smoothness(experiment: Experiment, objective: Objective) -> float:
@@ -108,7 +108,7 @@ def heterogeneity(experiment: Experiment, objective: Objective) -> float:
         ScenarioError: where the sample cannot be dealt out like the training set.
     """
     scenario = experiment.scenario
-    section, sizes = scenario.data.partition, experiment.sampler.partition_sizes
+    section, sizes = scenario.data.partition, experiment.own.sampler.partition_sizes
     options = section.model_dump(exclude={"kind"}, exclude_none=True)
     if section.kind == "sizes":
         options["sizes"] = (sizes / sizes.sum()).tolist()

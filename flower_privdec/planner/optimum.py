@@ -104,7 +104,7 @@ def _largest_clip(experiment: Experiment) -> float:
 
 def _dataset_size(experiment: Experiment) -> float:
     """Return J with J^-2 the mean of J_i^-2, peers weighted as eq. 12 does, log(1/δ_i) / ε_i²."""
-    private, sizes = experiment.scenario.private, experiment.sampler.partition_sizes
+    private, sizes = experiment.scenario.private, experiment.own.sampler.partition_sizes
     if private is None or private.epsilon is None:
         return float(sizes.mean())
     share = np.log(1 / np.asarray(private.delta)) / np.asarray(private.epsilon) ** 2
@@ -133,10 +133,10 @@ def best(experiment: Experiment, constants: Constants, epsilons: np.ndarray, c_2
 
 def _accountant(experiment: Experiment, constants: Constants, epsilons: np.ndarray) -> dict[str, float] | None:
     """Return the c_2 with which eq. 11 gives the noise in the plan at its K, and K* with that c_2."""
-    plan, private, rounds = experiment.plan, experiment.scenario.private, experiment.scenario.rounds
+    plan, private, rounds = experiment.own.protection, experiment.scenario.private, experiment.scenario.rounds
     if plan is None or private is None or private.calibration == "paper" or private.noise_multiplier is not None:
         return None
-    bound, size = constants["gradient_bound"][0], experiment.sampler.partition_sizes
+    bound, size = constants["gradient_bound"][0], experiment.own.sampler.partition_sizes
     per_unit = 3 * bound * np.sqrt(rounds * np.log(1 / np.asarray(private.delta))) / (size * epsilons)
     c_2 = float(np.median(noise_std(experiment, rounds // 2) / per_unit))
     if not c_2 > 0:

@@ -16,17 +16,18 @@ from flower_privdec.scenario.algorithm_sections import dynamic
 
 
 def noise_std(experiment: Experiment, round_index: int) -> np.ndarray:
-    """Return σ of every peer: the noise std on each coordinate of its averaged gradient, [n_peers]."""
-    plan = experiment.plan
+    """Return σ of every peer in a round: the noise std on each coordinate of its averaged gradient, [n_peers]."""
+    plan = experiment.own.protection
     if plan is None:
         return np.zeros(experiment.scenario.n_peers)
-    sigma = plan.clip_norm(round_index) * plan.noise_multiplier(round_index) / experiment.sampler.normalizer
+    step = round_index * experiment.algorithm.steps_per_round
+    sigma = plan.clip_norm(step) * plan.noise_multiplier(step) / experiment.own.sampler.normalizer
     return np.asarray(sigma)
 
 
 def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
     """Return the plan's row of every peer; see `make_plan`."""
-    rounds, plan, private = experiment.scenario.rounds, experiment.plan, experiment.scenario.private
+    rounds, plan, private = experiment.scenario.rounds, experiment.own.protection, experiment.scenario.private
     n_peers = experiment.scenario.n_peers
     sigma = np.stack([noise_std(experiment, k) for k in (0, rounds // 2, rounds - 1)], axis=1)
     multiplier = np.zeros(n_peers) if plan is None else plan.noise_multiplier(0)
@@ -51,9 +52,9 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
 def ledger_spending(experiment: Experiment) -> Spending | None:
     """Return what the run would come to beside the others in the ledger that the scenario names; None without one."""
     private = experiment.scenario.private
-    if private is None or private.ledger is None or experiment.plan is None:
+    if private is None or private.ledger is None or experiment.own.protection is None:
         return None
-    return spending_of(private.ledger, experiment.dataset.name, experiment.run, experiment.plan.accounts)
+    return spending_of(private.ledger, experiment.public.name, experiment.own.run, experiment.own.protection.accounts)
 
 
 def ledger_facts(experiment: Experiment) -> dict[str, Any] | None:

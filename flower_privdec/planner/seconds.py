@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
 
-import numpy as np
 import torch
 
 from flower_privdec.data import Sampler
@@ -61,29 +60,26 @@ def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
     """Return the experiment with fewer examples a peer, and how many times fewer, where a table takes them all."""
     if not isinstance(experiment.scenario.algorithm, VRSection):
         return experiment, 1.0
-    batch, sampler = experiment.scenario.data.batch, experiment.sampler
+    batch, sampler = experiment.scenario.data.batch, experiment.own.sampler
     kept = max(2 * (batch.size or 1), min(FILLED, _affordable(experiment) // experiment.scenario.n_peers))
-    parts = [part[:kept] for part in experiment.partition]
-    sizes = np.array([len(part) for part in parts])
-    smaller = Sampler(batch.sampling, batch.size, sizes, sampler.keys)
-    return (
-        replace(experiment, partition=parts, sampler=smaller),
-        float(sampler.partition_sizes.max() / sizes.max()),
-    )
+    examples = replace(experiment.own.examples, parts=tuple(part[:kept] for part in experiment.own.examples.parts))
+    smaller = Sampler(batch.sampling, batch.size, examples.sizes, sampler.keys, sampler.peers)
+    own = replace(experiment.own, examples=examples, sampler=smaller)
+    return replace(experiment, own=own), float(sampler.partition_sizes.max() / examples.sizes.max())
 
 
 def _affordable(experiment: Experiment) -> int:
     """Return how many examples the model can be tried on in little time."""
-    return NUMBERS // outputs_per_example(experiment.module, experiment.dataset.input_shape)
+    return NUMBERS // outputs_per_example(experiment.module, experiment.public.input_shape)
 
 
 def _one_evaluation(experiment: Experiment, engine: Engine) -> float:
     """Return the seconds of an evaluation, timed on a part of the test set where the model is large."""
-    dataset = experiment.dataset
-    part = min(len(dataset.y_test), max(LEAST_TESTED, _affordable(experiment)))
-    smaller = replace(dataset, x_test=dataset.x_test[:part], y_test=dataset.y_test[:part])
-    timed, state = replace(experiment, dataset=smaller), engine.state
-    return _timed(experiment, lambda: evaluate(timed, state.rows, state.round_index)) * len(dataset.y_test) / part
+    public = experiment.public
+    part = min(len(public.y), max(LEAST_TESTED, _affordable(experiment)))
+    timed = replace(experiment, public=replace(public, x=public.x[:part], y=public.y[:part]))
+    state = engine.state
+    return _timed(experiment, lambda: evaluate(timed, state.rows, state.round_index, timed.own)) * len(public.y) / part
 
 
 def _timed(experiment: Experiment, work: Callable[[], object]) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy import accounting
-from flower_privdec.privacy.events import ACCOUNTANT, Release, canonical, epoch_rounds
+from flower_privdec.privacy.events import ACCOUNTANT, Release, canonical, epoch_steps
 from flower_privdec.privacy.search import bracket, last_that_fits, narrow
 
 ACCEPTED = 0.995  # a solution spends at least so much of the budget, and at most all of it
@@ -80,7 +80,7 @@ def noise_multiplier(
     Args:
         epsilon, delta: the budget.
         sampling, sampling_rate, dataset_size, batch_size: as in `Release`.
-        steps: rounds in which the peer is active (of `shuffle`: consecutive rounds from an epoch's start).
+        steps: those in which the peer is active (of `shuffle`: consecutive ones from an epoch's start).
         cache_dir: as in `scale_for_budget`.
 
     Returns:
@@ -101,9 +101,9 @@ def noise_multiplier(
     return scale_for_budget(make, epsilon, delta, cache_dir=cache_dir)
 
 
-def charged_steps(sampling: str, dataset_size: int, batch_size: int, rounds: int) -> int:
-    """Return how many `Release.steps` so many consecutive rounds cost: epochs begun, of `shuffle`."""
-    return -(-rounds // epoch_rounds(dataset_size, batch_size)) if sampling == "shuffle" else rounds
+def charged_steps(sampling: str, dataset_size: int, batch_size: int, steps: int) -> int:
+    """Return how many `Release.steps` so many consecutive steps cost: epochs begun, of `shuffle`."""
+    return -(-steps // epoch_steps(dataset_size, batch_size)) if sampling == "shuffle" else steps
 
 
 def max_steps(release: Release, epsilon: float, delta: float, *, limit: int = 10**7) -> int:

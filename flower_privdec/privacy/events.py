@@ -1,4 +1,4 @@
-"""Releases as data: what one peer publishes in a step, the rounds it pays for, and the event it is.
+"""Releases as data: what one peer publishes in a step, the steps it pays for, and the event it is.
 
 Unit and adjacency everywhere in this package: one example of one peer, *zero-out*. Two data sets are
 neighbours when one example's clipped gradient is replaced by 0; the peer's number of examples is public.
@@ -17,9 +17,9 @@ import dp_accounting
 import numpy as np
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 
+from flower_privdec.catalogue import SAMPLINGS
 from flower_privdec.errors import ScenarioError
 
-SAMPLINGS = ("poisson", "uniform", "shuffle", "full", "blocks")
 ACCOUNTANT = "zero-out PLD 4"
 MOST_STEPS = 10**12
 Mechanism = tuple[str, float, int, int, float, float]
@@ -56,8 +56,7 @@ class Release:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             object.__setattr__(self, name, kind(getattr(self, name)))  # NumPy's numbers are not JSON's
-        if self.sampling not in SAMPLINGS:
-            raise ScenarioError(f"sampling={self.sampling!r} must be one of {', '.join(SAMPLINGS)}")
+        SAMPLINGS.check(self.sampling, "sampling")
         _check("dataset_size", self.dataset_size, self.dataset_size >= 1, ">= 1")
         _check("batch_size", self.batch_size, self.batch_size >= 1, ">= 1")
         _check("sampling_rate", self.sampling_rate, 0 < self.sampling_rate <= 1, "in (0, 1]")
@@ -177,25 +176,25 @@ def canonical(releases: Iterable[Release]) -> tuple[Release, ...]:
 
 @dataclass(frozen=True)
 class Spend:
-    """Rounds of a run that one peer pays for with one release.
+    """Steps of a run that one peer pays for with one release.
 
-    Either a step a round (`release.steps == to_round - from_round`; a ledger may pay any part of it), or an
-    epoch of `shuffle` (`release.steps == 1`), paid whole before its first round.
+    Either one after the other (`release.steps == to_step - from_step`; a ledger may pay any part of them), or an
+    epoch of `shuffle` (`release.steps == 1`), paid whole before its first step.
 
     Attributes:
-        from_round, to_round: the rounds [from_round, to_round).
+        from_step, to_step: the steps [from_step, to_step).
     """
 
-    from_round: int
-    to_round: int
+    from_step: int
+    to_step: int
     release: Release
 
     def __post_init__(self) -> None:
-        rounds = self.to_round - self.from_round
-        if self.from_round < 0 or rounds < 1 or (self.release.steps != rounds and not self.whole):
+        count = self.to_step - self.from_step
+        if self.from_step < 0 or count < 1 or (self.release.steps != count and not self.whole):
             raise ScenarioError(
-                f"rounds {self.from_round} to {self.to_round} cannot be paid in {self.release.steps} steps; "
-                "give one step a round, or one epoch of shuffle"
+                f"steps {self.from_step} to {self.to_step} cannot be paid by a release of {self.release.steps}; "
+                "give it as many, or one epoch of shuffle"
             )
 
     @property
@@ -204,33 +203,33 @@ class Spend:
         return self.release.sampling == "shuffle" and self.release.steps == 1
 
     def between(self, start: int, stop: int) -> Spend | None:
-        """Return the part of this spend that rounds [start, stop) need, or None."""
-        start, stop = max(start, self.from_round), min(stop, self.to_round)
+        """Return the part of this spend that the steps [start, stop) need, or None."""
+        start, stop = max(start, self.from_step), min(stop, self.to_step)
         if start >= stop:
             return None
-        if self.whole or (start == self.from_round and stop == self.to_round):
+        if self.whole or (start == self.from_step and stop == self.to_step):
             return self
         return Spend(start, stop, self.release.times(stop - start))
 
 
-def epoch_rounds(dataset_size: int, batch_size: int) -> int:
-    """Return how many rounds an epoch of `shuffle` lasts: floor(J / b), there is no incomplete batch."""
+def epoch_steps(dataset_size: int, batch_size: int) -> int:
+    """Return how many steps an epoch of `shuffle` lasts: floor(J / b), there is no incomplete batch."""
     return max(1, dataset_size // batch_size)
 
 
 def plan_spends(
     release: Release, active: np.ndarray, noise_multipliers: Sequence[float] | np.ndarray | None = None
 ) -> tuple[Spend, ...]:
-    """Lay a peer's releases over the rounds in which it is active.
+    """Lay a peer's releases over the steps in which it is active.
 
     Args:
         release: the mechanism; its `steps` do not matter.
-        active: bool [rounds]. Only active rounds cost; activity itself is public and amplifies nothing.
-        noise_multipliers: [rounds], one for each round, or None for `release.noise_multiplier` always.
+        active: bool [steps]. Only active steps cost; activity itself is public and amplifies nothing.
+        noise_multipliers: [steps], one for each step, or None for `release.noise_multiplier` always.
 
     Returns:
-        Spends in order: runs of active rounds of equal noise; of `shuffle`, one for each epoch (rounds
-        [e E, (e + 1) E), E = `epoch_rounds`) with an active round, at the least noise of its active rounds.
+        Spends in order: runs of active steps of equal noise; of `shuffle`, one for each epoch (steps
+        [e E, (e + 1) E), E = `epoch_steps`) with an active one, at the least noise of its active steps.
     """
     active = np.asarray(active, dtype=bool)
     if noise_multipliers is None:
@@ -248,7 +247,7 @@ def plan_spends(
 
 
 def _epoch_spends(release: Release, active: np.ndarray, noise: np.ndarray) -> tuple[Spend, ...]:
-    length, spends = epoch_rounds(release.dataset_size, release.batch_size), []
+    length, spends = epoch_steps(release.dataset_size, release.batch_size), []
     for start in range(0, len(active), length):
         stop = min(start + length, len(active))
         if active[start:stop].any():

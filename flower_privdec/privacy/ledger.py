@@ -87,7 +87,7 @@ class Spending:
         """
         self.start = start
         self._past, self.accounts = tuple(past), tuple(accounts)
-        self.steps = max((account.spends[-1].to_round for account in accounts if account.spends), default=0)
+        self.steps = max((account.spends[-1].to_step for account in accounts if account.spends), default=0)
         self._known: dict[tuple[object, ...], float] = {}
         settled: dict[tuple[object, ...], int] = {}
         limits = []
@@ -207,7 +207,7 @@ class CohortLedger:
             groups.setdefault((id(account.spends), min(stop, limit)), []).append(account)
         for (_, end), accounts in groups.items():
             due = (spend.between(start, end) for spend in accounts[0].spends)
-            parts = [part for part in due if part and part.from_round >= start]  # an epoch begun is paid already
+            parts = [part for part in due if part and part.from_step >= start]  # an epoch begun is paid already
             if parts:
                 yield Share.of([account.peer for account in accounts], parts)
 
@@ -277,7 +277,7 @@ class _Allowed:
         self._planned = np.zeros((max(steps, 1), len(numbers)), dtype=bool)
         for number, plan in enumerate(different.values()):
             for spend in plan:
-                self._planned[spend.from_round : spend.to_round, number] = True
+                self._planned[spend.from_step : spend.to_step, number] = True
         self._limits, self._start, self._stretch = limits, 0, np.zeros((0, len(plans)), dtype=bool)
 
     def at(self, step: int) -> np.ndarray:
@@ -292,7 +292,7 @@ class _Allowed:
 
 def _check_same_plan(file: LedgerFile, run: RunName, plans: Mapping[int, Sequence[Spend]]) -> None:
     """Refuse to go on with a run whose paid steps cost something else in this plan."""
-    starts = {peer: [spend.from_round for spend in plan] for peer, plan in plans.items()}
+    starts = {peer: [spend.from_step for spend in plan] for peer, plan in plans.items()}
     for payment in file.payments:
         for share in payment.shares if payment.run.id == run.id else ():
             for peer in share.peers:
@@ -307,6 +307,6 @@ def _same(share: Share, plan: Sequence[Spend], starts: Sequence[int]) -> bool:
     for steps, release in share.parts:
         for a, b in steps:
             at = bisect_right(starts, a) - 1
-            if at < 0 or b > plan[at].to_round or plan[at].release.mechanism != release.mechanism:
+            if at < 0 or b > plan[at].to_step or plan[at].release.mechanism != release.mechanism:
                 return False
     return True

@@ -66,7 +66,7 @@ class Share:
             shared.setdefault(spend.release.mechanism, []).append(spend)
         parts = tuple(
             (
-                tuple((s.from_round, s.to_round) for s in group),
+                tuple((s.from_step, s.to_step) for s in group),
                 group[0].release.times(sum(s.release.steps for s in group)),
             )
             for group in shared.values()

@@ -48,7 +48,7 @@ class Mechanism:
                 release, active & (self.kind_of == kind), scale * self.shape * release.noise_multiplier
             )
         ]
-        return tuple(sorted(parts, key=lambda spend: spend.from_round))
+        return tuple(sorted(parts, key=lambda spend: spend.from_step))
 
     def releases(self, active: np.ndarray, scale: float) -> list[Release]:
         """Return the same without saying when: equal steps together."""
@@ -85,7 +85,7 @@ def build_mechanism(algorithm: Declares, drawing: Drawing, schedule: Schedule) -
     if algorithm.remembers_clipped and np.ptp(schedule.clip_factor) > 0:
         raise ScenarioError(
             "privacy.schedule changes the clip norm, and the gradients a table keeps were clipped to that of earlier "
-            "rounds; keep the clip norm constant (noise may change), or use algorithm.table=snapshot"
+            "steps; keep the clip norm constant (noise may change), or use algorithm.table=snapshot"
         )
     numbers: dict[Declaration, int] = {}
     kind_of = np.empty(len(schedule.noise_shape), dtype=np.int64)

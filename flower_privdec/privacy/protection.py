@@ -1,4 +1,4 @@
-"""What a run will release: each peer's clipping and noise in every step, solved from its budget."""
+"""What some peers of a run will release: the clipping and noise of each in every step, solved from its budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flower_privdec.scenario.schema import PrivacySection
 
 UNLIMITED = "inf"  # how JSON, which has no infinity, says that there is no bound on ε
 
-Factors = Mapping[str, float | None] | None
+Factors = Mapping[str, tuple[float, int] | None] | None
 
 
 def cost(account: Account, steps: int) -> float:
@@ -33,16 +33,16 @@ def cost(account: Account, steps: int) -> float:
 
 @dataclass(frozen=True)
 class Protection:
-    """Clip norms and noise multipliers of the whole network, and the accounts they are charged to.
+    """Clip norms and noise multipliers of the peers hosted here, and the accounts they are charged to.
 
     Attributes:
-        clip_norms: float64 [steps, n_peers], where a round has `steps_per_round` steps.
+        clip_norms: float64 [steps, m], where a round has `steps_per_round` steps.
         noise_multipliers: likewise; noise std over clip norm, of the sum over a batch.
         accounts: one for each peer.
         claims: what the paper's formula claims, where it made the noise; else None for each peer.
         calibration: how the noise was solved for.
-        kinds: for each kind of step, the sums it has and the noise of each over the step's; None for a sum that
-            nobody sees, and for the whole kind where nothing is declared.
+        kinds: for each kind of step, the sums it has, with the noise of each over the step's and how many neighbours
+            are sent one each; None for a sum that nobody sees, and for the whole kind where nothing is declared.
         kind_of: int64 [steps].
     """
 
@@ -56,7 +56,7 @@ class Protection:
     steps_per_round: int = 1
 
     def clip_norm(self, step: int) -> np.ndarray:
-        """Return the clip norm of every peer in a step, [n_peers]."""
+        """Return the clip norm of every peer in a step, [m]."""
         return np.asarray(self.clip_norms[step])
 
     def noise_multiplier(self, step: int) -> np.ndarray:
@@ -64,33 +64,37 @@ class Protection:
 
         Where a step has several sums, that of the one with the least noise.
         """
-        factors = [each for each in (self.kinds[self.kind_of[step]] or {}).values() if each is not None]
+        factors = [each[0] for each in (self.kinds[self.kind_of[step]] or {}).values() if each is not None]
         return np.asarray(self.noise_multipliers[step] * min(factors, default=1.0))
 
-    def noise(self, step: int, sums: Iterable[str]) -> dict[str, np.ndarray]:
+    def noise(self, step: int, sums: Iterable[str], copies: int = 1) -> dict[str, np.ndarray]:
         """Return the noise multiplier of each sum of a step that is published, [n_peers], by name.
 
         Args:
             sums: the sums that the step is about to make.
+            copies: how many of each a peer makes at most, for a neighbour each.
 
         Raises:
-            TypeError: where they are not those that the algorithm declares.
+            TypeError: where they are not those that the algorithm declares, or more.
         """
         factors, names = self.kinds[self.kind_of[step]], tuple(sums)
         if factors is None:
-            factors = dict.fromkeys(names, 1.0)
+            factors = dict.fromkeys(names, (1.0, copies))
         if factors.keys() != set(names):
             raise TypeError(f"step {step} makes the sums {sorted(names)} and declares {sorted(factors)}")
-        multipliers = self.noise_multipliers[step]
-        return {name: multipliers * factors[name] for name in names if factors[name] is not None}
+        published = {name: each for name, each in factors.items() if each is not None}
+        for name, (_, receivers) in published.items():
+            if copies > receivers:
+                raise TypeError(f"step {step} makes sum {name!r} for {copies} neighbours and declares {receivers}")
+        return {name: self.noise_multipliers[step] * noise for name, (noise, _) in published.items()}
 
     def epsilons(self, rounds: int) -> list[float]:
         """Return ε of every peer after so many rounds."""
         return [cost(account, rounds * self.steps_per_round) for account in self.accounts]
 
 
-def _each(value: float | Sequence[float], n_peers: int) -> list[float]:
-    numbers: list[float] = np.broadcast_to(np.asarray(value, dtype=np.float64), (n_peers,)).tolist()
+def _each(value: float | Sequence[float], n_peers: int, peers: np.ndarray) -> list[float]:
+    numbers: list[float] = np.broadcast_to(np.asarray(value, dtype=np.float64), (n_peers,))[peers].tolist()
     return numbers
 
 
@@ -100,15 +104,18 @@ def build_protection(
     algorithm: Declares,
     drawings: Sequence[Drawing],
     participation: Participation,
+    peers: np.ndarray,
 ) -> Protection:
-    """Solve every peer's noise from its budget, for the rounds in which it is active.
+    """Solve each peer's noise from its budget, for the steps of the rounds in which it is active.
 
     Who is active is public and decided beforehand, so a peer's noise is solved for its own number of
     active rounds: activity amplifies nothing and idle rounds cost nothing.
 
     Args:
         algorithm: says what its steps release.
-        drawings: how each peer draws its examples.
+        drawings: how each of these peers draws its examples.
+        participation: who is active, of the whole network.
+        peers: global ids, int64 [m].
 
     Raises:
         ScenarioError: when a budget is below what any noise can keep, the algorithm declares no release, or a
@@ -116,19 +123,19 @@ def build_protection(
     """
     n_peers, each_round = scenario.n_peers, algorithm.steps_per_round
     schedule = build_schedule(scenario).repeated(each_round)
-    active = np.stack([participation.active(k) for k in range(scenario.rounds)]).repeat(each_round, axis=0)
-    deltas = _each(section.delta, n_peers)
-    budgets = [None] * n_peers if section.epsilon is None else _each(section.epsilon, n_peers)
+    active = np.stack([participation.active(k)[peers] for k in range(scenario.rounds)]).repeat(each_round, axis=0)
+    deltas = _each(section.delta, n_peers, peers)
+    budgets = [None] * len(peers) if section.epsilon is None else _each(section.epsilon, n_peers, peers)
     mechanisms = {each: build_mechanism(algorithm, each, schedule) for each in dict.fromkeys(drawings)}
     solver, same = Solver(section, algorithm, schedule), _Same()
     noise, accounts, claims = np.empty(active.shape), [], []
-    for peer, facts in enumerate(zip(drawings, budgets, deltas, strict=True)):
-        scale, claim, account = same.solve(solver, mechanisms[facts[0]], active[:, peer], *facts[1:])
-        noise[:, peer] = scale * schedule.noise_shape
-        accounts.append(replace(account, peer=peer))
+    for row, facts in enumerate(zip(drawings, budgets, deltas, strict=True)):
+        scale, claim, account = same.solve(solver, mechanisms[facts[0]], active[:, row], *facts[1:])
+        noise[:, row] = scale * schedule.noise_shape
+        accounts.append(replace(account, peer=int(peers[row])))
         claims.append(claim)
     kinds, kind_of = _kinds(list(mechanisms.values()))
-    clip_norms = schedule.clip_factor[:, None] * schedule.clip_norm
+    clip_norms = schedule.clip_factor[:, None] * schedule.clip_norm[peers]
     return Protection(
         clip_norms, noise, tuple(accounts), tuple(claims), section.calibration, kinds, kind_of, each_round
     )
@@ -158,7 +165,7 @@ def _kinds(mechanisms: Sequence[Mechanism]) -> tuple[tuple[Factors, ...], np.nda
     Raises:
         ScenarioError: where they are not alike.
     """
-    numbers: dict[tuple[tuple[str, float | None], ...] | None, int] = {}
+    numbers: dict[tuple[tuple[str, tuple[float, int] | None], ...] | None, int] = {}
     found = []
     for mechanism in mechanisms:
         own = np.array([numbers.setdefault(_factors(kind), len(numbers)) for kind in mechanism.kinds])
@@ -168,9 +175,11 @@ def _kinds(mechanisms: Sequence[Mechanism]) -> tuple[tuple[Factors, ...], np.nda
     return tuple(None if each is None else dict(each) for each in numbers), found[0]
 
 
-def _factors(kind: Declaration) -> tuple[tuple[str, float | None], ...] | None:
-    """Return the noise of every declared sum, None for one that nobody sees, in a form that can be looked up."""
-    return None if kind is None else tuple((s.name, None if s.to == "nobody" else s.noise) for s in kind)
+def _factors(kind: Declaration) -> tuple[tuple[str, tuple[float, int] | None], ...] | None:
+    """Return noise and receivers of every declared sum, None for one that nobody sees, in a form to be looked up."""
+    if kind is None:
+        return None
+    return tuple((s.name, None if s.to == "nobody" else (s.noise, s.receivers)) for s in kind)
 
 
 def _within_budget(account: Account, steps: int) -> Account:
@@ -188,6 +197,6 @@ def _within_budget(account: Account, steps: int) -> Account:
     if not kept:
         raise ScenarioError(
             f"privacy.epsilon={account.budget:g} is below what a peer's first step costs, "
-            f"{cost(account, account.spends[0].from_round + 1):.3g}; raise it or privacy.noise_multiplier"
+            f"{cost(account, account.spends[0].from_step + 1):.3g}; raise it or privacy.noise_multiplier"
         )
     return replace(account, spends=kept)

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from flower_privdec.algorithms import Algorithm, Exchange, State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.evaluation import evaluate, shows_private
+from flower_privdec.experiment.own_parts import public_name
 from flower_privdec.gradients.protocol import layout
 from flower_privdec.privacy.ledger_format import Head
 from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_atomically
-from flower_privdec.runtime.spent import Spent, json_number, ledger_scope, privacy_rows
+from flower_privdec.runtime.spent import Spent, json_number, privacy_rows
 from flower_privdec.scenario import scenario_hash, to_yaml
 
 OnMetrics = Callable[[dict[str, Any]], None]
@@ -38,18 +39,36 @@ class Recorder:
     """
 
     def __init__(
-        self, experiment: Experiment, out: Path, runtime: str, resume: bool = False, lean: bool = False
+        self,
+        agreement: Agreement,
+        own: OwnParts | None,
+        out: Path,
+        runtime: str,
+        resume: bool = False,
+        lean: bool = False,
     ) -> None:
-        self.experiment, self.out, self.runtime, self.lean = experiment, out, runtime, lean
+        """Look at the folder, and write nothing yet.
+
+        Args:
+            own: of all peers, where they are at hand; None for somebody who holds none of them.
+            runtime: what the summary calls it.
+            resume: go on from the folder's checkpoint.
+            lean: see above.
+
+        Raises:
+            ScenarioError: when the folder holds another run, or nothing to resume.
+        """
+        self.agreement, self.own, self.out, self.runtime, self.lean = agreement, own, out, runtime, lean
+        self.run = public_name(agreement, agreement.scenario.compute.generator) if own is None else own.run
         self._saved = time.monotonic()
-        self.scenario_hash = scenario_hash(experiment.scenario)
+        self.scenario_hash = scenario_hash(agreement.scenario)
         self.checkpoint = self._previous(resume)
         self.seconds = self.checkpoint.seconds if self.checkpoint else 0.0
 
     def _previous(self, resume: bool) -> Checkpoint | None:
         path = self.out / "checkpoint"
         if resume and path.exists():
-            return load_checkpoint(path, self.scenario_hash, self.experiment.run, self.experiment.device)
+            return load_checkpoint(path, self.scenario_hash, self.run, self.agreement.device)
         if (self.out / "scenario.yaml").exists():
             remedy = "give --resume to go on with it, or another --out" if path.exists() else "give another --out"
             raise ScenarioError(f"{self.out} already holds a run; {remedy}")
@@ -73,7 +92,7 @@ class Recorder:
         state = initial()
         self.out.mkdir(parents=True, exist_ok=True)
         self.save(state, head)
-        write_atomically(self.out / "scenario.yaml", to_yaml(self.experiment.scenario).encode())
+        write_atomically(self.out / "scenario.yaml", to_yaml(self.agreement.scenario).encode())
         return state
 
     def _forget_metrics_after(self, round_index: int) -> None:
@@ -88,7 +107,7 @@ class Recorder:
             return
         save_checkpoint(
             self.out / "checkpoint",
-            Checkpoint(state, self.scenario_hash, self.experiment.run, self.seconds, head),
+            Checkpoint(state, self.scenario_hash, self.run, self.seconds, head),
         )
         self._saved = time.monotonic()
 
@@ -101,7 +120,7 @@ class Recorder:
         """
         metrics = {
             "round": round_index,
-            **evaluate(self.experiment, rows, round_index),
+            **evaluate(self.agreement, rows, round_index, self.own),
             "epsilon": json_number(max(epsilons)),
             "seconds": round(self.seconds, 3),
         }
@@ -122,8 +141,8 @@ class Recorder:
             spent: what the peers have spent and run.
         """
         metrics = self.last_metrics()
-        scenario = self.experiment.scenario
-        steps = sum(spent.rounds_run) * self.experiment.algorithm.steps_per_round
+        scenario = self.agreement.scenario
+        steps = sum(spent.rounds_run) * self.agreement.algorithm.steps_per_round
         summary = {
             "name": scenario.name,
             "algorithm": scenario.algorithm.name,
@@ -135,8 +154,8 @@ class Recorder:
             "loss": metrics["loss"],
             "consensus_distance": metrics["consensus_distance"],
             **({"personalized": metrics["personalized"]} if "personalized" in metrics else {}),
-            "traffic": traffic(self.experiment.algorithm, rows),
-            "privacy": privacy_rows(self.experiment.plan, spent, ledger_scope(scenario)),
+            "traffic": traffic(self.agreement.algorithm, rows),
+            "privacy": privacy_rows(scenario, spent),
             **({"budget_note": spent.note} if spent.note else {}),
             **self._not_covered(),
             "noise": "simulated: seeded and reproducible, not for deployment",
@@ -150,16 +169,16 @@ class Recorder:
 
     def _not_covered(self) -> dict[str, str]:
         """Say what stands beside a finite ε and is not covered by it."""
-        scenario = self.experiment.scenario
+        scenario = self.agreement.scenario
         if scenario.private is None or not shows_private(scenario):
             return {}
         return {"evaluation_private": "ignored: figures on the peers' own labels are covered by no ε"}
 
     def _save_models(self, rows: dict[str, Tensor]) -> None:
-        experiment = self.experiment
-        models = {"mean": experiment.algorithm.network_mean(rows)}
-        models |= {f"peer-{i}": row for i, row in enumerate(experiment.algorithm.debiased(rows))}
-        places = layout(experiment.module)
+        agreement = self.agreement
+        models = {"mean": agreement.algorithm.network_mean(rows)}
+        models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.debiased(rows))}
+        places = layout(agreement.module)
         tensors = {
             f"{owner}/{name}": place.view(row).contiguous().cpu()
             for owner, row in models.items()
@@ -175,7 +194,8 @@ def traffic(algorithm: Algorithm, rows: dict[str, Tensor]) -> dict[str, int]:
         vectors: how many as long as the model; bytes: of these vectors.
     """
     d = rows["x"].shape[1]
-    names = [name for item in algorithm.program if isinstance(item, Exchange) for name in item.names]
+    exchanges = (item for item in algorithm.program if isinstance(item, Exchange))
+    names = [exchange.shaped(name) for exchange in exchanges for name in exchange.names]
     sent = [rows[name] for name in names if rows[name].ndim == 2 and rows[name].shape[1] == d]
     return {"vectors": len(sent), "bytes": sum(d * row.element_size() for row in sent)}
 

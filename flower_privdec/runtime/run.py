@@ -12,7 +12,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger_format import Head
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import OnMetrics, Recorder
-from flower_privdec.runtime.spent import Spent, budget_note, check_budget, epsilons, ledger_folder, rounds_run
+from flower_privdec.runtime.spent import Spent, check_budget, epsilons, ledger_folder
 
 
 class Run:
@@ -35,9 +35,9 @@ class Run:
     ) -> None:
         torch.set_num_threads(experiment.scenario.compute.threads)
         self.experiment = experiment
-        self.recorder = Recorder(experiment, out, runtime, resume, lean)
+        self.recorder = Recorder(experiment, experiment.own, out, runtime, resume, lean)
         ledger = ledger_folder(experiment.scenario, out)
-        self.cohort = experiment.cohort(None, ledger)
+        self.cohort = experiment.cohort(ledger)
         try:
             self._check_ledger(ledger)
             state = self.recorder.start(lambda: experiment.initial_state(self.cohort), self._head)
@@ -78,10 +78,7 @@ class Run:
 
     def finish(self) -> dict[str, Any]:
         """Write models and summary of a run whose rounds are done; return the summary."""
-        rounds = self.experiment.scenario.rounds
-        ledger = self.cohort.ledger
-        note = None if ledger is None else budget_note(ledger.spending, self.cohort.steps_per_round)
-        spent = Spent(epsilons(self.cohort, rounds), rounds_run(self.cohort, rounds), note)
+        spent = Spent.of(self.cohort, self.experiment.scenario.rounds)
         return self.recorder.finish(self.engine.state.rows, spent)
 
     def close(self) -> None:

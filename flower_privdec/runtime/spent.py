@@ -13,7 +13,7 @@ import numpy as np
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import BudgetError
 from flower_privdec.privacy.ledger import Spending
-from flower_privdec.privacy.protection import UNLIMITED, Protection
+from flower_privdec.privacy.protection import UNLIMITED
 from flower_privdec.scenario import Scenario
 from flower_privdec.words import epsilon_text, peer_ranges
 
@@ -29,26 +29,40 @@ def json_number(value: float) -> float | str:
 
 @dataclass(frozen=True)
 class Spent:
-    """What some peers have spent.
+    """What some peers have spent, each list in their order.
 
     Attributes:
         epsilons: ε of each peer over all runs in its ledger; ∞ without privacy.
+        deltas: the δ of each; 0 without privacy.
+        claimed: the ε that a paper's formula claims, where it made the noise; else None.
         rounds_run: in how many rounds each took its private steps.
         note: where the budget ended a peer's steps before the plan did; None where it did not.
     """
 
     epsilons: list[float]
+    deltas: list[float]
+    claimed: list[float | None]
     rounds_run: list[int]
     note: str | None = None
+
+    @classmethod
+    def of(cls, cohort: Cohort, rounds: int) -> Spent:
+        """Return what a cohort's peers have spent after so many rounds."""
+        n_rows, ran, protection = len(cohort.peers), rounds_run(cohort, rounds), cohort.protection
+        if protection is None:
+            return cls([math.inf] * n_rows, [0.0] * n_rows, [None] * n_rows, ran)
+        accounts = protection.accounts if cohort.ledger is None else cohort.ledger.spending.accounts
+        note = None if cohort.ledger is None else budget_note(cohort.ledger.spending, cohort.steps_per_round)
+        claimed = [claim.epsilon if claim else None for claim in protection.claims]
+        return cls(epsilons(cohort, rounds), [account.delta for account in accounts], claimed, ran, note)
 
 
 def epsilons(cohort: Cohort, rounds: int) -> list[float]:
     """Return the ε of each peer of a cohort after so many rounds, over all runs in its ledger; ∞ without privacy."""
-    if cohort.plan is None:
+    if cohort.protection is None:
         return [math.inf] * len(cohort.peers)
     if cohort.ledger is None:
-        spent = cohort.plan.epsilons(rounds)
-        return [spent[peer] for peer in cohort.peers]
+        return cohort.protection.epsilons(rounds)
     found: list[float] = cohort.ledger.spending.epsilons(rounds * cohort.steps_per_round).tolist()
     return found
 
@@ -74,30 +88,21 @@ def ledger_scope(scenario: Scenario) -> str:
     return f"all runs in {private.ledger}" if private and private.ledger else ALONE
 
 
-def privacy_rows(plan: Protection | None, spent: Spent, scope: str) -> list[dict[str, Any]]:
+def privacy_rows(scenario: Scenario, spent: Spent) -> list[dict[str, Any]]:
     """Return each peer's guarantee as the summary says it; ε is "inf" where there is none.
 
     Args:
-        spent: of all peers.
-        scope: which runs ε counts.
+        spent: of all peers, in order.
     """
-    unit = {"unit": "example", "adjacency": "zero-out"}
-    if plan is None:
-        nothing = {"epsilon": UNLIMITED, "delta": 0.0, **unit, "calibration": "none", "claimed_epsilon": None}
-        return [{"peer": peer, **nothing, "rounds_run": ran} for peer, ran in enumerate(spent.rounds_run)]
-    return [
-        {
-            "peer": account.peer,
-            "epsilon": json_number(total),
-            "delta": account.delta,
-            **unit,
-            "calibration": plan.calibration,
-            "claimed_epsilon": claim.epsilon if claim else None,
-            "rounds_run": ran,
-            "scope": scope,
-        }
-        for account, total, ran, claim in zip(plan.accounts, spent.epsilons, spent.rounds_run, plan.claims, strict=True)
-    ]
+    private, rows = scenario.private, []
+    calibration = "none" if private is None else private.calibration
+    facts = zip(spent.epsilons, spent.deltas, spent.claimed, spent.rounds_run, strict=True)
+    for peer, (total, delta, claimed, ran) in enumerate(facts):
+        row: dict[str, Any] = {"peer": peer, "epsilon": json_number(total), "delta": delta}
+        row |= {"unit": "example", "adjacency": "zero-out"}
+        row |= {"calibration": calibration, "claimed_epsilon": claimed, "rounds_run": ran}
+        rows.append(row if private is None else row | {"scope": ledger_scope(scenario)})
+    return rows
 
 
 def check_budget(cohort: Cohort, ledger: Path) -> None:
@@ -141,5 +146,5 @@ def _already(spending: Spending) -> str:
 def shortages(spending: Spending) -> dict[int, int]:
     """Return the first step that is not allowed, of each peer whose budget does not reach to the end of its plan."""
     pairs = list(zip(spending.accounts, spending.limits.tolist(), strict=True))
-    ends = [account.spends[-1].to_round if account.spends else 0 for account, _ in pairs]
+    ends = [account.spends[-1].to_step if account.spends else 0 for account, _ in pairs]
     return {account.peer: limit for (account, limit), end in zip(pairs, ends, strict=True) if limit < end}

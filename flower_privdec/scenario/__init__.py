@@ -1,6 +1,23 @@
 """The scenario file: one experiment, typed and strict, every default visible."""
 
-from flower_privdec.scenario.loading import load_scenario, numbers_hash, parse_scenario, scenario_hash, to_yaml
+from flower_privdec.scenario.algorithm_sections import OwnAlgorithmSection
+from flower_privdec.scenario.loading import (
+    load_scenario,
+    numbers_hash,
+    own_parts,
+    parse_scenario,
+    scenario_hash,
+    to_yaml,
+)
 from flower_privdec.scenario.schema import Scenario
 
-__all__ = ["Scenario", "load_scenario", "numbers_hash", "parse_scenario", "scenario_hash", "to_yaml"]
+__all__ = [
+    "OwnAlgorithmSection",
+    "Scenario",
+    "load_scenario",
+    "numbers_hash",
+    "own_parts",
+    "parse_scenario",
+    "scenario_hash",
+    "to_yaml",
+]

@@ -1,41 +1,66 @@
-"""The `algorithm` section: one form for each family of algorithms, told apart by the name."""
+"""The `algorithm` section: one form for each family of algorithms, told apart by the name, and users' own."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, Tag, model_validator
 
-from flower_privdec.scenario.fields import Count, NonNegative, PerPeer, Section
+from flower_privdec.catalogue import ALGORITHMS, GRADIENT_TABLES
+from flower_privdec.errors import ScenarioError
+from flower_privdec.scenario.fields import OWN_OR_NAMED, Count, NonNegative, PerPeer, Section
+from flower_privdec.user_code import load_own
+from flower_privdec.words import one_line
 
 Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
-class GradientSection(Section):
+class DescentSection(Section):
     """What all algorithms that descend along gradients share."""
 
     learning_rate: PerPeer
     learning_rate_decay: Annotated[float, Field(ge=0, le=1)] = 0.0  # final share of the rounds: linear to 0
 
 
+class GradientSection(DescentSection):
+    """The section of an algorithm by name."""
+
+    name: str
+
+
+class OwnAlgorithmSection(DescentSection):
+    """The section of an algorithm of a user's own, whose class names a subclass with its own keys as `Section`.
+
+    Attributes:
+        module: where the class lies, `package.module:name`.
+    """
+
+    module: str
+
+    @property
+    def name(self) -> str:
+        """Return what the algorithm is called: where it lies."""
+        return self.module
+
+
 class SGDSection(GradientSection):
     """Stochastic gradient steps."""
 
-    name: Literal["sgp", "privsgp", "d-psgd", "dp2-sgd", "dp-sgd", "local"]
+    name: Annotated[str, ALGORITHMS.some("sgp", "privsgp", "d-psgd", "dp2-sgd", "dp-sgd", "local")]
 
 
 class VRSection(GradientSection):
     """PrivSGP-VR: which memory of gradients reduces the variance."""
 
-    name: Literal["privsgp-vr"]
-    table: Literal["factored", "blocks", "snapshot", "dense"] = "factored"
+    name: Annotated[str, ALGORITHMS.some("privsgp-vr")]
+    table: Annotated[str, GRADIENT_TABLES] = "factored"
     snapshot_every: Count = 100
 
 
 class DynD2PSection(GradientSection):
     """Dyn-D2P: a decaying clip norm and a growing per-step budget."""
 
-    name: Literal["dyn-d2p"]
+    name: Annotated[str, ALGORITHMS.some("dyn-d2p")]
     initial_clip: PerPeer | None = None  # C_0; by default privacy.clip_norm
     rho_c: Growth = 2.0
     rho_mu: Growth = 2.0
@@ -44,7 +69,7 @@ class DynD2PSection(GradientSection):
 class DynCSection(GradientSection):
     """Dyn[C]-D2P: a decaying clip norm, a constant per-step budget."""
 
-    name: Literal["dyn-c-d2p"]
+    name: Annotated[str, ALGORITHMS.some("dyn-c-d2p")]
     initial_clip: PerPeer | None = None  # C_0; by default privacy.clip_norm
     rho_c: Growth = 2.0
 
@@ -52,7 +77,7 @@ class DynCSection(GradientSection):
 class DynMuSection(GradientSection):
     """Dyn[μ]-D2P: a constant clip norm, a growing per-step budget."""
 
-    name: Literal["dyn-mu-d2p"]
+    name: Annotated[str, ALGORITHMS.some("dyn-mu-d2p")]
     clip_norm: PerPeer | None = None  # C; by default privacy.clip_norm
     rho_mu: Growth = 2.0
 
@@ -60,28 +85,28 @@ class DynMuSection(GradientSection):
 class ConstSection(GradientSection):
     """Const-D2P: a constant clip norm and per-step budget."""
 
-    name: Literal["const-d2p"]
+    name: Annotated[str, ALGORITHMS.some("const-d2p")]
     clip_norm: PerPeer | None = None  # C; by default privacy.clip_norm
 
 
 class AsynchronousSection(GradientSection):
     """A(DP)²SGD: one peer wakes at a time and uses a gradient of a stale model."""
 
-    name: Literal["adp2-sgd"]
+    name: Annotated[str, ALGORITHMS.some("adp2-sgd")]
     staleness: Count | None = None  # most events since the model was read; by default 4 n_peers
 
 
 class LocalStepsSection(GradientSection):
     """Several local steps between two exchanges."""
 
-    name: Literal["scaffold"]
+    name: Annotated[str, ALGORITHMS.some("scaffold")]
     local_steps: Count = 10
 
 
 class FedAvgSection(GradientSection):
     """FedAvg: a peer's walk counts by its number of examples, as in the paper, or all count alike."""
 
-    name: Literal["fedavg"]
+    name: Annotated[str, ALGORITHMS.some("fedavg")]
     local_steps: Count = 10
     weighting: Literal["examples", "uniform"] = "examples"
 
@@ -89,7 +114,7 @@ class FedAvgSection(GradientSection):
 class FedProxSection(GradientSection):
     """FedAvg with a proximal term."""
 
-    name: Literal["fedprox"]
+    name: Annotated[str, ALGORITHMS.some("fedprox")]
     local_steps: Count = 10
     proximal: NonNegative = 0.01
     weighting: Literal["examples", "uniform"] = "examples"
@@ -98,7 +123,7 @@ class FedProxSection(GradientSection):
 class FedDeperSection(GradientSection):
     """FedDeper: ρ of the penalty, λ of mixing the personal model, τ local steps (half of them for feddeper*)."""
 
-    name: Literal["feddeper", "feddeper*"]
+    name: Annotated[str, ALGORITHMS.some("feddeper", "feddeper*")]
     local_steps: Count = 10
     rho: Annotated[float, Field(ge=0, lt=1)] = 0.003
     mixing_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -115,7 +140,7 @@ class FedDeperSection(GradientSection):
 
 
 DynSection = DynD2PSection | DynCSection | DynMuSection | ConstSection
-AlgorithmSection = Annotated[
+NamedSection = Annotated[
     SGDSection
     | VRSection
     | DynD2PSection
@@ -131,7 +156,49 @@ AlgorithmSection = Annotated[
 ]
 
 
-def dynamic(section: GradientSection) -> tuple[PerPeer | None, float, float] | None:
+def own_section(module: object) -> type[OwnAlgorithmSection]:
+    """Return the form of the section of a user's algorithm.
+
+    Raises:
+        ScenarioError: the class cannot be had, or is no algorithm.
+    """
+    if not isinstance(module, str):
+        raise ScenarioError(f"algorithm.module={module!r} must be 'package.module:name'")
+    own: Any = load_own(
+        module,
+        "algorithm.module",
+        accepts=lambda part: isinstance(part, type) and hasattr(part, "Section"),
+        must_be="a subclass of flower_privdec.algorithms.Algorithm",
+    )
+    section: Any = own.Section
+    if not (isinstance(section, type) and issubclass(section, OwnAlgorithmSection)):
+        raise ScenarioError(
+            f"algorithm.module={module!r}: Section must be a subclass of flower_privdec.scenario.OwnAlgorithmSection"
+        )
+    return section
+
+
+def _validated(value: Any) -> OwnAlgorithmSection:
+    if isinstance(value, OwnAlgorithmSection):
+        return value
+    try:
+        return own_section(value["module"]).model_validate(value)
+    except ValueError:  # pydantic's findings are, too
+        raise
+    except ScenarioError as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:  # a user's own validator may raise anything
+        raise ValueError(f"algorithm.module={value['module']!r}: its Section raised {one_line(error)}") from error
+
+
+AlgorithmSection = Annotated[
+    Annotated[NamedSection, Tag("named")]
+    | Annotated[SerializeAsAny[OwnAlgorithmSection], PlainValidator(_validated), Tag("own")],
+    OWN_OR_NAMED,
+]
+
+
+def dynamic(section: DescentSection) -> tuple[PerPeer | None, float, float] | None:
     """Return (clip norm or None, ρ_c, ρ_μ) of the Dyn-D2P family, or None for another."""
     if not isinstance(section, DynSection):
         return None
@@ -139,7 +206,7 @@ def dynamic(section: GradientSection) -> tuple[PerPeer | None, float, float] | N
     return clip, getattr(section, "rho_c", 1.0), getattr(section, "rho_mu", 1.0)
 
 
-def steps_per_round(section: GradientSection) -> int:
+def steps_per_round(section: AlgorithmSection) -> int:
     """Return how many private steps an active peer takes in a round: τ, half of it for feddeper*, else 1."""
     steps: int = getattr(section, "local_steps", 1)
-    return max(1, steps // 2) if getattr(section, "name", "") == "feddeper*" else steps
+    return max(1, steps // 2) if section.name == "feddeper*" else steps

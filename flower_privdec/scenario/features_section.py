@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from flower_privdec.catalogue import FEATURES
 from flower_privdec.scenario.fields import Count, Positive, Section
 
 
@@ -23,7 +24,7 @@ class FeaturesSection(Section):
         norm: of the features of every example.
     """
 
-    kind: Literal["scattering"]
+    kind: Annotated[str, FEATURES]
     scales: Annotated[int, Field(ge=1, le=8)] = 2
     angles: Annotated[int, Field(ge=1, le=32)] = 8
     order: Annotated[int, Field(ge=1, le=2)] = 2

@@ -4,13 +4,38 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
 
 
 class Section(BaseModel):
     """One mapping of the scenario file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+class OwnSection(Section):
+    """What a scenario says of a part of a user's own.
+
+    Attributes:
+        module: where it lies, `package.module:name`.
+        arguments: what it is called with, by name.
+    """
+
+    module: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return what the part is called: where it lies."""
+        return self.module
+
+
+def _tag(value: Any) -> str:
+    keys = value if isinstance(value, dict) else getattr(type(value), "model_fields", ())
+    return "own" if "module" in keys else "named"
+
+
+OWN_OR_NAMED = Discriminator(_tag)  # tells a user's own part, which names its module, from those of the catalogue
 
 
 def _per_peer(value: Any) -> Any:

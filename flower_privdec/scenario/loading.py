@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from flower_privdec.catalogue import Choice
 from flower_privdec.errors import ScenarioError
+from flower_privdec.scenario.algorithm_sections import OwnAlgorithmSection, own_section
+from flower_privdec.scenario.fields import Section
 from flower_privdec.scenario.schema import Scenario
+from flower_privdec.user_code import load_own
+from flower_privdec.words import did_you_mean
 
 Location = tuple[int | str, ...]
 Model = TypeVar("Model", bound=BaseModel)
@@ -109,20 +113,29 @@ def _clean(error: Any, data: Any) -> Location:
     return tuple(path)
 
 
-def _model_at(loc: Location, root: type[BaseModel]) -> type[BaseModel]:
+def _model_at(loc: Location, root: type[BaseModel], data: Any) -> type[BaseModel]:
     """Return the section model in which pydantic's location lies."""
     models: list[type[BaseModel]] = [root]
     for part in loc:
         field = models[0].model_fields.get(str(part))
-        found = _sections_of(field.annotation) if field else [model for model in models if part in _tags(model)]
+        data = data.get(part, data) if isinstance(data, dict) else data
+        if field:
+            found = _sections_of(field.annotation)
+        elif part in ("own", "named"):
+            found = [model for model in models if ("module" in model.model_fields) == (part == "own")]
+        else:
+            found = [model for model in models if part in _tags(model)]
         models = found or models
+        if models[0] is OwnAlgorithmSection:
+            models = [own_section(data["module"])]
     return models[0]
 
 
-def _tags(model: type[BaseModel]) -> tuple[Any, ...]:
+def _tags(model: type[BaseModel]) -> Sequence[Any]:
     """Return the names by which a form of a section is told from the others."""
     field = model.model_fields.get("name") or model.model_fields.get("kind")
-    return get_args(field.annotation) if field else ()
+    choices = [list(part) for part in field.metadata if isinstance(part, Choice)] if field else []
+    return choices[0] if choices else get_args(field.annotation) if field else ()
 
 
 def _sections_of(annotation: Any) -> list[type[BaseModel]]:
@@ -132,36 +145,31 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [model for inner in getattr(annotation, "__args__", ()) for model in _sections_of(inner)]
 
 
-def _nearest(word: object, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f"; did you mean '{close[0]}'?" if close else ""
-
-
-def _sentence(error: Any, loc: Location, root: type[BaseModel]) -> str:
+def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> str:
     """Say the value, the rule and the remedy of one of pydantic's findings."""
     name = ".".join(map(str, loc)) or root.__name__.lower()
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        known = list(_model_at(error["loc"][:-1], root).model_fields)
-        close = difflib.get_close_matches(str(loc[-1]), known, n=1, cutoff=0.0)
-        return f"unknown key '{name}'; did you mean '{close[0]}'? (valid keys: {', '.join(known)})"
+        known = list(_model_at(error["loc"][:-1], root, data).model_fields)
+        hint = did_you_mean(loc[-1], known, cutoff=0.0)
+        return f"unknown key '{name}'{hint} (valid keys: {', '.join(known)})"
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
         key, tag = f"{name}.{_unquoted(context['discriminator'])}", context["tag"]
-        return f"{key}='{tag}' must be one of {', '.join(tags)}{_nearest(tag, tags)}"
+        return f"{key}='{tag}' must be one of {', '.join(tags)}{did_you_mean(tag, tags)}"
     if kind in ("missing", "union_tag_not_found"):
         name = name if kind == "missing" else f"{name}.{_unquoted(context['discriminator'])}"
         return f"'{name}' is missing; add it"
     if kind == "value_error":
         message = str(context.get("error"))
-        if not loc:
+        if not loc or message.startswith(f"{name}."):
             return message
         return f"{name}={error['input']!r} {message}" if message.startswith("must") else f"{name}: {message}"
     value = f"{name}={error['input']!r}"
     if loc == ("privacy",):
         return f"{value} must be none, or a section with epsilon and delta"
     if kind == "literal_error":
-        hint = _nearest(error["input"], re.findall(r"'([^']+)'", context["expected"]))
+        hint = did_you_mean(error["input"], re.findall(r"'([^']+)'", context["expected"]))
         return f"{value} must be one of {context['expected']}{hint}"
     rule = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", ">=")
     rule = rule.replace("less than or equal to", "<=").replace("greater than", ">").replace("less than", "<")
@@ -184,7 +192,7 @@ def _explain(
     findings = error.errors()
     first = min(findings, key=lambda item: (item["type"] != "extra_forbidden", len(item["loc"]) == 0))
     loc = _clean(first, data)
-    sentence = _sentence(first, loc, root)
+    sentence = _sentence(first, loc, root, data)
     if not loc:  # a rule across sections: its message begins with the key it blames
         loc = tuple(re.split(r"[ =]", sentence)[0].split("."))
     more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
@@ -255,12 +263,27 @@ def numbers_hash(scenario: Scenario) -> str:
     Names, paths and how often a run is looked at decide nothing, nor do generator and device, which `run_key` adds.
     """
     compute = {"threads", "memory_mib", "generator", "device"}
-    nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root"}}
+    nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root", "test"}}
     if scenario.private is not None:
         nothing["privacy"] = {"ledger"}
     return _hash_without(scenario, nothing)
 
 
+def own_parts(scenario: Scenario) -> list[Any]:
+    """Return the classes and functions of the user's own that a scenario names, for what their code decides."""
+    return [load_own(module, key) for key, module in _own_modules(scenario, "")]
+
+
+def _own_modules(section: Section, path: str) -> Iterator[tuple[str, str]]:
+    """Yield (key, module) of every part of a section that is a user's own."""
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), f"{path}{name}"
+        if isinstance(value, Section):
+            yield from _own_modules(value, f"{key}.")
+        elif name == "module" and value is not None:
+            yield key, value
+
+
 def _hash_without(scenario: Scenario, excluded: Any) -> str:
-    data = json.loads(scenario.model_dump_json(exclude=excluded))
+    data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True))
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

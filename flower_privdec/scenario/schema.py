@@ -7,43 +7,35 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic.types import Discriminator
 
+from flower_privdec import catalogue
 from flower_privdec.scenario.algorithm_sections import AlgorithmSection, DynSection, VRSection
 from flower_privdec.scenario.features_section import FeaturesSection
-from flower_privdec.scenario.fields import Count, Fraction, NonNegative, PerPeer, Positive, Section
+from flower_privdec.scenario.fields import (
+    OWN_OR_NAMED,
+    Count,
+    Fraction,
+    NonNegative,
+    OwnSection,
+    PerPeer,
+    Positive,
+    Section,
+)
 
-ModelName = Literal[
-    "linear",
-    "softmax",
-    "mlp",
-    "cnn-small",
-    "cnn-dyn-d2p",
-    "cnn-pdsl",
-    "cnn-feddeper",
-    "resnet18-gn",
-    "module",
-]
-TopologyName = Literal[
-    "directed-exponential",
-    "directed-exponential-full",
-    "directed-ring",
-    "ring",
-    "complete",
-    "bipartite",
-    "star",
-    "torus",
-    "random-regular",
-    "erdos-renyi",
-    "small-world",
-    "edge-list",
-    "random-edges",
-    "server",
-]
+PEER = "{peer}"  # in data.root, for a peer's number
+CNN_OPTIONS = ("channels", "kernel", "hidden", "activation", "pool")
+MODEL_OPTIONS = {
+    "linear": ("bias",),
+    "softmax": ("bias",),
+    "mlp": ("hidden", "activation"),
+    **dict.fromkeys((name for name in catalogue.MODELS if name.startswith("cnn")), CNN_OPTIONS),
+    "resnet18-gn": ("groups", "width"),
+}
 
 
 class PartitionSection(Section):
     """How the training examples are dealt out to the peers."""
 
-    kind: Literal["iid", "dirichlet", "shards", "pathological", "sizes"] = "iid"
+    kind: Annotated[str, catalogue.PARTITIONS] = "iid"
     alpha: Positive | None = None
     shards_per_peer: Count | None = None
     classes_per_peer: Count | None = None
@@ -69,7 +61,7 @@ class PartitionSection(Section):
 class BatchSection(Section):
     """How a peer draws its examples in a round."""
 
-    sampling: Literal["poisson", "uniform", "shuffle", "full", "blocks"] = "poisson"
+    sampling: Annotated[str, catalogue.SAMPLINGS] = "poisson"
     size: Count | None = None
 
     @model_validator(mode="after")
@@ -81,49 +73,90 @@ class BatchSection(Section):
         return self
 
 
+def _dataset_tag(value: Any) -> str:
+    return "named" if isinstance(value, str) else "own"
+
+
+DatasetChoice = Annotated[
+    Annotated[str, catalogue.DATASETS, Tag("named")] | Annotated[OwnSection, Tag("own")],
+    Discriminator(_dataset_tag),
+]
+
+
 class DataSection(Section):
     """Which data, how much of it, and how it is dealt and drawn."""
 
-    dataset: Literal["digits", "breast-cancer", "mnist", "fashion-mnist", "cifar10", "npz"]
+    dataset: DatasetChoice
     root: str | None = None
+    test: str | None = None
+    classes: Annotated[int, Field(ge=2)] | None = None
     samples: Count | None = None
     test_samples: Count | None = None
     partition: PartitionSection = PartitionSection()
     batch: BatchSection
 
+    @property
+    def each_its_own(self) -> bool:
+        """Whether each peer has a file of its own, so that nothing is dealt out."""
+        return self.root is not None and PEER in self.root
+
+    @model_validator(mode="after")
+    def _own_files(self) -> DataSection:
+        if not self.each_its_own:
+            return self
+        if self.test is None:
+            raise ValueError(f"test is missing: where root has {PEER}, name the test set that all peers share")
+        for key in ("samples", "partition"):
+            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for one dataset that is dealt out, and root has {PEER}: remove one of them")
+        return self
+
 
 class ModelSection(Section):
     """The model every peer trains."""
 
-    name: ModelName = "module"
-    init: Literal["default", "zeros"] = "default"
+    name: Annotated[str, catalogue.MODELS] | None = None
+    init: Annotated[str, catalogue.INITS] = "default"
+    bias: bool | None = None
     hidden: list[Count] | None = None
-    activation: Literal["relu", "tanh"] | None = None
+    activation: Annotated[str, catalogue.ACTIVATIONS] | None = None
+    channels: list[Count] | None = None
+    kernel: Count | None = None
+    pool: bool | None = None
+    groups: Count | None = None
+    width: Count | None = None
     module: str | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
     loss: Literal["cross-entropy", "logistic", "hinge", "squared-hinge"] = "cross-entropy"
 
     @model_validator(mode="after")
     def _options_of_the_model(self) -> ModelSection:
-        if (self.name == "module") != (self.module is not None):
+        if (self.name is None) == (self.module is None):
             raise ValueError("give either a model's name, or module: package.module:factory")
-        if self.name != "mlp" and (self.hidden is not None or self.activation is not None):
-            raise ValueError(f"hidden and activation belong to the model mlp, not to {self.name}: remove them")
+        if self.module is None and self.arguments:
+            raise ValueError("arguments belong to a module of your own: remove them, or give module")
+        given, own = set(self._given()), MODEL_OPTIONS.get(self.name or "", ())
+        for key in sorted(given - set(own)):
+            takers = ", ".join(name for name, options in MODEL_OPTIONS.items() if key in options)
+            raise ValueError(f"{key} belongs to {takers}, not to {self.name or self.module}: remove it")
         return self
 
+    def _given(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"name", "init", "module", "arguments", "loss"}, exclude_none=True)
+
     def options(self) -> dict[str, Any]:
-        """Return what `build_model` takes beside the name."""
-        if self.module is not None:
-            return {"factory": self.module, **self.arguments}
-        given = {"hidden": self.hidden, "activation": self.activation}
-        return {key: value for key, value in given.items() if value is not None}
+        """Return the options given for the model itself."""
+        return self._given() if self.module is None else {"arguments": self.arguments}
+
+
+Weights = Annotated[str, catalogue.WEIGHTS]
 
 
 class TopologySection(Section):
     """Who can send to whom, and with which weights it is mixed."""
 
-    name: TopologyName = "directed-exponential"
-    weights: Literal["auto", "column-stochastic", "metropolis", "doubly-stochastic"] = "auto"
+    name: Annotated[str, catalogue.TOPOLOGIES] = "directed-exponential"
+    weights: Weights = "auto"
     degree: Count | None = None
     probability: Fraction | None = None
     rewire: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -132,17 +165,32 @@ class TopologySection(Section):
     directed: bool | None = None
     rows: Count | None = None
     cols: Count | None = None
-    supergraph: TopologyName | None = None
+    supergraph: Annotated[str, catalogue.TOPOLOGIES] | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the options given for the graph itself."""
         return self.model_dump(exclude={"name", "weights"}, exclude_none=True)
 
 
+class OwnTopologySection(OwnSection):
+    """A graph of a user's own, and with which weights it is mixed."""
+
+    weights: Weights = "auto"
+
+    def options(self) -> dict[str, Any]:
+        """Return what the graph is built with."""
+        return {"arguments": self.arguments}
+
+
+TopologyChoice = Annotated[
+    Annotated[TopologySection, Tag("named")] | Annotated[OwnTopologySection, Tag("own")], OWN_OR_NAMED
+]
+
+
 class ParticipationSection(Section):
     """Who is active in a round."""
 
-    kind: Literal["all", "uniform"] = "all"
+    kind: Annotated[str, catalogue.PARTICIPATIONS] = "all"
     fraction: Fraction | None = None
 
     @model_validator(mode="after")
@@ -257,7 +305,7 @@ class Scenario(Section):
     features: FeaturesSection | None = None
     model: ModelSection
     algorithm: AlgorithmSection
-    topology: TopologySection = TopologySection()
+    topology: TopologyChoice = TopologySection()
     participation: ParticipationSection = ParticipationSection()
     privacy: PrivacyChoice
     evaluation: EvaluationSection = EvaluationSection()

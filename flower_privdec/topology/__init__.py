@@ -1,5 +1,6 @@
 """Communication graphs: who sends to whom in each round."""
 
+from flower_privdec.catalogue import TOPOLOGIES
 from flower_privdec.topology.connectivity import check_topology, joint_connectivity
 from flower_privdec.topology.graphs import (
     CompleteTopology,
@@ -13,7 +14,7 @@ from flower_privdec.topology.graphs import (
     in_neighbors,
     out_neighbors,
 )
-from flower_privdec.topology.named import TOPOLOGIES, build_topology, topology_options
+from flower_privdec.topology.named import build_topology, topology_options
 
 __all__ = [
     "TOPOLOGIES",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import networkx as nx
 import numpy as np
@@ -16,6 +16,7 @@ EdgeArray: TypeAlias = npt.NDArray[np.int64]
 Peers: TypeAlias = npt.NDArray[np.int64]
 
 
+@runtime_checkable
 class Topology(Protocol):
     """The graph of every round; an undirected one lists each edge in both directions."""
 

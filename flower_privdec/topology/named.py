@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
 import numpy as np
 
+from flower_privdec.catalogue import TOPOLOGIES
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
 from flower_privdec.topology.edge_list import read_edge_list
+from flower_privdec.topology.given import build_own_topology
 from flower_privdec.topology.graphs import (
     CompleteTopology,
     DirectedExponential,
@@ -24,6 +25,7 @@ from flower_privdec.topology.graphs import (
     edge_array,
     shift_edges,
 )
+from flower_privdec.words import did_you_mean
 
 DRAWS = 200  # how often a random graph is drawn again before it is called hopeless
 
@@ -32,10 +34,10 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
     """Build the graph that a scenario names.
 
     Args:
-        name: a key of `TOPOLOGIES`.
+        name: one of `TOPOLOGIES`, or `package.module:name` of a user's own function, see `build_own_topology`.
         n_peers: how many peers it joins, at least 2.
         seed: keys the random graphs.
-        options: what `topology_options(name)` lists.
+        options: what `topology_options(name)` lists; for a user's own, `arguments` by name.
 
     Returns:
         The topology, with its options checked; `check_topology` says whether it can agree.
@@ -43,12 +45,14 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
     Raises:
         ScenarioError: an unknown name or option, or a value that breaks a rule.
     """
-    builder = _builder(name)
+    own = ":" in name
+    builder = build_own_topology if own else _builder(name)
     if isinstance(n_peers, bool) or not isinstance(n_peers, int | np.integer) or n_peers < 1:
         raise ScenarioError(f"n_peers={n_peers!r} must be a whole number >= 1")
     if n_peers == 1:
         raise ScenarioError(f"n_peers=1 on topology {name}: a graph needs at least 2 peers; use algorithm local")
-    _refuse_unknown_options(name, builder, options)
+    if not own:
+        _refuse_unknown_options(name, builder, options)
     return builder(name, int(n_peers), seed, **options)
 
 
@@ -62,9 +66,8 @@ def topology_options(name: str) -> dict[str, Any]:
 
 
 def _builder(name: str) -> Callable[..., Topology]:
-    if name not in _BUILDERS:
-        raise ScenarioError(f"topology={name} is unknown; {_nearest(name, list(_BUILDERS))}")
-    return _BUILDERS[name][0]
+    TOPOLOGIES.check(name, "topology.name")
+    return _BUILDERS[name]
 
 
 def _refuse_unknown_options(name: str, builder: Callable[..., Topology], options: dict[str, Any]) -> None:
@@ -74,12 +77,8 @@ def _refuse_unknown_options(name: str, builder: Callable[..., Topology], options
     valid = topology_options(name)
     for key in options:
         if key not in valid:
-            raise ScenarioError(f"option {key} on topology {name} is unknown; {_nearest(key, list(valid))}")
-
-
-def _nearest(word: str, valid: list[str]) -> str:
-    close = get_close_matches(word, valid, n=1)
-    return f"did you mean {close[0]}?" if close else f"choose from: {', '.join(valid) or 'none'}"
+            takes = f"it takes {', '.join(valid)}" if valid else "it takes none"
+            raise ScenarioError(f"topology.{key} is no option of {name}: {takes}{did_you_mean(key, valid)}")
 
 
 def _whole(key: str, value: object, least: int) -> int:
@@ -214,24 +213,21 @@ def _random_edges(
     return topology
 
 
-_BUILDERS: dict[str, tuple[Callable[..., Topology], str]] = {
-    "directed-exponential": (_directed_exponential, "one peer, 2^(k mod p) ahead, in round k"),
-    "directed-exponential-full": (
-        _directed_exponential_full,
-        "all the peers 2^0, 2^1, ... ahead",
-    ),
-    "directed-ring": (_directed_ring, "the next peer"),
-    "ring": (_ring, "the next and the previous peer"),
-    "complete": (_complete, "everybody"),
-    "bipartite": (_bipartite, "the first half joined to the second, completely"),
-    "star": (_star, "peer 0 joined to all others"),
-    "torus": (_torus, "a rows x cols grid that wraps around"),
-    "random-regular": (_random_regular, "drawn once, every peer with `degree` neighbours"),
-    "erdos-renyi": (_erdos_renyi, "drawn once, each edge with `probability`, until connected"),
-    "small-world": (_small_world, "Watts-Strogatz: a ring of `degree`, each edge moved with chance `rewire`"),
-    "edge-list": (_edge_list, "from a `file` of `sender receiver` lines, `directed` or not"),
-    "random-edges": (_random_edges, "`edges` edges of a `supergraph`, drawn afresh each round"),
-    "server": (_complete, "no graph: averaging over the active peers"),
-}
-
-TOPOLOGIES: dict[str, str] = {name: description for name, (_, description) in _BUILDERS.items()}
+_BUILDERS: dict[str, Callable[..., Topology]] = TOPOLOGIES.bind(
+    {
+        "directed-exponential": _directed_exponential,
+        "directed-exponential-full": _directed_exponential_full,
+        "directed-ring": _directed_ring,
+        "ring": _ring,
+        "complete": _complete,
+        "bipartite": _bipartite,
+        "star": _star,
+        "torus": _torus,
+        "random-regular": _random_regular,
+        "erdos-renyi": _erdos_renyi,
+        "small-world": _small_world,
+        "edge-list": _edge_list,
+        "random-edges": _random_edges,
+        "server": _complete,
+    }
+)

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from flower_privdec import catalogue
 from flower_privdec.reporting.wording import (
     claim,
     epsilon_range,
@@ -31,6 +32,7 @@ from flower_privdec.words import NOTHING, duration, number, percent
 PLAIN_WIDTH = 130
 NARROW = 120
 LARGEST_PICTURE = 32
+OWN = "your own algorithm, topology, model or dataset: module: package.module:name in place of its name"
 ESSENTIAL = ("run", "algorithm", "ε", "mean model", "peers' models", "time")
 
 
@@ -221,18 +223,19 @@ def _adjacency_block(n_peers: int, edges: Sequence[Sequence[int]], round_index: 
 
 def parts() -> dict[str, dict[str, str]]:
     """Return everything a scenario can name, with one line each."""
-    from flower_privdec.algorithms import ALGORITHMS
-    from flower_privdec.data import DATASETS, PARTITIONS, SAMPLINGS
-    from flower_privdec.models import MODELS
-    from flower_privdec.topology import TOPOLOGIES
-
     return {
-        "algorithms": {name: algorithm.summary for name, algorithm in ALGORITHMS.items()},
-        "topologies": dict(TOPOLOGIES),
-        "models": dict(MODELS),
-        "datasets": dict(DATASETS),
-        "partitions": dict(PARTITIONS),
-        "samplings": dict(SAMPLINGS),
+        "algorithms": dict(catalogue.ALGORITHMS.lines),
+        "tables": dict(catalogue.GRADIENT_TABLES.lines),
+        "topologies": dict(catalogue.TOPOLOGIES.lines),
+        "weights": dict(catalogue.WEIGHTS.lines),
+        "participations": dict(catalogue.PARTICIPATIONS.lines),
+        "models": dict(catalogue.MODELS.lines),
+        "activations": dict(catalogue.ACTIVATIONS.lines),
+        "inits": dict(catalogue.INITS.lines),
+        "datasets": dict(catalogue.DATASETS.lines),
+        "partitions": dict(catalogue.PARTITIONS.lines),
+        "samplings": dict(catalogue.SAMPLINGS.lines),
+        "features": dict(catalogue.FEATURES.lines),
     }
 
 
@@ -252,3 +255,4 @@ def print_parts(as_json: bool) -> None:
         for name, line in group.items():
             table.add_row(f"  {name}", line)
         console.show(table)
+    console.show(OWN)

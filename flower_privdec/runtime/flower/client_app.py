@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -15,21 +15,29 @@ from flwr.clientapp import ClientApp
 from flower_privdec.algorithms import Exchange, State, advance
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import RunError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.runtime.flower.node import Node
 from flower_privdec.runtime.flower.own import Own, in_simulation
 from flower_privdec.runtime.flower.records import Order, pack_messages, pack_peers, unpack_message
 from flower_privdec.runtime.run import Run
-from flower_privdec.runtime.spent import epsilons, rounds_run
-from flower_privdec.scenario import parse_scenario
+from flower_privdec.runtime.spent import Spent
+from flower_privdec.scenario import parse_scenario, to_yaml
 
 METRICS, PLACE, SPENT = "metrics", "place", "spent"
 
 
 @lru_cache(maxsize=2)
-def _build(own: Own, order: str, peers: tuple[int, ...], base: str) -> Experiment:
-    """Build a scenario once a process, as far as the node goes along with it."""
-    return own.experiment(own.scenario(Order(order, 0, list(peers), base=base)))
+def _agreement(scenario: str) -> Agreement:
+    return Agreement.of(parse_scenario(scenario))
+
+
+@lru_cache(maxsize=128)
+def _build(own: Own, text: str, peers: tuple[int, ...], base: str) -> Experiment:
+    """Build a node's view once a process, as far as the node goes along with the scenario."""
+    with own.allowing():
+        scenario = own.scenario(Order(text, 0, list(peers), base=base))
+        agreement = _agreement(to_yaml(scenario))
+        return Experiment.joined(agreement, own.parts(agreement, peers))
 
 
 def _experiment(own: Own, order: Order) -> Experiment:
@@ -83,7 +91,7 @@ def train_relay(message: Message, context: Context) -> Message:
     """
     order, own = Order.of(message.content), Own.of(context)
     experiment = _experiment(own, order)
-    node = Node(own, experiment, own.run_folder(experiment, order), np.asarray(order.peers))
+    node = Node(own, experiment, own.run_folder(experiment, order))
     state = node.state(context.state, order.begin)
     with node.cohort(node.start(context.state, order.begin)) as cohort:
         if state is None:
@@ -104,13 +112,16 @@ def train_relay(message: Message, context: Context) -> Message:
 
 
 def _spent(cohort: Cohort, rounds: int) -> ConfigRecord:
-    return ConfigRecord({"epsilons": epsilons(cohort, rounds), "rounds_run": rounds_run(cohort, rounds)})
+    """Return what the peers have spent as a record, in which NaN stands for no claim."""
+    spent = Spent.of(cohort, rounds)
+    record = ConfigRecord({"epsilons": spent.epsilons, "deltas": spent.deltas, "rounds_run": spent.rounds_run})
+    record["claimed"] = [math.nan if claim is None else claim for claim in spent.claimed]
+    return record
 
 
 def _finish_exchange(experiment: Experiment, state: State, content: RecordDict) -> None:
     """Give a waiting state what it was promised: what its peers send each other, and what is in the message."""
-    program = experiment.algorithm.program
-    exchange = program[state.at] if state.at < len(program) else None
+    exchange = experiment.algorithm.program[state.at] if state.waiting else None
     if not isinstance(exchange, Exchange) or experiment.mixing is None:
         return
     device = state.rows["x"].device

@@ -29,13 +29,16 @@ class Node:
 
     Attributes:
         folder: where checkpoints and ledger lie.
-        peers: int64 [m], global ids.
     """
 
     own: Own
     experiment: Experiment
     folder: Path
-    peers: np.ndarray
+
+    @property
+    def peers(self) -> np.ndarray:
+        """Return the global ids of the peers hosted here, int64 [m]."""
+        return self.experiment.own.peers
 
     def state(self, kept: RecordDict, begin: int) -> State | None:
         """Return the state to go on from; None at the beginning of a run.
@@ -59,7 +62,7 @@ class Node:
         state = unpack_state(kept, self.experiment.device)
         if state is None:
             raise RunError(f"the node of peers {self.peers.tolist()} has lost its state: start again with --resume")
-        if kept.config_records[OWN]["run"] != self.experiment.run.id:
+        if kept.config_records[OWN]["run"] != self.experiment.own.run.id:
             raise RunError(f"the node of peers {self.peers.tolist()} is in the middle of another run: begin anew")
         return state
 
@@ -67,7 +70,7 @@ class Node:
         """Keep a state until the next message, with the run it is of and the step up to which that has paid."""
         pack_state(state, kept)
         paid = 0 if cohort.ledger is None else cohort.ledger.paid
-        kept[OWN] = ConfigRecord({"run": self.experiment.run.id, "paid": paid})
+        kept[OWN] = ConfigRecord({"run": self.experiment.own.run.id, "paid": paid})
 
     def start(self, kept: RecordDict, begin: int) -> int:
         """Return the step from which the state goes on; `begin` as in `state`.
@@ -86,12 +89,12 @@ class Node:
         if not path.exists():
             raise RunError(f"{path} is not there, and the run is to go on from it; start anew with another out")
         head = scenario_hash(experiment.scenario)
-        return load_checkpoint(path, head, experiment.run, experiment.device).state
+        return load_checkpoint(path, head, experiment.own.run, experiment.device).state
 
     def keep(self, state: State, cohort: Cohort) -> None:
         """Write a checkpoint of everything, for this node alone; forget all but the one before."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        run, head = self.experiment.run, None if cohort.ledger is None else cohort.ledger.head
+        run, head = self.experiment.own.run, None if cohort.ledger is None else cohort.ledger.head
         hashed = scenario_hash(self.experiment.scenario)
         save_checkpoint(self._path(state.round_index), Checkpoint(state, hashed, run, head=head))
         for old in sorted(self.folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
@@ -102,7 +105,7 @@ class Node:
         """Yield the node's cohort with its ledger open, to go on from a step."""
         own = self.own
         budget = None if own.epsilon is None or own.delta is None else (own.epsilon, own.delta)
-        cohort = self.experiment.cohort(self.peers, self.folder / "ledger", budget, start)
+        cohort = self.experiment.cohort(self.folder / "ledger", budget, start)
         try:
             yield cohort
         finally:

@@ -6,19 +6,22 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flwr.app import Context
 
 from flower_privdec.errors import RunError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.runtime.flower.records import Order
 from flower_privdec.scenario import Scenario, parse_scenario
+from flower_privdec.scenario.schema import TopologySection
+from flower_privdec.user_code import only_from
 
 SECRET_BYTES = 32
 NODES = "PRIVDEC_NODES"  # the environment variable that names the folder of a simulation's nodes
@@ -54,18 +57,20 @@ class Own:
         simulated: whether the node is one of a simulation; only then is noise drawn from keys that can be drawn again.
         folder: where its ledger, its checkpoints and its secret lie.
         data_root: where its data lie, in place of the scenario's; None in a simulation.
+        data_test: where the public test set lies, likewise; None where it is with the data.
         epsilon, delta: the budget that its ledger is held to, whatever the scenario says; None in a simulation.
         partition: which peer it is; None in a simulation, where the server deals the peers out.
-        module: the `model.module` of a user's own that it agrees to run; None agrees to none. A simulation runs any.
+        modules: those of its owner's that a scenario may name, in full; in a simulation it may name any.
     """
 
     simulated: bool
     folder: Path
     data_root: str | None = None
+    data_test: str | None = None
     epsilon: float | None = None
     delta: float | None = None
     partition: int | None = None
-    module: str | None = None
+    modules: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, context: Context) -> Own:
@@ -84,9 +89,14 @@ class Own:
         epsilon, delta = _number(config, "epsilon"), _number(config, "delta")
         if not epsilon > 0 or not 0 < delta < 1:
             raise RunError(f"epsilon={epsilon} must be > 0 (inf for no limit) and delta={delta} in (0, 1): {GIVE}")
-        root, module = (None if key not in config else str(config[key]) for key in ("data-root", "module"))
+        root, test = (None if config.get(key) is None else str(config[key]) for key in ("data-root", "data-test"))
         folder, partition = Path(str(config["ledger"])), int(_number(config, "partition-id"))
-        return cls(False, folder, root, epsilon, delta, partition, module)
+        modules = frozenset(str(config.get("modules", "")).replace(",", " ").split())
+        return cls(False, folder, root, test, epsilon, delta, partition, modules)
+
+    def allowing(self) -> AbstractContextManager[None]:
+        """Import nobody's code inside but what the node's owner allows: a server may write any scenario."""
+        return nullcontext() if self.simulated else only_from(self.modules)
 
     def scenario(self, order: Order) -> Scenario:
         """Return the scenario of an order as far as this node goes along with it.
@@ -94,6 +104,8 @@ class Own:
         Raises:
             RunError: when it asks a deployed node for what only a simulation may do.
         """
+        if self.simulated and order.base and Path.cwd() != Path(order.base):
+            os.chdir(order.base)
         scenario = parse_scenario(order.scenario)
         if scenario.private is not None and scenario.private.ledger is not None:
             raise RunError(
@@ -101,8 +113,6 @@ class Own:
                 "its own: leave it out, or use cohort mode"
             )
         if self.simulated:
-            if order.base and Path.cwd() != Path(order.base):
-                os.chdir(order.base)
             return scenario
         if order.peers != [self.partition]:
             raise RunError(f"this SuperNode is peer {self.partition}, not {order.peers}: run one SuperNode a peer")
@@ -112,24 +122,22 @@ class Own:
             raise RunError(
                 "data.batch.sampling='shuffle' must be another on a SuperNode: its epochs end with a process"
             )
-        self._check_names(scenario)
-        data = scenario.data.model_copy(update={"root": self.data_root})
-        return scenario.model_copy(update={"data": data})
-
-    def _check_names(self, scenario: Scenario) -> None:
-        """Refuse what a server names of this machine: code to import and call, a file to read."""
-        module, file = scenario.model.module, scenario.topology.file
-        if module is not None and module != self.module:
+        if isinstance(scenario.topology, TopologySection) and scenario.topology.file is not None:
+            raise RunError(f"topology.file={scenario.topology.file!r} is not a server's to name: name a graph")
+        paths = {"test": self.data_test}
+        if not scenario.data.each_its_own:
+            paths["root"] = self.data_root
+        elif self.data_root is None or self.data_test is None:
             raise RunError(
-                f"model.module={module!r} is code that this SuperNode did not agree to run: add "
-                'module="package.module:function" to its --node-config, or name a model of flower_privdec'
+                f"data.root={scenario.data.root}: each peer has its own file, so this SuperNode's own data-root and "
+                'data-test must be given: start it with --node-config \'... data-root="FILE" data-test="FILE"\''
             )
-        if file is not None:
-            raise RunError(f"topology.file={file!r} is not a server's to name: give a graph by its name")
+        return scenario.model_copy(update={"data": scenario.data.model_copy(update=paths)})
 
-    def experiment(self, scenario: Scenario) -> Experiment:
-        """Build a scenario with this node's own keys; see `Experiment.build`."""
-        return Experiment.build(scenario, secret=None if self.simulated else self._secret())
+    def parts(self, agreement: Agreement, peers: Sequence[int]) -> OwnParts:
+        """Read what is its peers' own, with this node's keys, and from its own place; see `OwnParts.of`."""
+        secret = None if self.simulated else self._secret()
+        return OwnParts.of(agreement, np.asarray(peers), secret, root=self.data_root)
 
     def _secret(self) -> bytes:
         """Return what this node's runs are named by, made once by the operating system and told to nobody."""
@@ -146,7 +154,7 @@ class Own:
         if not self.simulated:
             return self.folder
         name = f"peers-{order.peers[0]}-{order.peers[-1]}"
-        return self.folder / (experiment.run.id[:16] or "unprotected") / name
+        return self.folder / (experiment.own.run.id[:16] or "unprotected") / name
 
 
 def _number(config: Mapping[str, Any], key: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from typing import TypeVar
@@ -13,7 +14,7 @@ from flwr.serverapp import Grid
 
 from flower_privdec.algorithms import Exchange, State
 from flower_privdec.errors import RunError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement
 from flower_privdec.runtime.flower.client_app import PLACE, SPENT, flat_record
 from flower_privdec.runtime.flower.records import message_key, row_key, unpack_rows
 from flower_privdec.runtime.flower.strategy import Serverless, log_metrics
@@ -40,13 +41,13 @@ class Relay(Serverless):
         return min(n_nodes, self.scenario.n_peers)
 
     def _prepare(self) -> int:
-        self.experiment = Experiment.build(self.scenario)
-        self.recorder = Recorder(self.experiment, self.out, "flower", self.resume)
+        self.agreement = Agreement.of(self.scenario)
+        self.recorder = Recorder(self.agreement, None, self.out, "flower", self.resume)
         self.state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
         self._round, self._at, self._waiting = self.state.round_index, 0, False
         self._outbox: dict[str, ArrayRecord] = {}
-        self._spent = Spent([], [])
-        exchanges = sum(isinstance(item, Exchange) for item in self.experiment.algorithm.program)
+        self._spent = Spent([], [], [], [])
+        exchanges = sum(isinstance(item, Exchange) for item in self.agreement.algorithm.program)
         left = self.scenario.rounds - self._round
         return left * exchanges + len(self._evaluations(self._round))
 
@@ -66,10 +67,10 @@ class Relay(Serverless):
 
     def _for(self, peers: np.ndarray) -> dict[str, ArrayRecord]:
         """Return the records that a node's peers wait for, and no others."""
-        mixing = self.experiment.mixing
+        mixing = self.agreement.mixing
         if not self._waiting or mixing is None:
             return {}
-        exchange = self.experiment.algorithm.program[self._at]
+        exchange = self.agreement.algorithm.program[self._at]
         if not isinstance(exchange, Exchange):
             raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
         links = [(a, b) for a, b in exchange.awaited(State(peers, self._round), mixing) if a not in peers]
@@ -97,11 +98,13 @@ class Relay(Serverless):
     def _evaluate(self, answers: list[Message]) -> MetricRecord:
         """Put the rows together that others may see, evaluate them on the public test set, and save them."""
         peers = np.arange(self.scenario.n_peers)
-        rows = [unpack_rows(self._outbox[row_key(peer)], self.experiment.device) for peer in peers.tolist()]
-        stacked = {name: torch.stack([row[name] for row in rows]) for name in self.experiment.algorithm.open_rows}
+        rows = [unpack_rows(self._outbox[row_key(peer)], self.agreement.device) for peer in peers.tolist()]
+        stacked = {name: torch.stack([row[name] for row in rows]) for name in self.agreement.algorithm.open_rows}
         self.state = State(peers, self._round, 0, stacked)
         told = [answer.content.config_records[SPENT] for answer in answers]
-        self._spent = Spent(_joined(told, "epsilons", float), _joined(told, "rounds_run", int))
+        claimed = [None if math.isnan(claim) else claim for claim in _joined(told, "claimed", float)]
+        epsilons, deltas = (_joined(told, name, float) for name in ("epsilons", "deltas"))
+        self._spent = Spent(epsilons, deltas, claimed, _joined(told, "rounds_run", int))
         metrics = flat_record(self.recorder.record(self.state.rows, self._round, self._spent.epsilons))
         self.recorder.save(self.state, None)
         log_metrics(metrics)

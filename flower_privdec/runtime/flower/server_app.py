@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +55,9 @@ class Settings:
         if given["mode"] not in MODES:
             raise ScenarioError(f"mode={given['mode']!r} must be one of {', '.join(MODES)}")
         overrides = [part for part in str(given["set"]).split(";") if part.strip()]
-        scenario = load_scenario(_find(str(given.get("scenario", "")), folder, base), overrides)
+        file = _find(str(given.get("scenario", "")), folder, base).absolute()
+        with chdir(base):  # from where a user's own modules are imported
+            scenario = load_scenario(file, overrides)
         return cls(
             scenario=scenario,
             mode=str(given["mode"]),

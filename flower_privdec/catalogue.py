@@ -1,0 +1,173 @@
+"""Every part that a scenario can name, with a line on each: the schema, `privdec list` and the errors follow from it.
+
+What is built by a name lies in the room of its kind, which binds it to the names here when it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.words import did_you_mean
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What a scenario may name in one place; as `Annotated[str, choice]`, a field that takes these names alone.
+
+    Attributes:
+        lines: what `privdec list` says of each name.
+    """
+
+    lines: Mapping[str, str]
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the names."""
+        return iter(self.lines)
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether something is one of the names."""
+        return name in self.lines
+
+    def check(self, name: str, key: str) -> None:
+        """Refuse what is none of the names.
+
+        Raises:
+            ScenarioError: naming the key of the scenario, all names, and the nearest.
+        """
+        if name not in self:
+            raise ScenarioError(f"{key}={name!r} must be one of {', '.join(self)}{did_you_mean(name, self)}")
+
+    def bind(self, built: Mapping[str, T]) -> dict[str, T]:
+        """Return what is built by each name.
+
+        Raises:
+            ValueError: when it is not for exactly these names.
+        """
+        if set(built) != set(self):
+            raise ValueError(f"the catalogue and what is built differ in {sorted(set(built) ^ set(self))}")
+        return {name: built[name] for name in self}
+
+    def some(self, *names: str) -> Choice:
+        """Return a choice among some of the names."""
+        return Choice({name: self.lines[name] for name in names})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return pydantic's form of a field that takes these names."""
+        return core_schema.literal_schema(list(self))
+
+
+ALGORITHMS = Choice(
+    {
+        "sgp": "stochastic gradient push (push-sum) over directed graphs",
+        "privsgp": "private stochastic gradient push (PrivSGP, Alg. 2), a budget for each peer",
+        "privsgp-vr": "private SGP with variance reduction (PrivSGP-VR, Alg. 1): SAGA tables or SVRG",
+        "dyn-d2p": "push-sum, decaying clip norm and growing per-step budget (Dyn-D2P, Alg. 1)",
+        "dyn-c-d2p": "push-sum, decaying clip norm (Dyn[C]-D2P, Alg. 3)",
+        "dyn-mu-d2p": "push-sum, growing per-step budget (Dyn[μ]-D2P, Alg. 4)",
+        "const-d2p": "push-sum, constant clip norm and noise (Const-D2P, Alg. 5)",
+        "d-psgd": "decentralized parallel SGD (gossip, doubly stochastic weights)",
+        "dp2-sgd": "D-PSGD with clipped and noised gradients (DP²-SGD)",
+        "adp2-sgd": "asynchronous pairwise gossip with stale noised gradients (A(DP)²SGD)",
+        "local": "every peer alone (no exchange): the baseline",
+        "dp-sgd": "one peer with all data (DP-SGD): the centralized reference",
+        "fedavg": "several local steps, then averaging (FedAvg); over a graph: local-step push-sum",
+        "fedprox": "FedAvg with a proximal term (FedProx)",
+        "scaffold": "FedAvg with control variates (SCAFFOLD); twice the traffic; topology server",
+        "feddeper": "depersonalized and personalized models (FedDeper, Alg. 1), with a server or over a graph",
+        "feddeper*": "FedDeper with half the local steps",
+    }
+)
+GRADIENT_TABLES = Choice(
+    {
+        "factored": "deltas and activations of each example: exact, for stacks of linear layers",
+        "blocks": "one mean gradient for each fixed mini-batch; with sampling blocks",
+        "snapshot": "a model and its full gradient, taken anew every `snapshot_every` rounds (SVRG)",
+        "dense": "every example's gradient",
+    }
+)
+TOPOLOGIES = Choice(
+    {
+        "directed-exponential": "one peer, 2^(k mod p) ahead, in round k",
+        "directed-exponential-full": "all the peers 2^0, 2^1, ... ahead",
+        "directed-ring": "the next peer",
+        "ring": "the next and the previous peer",
+        "complete": "everybody",
+        "bipartite": "the first half joined to the second, completely",
+        "star": "peer 0 joined to all others",
+        "torus": "a `rows` x `cols` grid that wraps around",
+        "random-regular": "drawn once, every peer with `degree` neighbours",
+        "erdos-renyi": "drawn once, each edge with `probability`, until connected",
+        "small-world": "Watts-Strogatz: a ring of `degree`, each edge moved with chance `rewire`",
+        "edge-list": "from a `file` of `sender receiver` lines, `directed` or not",
+        "random-edges": "`edges` edges of a `supergraph`, drawn afresh each round",
+        "server": "no graph: averaging over the active peers",
+    }
+)
+WEIGHTS = Choice(
+    {
+        "auto": "what the algorithm needs, on this graph",
+        "column-stochastic": "1/(out-degree + 1) to each out-neighbour and itself; any graph, for push-sum",
+        "metropolis": "1/(1 + the larger degree); undirected graphs, symmetric and doubly stochastic",
+        "doubly-stochastic": "1/(degree + 1); graphs in which all in- and out-degrees are the same",
+    }
+)
+PARTICIPATIONS = Choice(
+    {
+        "all": "everybody, every round",
+        "uniform": "ceil(`fraction` n) peers, drawn uniformly at random each round",
+    }
+)
+DATASETS = Choice(
+    {
+        "digits": "1,440 + 357 handwritten digits 8x8, 10 classes; embedded (scikit-learn)",
+        "breast-cancer": "448 + 121 tumours, 30 measures, 2 classes; embedded (scikit-learn)",
+        "mnist": "60,000 + 10,000 digits 28x28, 10 classes; root has MNIST/raw",
+        "fashion-mnist": "60,000 + 10,000 pieces of clothing 28x28, 10 classes; root has FashionMNIST/raw",
+        "cifar10": "50,000 + 10,000 colour images 32x32, 10 classes; root has cifar-10-batches-py",
+        "npz": "your own: root is an .npz file with x_train, y_train, x_test, y_test",
+    }
+)
+PARTITIONS = Choice(
+    {
+        "iid": "equal random shares; sizes differ by one example at most",
+        "dirichlet": "every class is divided by a Dirichlet draw: alpha (small is skewed)",
+        "shards": "sorted by label and cut into shards, dealt out at random: shards_per_peer",
+        "pathological": "each peer holds exactly so many classes: classes_per_peer",
+        "sizes": "random shares of given sizes: sizes (one count or one share of the whole for each peer)",
+    }
+)
+SAMPLINGS = Choice(
+    {
+        "poisson": "each local example with probability size / count, independently: what amplification needs",
+        "uniform": "exactly size distinct local examples, drawn afresh each round",
+        "shuffle": "consecutive batches of size from each epoch's permutation, no incomplete one",
+        "full": "all local examples",
+        "blocks": "one of count // size fixed batches (all examples of equal position modulo that number), at random",
+    }
+)
+FEATURES = Choice(
+    {"scattering": "wavelet scattering of images, whitened on drawn pen strokes if asked; nothing private goes in"}
+)
+MODELS = Choice(
+    {
+        "linear": "softmax regression, or one output for a margin loss (bias)",
+        "softmax": "linear by the name it has with cross-entropy (bias)",
+        "mlp": "fully connected (hidden, activation)",
+        "cnn": "convolutions, 2 x 2 max pooling, fully connected (channels, kernel, hidden, activation, pool)",
+        "cnn-small": "two 3x3 convolutions of 16 and 32 channels, fully connected 64",
+        "cnn-dyn-d2p": "Dyn-D2P's shallow CNN: two convolutions and two linear layers (sizes not in the paper)",
+        "cnn-pdsl": "PDSL's CNN for MNIST: two 3x3 convolutions with pooling and one linear layer",
+        "cnn-feddeper": "FedDeper's CNN for MNIST: 32 and 64 3x3 filters, fully connected 1024 and 512",
+        "resnet18-gn": "ResNet-18 with GroupNorm for small images (groups, width)",
+    }
+)
+ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})
+INITS = Choice({"default": "torch's own, keyed by the seed", "zeros": "every parameter 0"})

@@ -1,0 +1,52 @@
+"""Read a dataset of a user's own: a function that gives one half of it at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from flower_privdec.data.npz import from_arrays
+from flower_privdec.data.readers import Source, Split
+from flower_privdec.errors import PrivdecError, ScenarioError
+from flower_privdec.user_code import load_own
+from flower_privdec.words import one_line
+
+
+def read_own(target: str, root: str | None, arguments: Mapping[str, Any]) -> Source:
+    """Return a dataset that a user's function gives.
+
+    The function is called with the half that is wanted, "train" or "test", and its arguments. It returns x and y, which
+    are read like the arrays of an .npz file. Whoever needs the public test set asks for that half alone.
+
+    Args:
+        target: where the function lies, `package.module:name`.
+        root: given to it by this name, where the scenario has one.
+        arguments: by name.
+
+    Raises:
+        ScenarioError: the function cannot be had. A half that is read: it fails, or gives something else.
+    """
+    load_own(target, "data.dataset.module")
+    given = {} if root is None else {"root": root}
+    half = partial(_read_half, target, {**given, **arguments})
+    return Source(partial(half, "train"), partial(half, "test"))
+
+
+def _read_half(target: str, arguments: Mapping[str, Any], part: str) -> Split:
+    where = f"data.dataset.module={target!r}"
+    try:
+        made = load_own(target, "data.dataset.module")(part, **arguments)
+    except PrivdecError:
+        raise
+    except Exception as error:  # a user's own function may raise anything
+        raise ScenarioError(f"{where} fails on {part!r} with {dict(arguments)}: {one_line(error)}") from error
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise ScenarioError(f"{where} must return x and y for {part!r}, a pair of arrays")
+    try:
+        x, y = (np.asarray(half) for half in made)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors elsewhere
+        raise ScenarioError(f"{where} returns for {part!r} what are no arrays: {one_line(error)}") from error
+    return from_arrays(x, y, part, target)

@@ -1,0 +1,121 @@
+"""What all peers of a run know: scenario, graph, weights, who is active, model, algorithm, and the public test set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flower_privdec.algorithms import Algorithm, build_algorithm
+from flower_privdec.algorithms.cohort import LearningRate
+from flower_privdec.data import PublicSet, read_public
+from flower_privdec.data.features import apply_features
+from flower_privdec.errors import ScenarioError
+from flower_privdec.gradients import GradientKernel, build_kernel, resolve_loss
+from flower_privdec.mixing import Mixing
+from flower_privdec.models import build_model, flatten
+from flower_privdec.participation import Participation, build_participation
+from flower_privdec.scenario import Scenario
+from flower_privdec.topology import build_topology
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all peers of a run know; no training example is read for it, and building it writes nothing.
+
+    Attributes:
+        public: the test set, its features where the scenario has some.
+        mixing: the graph's weights; None for an algorithm that exchanges nothing.
+        module, initial: the model and the parameters [d] that every peer starts from.
+    """
+
+    scenario: Scenario
+    algorithm: Algorithm
+    mixing: Mixing | None
+    participation: Participation
+    public: PublicSet
+    kernel: GradientKernel
+    module: nn.Module
+    initial: Tensor
+    device: torch.device
+    learning_rate: LearningRate
+
+    @staticmethod
+    def of(scenario: Scenario) -> Agreement:
+        """Build what a scenario says to everybody.
+
+        Raises:
+            ScenarioError: when a part cannot be had or two parts do not fit.
+        """
+        device = resolve_device(scenario.compute.device)
+        algorithm = build_algorithm(scenario.algorithm)
+        mixing, participation = build_exchange(scenario, algorithm)
+        public = read_public(scenario.data, scenario.seed)
+        if scenario.features is not None:
+            public = replace(public, x=apply_features(public.x, scenario.features))
+        module, dtype = _build_module(scenario, public), DTYPES[scenario.compute.dtype]
+        initial = flatten(module).to(device, dtype)
+        kernel = build_kernel(
+            module.to(device, dtype),
+            scenario.model.loss,
+            public.input_shape,
+            memory_bytes=scenario.compute.memory_mib << 20,
+        )
+        algorithm.check_model(kernel)
+        rate = np.broadcast_to(np.asarray(scenario.algorithm.learning_rate, dtype=np.float64), (scenario.n_peers,))
+        return Agreement(
+            scenario=scenario,
+            algorithm=algorithm,
+            mixing=mixing,
+            participation=participation,
+            public=public,
+            kernel=kernel,
+            module=module,
+            initial=initial,
+            device=device,
+            learning_rate=LearningRate(rate, scenario.algorithm.learning_rate_decay, scenario.rounds),
+        )
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device a scenario asks for; refuse a GPU where there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ScenarioError("compute.device='cuda' needs a GPU that torch can use and none is here; use cpu or auto")
+    return torch.device(name)
+
+
+def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | None, Participation]:
+    """Return the graph's mixing weights (None for an algorithm that exchanges nothing) and who is active."""
+    participation = build_participation(
+        scenario.participation.kind, scenario.n_peers, scenario.seed, fraction=scenario.participation.fraction
+    )
+    if algorithm.weights is None:
+        return None, participation
+    section = scenario.topology
+    topology = build_topology(section.name, scenario.n_peers, seed=scenario.seed, **section.options())
+    weights: str = section.weights
+    if section.name == "server":
+        weights = "server"
+    elif weights == "auto" and algorithm.weights == "doubly-stochastic":
+        weights = "doubly-stochastic" if topology.directed else "metropolis"
+    elif weights == "auto":
+        weights = algorithm.weights
+    elif weights == "column-stochastic" and algorithm.weights == "doubly-stochastic":
+        raise ScenarioError(
+            f"topology.weights='column-stochastic' does not keep the mean of {algorithm.name}: "
+            "use auto, metropolis or doubly-stochastic, or a push-sum algorithm such as privsgp"
+        )
+    return algorithm.exchange(topology, weights, participation, scenario.seed)
+
+
+def _build_module(scenario: Scenario, public: PublicSet) -> nn.Module:
+    section = scenario.model
+    outputs = resolve_loss(section.loss).n_outputs(public.n_classes)
+    name = section.name or str(section.module)
+    return build_model(name, public.input_shape, outputs, seed=scenario.seed, init=section.init, **section.options())

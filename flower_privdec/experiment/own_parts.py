@@ -1,0 +1,119 @@
+"""What is a peer's own: its examples, how it draws them, its noise and its name in a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flower_privdec.data import Examples, Sampler, read_examples
+from flower_privdec.data.datasets import check_fit
+from flower_privdec.data.features import apply_features
+from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.number_range import check_number_range
+from flower_privdec.experiment.run_key import environment, own_keys, run_id, shared_secret
+from flower_privdec.privacy.declared import Drawing
+from flower_privdec.privacy.ledger_format import RunName
+from flower_privdec.privacy.protection import Protection, build_protection
+from flower_privdec.rows import resolve_generator
+from flower_privdec.scenario import numbers_hash, own_parts
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """The own parts of the peers that one process hosts, and of no other; row i is peer `peers[i]`.
+
+    Attributes:
+        peers: global ids, int64 [m], ascending.
+        examples: theirs alone.
+        keys: what each peer's noise and batches are drawn from, by global id, see `run_key`.
+        run: what ledgers and checkpoints call their run.
+        protection: their clipping, noise and accounts; None without privacy.
+        deployed: whether batches and noise are the operating system's, and never the same twice.
+    """
+
+    peers: np.ndarray
+    examples: Examples
+    sampler: Sampler
+    keys: Mapping[int, bytes]
+    run: RunName
+    protection: Protection | None
+    deployed: bool = False
+
+    @staticmethod
+    def of(
+        agreement: Agreement, peers: np.ndarray | None = None, secret: bytes | None = None, root: str | None = None
+    ) -> OwnParts:
+        """Read, name and protect what is some peers' own.
+
+        Args:
+            peers: global ids; by default all.
+            secret: of a deployed peer, which nobody else knows: its run's name follows from it, and its batches and
+                noise come from the operating system. None is a simulation, whose numbers can be drawn again.
+            root: where their data lie, in place of the scenario's `data.root`.
+
+        Raises:
+            ScenarioError: when their data cannot be had or do not fit, or a budget cannot be kept.
+        """
+        scenario = agreement.scenario
+        peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
+        examples = read_examples(scenario.data, scenario.seed, scenario.n_peers, peers, root)
+        if scenario.features is not None:
+            examples = replace(examples, x=apply_features(examples.x, scenario.features))
+        check_fit(examples, agreement.public, scenario.data.root if root is None else root)
+        keys, run = _name_run(agreement, examples, peers, secret)
+        sampler = _build_sampler(agreement, examples, keys, peers)
+        protection = None
+        if scenario.private is not None:
+            drawings = drawings_of(sampler)
+            protection = build_protection(
+                scenario, scenario.private, agreement.algorithm, drawings, agreement.participation, peers
+            )
+            rates = agreement.learning_rate.base[peers]
+            check_number_range(
+                protection, replace(agreement.learning_rate, base=rates), examples.sizes, sampler.normalizer
+            )
+        return OwnParts(peers, examples, sampler, keys, run, protection, secret is not None)
+
+
+def _name_run(
+    agreement: Agreement, examples: Examples, peers: np.ndarray, secret: bytes | None
+) -> tuple[dict[int, bytes], RunName]:
+    """Return every peer's key, and what ledgers call the run; without privacy there is nothing to keep apart."""
+    name = public_name(agreement, "system" if secret else agreement.scenario.compute.generator)
+    if agreement.scenario.private is None:
+        return {}, name
+    shared = shared_secret(
+        name.scenario,
+        name.environment,
+        agreement.public,
+        agreement.initial,
+        agreement.module,
+        own_parts(agreement.scenario),
+    )
+    keys = own_keys(shared + (secret or b""), examples, peers)
+    return keys, replace(name, id=run_id(keys))
+
+
+def public_name(agreement: Agreement, generator: str) -> RunName:
+    """Return what a run is called by somebody who holds no keys of it."""
+    decided, device = numbers_hash(agreement.scenario), agreement.device
+    made_with = generator if generator == "system" else resolve_generator(generator, device)
+    return RunName(decided[:32], decided, environment(made_with, device))
+
+
+def _build_sampler(agreement: Agreement, examples: Examples, keys: Mapping[int, bytes], peers: np.ndarray) -> Sampler:
+    """Return the sampler, keyed by the run where there is privacy; else by the seed, whatever is run with it."""
+    scenario = agreement.scenario
+    seeds = dict.fromkeys(peers.tolist(), scenario.seed)
+    batch = scenario.data.batch
+    return Sampler(batch.sampling, batch.size, examples.sizes, seeds if scenario.private is None else keys, peers)
+
+
+def drawings_of(sampler: Sampler) -> list[Drawing]:
+    """Return how each peer draws its examples, as what its steps release depends on it."""
+    facts = zip(
+        sampler.sampling_rate.tolist(), sampler.partition_sizes.tolist(), sampler.normalizer.tolist(), strict=True
+    )
+    return [Drawing(sampler.kind, rate, size, batch) for rate, size, batch in facts]
