@@ -342,7 +342,7 @@ class Scenario(Section):
 
     @model_validator(mode="after")
     def _a_graph_needs_two(self) -> Scenario:
-        alone = self.algorithm.name in ("local", "dp-sgd")
+        alone = self.algorithm.name in catalogue.ALONE
         if self.algorithm.name == "dp-sgd" and self.n_peers > 1:
             raise ValueError(
                 f"n_peers={self.n_peers} must be 1 for dp-sgd, the centralized reference; use local for more"
