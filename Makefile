@@ -1,14 +1,17 @@
-# make run: set up, then train privately without a server on embedded real data; make test: set up, check, test.
+# make run: set up, then train privately without a server on embedded real data; make test: set up, check, test;
+# make docs: set up, then build the site, site/index.html.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS_STAMP := .venv/.installed-docs
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test check setup clean
+.PHONY: run test check docs setup clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or later is needed"'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[simulation,fast,features,tensorboard,dev]'
+	$(PIP_INSTALL) -e '.[simulation,fast,features,tensorboard,dev]'
 	touch $(STAMP)
 
 setup: $(STAMP)
@@ -28,5 +31,14 @@ check: $(STAMP)
 test: check
 	$(BIN)/pytest
 
+$(DOCS_STAMP): $(STAMP)
+	$(PIP_INSTALL) -e '.[docs]'
+	touch $(DOCS_STAMP)
+
+# mkdocs-material's notice about another project's plans is no warning about these pages.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 clean:
-	rm -rf .venv runs .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv runs site .mypy_cache .ruff_cache .hypothesis

@@ -100,7 +100,16 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def flatten(module: nn.Module) -> Tensor:
-    """Return a copy of the parameters as one row [d], in the order of named_parameters."""
+    """Return a copy of the parameters as one row [d], in the order of named_parameters.
+
+    Examples:
+        >>> module = nn.Linear(3, 2)
+        >>> row = flatten(module)
+        >>> row.shape
+        torch.Size([8])
+        >>> unflatten(module, torch.zeros(8)).weight.abs().sum().item()
+        0.0
+    """
     return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
 
 

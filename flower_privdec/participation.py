@@ -79,6 +79,10 @@ def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float 
 
     Raises:
         ScenarioError: an unknown kind, or a fraction missing, out of range or out of place.
+
+    Examples:
+        >>> build_participation("uniform", 10, seed=1, fraction=0.25).active(0).sum().item()
+        3
     """
     PARTICIPATIONS.check(kind, "participation.kind")
     if n_peers < 1:

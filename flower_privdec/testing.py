@@ -42,6 +42,7 @@ class Released:
     Attributes:
         step: its number in the run.
         peers: int64 [r].
+        receivers: int64 [r], to whom alone each row's sums go; None for everybody.
         drawn: the local positions each row drew.
         unit: [r], one clip norm in the sums.
         before: what each sum was added to, [r, d].
@@ -52,6 +53,7 @@ class Released:
 
     step: int
     peers: np.ndarray
+    receivers: np.ndarray | None
     drawn: list[set[int]]
     unit: Tensor
     before: Mapping[str, Tensor]
@@ -83,6 +85,7 @@ def _take(
     return Released(
         step=step.step,
         peers=step.peers,
+        receivers=step.receivers,
         drawn=[set(index[mask].tolist()) for index, mask in zip(step.batch.index, used, strict=True)],
         unit=step.scale.abs() * clip,
         before=before,
@@ -239,7 +242,9 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
         for row, peer in enumerate(each.peers.tolist()):
             for said in experiment.algorithm.released(each.step, drawings[peer]) or ():
                 multiplier = 0.0 if said.to == "nobody" else plan.noise_multipliers[each.step, peer] * said.noise
-                _check_noise(each, row, said.name, multiplier, watched.drawn.get((peer, each.step, said.name, None)))
+                receiver = None if each.receivers is None else int(each.receivers[row])
+                drawn = watched.drawn.get((peer, each.step, said.name, receiver))
+                _check_noise(each, row, said.name, multiplier, drawn)
 
 
 def _check_noise(step: Released, row: int, name: str, multiplier: float, found: float | None) -> None:

@@ -35,7 +35,12 @@ def _exponent(text: str) -> str:
 
 
 def epsilon_text(epsilon: float | str | None) -> str:
-    """Return ε with three significant digits, rounded up so that it never says less than it is."""
+    """Return ε with three significant digits, rounded up so that it never says less than it is.
+
+    Examples:
+        >>> epsilon_text(2.9912)
+        '3.00'
+    """
     if epsilon is None:
         return NOTHING
     value = float(epsilon)

@@ -42,7 +42,7 @@ class Tape(NoiseTape):
         super().__init__(dimension)
         self.asked = []
 
-    def add_(self, out, std, round_index, peers, purpose="noise"):
+    def add_(self, out, std, round_index, peers, purpose="noise", receivers=None):
         self.asked.append((round_index, list(map(int, peers))))
         super().add_(out, std, round_index, peers, purpose)
 
@@ -160,7 +160,7 @@ def test_a_peer_pays_for_the_events_in_which_it_wakes_and_for_no_other(build):
         assert 0.995 * account.budget <= spent <= account.budget
     everybody = build("algorithm={name: dp2-sgd, learning_rate: 0.5}", "topology.name=ring", f"rounds={EVENTS}")
     seldom = asynchronous(build)
-    assert seldom.plan.noise_multiplier(0).max() < everybody.plan.noise_multiplier(0).min()
+    assert seldom.own.protection.noise_multiplier(0).max() < everybody.own.protection.noise_multiplier(0).min()
 
 
 def test_a_peer_that_never_wakes_pays_nothing_and_stays_where_it_was(build):

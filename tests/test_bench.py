@@ -225,7 +225,7 @@ def test_a_loop_round_uses_every_peers_own_examples():
     setup = Setup.build(tiny("W4"))
     loop = PeerLoop(setup)
     x, y = loop._examples(2)
-    rows = setup.dataset.x_train[12:18]
+    rows = setup.examples.x[12:18]
     assert (rows == x).all(1).any()
     assert len(y) == 1
 

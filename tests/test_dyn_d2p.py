@@ -138,7 +138,7 @@ SAME = {
 @pytest.mark.parametrize("case", SAME)
 def test_special_cases_are_the_same_run_bit_for_bit(build, alike, case):
     one, other = (build(*given) for given in SAME[case])
-    assert one.keys != other.keys  # two runs share no draw, unless a test makes them
+    assert one.own.keys != other.own.keys  # two runs share no draw, unless a test makes them
     other = alike(other, one)
     for a, b in zip(schedules(one), schedules(other), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -184,7 +184,7 @@ def test_schedules_fall_as_they_should_and_keep_the_budget(build, rho_c, rho_mu,
 
 
 def test_less_noise_late_is_paid_for_with_more_noise_early(build):
-    const, dynamic = (build(algorithm(name)).plan for name in ("const-d2p", "dyn-mu-d2p"))
+    const, dynamic = (build(algorithm(name)).own.protection for name in ("const-d2p", "dyn-mu-d2p"))
     assert dynamic.noise_multiplier(0)[0] > const.noise_multiplier(0)[0] > dynamic.noise_multiplier(ROUNDS - 1)[0]
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flower_privdec import testing
 from flower_privdec.algorithms import ALGORITHMS, Edges, Exchange, Gather, Mix, Reply, State
 from flower_privdec.algorithms.algorithm import Algorithm
 from flower_privdec.algorithms.cohort import Cohort
@@ -22,7 +23,8 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import build_participation
-from flower_privdec.privacy.declared import one_sum
+from flower_privdec.privacy.declared import Declaration, Drawing, ReleasedSum, one_sum
+from flower_privdec.privacy.protection import Protection
 from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from flower_privdec.topology import build_topology
 
@@ -256,6 +258,16 @@ def reference(experiment: Experiment, rounds: int) -> Tensor:
 STARS = ["algorithm.name=d-psgd", "topology.name=star", "n_peers=5", "rounds=4", "data.samples=250"]
 
 
+@pytest.fixture(autouse=True)
+def _fresh_nodes() -> None:
+    """Let nodes in this process build what they run: two algorithms have one name here."""
+    pytest.importorskip("flwr")
+    from flower_privdec.runtime.flower import client_app
+
+    client_app._agreement.cache_clear()
+    client_app._build.cache_clear()
+
+
 @pytest.fixture
 def courteous(build: Build, monkeypatch: pytest.MonkeyPatch) -> Experiment:
     """Return an experiment whose peers have unequal numbers of neighbours."""
@@ -264,8 +276,6 @@ def courteous(build: Build, monkeypatch: pytest.MonkeyPatch) -> Experiment:
 
 
 def test_a_gathering_algorithm_follows_its_reference(courteous: Experiment) -> None:
-    from flower_privdec import testing
-
     x = testing.run_rounds(courteous, 4).state.rows["x"]
     torch.testing.assert_close(x, reference(courteous, 4), rtol=1e-11, atol=1e-13)
     testing.assert_sensitivity(courteous, 4)
@@ -277,8 +287,8 @@ def test_edges_are_read_back_from_a_checkpoint(courteous: Experiment, tmp_path: 
     mixing = courteous.mixing
     assert mixing is not None
     Gather(("x",)).together(state, mixing, {}).apply_(state)
-    save_checkpoint(tmp_path / "c", Checkpoint(state, "hash", courteous.run))
-    back = load_checkpoint(tmp_path / "c", "hash", courteous.run, courteous.device).state
+    save_checkpoint(tmp_path / "c", Checkpoint(state, "hash", courteous.own.run))
+    back = load_checkpoint(tmp_path / "c", "hash", courteous.own.run, courteous.device).state
     assert (back.round_index, back.at, list(back.rows)) == (0, 1, ["x"])
     assert_same(back.edges["x"], state.edges["x"])
 
@@ -286,7 +296,6 @@ def test_edges_are_read_back_from_a_checkpoint(courteous: Experiment, tmp_path: 
 @pytest.mark.parametrize("nodes", [5, 2])
 def test_a_gathering_algorithm_is_the_same_in_relay(courteous: Experiment, tmp_path: Path, nodes: int) -> None:
     pytest.importorskip("flwr")
-    from flower_privdec import testing
     from flower_privdec.runtime.flower.client_app import client_app
     from flower_privdec.runtime.flower.local_grid import LocalGrid
     from flower_privdec.runtime.flower.relay import Relay
@@ -294,4 +303,91 @@ def test_a_gathering_algorithm_is_the_same_in_relay(courteous: Experiment, tmp_p
     relay = Relay(courteous.scenario, tmp_path / "run")
     relay.start(LocalGrid(client_app(), nodes))
     expected = testing.run_rounds(courteous, 4).state.rows["x"]
+    torch.testing.assert_close(relay.state.rows["x"], expected, rtol=1e-11, atol=1e-13)
+
+
+# --- something of one's own for each neighbour: cross-gradients, taken at what each sent ---
+
+
+def cross(cohort: Cohort, state: State) -> None:
+    """Take a private step at every neighbour's model, for that neighbour alone."""
+    heard = state.edges["x"]
+    rows = np.searchsorted(state.peers, heard.own)
+    steps = torch.zeros_like(heard.values)
+    paid = np.flatnonzero(cohort.active(state.round_index)[rows])
+    part = steps[paid]
+    cohort.release_rows_(
+        part, heard.values[paid], None, state.round_index, rows[paid], receivers=heard.other[paid].astype(np.int64)
+    )
+    steps[paid] = part
+    state.edges = {"step": Edges(heard.own, heard.other, steps)}
+
+
+def follow(cohort: Cohort, state: State) -> None:
+    """Move by the mean of the steps that one's neighbours took at one's model."""
+    for row, peer in enumerate(state.peers.tolist()):
+        state.rows["x"][row] += state.edges["step"].of(peer).values.mean(0)
+    state.edges.clear()
+
+
+class CrossGradient(Algorithm):
+    """Peers who take each other's gradients; a throw-away."""
+
+    name: ClassVar[str] = "d-psgd"
+    summary: ClassVar[str] = "throw-away"
+    weights = "doubly-stochastic"
+    program = (Gather(("x",)), cross, Reply(("step",)), follow)
+    receivers = 4
+
+    def released(self, step: int, drawing: Drawing) -> Declaration:
+        """Declare one sum for each neighbour."""
+        return (ReleasedSum(to="neighbour", receivers=self.receivers),)
+
+
+@pytest.fixture
+def crossing(build: Build, monkeypatch: pytest.MonkeyPatch) -> Experiment:
+    """Return an experiment whose peers answer each neighbour with a release of its own."""
+    monkeypatch.setitem(ALGORITHMS, "d-psgd", CrossGradient)
+    return build(*STARS)
+
+
+def test_releases_for_a_neighbour_each_keep_all_laws(crossing: Experiment) -> None:
+    testing.assert_sensitivity(crossing, 4, peer=0)
+    testing.assert_sensitivity(crossing, 4, peer=1)
+    testing.assert_noise(crossing, 4)
+    testing.assert_nothing_else_leaves(crossing)
+
+
+def test_each_neighbour_costs(crossing: Experiment, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CrossGradient, "receivers", 1)
+    for one, four in zip(protection(build(*STARS)).accounts, protection(crossing).accounts, strict=True):
+        noise, more = one.spends[0].release.noise_multiplier, four.spends[0].release.noise_multiplier
+        assert noise == pytest.approx(more)  # what is seen together costs what one sum does ...
+    single, fourfold = (protection(each).noise_multiplier(0) for each in (build(*STARS), crossing))
+    np.testing.assert_allclose(fourfold, 2 * single, rtol=0.01)  # ... so each of four has twice the noise
+
+
+def test_a_release_for_more_neighbours_than_declared_is_refused(
+    crossing: Experiment, monkeypatch: pytest.MonkeyPatch, build: Build
+) -> None:
+    monkeypatch.setattr(CrossGradient, "receivers", 3)
+    with pytest.raises(TypeError, match="makes sum 'gradient' for 4 neighbours and declares 3"):
+        testing.run_rounds(build(*STARS), 1)
+
+
+def protection(experiment: Experiment) -> Protection:
+    assert experiment.own.protection is not None
+    return experiment.own.protection
+
+
+@pytest.mark.parametrize("nodes", [5, 2])
+def test_releases_for_a_neighbour_each_are_the_same_in_relay(crossing: Experiment, tmp_path: Path, nodes: int) -> None:
+    pytest.importorskip("flwr")
+    from flower_privdec.runtime.flower.client_app import client_app
+    from flower_privdec.runtime.flower.local_grid import LocalGrid
+    from flower_privdec.runtime.flower.relay import Relay
+
+    relay = Relay(crossing.scenario, tmp_path / "run")
+    relay.start(LocalGrid(client_app(), nodes))
+    expected = testing.run_rounds(crossing, 4).state.rows["x"]
     torch.testing.assert_close(relay.state.rows["x"], expected, rtol=1e-11, atol=1e-13)

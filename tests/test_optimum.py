@@ -43,8 +43,10 @@ def test_the_paper_s_resnet_18_has_its_3120_rounds_without_its_data(capsys: pyte
 def test_constants_are_estimated_on_public_data_alone(build: Build) -> None:
     experiment = build()
     found = find_constants(experiment)
-    blind = dataclasses.replace(experiment.public, x_train=torch.full_like(experiment.own.examples.x, math.nan))
-    assert find_constants(dataclasses.replace(experiment, dataset=blind)) == found
+    examples = experiment.own.examples
+    blind = dataclasses.replace(examples, x=torch.full_like(examples.x, math.nan))
+    own = dataclasses.replace(experiment.own, examples=blind)
+    assert find_constants(dataclasses.replace(experiment, own=own)) == found
     x0 = experiment.initial
     assert found["initial_norm_squared"] == (pytest.approx(float(x0 @ x0)), "scenario")
     assert found["dimension"] == (650, "scenario")

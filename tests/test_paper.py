@@ -200,9 +200,7 @@ def test_claimed_and_exact_epsilon_stand_side_by_side(build, name):
         assert row["epsilon"] > 1.1 * row["claimed_epsilon"]
         assert account.budget is None  # a claim stops no run: it is not what is spent
     rigorous = build("algorithm={name: privsgp-vr, learning_rate: 0.1}")
-    assert {
-        row["claimed_epsilon"] for row in privacy_rows(rigorous.plan, Spent([3.0] * 4, [6] * 4), "this run alone")
-    } == {None}
+    assert {row["claimed_epsilon"] for row in privacy_rows(rigorous.scenario, Spent.of(rigorous.cohort(), 6))} == {None}
 
 
 @pytest.mark.parametrize(("budget", "delta"), [(1e6, 1e-3), (1e-7, 1e-9)])

@@ -210,7 +210,7 @@ import socket, sys
 def refuse(*_): raise OSError("no network here")
 socket.socket.connect = socket.getaddrinfo = refuse
 import numpy as np
-from flower_privdec.data import load_dataset, partition
+from flower_privdec.data import partition
 labels = np.repeat(np.arange(10), 6000)
 partition(labels, 16, "iid", 1)
 lazy = {"torchvision", "sklearn", "flwr_datasets", "datasets", "PIL", "matplotlib"} & set(sys.modules)

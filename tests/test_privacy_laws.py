@@ -308,7 +308,7 @@ def test_the_same_run_draws_the_same_whatever_it_is_called_and_however_it_is_loo
         ["privacy.ledger=/tmp/elsewhere"],
         ["data.root=nowhere"],
     ]
-    ids = {build(*settings).run.id for settings in same}
+    ids = {build(*settings).own.run.id for settings in same}
     assert len(ids) == 1
 
 
@@ -320,7 +320,7 @@ def test_one_pixel_of_one_peer_changes_its_own_draws(tiny: Callable, build: Buil
         x[0, 0] += change
         np.savez(tmp_path / f"{change}.npz", x_train=x, y_train=y, x_test=x[5:9], y_test=y[5:9])
         data = f"data={{dataset: npz, root: {tmp_path}/{change}.npz, batch: {{size: 5}}}}"
-        keys.append(build(data).keys)
+        keys.append(build(data).own.keys)
     assert sum(keys[0][peer] != keys[1][peer] for peer in range(4)) == 1
 
 
@@ -334,7 +334,7 @@ def test_a_models_code_is_part_of_the_run(build: Build, tmp_path: Path, monkeypa
         sys.modules.pop("my_net", None)
         importlib.invalidate_caches()
         linecache.clearcache()
-        ids.append(build("model={module: my_net:make}").run.id)
+        ids.append(build("model={module: my_net:make}").own.run.id)
     assert ids[0] == ids[1] != ids[2]
 
 

@@ -47,12 +47,12 @@ def predictions(experiment, model):
 def test_shard_accuracy_is_that_of_the_test_examples_with_the_peers_labels(build):
     experiment = build(*DEPER, *OWN_LABELS)
     rows = engine_after(experiment).state.rows
-    found = evaluate(experiment, rows, 3)["personalized"]
+    found = evaluate(experiment, rows, 3, experiment.own)["personalized"]
     y, mean = experiment.public.y.numpy(), rows["x"].mean(0).numpy()
     own, common = [], []
     for peer, part in enumerate(experiment.own.examples.parts):
         labels = set(experiment.own.examples.y.numpy()[part].tolist())
-        assert labels == set(np.flatnonzero(held_labels(experiment)[peer]).tolist())
+        assert labels == set(np.flatnonzero(held_labels(experiment.own, 10)[peer]).tolist())
         mine = np.isin(y, list(labels))
         own.append((predictions(experiment, rows["personal"][peer].numpy()) == y)[mine].mean())
         common.append((predictions(experiment, mean) == y)[mine].mean())
@@ -66,7 +66,7 @@ def test_shard_accuracy_is_that_of_the_test_examples_with_the_peers_labels(build
 def test_extra_labels_lead_from_the_own_shard_to_the_whole_test_set(build):
     experiment = build(*DEPER, *OWN_LABELS)
     rows = engine_after(experiment).state.rows
-    found = evaluate(experiment, rows, 6)["personalized"]
+    found = evaluate(experiment, rows, 6, experiment.own)["personalized"]
     curve, common = (found["generalization"][name] for name in ("personal_models", "global_model"))
     assert list(curve) == [str(extra) for extra in range(9)]  # 2 labels of 10 are a peer's own
     assert curve["0"] == found["personal_models"]["mean"]
@@ -74,17 +74,17 @@ def test_extra_labels_lead_from_the_own_shard_to_the_whole_test_set(build):
     whole = [(predictions(experiment, model.numpy()) == y).mean() for model in rows["personal"]]
     assert curve["8"] == pytest.approx(np.mean(whole))
     assert common["8"] == pytest.approx((predictions(experiment, rows["x"].mean(0).numpy()) == y).mean())
-    again = evaluate(experiment, rows, 6)["personalized"]
+    again = evaluate(experiment, rows, 6, experiment.own)["personalized"]
     assert again == found
 
 
 @pytest.mark.usefixtures("label_partitions")
 def test_methods_without_personalized_models_try_the_mean_model_alone(build):
     experiment = build(*DEPER, *OWN_LABELS, "algorithm={name: scaffold, learning_rate: 0.5, local_steps: 2}")
-    found = evaluate(experiment, engine_after(experiment).state.rows, 6)
+    found = evaluate(experiment, engine_after(experiment).state.rows, 6, experiment.own)
     assert list(found["personalized"]) == ["global_model"]
     other = build("privacy=none")
-    assert "personalized" not in evaluate(other, engine_after(other).state.rows, 6)
+    assert "personalized" not in evaluate(other, engine_after(other).state.rows, 6, other.own)
 
 
 @pytest.mark.usefixtures("label_partitions")
@@ -93,7 +93,7 @@ def test_a_peer_whose_labels_no_test_example_has_is_left_out(build):
     experiment.public.y[:] = int(experiment.own.examples.y[experiment.own.examples.parts[0][0]])
     rows = engine_after(experiment).state.rows
     right = torch.ones(100, dtype=torch.bool)
-    found = try_on_shards(experiment, rows, right, last=False)
+    found = try_on_shards(experiment, experiment.own, rows, right, last=False)
     assert found["global_model"] == {"mean": 1.0, "min": 1.0, "max": 1.0}
 
 
@@ -174,7 +174,7 @@ def test_a_run_whose_loss_explodes_or_whose_personal_models_do_is_stopped(build,
     personal = rows["personal"].clone()
     personal[2, 5] = float("inf")
     with pytest.raises(RunError, match="the parameters of peer 2 are no longer finite"):
-        evaluate(experiment, rows | {"personal": personal}, 3)
+        evaluate(experiment, rows | {"personal": personal}, 3, experiment.own)
 
 
 def deper(build, peers, fraction, *settings):

@@ -174,6 +174,7 @@ def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | No
     while state.at < len(program):
         item = program[state.at]
         if isinstance(item, Exchange):
+            state.waiting = True
             return item
         item(cohort, state)
         state.at += 1

@@ -55,6 +55,7 @@ class PrivateStep:
         rows: int64 [m], where these rows stand in the cohort.
         round_index: the round.
         step: its number in the run; it keys batch and noise.
+        receivers: int64 [m], to whom alone each row's sums go, which then keys their noise too; None for everybody.
     """
 
     sums: Mapping[str, Tensor]
@@ -67,6 +68,7 @@ class PrivateStep:
     rows: np.ndarray
     round_index: int
     step: int
+    receivers: np.ndarray | None = None
 
     @property
     def out(self) -> Tensor:
@@ -176,6 +178,7 @@ class Cohort:
         rows: np.ndarray,
         estimate: Estimate = stochastic_gradient,
         local_step: int = 0,
+        receivers: np.ndarray | None = None,
     ) -> None:
         """Take one private step of some rows, which `active` has said may step: pay, estimate, add noise.
 
@@ -183,21 +186,28 @@ class Cohort:
             sums: where the step's sums are added, each [r, d], by the names the algorithm declares; a tensor alone
                 is the sum `gradient`.
             params, divisor: of these rows alone, [r, d] and [r].
-            rows: int64 [r], where they stand in the cohort.
+            rows: int64 [r], where they stand in the cohort; one may occur several times, for a receiver each.
             estimate: adds the sums, without noise, from the step's batch.
             local_step: which step of the round, for algorithms that take several.
+            receivers: int64 [r], global ids: to whom alone each row's sums go; None for everybody.
+
+        Raises:
+            TypeError: where the algorithm declares other sums, or fewer receivers.
 
         Privacy: unit example, adjacency zero-out; the release that the algorithm declares for the step, charged to
             each row's ledger before an example is read.
         """
         peers, index = self.peers[rows], round_index * self.steps_per_round + local_step
         if self.ledger is not None:
-            self.ledger.pay(index, rows)
+            self.ledger.pay(index, rows if receivers is None else np.unique(rows))
         rate = self.learning_rate.at(round_index)[peers] / self.data.sampler.normalizer[rows]
         named = {"gradient": sums} if isinstance(sums, Tensor) else sums
         numbers, noises = [-rate], {}
         if self.protection is not None:
-            clip, noises = self.protection.clip_norm(index)[rows], self.protection.noise(index, named)
+            clip, noises = (
+                self.protection.clip_norm(index)[rows],
+                self.protection.noise(index, named, _copies(rows, receivers)),
+            )
             numbers += [clip, *(rate * clip * noise[rows] for noise in noises.values())]
         scale, *rest = self.tensor(np.array(numbers)).unbind(0)
         step = PrivateStep(
@@ -211,6 +221,7 @@ class Cohort:
             rows=rows,
             round_index=round_index,
             step=index,
+            receivers=receivers,
         )
         self.release_(step, estimate, dict(zip(noises, rest[1:], strict=True)))
 
@@ -222,4 +233,9 @@ class Cohort:
         """
         estimate(self, step)
         for name, scale in std.items():
-            self.noise.add_(step.sums[name], scale, step.step, step.peers, name)
+            self.noise.add_(step.sums[name], scale, step.step, step.peers, name, step.receivers)
+
+
+def _copies(rows: np.ndarray, receivers: np.ndarray | None) -> int:
+    """Return how many receivers a row has at most."""
+    return 1 if receivers is None or not len(rows) else int(np.bincount(rows).max())

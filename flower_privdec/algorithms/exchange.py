@@ -37,7 +37,7 @@ class Changed:
         """Put them into the state, which then goes on."""
         state.rows.update(self.rows)
         state.edges.update(self.edges)
-        state.at += 1
+        state.at, state.waiting = state.at + 1, False
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class Exchange(ABC):
 
     names: tuple[str, ...]
     differs: ClassVar[bool] = False
+
+    def shaped(self, name: str) -> str:
+        """Return the row that what is sent under a name has the shape of."""
+        return name
 
     @abstractmethod
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
@@ -166,9 +170,18 @@ class Gather(Exchange):
 
 @dataclass(frozen=True)
 class Reply(Exchange):
-    """Each named edge goes back to whom it was heard from: afterwards own is who asked, other who answered."""
+    """Each named edge goes back to whom it was heard from: afterwards own is who asked, other who answered.
 
+    Attributes:
+        like: the row that each of them has the shape of.
+    """
+
+    like: str = "x"
     differs = True
+
+    def shaped(self, name: str) -> str:
+        """See Exchange."""
+        return self.like
 
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
         """See Exchange."""
@@ -184,8 +197,7 @@ class Reply(Exchange):
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
         """See Exchange."""
-        links, edges = self.awaited(state, mixing), {name: state.edges[name].values for name in self.names}
-        like = {name: part.new_empty(part.shape[1:]) for name, part in edges.items()}
+        links, like = self.awaited(state, mixing), dict.fromkeys(self.names, state.rows[self.like][0])
         return Changed({}, _edges(links, checked(messages, links, like, state.round_index), like))
 
     def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:

@@ -38,10 +38,11 @@ class State:
         peers: int64 [m], the global id of each row.
         round_index: the round under way, from 0.
         at: the place in the algorithm's program that comes next.
-        rows: named tensors whose first axis is the peer, each [m, ...], the rest of whose shape is the same whoever
-            hosts the peers; they are aligned, long rows [m, d] for speed, and all because the bits of a product depend
-            on how its operands lie: a state read back has to lie as the first did.
+        rows: named tensors whose first axis is the peer, each [m, ...]; they are aligned, long rows [m, d] for speed,
+            and all because the bits of a product depend on how its operands lie: a state read back has to lie as the
+            first did.
         edges: named tensors with a row for each of some pairs of peers, one of them hosted here.
+        waiting: whether what comes next is an exchange whose messages are on their way.
     """
 
     peers: np.ndarray
@@ -49,6 +50,7 @@ class State:
     at: int = 0
     rows: dict[str, Tensor] = field(default_factory=dict)
     edges: dict[str, Edges] = field(default_factory=dict)
+    waiting: bool = False
 
     def __post_init__(self) -> None:
         """Align the rows."""

@@ -41,6 +41,11 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
 
     Raises:
         ScenarioError: an option is wrong, or a peer would hold nothing; the message has the remedy.
+
+    Examples:
+        >>> labels = np.repeat([0, 1, 2], 10)
+        >>> [len(rows) for rows in partition(labels, 3, "sizes", 1, sizes=[0.5, 0.3, 0.2])]
+        [15, 9, 6]
     """
     labels = np.asarray(labels)
     PARTITIONS.check(kind, "data.partition.kind")

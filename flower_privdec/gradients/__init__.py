@@ -12,16 +12,16 @@ from flower_privdec.gradients.losses import LOSSES, Loss, resolve_loss
 from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
 from flower_privdec.gradients.proof import prove
-from flower_privdec.gradients.protocol import Examples, GradientKernel
+from flower_privdec.gradients.protocol import GradientKernel, LabelledInputs
 from flower_privdec.gradients.stacked import Factors, StackedKernel, parse_stack
 from flower_privdec.models import check_model
 
 __all__ = [
     "KERNELS",
     "LOSSES",
-    "Examples",
     "Factors",
     "GradientKernel",
+    "LabelledInputs",
     "Loss",
     "StackedKernel",
     "build_kernel",
@@ -83,7 +83,12 @@ def build_kernel(
 
 
 def explain_kernel(module: nn.Module, input_shape: Sequence[int]) -> str:
-    """Say in a sentence which kernel `build_kernel` takes for a model by itself, and why."""
+    """Say in a sentence which kernel `build_kernel` takes for a model by itself, and why.
+
+    Examples:
+        >>> explain_kernel(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)), [1, 8, 8])
+        'factored (models proved to keep examples apart: one backward pass a peer)'
+    """
     if parse_stack(module, input_shape) is not None:
         return f"stacked ({KERNELS['stacked']}), because the model is a stack of linear layers"
     try:

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.losses import Loss
-from flower_privdec.gradients.protocol import Examples, reason, row_chunks
+from flower_privdec.gradients.protocol import LabelledInputs, reason, row_chunks
 from flower_privdec.gradients.rows import Piece, RowKernel, Stored
 from flower_privdec.models import flatten, unflatten
 
@@ -111,7 +111,7 @@ class LoopKernel:
         self,
         out: Tensor,
         params: Tensor,
-        batch: Examples,
+        batch: LabelledInputs,
         clip_norm: Tensor | None,
         scale: Tensor,
         divisor: Tensor | None = None,

@@ -24,7 +24,7 @@ class Inputs(Protocol):
         ...
 
 
-class Examples(Inputs, Protocol):
+class LabelledInputs(Inputs, Protocol):
     """A batch for each row: inputs with a weight [m, B], 0 for padding."""
 
     @property
@@ -45,7 +45,7 @@ class GradientKernel(Protocol):
         self,
         out: Tensor,
         params: Tensor,
-        batch: Examples,
+        batch: LabelledInputs,
         clip_norm: Tensor | None,
         scale: Tensor,
         divisor: Tensor | None = None,

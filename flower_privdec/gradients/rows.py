@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.losses import Loss
-from flower_privdec.gradients.protocol import Examples, Parameter, coefficient, layout, reason, row_chunks
+from flower_privdec.gradients.protocol import LabelledInputs, Parameter, coefficient, layout, reason, row_chunks
 
 _LOGIT_TENSORS = 64  # activations alive in a forward pass, as a multiple of the input
 
@@ -113,7 +113,7 @@ class RowKernel(ABC):
         self,
         out: Tensor,
         params: Tensor,
-        batch: Examples,
+        batch: LabelledInputs,
         clip_norm: Tensor | None,
         scale: Tensor,
         divisor: Tensor | None = None,

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from flower_privdec.gradients.bounds import beyond, constant, floor, length, slack
 from flower_privdec.gradients.losses import Loss
-from flower_privdec.gradients.protocol import Examples, Inputs, Parameter, coefficient, is_plain, layout, row_chunks
+from flower_privdec.gradients.protocol import (
+    Inputs,
+    LabelledInputs,
+    Parameter,
+    coefficient,
+    is_plain,
+    layout,
+    row_chunks,
+)
 
 SHARED_EXAMPLES, SHARED_COLUMNS = 1024, 1024  # of a product over inputs that rows share: then its parts stay in cache
 
@@ -136,7 +144,7 @@ class StackedKernel:
         self,
         out: Tensor,
         params: Tensor,
-        batch: Examples,
+        batch: LabelledInputs,
         clip_norm: Tensor | None,
         scale: Tensor,
         divisor: Tensor | None = None,

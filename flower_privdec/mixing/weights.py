@@ -39,6 +39,11 @@ def mixing_matrix(
 
     Raises:
         ScenarioError: unknown weights, or weights that this graph does not have.
+
+    Examples:
+        >>> edges = np.array([[0, 1], [0, 2], [1, 0]])
+        >>> mixing_matrix(edges, 3, "column-stochastic").dense().round(2).tolist()
+        [[0.33, 0.5, 0.0], [0.33, 0.5, 0.0], [0.33, 0.0, 1.0]]
     """
     check_weights(weights)
     mask = np.ones(n_peers, dtype=bool) if active is None else active

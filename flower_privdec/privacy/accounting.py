@@ -57,6 +57,11 @@ def epsilon(releases: Iterable[Release], delta: float) -> float:
         ScenarioError: when δ is not in (0, 1).
 
     Privacy: unit one example, adjacency zero-out, whoever sees all that the peer sends.
+
+    Examples:
+        >>> step = Release("poisson", 0.1, 600, 60, noise_multiplier=2.0)
+        >>> [round(epsilon([step.times(steps)], 1e-5), 2) for steps in (1, 100)]
+        [0.37, 2.34]
     """
     check_delta(delta)
     return _epsilon(canonical(releases), float(delta))

@@ -117,6 +117,10 @@ def max_steps(release: Release, epsilon: float, delta: float, *, limit: int = 10
 
     Raises:
         ScenarioError: when ε <= 0 or δ is not in (0, 1).
+
+    Examples:
+        >>> max_steps(Release("poisson", 0.1, 600, 60, noise_multiplier=2.0), epsilon=1.0, delta=1e-5)
+        16
     """
     accounting.check_delta(delta)
     if not epsilon > 0:

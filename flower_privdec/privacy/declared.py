@@ -117,6 +117,11 @@ def joint_release(sums: Declaration, drawing: Drawing) -> Release | None:
 
     Raises:
         ScenarioError: for sums of which no such bound is proved.
+
+    Examples:
+        >>> drawing = Drawing("poisson", rate=0.1, size=600, batch=60)
+        >>> round(joint_release((ReleasedSum("x"), ReleasedSum("y")), drawing).noise_multiplier, 4)  # 1 / sqrt(2)
+        0.7071
     """
     if sums is None:
         return Release("full", 1.0, drawing.size, drawing.size, 0.0)

@@ -22,7 +22,7 @@ from flower_privdec.scenario.schema import PrivacySection
 
 UNLIMITED = "inf"  # how JSON, which has no infinity, says that there is no bound on ε
 
-Factors = Mapping[str, float | None] | None
+Factors = Mapping[str, tuple[float, int] | None] | None
 
 
 def cost(account: Account, steps: int) -> float:
@@ -41,8 +41,8 @@ class Protection:
         accounts: one for each peer.
         claims: what the paper's formula claims, where it made the noise; else None for each peer.
         calibration: how the noise was solved for.
-        kinds: for each kind of step, the sums it has and the noise of each over the step's; None for a sum that
-            nobody sees, and for the whole kind where nothing is declared.
+        kinds: for each kind of step, the sums it has, with the noise of each over the step's and how many neighbours
+            are sent one each; None for a sum that nobody sees, and for the whole kind where nothing is declared.
         kind_of: int64 [steps].
     """
 
@@ -64,25 +64,29 @@ class Protection:
 
         Where a step has several sums, that of the one with the least noise.
         """
-        factors = [each for each in (self.kinds[self.kind_of[step]] or {}).values() if each is not None]
+        factors = [each[0] for each in (self.kinds[self.kind_of[step]] or {}).values() if each is not None]
         return np.asarray(self.noise_multipliers[step] * min(factors, default=1.0))
 
-    def noise(self, step: int, sums: Iterable[str]) -> dict[str, np.ndarray]:
+    def noise(self, step: int, sums: Iterable[str], copies: int = 1) -> dict[str, np.ndarray]:
         """Return the noise multiplier of each sum of a step that is published, [n_peers], by name.
 
         Args:
             sums: the sums that the step is about to make.
+            copies: how many of each a peer makes at most, for a neighbour each.
 
         Raises:
-            TypeError: where they are not those that the algorithm declares.
+            TypeError: where they are not those that the algorithm declares, or more.
         """
         factors, names = self.kinds[self.kind_of[step]], tuple(sums)
         if factors is None:
-            factors = dict.fromkeys(names, 1.0)
+            factors = dict.fromkeys(names, (1.0, copies))
         if factors.keys() != set(names):
             raise TypeError(f"step {step} makes the sums {sorted(names)} and declares {sorted(factors)}")
-        multipliers = self.noise_multipliers[step]
-        return {name: multipliers * factors[name] for name in names if factors[name] is not None}
+        published = {name: each for name, each in factors.items() if each is not None}
+        for name, (_, receivers) in published.items():
+            if copies > receivers:
+                raise TypeError(f"step {step} makes sum {name!r} for {copies} neighbours and declares {receivers}")
+        return {name: self.noise_multipliers[step] * noise for name, (noise, _) in published.items()}
 
     def epsilons(self, rounds: int) -> list[float]:
         """Return ε of every peer after so many rounds."""
@@ -131,7 +135,7 @@ def build_protection(
         accounts.append(replace(account, peer=int(peers[row])))
         claims.append(claim)
     kinds, kind_of = _kinds(list(mechanisms.values()))
-    clip_norms = schedule.clip_factor[:, None] * schedule.clip_norm
+    clip_norms = schedule.clip_factor[:, None] * schedule.clip_norm[peers]
     return Protection(
         clip_norms, noise, tuple(accounts), tuple(claims), section.calibration, kinds, kind_of, each_round
     )
@@ -161,7 +165,7 @@ def _kinds(mechanisms: Sequence[Mechanism]) -> tuple[tuple[Factors, ...], np.nda
     Raises:
         ScenarioError: where they are not alike.
     """
-    numbers: dict[tuple[tuple[str, float | None], ...] | None, int] = {}
+    numbers: dict[tuple[tuple[str, tuple[float, int] | None], ...] | None, int] = {}
     found = []
     for mechanism in mechanisms:
         own = np.array([numbers.setdefault(_factors(kind), len(numbers)) for kind in mechanism.kinds])
@@ -171,9 +175,11 @@ def _kinds(mechanisms: Sequence[Mechanism]) -> tuple[tuple[Factors, ...], np.nda
     return tuple(None if each is None else dict(each) for each in numbers), found[0]
 
 
-def _factors(kind: Declaration) -> tuple[tuple[str, float | None], ...] | None:
-    """Return the noise of every declared sum, None for one that nobody sees, in a form that can be looked up."""
-    return None if kind is None else tuple((s.name, None if s.to == "nobody" else s.noise) for s in kind)
+def _factors(kind: Declaration) -> tuple[tuple[str, tuple[float, int] | None], ...] | None:
+    """Return noise and receivers of every declared sum, None for one that nobody sees, in a form to be looked up."""
+    if kind is None:
+        return None
+    return tuple((s.name, None if s.to == "nobody" else (s.noise, s.receivers)) for s in kind)
 
 
 def _within_budget(account: Account, steps: int) -> Account:

@@ -33,6 +33,13 @@ def keyed_generator(secret: Secret, purpose: str, *numbers: int) -> np.random.Ge
 
     Raises:
         ValueError: the key is too short.
+
+    Examples:
+        >>> one, again = (keyed_generator(7, "sampling", 3).random() for _ in range(2))
+        >>> one == again
+        True
+        >>> one == keyed_generator(7, "sampling", 4).random()
+        False
     """
     known = checked_key(secret) if isinstance(secret, bytes) else int(secret)
     key = digest(16, known, str(purpose), tuple(int(number) for number in numbers))

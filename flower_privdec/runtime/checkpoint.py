@@ -103,8 +103,8 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
         )
     if made.id != run.id:
         raise ScenarioError(
-            f"{path}: was made with other data or another version of the model's code; restore them, or start anew "
-            "with another --out"
+            f"{path}: was made with other data, another version of the model's code or in another runtime; restore "
+            "them, or start anew with another --out"
         )
     edges = {
         name: Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), rows.pop(EDGE + name))

@@ -194,7 +194,8 @@ def traffic(algorithm: Algorithm, rows: dict[str, Tensor]) -> dict[str, int]:
         vectors: how many as long as the model; bytes: of these vectors.
     """
     d = rows["x"].shape[1]
-    names = [name for item in algorithm.program if isinstance(item, Exchange) for name in item.names]
+    exchanges = (item for item in algorithm.program if isinstance(item, Exchange))
+    names = [exchange.shaped(name) for exchange in exchanges for name in exchange.names]
     sent = [rows[name] for name in names if rows[name].ndim == 2 and rows[name].shape[1] == d]
     return {"vectors": len(sent), "bytes": sum(d * row.element_size() for row in sent)}
 

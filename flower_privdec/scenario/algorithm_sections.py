@@ -16,10 +16,15 @@ Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
 class DescentSection(Section):
-    """What all algorithms that descend along gradients share."""
+    """What all algorithms that descend along gradients share.
+
+    Attributes:
+        learning_rate: γ, of all peers or of each.
+        learning_rate_decay: the share of the rounds, at the end, over which the learning rate falls linearly to 0.
+    """
 
     learning_rate: PerPeer
-    learning_rate_decay: Annotated[float, Field(ge=0, le=1)] = 0.0  # final share of the rounds: linear to 0
+    learning_rate_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class GradientSection(DescentSection):
@@ -50,7 +55,14 @@ class SGDSection(GradientSection):
 
 
 class VRSection(GradientSection):
-    """PrivSGP-VR: which memory of gradients reduces the variance."""
+    """PrivSGP-VR: which memory of gradients reduces the variance.
+
+    Attributes:
+        table: `factored` keeps every example's gradient by its layers' factors, for stacks of linear layers; `dense`
+            keeps the gradients themselves, for any model; `blocks` one for each fixed batch, with
+            data.batch.sampling: blocks; `snapshot` an earlier model and its full gradient (SVRG).
+        snapshot_every: after how many rounds a snapshot is taken anew; for table snapshot alone.
+    """
 
     name: Annotated[str, ALGORITHMS.some("privsgp-vr")]
     table: Annotated[str, GRADIENT_TABLES] = "factored"
@@ -58,53 +70,86 @@ class VRSection(GradientSection):
 
 
 class DynD2PSection(GradientSection):
-    """Dyn-D2P: a decaying clip norm and a growing per-step budget."""
+    """Dyn-D2P: a decaying clip norm and a growing per-step budget.
+
+    Attributes:
+        initial_clip: C_0, the clip norm at the start; left out, it is privacy.clip_norm.
+        rho_c: ρ_c, by how much the clip norm has fallen at the end.
+        rho_mu: ρ_μ, by how much a step's budget has grown at the end.
+    """
 
     name: Annotated[str, ALGORITHMS.some("dyn-d2p")]
-    initial_clip: PerPeer | None = None  # C_0; by default privacy.clip_norm
+    initial_clip: PerPeer | None = None
     rho_c: Growth = 2.0
     rho_mu: Growth = 2.0
 
 
 class DynCSection(GradientSection):
-    """Dyn[C]-D2P: a decaying clip norm, a constant per-step budget."""
+    """Dyn[C]-D2P: a decaying clip norm, a constant per-step budget.
+
+    Attributes:
+        initial_clip: C_0, the clip norm at the start; left out, it is privacy.clip_norm.
+        rho_c: ρ_c, by how much the clip norm has fallen at the end.
+    """
 
     name: Annotated[str, ALGORITHMS.some("dyn-c-d2p")]
-    initial_clip: PerPeer | None = None  # C_0; by default privacy.clip_norm
+    initial_clip: PerPeer | None = None
     rho_c: Growth = 2.0
 
 
 class DynMuSection(GradientSection):
-    """Dyn[μ]-D2P: a constant clip norm, a growing per-step budget."""
+    """Dyn[μ]-D2P: a constant clip norm, a growing per-step budget.
+
+    Attributes:
+        clip_norm: C; left out, it is privacy.clip_norm.
+        rho_mu: ρ_μ, by how much a step's budget has grown at the end.
+    """
 
     name: Annotated[str, ALGORITHMS.some("dyn-mu-d2p")]
-    clip_norm: PerPeer | None = None  # C; by default privacy.clip_norm
+    clip_norm: PerPeer | None = None
     rho_mu: Growth = 2.0
 
 
 class ConstSection(GradientSection):
-    """Const-D2P: a constant clip norm and per-step budget."""
+    """Const-D2P: a constant clip norm and per-step budget.
+
+    Attributes:
+        clip_norm: C; left out, it is privacy.clip_norm.
+    """
 
     name: Annotated[str, ALGORITHMS.some("const-d2p")]
-    clip_norm: PerPeer | None = None  # C; by default privacy.clip_norm
+    clip_norm: PerPeer | None = None
 
 
 class AsynchronousSection(GradientSection):
-    """A(DP)²SGD: one peer wakes at a time and uses a gradient of a stale model."""
+    """A(DP)²SGD: one peer wakes at a time and uses a gradient of a stale model.
+
+    Attributes:
+        staleness: the most events since the model was read; left out, it is 4 n_peers.
+    """
 
     name: Annotated[str, ALGORITHMS.some("adp2-sgd")]
-    staleness: Count | None = None  # most events since the model was read; by default 4 n_peers
+    staleness: Count | None = None
 
 
 class LocalStepsSection(GradientSection):
-    """Several local steps between two exchanges."""
+    """Several local steps between two exchanges.
+
+    Attributes:
+        local_steps: τ, how many in a round.
+    """
 
     name: Annotated[str, ALGORITHMS.some("scaffold")]
     local_steps: Count = 10
 
 
 class FedAvgSection(GradientSection):
-    """FedAvg: a peer's walk counts by its number of examples, as in the paper, or all count alike."""
+    """FedAvg: several local steps, then an average.
+
+    Attributes:
+        local_steps: τ, how many in a round.
+        weighting: a peer counts by its number of examples, as in the paper, or all count alike.
+    """
 
     name: Annotated[str, ALGORITHMS.some("fedavg")]
     local_steps: Count = 10
@@ -112,7 +157,13 @@ class FedAvgSection(GradientSection):
 
 
 class FedProxSection(GradientSection):
-    """FedAvg with a proximal term."""
+    """FedAvg with a proximal term.
+
+    Attributes:
+        local_steps: τ, how many in a round.
+        proximal: μ, by which half the squared distance to the round's first model is added to the loss.
+        weighting: a peer counts by its number of examples, as in the paper, or all count alike.
+    """
 
     name: Annotated[str, ALGORITHMS.some("fedprox")]
     local_steps: Count = 10
@@ -121,7 +172,15 @@ class FedProxSection(GradientSection):
 
 
 class FedDeperSection(GradientSection):
-    """FedDeper: ρ of the penalty, λ of mixing the personal model, τ local steps (half of them for feddeper*)."""
+    """FedDeper: a depersonalized and a personalized model at every peer.
+
+    Attributes:
+        local_steps: τ, how many in a round; feddeper* takes half of them.
+        rho: ρ, the strength of the penalty that pulls the model that is sent away from the personalized one.
+        mixing_rate: λ, the share of the model that is sent in the personalized one at the end of a round; at least
+            1/2, unless any_mixing_rate is true.
+        any_mixing_rate: whether to allow a mixing rate below 1/2, of which the paper proves nothing.
+    """
 
     name: Annotated[str, ALGORITHMS.some("feddeper", "feddeper*")]
     local_steps: Count = 10

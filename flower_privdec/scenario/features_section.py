@@ -14,6 +14,7 @@ class FeaturesSection(Section):
     """What each example is turned into, by itself and with nothing fitted on private data.
 
     Attributes:
+        kind: a wavelet scattering transform (extra `features`).
         scales: J, wavelets of 1, 2, ... 2^(J-1) pixels; the output is 2^J times smaller.
         angles: L, how many directions.
         order: how many wavelets in a row, 1 or 2.

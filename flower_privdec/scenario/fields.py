@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, WithJsonSchema
 
 
 class Section(BaseModel):
@@ -48,7 +48,12 @@ def _per_peer(value: Any) -> Any:
     return tuple(float(x) for x in numbers) if isinstance(value, list | tuple) else float(value)
 
 
-PerPeer = Annotated[float | tuple[float, ...], BeforeValidator(_per_peer)]
+_POSITIVE = {"type": "number", "exclusiveMinimum": 0}
+PerPeer = Annotated[
+    float | tuple[float, ...],
+    BeforeValidator(_per_peer),
+    WithJsonSchema({"anyOf": [_POSITIVE, {"type": "array", "items": _POSITIVE}]}),
+]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]

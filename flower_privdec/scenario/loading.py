@@ -224,6 +224,22 @@ def parse_scenario(text: str, *, where: str = "scenario", overrides: Iterable[st
 
     Raises:
         ScenarioError: with the line, the value, the rule and, for an unknown key, the nearest valid one.
+
+    Examples:
+        >>> text = '''
+        ... name: small
+        ... n_peers: 4
+        ... rounds: 10
+        ... data: {dataset: digits, batch: {size: 12}}
+        ... model: {name: softmax}
+        ... algorithm: {name: privsgp, learning_rate: 0.5}
+        ... privacy: {epsilon: 3, delta: 1e-3}
+        ... '''
+        >>> parse_scenario(text, overrides=["privacy.epsilon=1"]).privacy.epsilon
+        1.0
+        >>> parse_scenario(text, overrides=["n_peers=0"])
+        Traceback (most recent call last):
+        flower_privdec.errors.ScenarioError: --set: n_peers=0 must be >= 1
     """
     return parse_model(Scenario, text, form=SCENARIO, where=where, overrides=overrides)
 

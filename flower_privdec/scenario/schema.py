@@ -33,7 +33,17 @@ MODEL_OPTIONS = {
 
 
 class PartitionSection(Section):
-    """How the training examples are dealt out to the peers."""
+    """How the training examples are dealt out to the peers.
+
+    Attributes:
+        kind: `iid` is equal random shares; `dirichlet` divides every class by a Dirichlet draw; `shards` sorts by
+            label, cuts, and deals out; `pathological` gives each peer a few classes; `sizes` is random shares of
+            given sizes.
+        alpha: of the Dirichlet distribution, small is skewed; for kind dirichlet alone.
+        shards_per_peer: for kind shards alone.
+        classes_per_peer: for kind pathological alone.
+        sizes: one count, or one share of the whole, for each peer; for kind sizes alone.
+    """
 
     kind: Annotated[str, catalogue.PARTITIONS] = "iid"
     alpha: Positive | None = None
@@ -59,7 +69,14 @@ class PartitionSection(Section):
 
 
 class BatchSection(Section):
-    """How a peer draws its examples in a round."""
+    """How a peer draws its examples for a step.
+
+    Attributes:
+        sampling: `poisson` draws each example by itself, with probability size / count, as the accountant's
+            amplification needs it; `uniform` exactly size distinct ones; `shuffle` runs through each epoch's
+            permutation; `full` takes all; `blocks` is one of count // size fixed batches.
+        size: examples in a batch, on average for poisson; every sampling but full needs it.
+    """
 
     sampling: Annotated[str, catalogue.SAMPLINGS] = "poisson"
     size: Count | None = None
@@ -84,7 +101,20 @@ DatasetChoice = Annotated[
 
 
 class DataSection(Section):
-    """Which data, how much of it, and how it is dealt and drawn."""
+    """Which data, how much of it, and how it is dealt and drawn.
+
+    Attributes:
+        dataset: `digits` and `breast-cancer` are embedded; `npz` is a file of your own with the arrays x_train,
+            y_train, x_test and y_test.
+        root: the folder in which the data lie, or the .npz file, from where the command runs; nothing is downloaded.
+            With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out.
+        test: where the public test set lies, in place of root; needed where root has `{peer}`.
+        classes: how many there are; left out, they are counted.
+        samples: how many training examples to take, at random; left out, all.
+        test_samples: how many of the public test set to take; left out, all.
+        partition: how the training examples are dealt out.
+        batch: how a peer draws its examples.
+    """
 
     dataset: DatasetChoice
     root: str | None = None
@@ -113,7 +143,17 @@ class DataSection(Section):
 
 
 class ModelSection(Section):
-    """The model every peer trains."""
+    """The model every peer trains.
+
+    Attributes:
+        name: of a model that `privdec list` describes; left out where module is given.
+        init: torch's own initial parameters, drawn by the seed, or all zero.
+        hidden: widths of the hidden layers, of mlp alone; left out, [100].
+        activation: of mlp alone; left out, relu.
+        module: your own, as `package.module:factory`, imported from where the command runs.
+        arguments: what the factory is called with, by name.
+        loss: of one example; logistic and the hinge losses are for two classes.
+    """
 
     name: Annotated[str, catalogue.MODELS] | None = None
     init: Annotated[str, catalogue.INITS] = "default"
@@ -153,7 +193,22 @@ Weights = Annotated[str, catalogue.WEIGHTS]
 
 
 class TopologySection(Section):
-    """Who can send to whom, and with which weights it is mixed."""
+    """Who can send to whom, and with which weights it is mixed.
+
+    Attributes:
+        name: of the graph; `privdec list` describes each, `server` is an average over the active peers.
+        weights: auto is what the algorithm's theory needs: column-stochastic for push-sum; for gossip metropolis on an
+            undirected graph, doubly-stochastic on a directed one.
+        degree: neighbours of each peer, of random-regular and small-world.
+        probability: of each edge, of erdos-renyi.
+        rewire: the chance that an edge is moved, of small-world.
+        edges: how many a round, of random-edges.
+        file: of edge-list, a line `sender receiver` for each edge.
+        directed: whether the file's edges go one way.
+        rows: of torus; left out, as square as n_peers allows.
+        cols: of torus.
+        supergraph: the graph from which random-edges draws.
+    """
 
     name: Annotated[str, catalogue.TOPOLOGIES] = "directed-exponential"
     weights: Weights = "auto"
@@ -188,7 +243,12 @@ TopologyChoice = Annotated[
 
 
 class ParticipationSection(Section):
-    """Who is active in a round."""
+    """Who is active in a round.
+
+    Attributes:
+        kind: `all`, or `uniform`: as many in every round, drawn without replacement.
+        fraction: the share of the peers that is active, for kind uniform alone.
+    """
 
     kind: Annotated[str, catalogue.PARTICIPATIONS] = "all"
     fraction: Fraction | None = None
@@ -206,6 +266,12 @@ class ScheduleSection(Section):
     Either rho_c and rho_mu: C_k = clip_norm ρ_c^{-k/K} and σ_k = C_k / (μ_0 ρ_μ^{k/K}) (Alg. 1). Or lists
     (Alg. 2): clip_norms as factors of clip_norm, and noise, the shape of σ_k, whose scale is solved for;
     one number a round, or fewer, which are joined by straight lines.
+
+    Attributes:
+        rho_c: ρ_c, by how much the clip norm has fallen at the end.
+        rho_mu: ρ_μ, by how much a step's budget has grown at the end.
+        clip_norms: factors of clip_norm over the rounds; not beside rho_c and rho_mu.
+        noise: the shape of σ_k over the rounds; not beside rho_c and rho_mu.
     """
 
     rho_c: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
@@ -222,7 +288,21 @@ class ScheduleSection(Section):
 
 
 class PrivacySection(Section):
-    """Each peer's budget, clipping and noise."""
+    """Each peer's budget, clipping and noise; `privacy: none` trains without any.
+
+    Attributes:
+        epsilon: ε, the budget of all peers or of each; the noise is solved for it, or, beside noise_multiplier, it is
+            what the ledger is held to.
+        delta: δ, well below one over the number of a peer's examples.
+        clip_norm: C, to which the gradient of every example is clipped.
+        schedule: clip norms and noise that change over the rounds.
+        noise_multiplier: the noise's standard deviation over the clip norm; left out, it is solved for epsilon.
+        calibration: rigorous solves for the noise by the exact accountant; paper takes a paper's own formula, whose ε
+            is then a claim.
+        c_2: the constant of PrivSGP-VR's eq. 11, for calibration paper, and of eq. 12, for `privdec plan`.
+        ledger: a folder of ledgers that several runs share, so that ε counts all of them; left out, the ledger lies in
+            the run's own folder and counts this run alone.
+    """
 
     epsilon: PerPeer | None = None
     delta: Annotated[PerPeer, BeforeValidator(lambda value: _below_one(value))]
@@ -230,7 +310,7 @@ class PrivacySection(Section):
     schedule: ScheduleSection | None = None
     noise_multiplier: NonNegative | None = None
     calibration: Literal["rigorous", "paper"] = "rigorous"
-    c_2: Positive = 1.0  # the constant of PrivSGP-VR's eq. 11 (calibration paper) and 12 (privdec plan)
+    c_2: Positive = 1.0
     ledger: str | None = None
 
     @model_validator(mode="after")
@@ -261,15 +341,30 @@ PrivacyChoice = Annotated[
 
 
 class EvaluationSection(Section):
-    """When the models are tried on the public test set (and a checkpoint is written)."""
+    """When the models are tried on the public test set, and a checkpoint is written.
+
+    Attributes:
+        every: how many rounds lie between two evaluations; one more is made at the end.
+        peer_samples: test examples for each peer's own model; left out, all. The mean model has them all.
+        private: what to do where there is privacy with figures on the peers' own labels, which no ε covers: withhold
+            them, or ignore that and say so in the summary.
+    """
 
     every: Count = 20
-    peer_samples: Count | None = None  # test examples for each peer's own model; the mean model has them all
-    private: Literal["withheld", "ignored"] = "withheld"  # figures from private labels, which no ε covers, beside one
+    peer_samples: Count | None = None
+    private: Literal["withheld", "ignored"] = "withheld"
 
 
 class ComputeSection(Section):
-    """Where and how the numbers are computed."""
+    """Where and how the numbers are computed.
+
+    Attributes:
+        device: auto is the GPU where torch has one.
+        dtype: of parameters and gradients.
+        threads: of torch; they change no number.
+        generator: of the noise in simulation: fast needs the extra `fast`, auto takes it where it is installed.
+        memory_mib: about how much temporary memory gradients may take; it changes no number.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "float64"] = "float32"
@@ -283,19 +378,45 @@ class PlanSection(Section):
 
     Constants of the loss that are left out are estimated on the public test set, and d and J are those of the
     scenario. A run uses none of them.
+
+    Attributes:
+        smoothness: L.
+        gradient_bound: G; left out, the clip norm.
+        initial_gap: F0 = f(x0) - f*.
+        heterogeneity: b².
+        initial_norm_squared: ‖x0‖².
+        dimension: d; left out, the model's number of parameters.
+        dataset_size: J; left out, a peer's number of examples.
     """
 
-    smoothness: Positive | None = None  # L
-    gradient_bound: Positive | None = None  # G; by default the clip norm
-    initial_gap: Positive | None = None  # F0 = f(x0) - f*
-    heterogeneity: NonNegative | None = None  # b²
-    initial_norm_squared: NonNegative | None = None  # ‖x0‖²
-    dimension: Count | None = None  # d
-    dataset_size: Count | None = None  # J
+    smoothness: Positive | None = None
+    gradient_bound: Positive | None = None
+    initial_gap: Positive | None = None
+    heterogeneity: NonNegative | None = None
+    initial_norm_squared: NonNegative | None = None
+    dimension: Count | None = None
+    dataset_size: Count | None = None
 
 
 class Scenario(Section):
-    """One experiment, complete."""
+    """One experiment, complete.
+
+    Attributes:
+        name: what to call the run; its results go to runs/NAME unless `--out` says otherwise.
+        seed: decides partition, batches without privacy, the model's initial parameters and graphs that are drawn.
+        n_peers: how many peers train; 1 only for local and dp-sgd.
+        rounds: K.
+        data: which data, and how they are dealt out and drawn.
+        features: a fixed feature extractor in front of the model; left out, there is none.
+        model: what every peer trains, and by which loss.
+        algorithm: what peers do in a round; its name decides which keys there are.
+        topology: the graph.
+        participation: who is active in a round.
+        privacy: `none`, or budget, clipping and noise.
+        evaluation: when the models are tried on the public test set.
+        compute: device, number type, threads and generator.
+        plan: constants for `privdec plan`.
+    """
 
     name: str
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1

@@ -44,6 +44,13 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
 
     Raises:
         ScenarioError: an unknown name or option, or a value that breaks a rule.
+
+    Examples:
+        >>> graph = build_topology("directed-exponential", 8)
+        >>> graph.edges(1)[:3].tolist()  # in round 1 each peer sends to the one 2 ahead
+        [[0, 2], [1, 3], [2, 4]]
+        >>> graph.period
+        3
     """
     own = ":" in name
     builder = build_own_topology if own else _builder(name)

@@ -121,8 +121,7 @@ def _spent(cohort: Cohort, rounds: int) -> ConfigRecord:
 
 def _finish_exchange(experiment: Experiment, state: State, content: RecordDict) -> None:
     """Give a waiting state what it was promised: what its peers send each other, and what is in the message."""
-    program = experiment.algorithm.program
-    exchange = program[state.at] if state.at < len(program) else None
+    exchange = experiment.algorithm.program[state.at] if state.waiting else None
     if not isinstance(exchange, Exchange) or experiment.mixing is None:
         return
     device = state.rows["x"].device

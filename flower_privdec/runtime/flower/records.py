@@ -102,7 +102,9 @@ def row_key(peer: int) -> str:
 def pack_state(state: State, content: RecordDict) -> None:
     """Put a whole state into a message or a context."""
     content[ROWS] = pack_rows(state.rows)
-    content[POSITION] = ConfigRecord({"round": state.round_index, "at": state.at, "peers": state.peers.tolist()})
+    position = ConfigRecord({"round": state.round_index, "at": state.at, "waiting": state.waiting})
+    position["peers"] = state.peers.tolist()
+    content[POSITION] = position
     content[EDGES] = pack_rows({name: edges.values for name, edges in state.edges.items()})
     for name, edges in state.edges.items():
         content[f"{EDGES}.{name}"] = ConfigRecord({"own": edges.own.tolist(), "other": edges.other.tolist()})
@@ -122,6 +124,7 @@ def unpack_state(content: RecordDict, device: torch.device) -> State | None:
             name: Edges(*_pairs(content.config_records[f"{EDGES}.{name}"]), values)
             for name, values in unpack_rows(content.array_records[EDGES], device).items()
         },
+        waiting=bool(position["waiting"]),
     )
 
 

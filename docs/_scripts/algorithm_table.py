@@ -1,0 +1,30 @@
+"""The algorithms in a table, read from their declarations."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from flower_privdec.algorithms import ALGORITHMS
+from flower_privdec.algorithms.algorithm import Algorithm
+from flower_privdec.reporting.console.views import parts
+
+SOURCE = re.compile(r"Source: (.*?)\.?$", re.DOTALL)
+
+
+def source(algorithm: type[Algorithm]) -> str:
+    """Return where an algorithm's equations are from, as its docstring ends."""
+    found = SOURCE.search(inspect.cleandoc(algorithm.__doc__ or ""))
+    return " ".join(found[1].split()) if found else ""
+
+
+def sends(algorithm: type[Algorithm]) -> str:
+    """Return by which weights an algorithm exchanges."""
+    return algorithm.weights or "nothing is exchanged"
+
+
+def algorithm_table() -> str:
+    """Return the table as Markdown."""
+    said = parts()["algorithms"]
+    rows = [f"| `{name}` | {said[name]} | {sends(cls)} | {source(cls)} |" for name, cls in ALGORITHMS.items()]
+    return "\n".join(["| name | what it is | weights | source |", "|---|---|---|---|", *rows])

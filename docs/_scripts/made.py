@@ -1,0 +1,20 @@
+"""The parts of pages that are made from the code: `<!-- made: NAME -->` stands where each goes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from algorithm_table import algorithm_table
+from command_reference import command_reference
+from house import picture, room_table
+from scenario_reference import scenario_reference
+
+MARK = re.compile(r"<!-- made: (\S+) -->")
+PARTS: dict[str, Callable[[], str]] = {
+    "algorithms": algorithm_table,
+    "commands": command_reference,
+    "house": picture,
+    "rooms": room_table,
+    "scenario": scenario_reference,
+}
