@@ -148,8 +148,14 @@ class ModelSection(Section):
     Attributes:
         name: of a model that `privdec list` describes; left out where module is given.
         init: torch's own initial parameters, drawn by the seed, or all zero.
-        hidden: widths of the hidden layers, of mlp alone; left out, [100].
-        activation: of mlp alone; left out, relu.
+        bias: whether each output has one, of linear and softmax; left out, true.
+        hidden: widths of the hidden layers, of mlp and the models named cnn; left out, [100] for mlp and [64] for cnn.
+        activation: of mlp and the models named cnn; left out, relu.
+        channels: of each convolution, of the models named cnn; left out, [16, 32] for cnn.
+        kernel: side of each convolution in pixels, of the models named cnn; left out, 3 for cnn.
+        pool: whether the largest of 2 x 2 pixels is kept after each convolution, of the models named cnn.
+        groups: of channels that are normalised together, of resnet18-gn; left out, 32.
+        width: channels of the first stage, of resnet18-gn; left out, 64.
         module: your own, as `package.module:factory`, imported from where the command runs.
         arguments: what the factory is called with, by name.
         loss: of one example; logistic and the hinge losses are for two classes.
@@ -182,7 +188,8 @@ class ModelSection(Section):
         return self
 
     def _given(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"name", "init", "module", "arguments", "loss"}, exclude_none=True)
+        every = {option for options in MODEL_OPTIONS.values() for option in options}
+        return self.model_dump(include=every, exclude_none=True)
 
     def options(self) -> dict[str, Any]:
         """Return the options given for the model itself."""
@@ -228,7 +235,15 @@ class TopologySection(Section):
 
 
 class OwnTopologySection(OwnSection):
-    """A graph of a user's own, and with which weights it is mixed."""
+    """A graph of a user's own, and with which weights it is mixed.
+
+    The function is called with n_peers and its arguments, and with the scenario's seed where it has a parameter of this
+    name that the arguments leave out. It returns a networkx graph on the nodes 0 to n_peers - 1, for each peer a list of
+    those it sends to, or a `flower_privdec.topology.Topology`.
+
+    Attributes:
+        weights: as for a named graph.
+    """
 
     weights: Weights = "auto"
 
