@@ -28,7 +28,11 @@ class DescentSection(Section):
 
 
 class GradientSection(DescentSection):
-    """The section of an algorithm by name."""
+    """The section of an algorithm by name.
+
+    Attributes:
+        name: which algorithm.
+    """
 
     name: str
 

@@ -105,7 +105,8 @@ class DataSection(Section):
 
     Attributes:
         dataset: `digits` and `breast-cancer` are embedded; `npz` is a file of your own with the arrays x_train,
-            y_train, x_test and y_test.
+            y_train, x_test and y_test. A function of your own is called with "train" or "test", its arguments, and root
+            where that is given; it returns x and y.
         root: the folder in which the data lie, or the .npz file, from where the command runs; nothing is downloaded.
             With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out.
         test: where the public test set lies, in place of root; needed where root has `{peer}`.
@@ -237,9 +238,9 @@ class TopologySection(Section):
 class OwnTopologySection(OwnSection):
     """A graph of a user's own, and with which weights it is mixed.
 
-    The function is called with n_peers and its arguments, and with the scenario's seed where it has a parameter of this
-    name that the arguments leave out. It returns a networkx graph on the nodes 0 to n_peers - 1, for each peer a list of
-    those it sends to, or a `flower_privdec.topology.Topology`.
+    The function is called with n_peers and its arguments, and with the scenario's seed where it has a parameter of
+    this name that the arguments leave out. It returns a networkx graph on the nodes 0 to n_peers - 1, for each peer a
+    list of those it sends to, or a `flower_privdec.topology.Topology`.
 
     Attributes:
         weights: as for a named graph.
