@@ -9,6 +9,7 @@ import pytest
 from variants import settings_for
 
 from flower_privdec import catalogue
+from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model, model_options
@@ -127,6 +128,10 @@ def test_a_cnn_of_ones_own_measures_is_built(build: Build) -> None:
     assert experiment.initial.numel() == (2 * 9 + 2) + (2 * 4 * 4 * 5 + 5) + (5 * 10 + 10)
     with pytest.raises(ScenarioError, match=r"channels belongs to cnn, .*, not to mlp"):
         build("model={name: mlp, channels: [2]}")
+
+
+def test_those_that_exchange_nothing_are_known_to_the_catalogue() -> None:
+    assert set(catalogue.ALONE) == {name for name, algorithm in ALGORITHMS.items() if algorithm.weights is None}
 
 
 def test_an_unknown_name_is_refused_alike_wherever_it_is_given(tiny_text: str) -> None:
