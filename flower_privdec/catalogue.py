@@ -85,6 +85,7 @@ ALGORITHMS = Choice(
         "feddeper*": "FedDeper with half the local steps",
     }
 )
+ALONE = ALGORITHMS.some("local", "dp-sgd")  # those that exchange nothing: there is no mean model to speak of
 GRADIENT_TABLES = Choice(
     {
         "factored": "deltas and activations of each example: exact, for stacks of linear layers",

@@ -9,6 +9,7 @@ import pytest
 from variants import settings_for
 
 from flower_privdec import catalogue
+from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model, model_options
@@ -34,6 +35,8 @@ KEYS = {  # where a scenario names what is listed
     "samplings": "data.batch.sampling",
     "features": "features.kind",
 }
+NUMBERS = ["data.dataset=diabetes", "task.loss=mse"]
+LABELS = ["data.dataset=synthetic-labels", "task.loss=binary-cross-entropy"]
 NEEDED = {  # what else a scenario needs that names a part
     "random-regular": ["topology.degree=2"],
     "small-world": ["topology.degree=2"],
@@ -49,14 +52,11 @@ NEEDED = {  # what else a scenario needs that names a part
     "pathological": ["data.partition.classes_per_peer=5"],
     "sizes": ["data.partition.sizes=[20, 30, 40, 50]"],
     "activations": ["model.name=mlp"],
-    **dict.fromkeys(("losses logistic", "losses hinge", "losses squared-hinge"), ["data.dataset=breast-cancer"]),
-    **dict.fromkeys(("losses mse", "losses mae", "losses huber"), ["data.dataset=diabetes"]),
-    "losses binary-cross-entropy": ["data.dataset=synthetic-labels"],
-    **dict.fromkeys(("rmse", "metrics mse", "metrics mae", "r2"), ["data.dataset=diabetes", "task.loss=mse"]),
-    **dict.fromkeys(
-        ("micro-f1", "subset-accuracy", "mean-average-precision"),
-        ["data.dataset=synthetic-labels", "task.loss=binary-cross-entropy"],
-    ),
+    **{f"losses {name}": ["data.dataset=breast-cancer"] for name in ("logistic", "hinge", "squared-hinge")},
+    **{f"losses {name}": NUMBERS[:1] for name in ("mse", "mae", "huber")},
+    "losses binary-cross-entropy": LABELS[:1],
+    **{f"metrics {name}": NUMBERS for name in ("rmse", "mse", "mae", "r2")},
+    **{f"metrics {name}": LABELS for name in ("micro-f1", "subset-accuracy", "mean-average-precision")},
     "diabetes": ["task.loss=mse"],
     "synthetic-labels": ["task.loss=binary-cross-entropy"],
     "synthetic-words": ["model.name=text"],
@@ -145,6 +145,10 @@ def test_a_cnn_of_ones_own_measures_is_built(build: Build) -> None:
     assert experiment.initial.numel() == (2 * 9 + 2) + (2 * 4 * 4 * 5 + 5) + (5 * 10 + 10)
     with pytest.raises(ScenarioError, match=r"channels belongs to cnn, .*, not to mlp"):
         build("model={name: mlp, channels: [2]}")
+
+
+def test_those_that_exchange_nothing_are_known_to_the_catalogue() -> None:
+    assert set(catalogue.ALONE) == {name for name, algorithm in ALGORITHMS.items() if algorithm.weights is None}
 
 
 def test_an_unknown_name_is_refused_alike_wherever_it_is_given(tiny_text: str) -> None:

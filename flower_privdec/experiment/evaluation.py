@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.feddeper import FedDeper
-from flower_privdec.algorithms.federated import FedAvg
 from flower_privdec.errors import RunError
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.own_labels import try_on_shards
@@ -59,8 +57,8 @@ def evaluate(
         "loss": {"mean_model": value},
         "consensus_distance": consensus_distance(models),
     }
-    in_classes = isinstance(algorithm, FedAvg) and agreement.loss.targets == "classes"
-    if own is not None and in_classes and shows_private(agreement.scenario):
+    by_label = algorithm.tried_on_own_labels and agreement.loss.targets == "classes"
+    if own is not None and by_label and shows_private(agreement.scenario):
         personal, last = algorithm.personal(rows), round_index >= agreement.scenario.rounds
         if personal is not None:
             _check_finite(agreement, personal, round_index)
@@ -135,10 +133,8 @@ def _check_finite(agreement: Agreement, models: Tensor, round_index: int) -> Non
 
 
 def _diverged(agreement: Agreement, round_index: int, what: str) -> RunError:
-    penalty = ", algorithm.rho or algorithm.local_steps" if isinstance(agreement.algorithm, FedDeper) else ""
-    return RunError(
-        f"round {round_index}: {what}: the run diverged; lower algorithm.learning_rate{penalty} or the noise"
-    )
+    keys = [f"algorithm.{key}" for key in agreement.algorithm.steadied_by]
+    return RunError(f"round {round_index}: {what}: the run diverged; lower {', '.join(keys)} or the noise")
 
 
 def _spaced(n: int, count: int | None) -> Tensor | slice:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +26,11 @@ class VmapKernel(RowKernel):
     """The kernel for any module: vmap of grad over a few examples of a row at a time; see GradientKernel.
 
     The module's forward sees one example, as a batch of one, and vmap lets no operation reach another. Each call
-    works on a fresh copy of the module, so that what its forward keeps in the module's attributes is forgotten
-    (buffers and parameters are shared; vmap refuses to write an example's numbers into them). What the forward keeps
-    elsewhere, in globals, closures, classes or files, can carry numbers from one example to the gradient of a later
-    one: **of a module that does so nothing is promised.**
+    works on a fresh copy of the module, its buffers and its parameters, so that what its forward keeps in them is
+    forgotten: how often it was called before, which depends on how many examples were drawn, changes nothing. What the
+    forward keeps elsewhere, in globals, closures, classes or files, can carry numbers from one example to the gradient
+    of a later one, and operators registered with a vmap rule, or functorch's internals, can see examples together:
+    **of a module that does so nothing is promised.** An autograd.Function with a vmap rule is refused.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class VmapKernel(RowKernel):
             x = (x * self._n_tokens).long().clamp_(max=self._n_tokens - 1)
         row = flatten(module)
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), _no_own_rules():
                 y = self._loss.blank(self._outputs(row, x[:1]))
                 self._gradients(row, x, y.expand(2, *y.shape[1:]))
         except Exception as error:  # the user's forward may raise anything
@@ -75,12 +78,12 @@ class VmapKernel(RowKernel):
                 raise ValueError(f"one example is turned into {list(output.shape)}: it must be [1, outputs]")
             return self._loss.value(output, y[None]).sum()
 
-        gradients: dict[str, Tensor] = vmap(grad(value), in_dims=(None, 0, 0))(self._views(point), x, y)
+        gradients: dict[str, Tensor] = vmap(grad(value), in_dims=(None, 0, 0))(self._views(point.clone()), x, y)
         return gradients
 
     def _fresh(self) -> nn.Module:
-        """Return a copy of the module that shares its parameters and buffers."""
-        shared = {id(tensor): tensor for tensor in (*self._module.parameters(), *self._module.buffers())}
+        """Return a copy of the module that shares its parameters, in whose place others are given."""
+        shared = {id(tensor): tensor for tensor in self._module.parameters()}
         return copy.deepcopy(self._module, shared)
 
     def _views(self, row: Tensor) -> dict[str, Tensor]:
@@ -112,6 +115,26 @@ class VmapKernel(RowKernel):
 
     def _parts(self, examples: int, element_size: int) -> list[slice]:
         return row_chunks(examples, self.d * element_size, min(self._memory, _WRITTEN_BYTES))
+
+
+@contextmanager
+def _no_own_rules() -> Iterator[None]:
+    """Refuse every autograd.Function that would be told of all the examples of a vmap at once.
+
+    What a forward calls under vmap cannot depend on an example's numbers, so that trying it once finds all it calls.
+    """
+    apply = vars(torch.autograd.Function)["apply"]
+
+    def checked(function: type[torch.autograd.Function], *args: Any, **options: Any) -> Any:
+        if function.vmap is not torch.autograd.Function.vmap:
+            raise ValueError(f"{function.__name__} has a vmap rule of its own, which sees the examples together")
+        return apply.__func__(function, *args, **options)
+
+    torch.autograd.Function.apply = classmethod(checked)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply
 
 
 class LoopKernel:

@@ -6,14 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from flower_privdec.algorithms import ALGORITHMS
+from flower_privdec.catalogue import ALONE
 from flower_privdec.words import NOTHING, epsilon_text, memory, number, percent, setting
 
 
 def shares_models(algorithm: str) -> bool:
     """Return whether an algorithm's peers exchange anything, so that there is a mean model to speak of."""
-    known = ALGORITHMS.get(algorithm)
-    return known is None or known.weights is not None
+    return algorithm not in ALONE
 
 
 def main_metric(summary: dict[str, Any]) -> tuple[str, dict[str, Any]]:
