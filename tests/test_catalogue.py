@@ -35,7 +35,7 @@ KEYS = {  # where a scenario names what is listed
     "samplings": "data.batch.sampling",
     "features": "features.kind",
 }
-NUMBERS = ["data.dataset=diabetes", "task.loss=mse"]
+NUMBERS = ["data.dataset=diabetes", "data.test_samples=50", "task.loss=mse"]
 LABELS = ["data.dataset=synthetic-labels", "task.loss=binary-cross-entropy"]
 NEEDED = {  # what else a scenario needs that names a part
     "random-regular": ["topology.degree=2"],
@@ -53,11 +53,11 @@ NEEDED = {  # what else a scenario needs that names a part
     "sizes": ["data.partition.sizes=[20, 30, 40, 50]"],
     "activations": ["model.name=mlp"],
     **{f"losses {name}": ["data.dataset=breast-cancer"] for name in ("logistic", "hinge", "squared-hinge")},
-    **{f"losses {name}": NUMBERS[:1] for name in ("mse", "mae", "huber")},
+    **{f"losses {name}": NUMBERS[:2] for name in ("mse", "mae", "huber")},
     "losses binary-cross-entropy": LABELS[:1],
     **{f"metrics {name}": NUMBERS for name in ("rmse", "mse", "mae", "r2")},
     **{f"metrics {name}": LABELS for name in ("micro-f1", "subset-accuracy", "mean-average-precision")},
-    "diabetes": ["task.loss=mse"],
+    "diabetes": NUMBERS[1:],
     "synthetic-labels": ["task.loss=binary-cross-entropy"],
     "synthetic-words": ["model.name=text"],
     "text": ["data.dataset=synthetic-words"],

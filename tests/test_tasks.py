@@ -230,8 +230,15 @@ REFUSED = [
     ("{}", TEXT, ", vocabulary: 8", TOKENS, TWO, r"tokens from 0 to 8: they must be 0\.\.7"),
     ("{}", TEXT, ", vocabulary: 9", -TOKENS, TWO, "tokens from -8 to 0"),
     ("{}", TEXT, ", vocabulary: 9", X, TWO, "is float64: with data.vocabulary it must be whole numbers"),
-    ("{}", LINEAR, ", vocabulary: 9", TOKENS, TWO, "model 'linear' is for numbers and the data are tokens: use text"),
-    ("{}", TEXT, "", X, TWO, "model 'text' is for tokens"),
+    (
+        "{}",
+        LINEAR,
+        ", vocabulary: 9",
+        TOKENS,
+        TWO,
+        "model.name='linear' is for numbers and the data are tokens: use text",
+    ),
+    ("{}", TEXT, "", X, TWO, "model.name='text' is for tokens"),
 ]
 
 
@@ -263,7 +270,7 @@ def test_targets_of_both_halves_are_alike(build: Build, arrays: Arrays) -> None:
         (["task={loss: hinge, metrics: [log-loss]}"], "log-loss needs log-odds"),
         (["task.metrics=[accuracy, accuracy]"], "accuracy twice"),
         (["task.metrics=[]"], "at least 1"),
-        (["model.width=3"], "width belongs to the model text"),
+        (["model.width=3"], "width belongs to resnet18-gn, text, not to softmax"),
     ],
 )
 def test_a_task_that_does_not_fit_is_refused_in_a_line(build: Build, settings: list[str], said: str) -> None:
