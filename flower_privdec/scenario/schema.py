@@ -14,8 +14,10 @@ from flower_privdec.scenario.fields import (
     OWN_OR_NAMED,
     Count,
     Fraction,
+    Name,
     NonNegative,
     OwnSection,
+    PathText,
     PerPeer,
     Positive,
     Section,
@@ -122,8 +124,8 @@ class DataSection(Section):
     """
 
     dataset: DatasetChoice
-    root: str | None = None
-    test: str | None = None
+    root: PathText | None = None
+    test: PathText | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
     vocabulary: Annotated[int, Field(ge=2)] | None = None
     samples: Count | None = None
@@ -229,7 +231,7 @@ class TopologySection(Section):
     probability: Fraction | None = None
     rewire: Annotated[float, Field(ge=0, le=1)] | None = None
     edges: Count | None = None
-    file: str | None = None
+    file: PathText | None = None
     directed: bool | None = None
     rows: Count | None = None
     cols: Count | None = None
@@ -332,7 +334,7 @@ class PrivacySection(Section):
     noise_multiplier: NonNegative | None = None
     calibration: Literal["rigorous", "paper"] = "rigorous"
     c_2: Positive = 1.0
-    ledger: str | None = None
+    ledger: PathText | None = None
 
     @model_validator(mode="after")
     def _budget_or_noise(self) -> PrivacySection:
@@ -439,7 +441,7 @@ class Scenario(Section):
         plan: constants for `privdec plan`.
     """
 
-    name: str
+    name: Name
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     n_peers: Count
     rounds: Count
