@@ -84,11 +84,12 @@ class FedDeper(FedAvg):
         return y
 
     def both(self, pair: Tensor, cohort: Cohort, step: PrivateStep) -> None:
-        """Add -η times the gradients of y and v, which are the rows of `pair`, by one product if both are clipped."""
+        """Add -η times the gradients of y and v, the rows of `pair`, by one product if nothing tells them apart."""
         batch, clip = step.batch, step.clip_norm
-        if clip is not None and not self.rho:
-            for row, bound in zip(step.sums.values(), (clip, None), strict=True):
-                cohort.kernel.add_clipped_(row, row, batch, bound, step.scale)
+        if clip is not None and (cohort.apart or not self.rho):
+            points, bounds = pair.view(2, *step.params.shape), (clip, clip if self.rho else None)
+            for out, point, bound in zip(step.sums.values(), points, bounds, strict=True):
+                cohort.kernel.add_clipped_(out, point, batch, bound, step.scale)
             return
         twice = Batch(*(torch.cat([part, part]) for part in (batch.x, batch.y, batch.weight, batch.index)))
         bound = None if clip is None else torch.cat([clip, clip])

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -191,6 +192,9 @@ def _open_locked(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise BudgetError(f"{path} cannot be opened ({error.strerror}); give another ledger folder") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise BudgetError(f"{path} is no regular file, which alone keeps what is written; give another ledger folder")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class Checkpoint:
         run: names the run in the ledger.
         seconds: training time so far.
         head: the length and the last hash of the ledger.
+        transport: counters that whoever carries the messages goes on from, by name.
     """
 
     state: State
@@ -37,6 +39,7 @@ class Checkpoint:
     run: RunName
     seconds: float = 0.0
     head: tuple[int, str] | None = None
+    transport: Mapping[str, int] = field(default_factory=dict)
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -49,6 +52,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "run": asdict(checkpoint.run),
         "seconds": checkpoint.seconds,
         "head": checkpoint.head,
+        "transport": dict(checkpoint.transport),
         "round_index": state.round_index,
         "at": state.at,
         "peers": state.peers.tolist(),
@@ -96,4 +100,4 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
         for name, (own, other) in facts["edges"].items()
     }
     state = State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows, edges)
-    return Checkpoint(state, scenario, made, facts["seconds"], facts["head"])
+    return Checkpoint(state, scenario, made, facts["seconds"], facts["head"], facts["transport"])
