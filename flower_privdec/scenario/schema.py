@@ -429,7 +429,8 @@ class Scenario(Section):
         rounds: K.
         data: which data, and how they are dealt out and drawn.
         features: a fixed feature extractor in front of the model; left out, there is none.
-        model: what every peer trains, and by which loss.
+        task: what is learned: the loss, and the metrics; left out, classes by cross-entropy.
+        model: what every peer trains.
         algorithm: what peers do in a round; its name decides which keys there are.
         topology: the graph.
         participation: who is active in a round.
