@@ -109,8 +109,8 @@ class Scenario(Section):
         rounds: K.
         data: which data, and how they are dealt out and drawn.
         features: a fixed feature extractor in front of the model; left out, there is none.
+        task: what is learned: the loss, and the metrics; left out, classes by cross-entropy.
         model: what every peer trains.
-        task: by which loss, and the metrics by which models are tried.
         algorithm: what peers do in a round; its name decides which keys there are.
         topology: the graph.
         participation: who is active in a round.
