@@ -429,7 +429,8 @@ class Scenario(Section):
         rounds: K.
         data: which data, and how they are dealt out and drawn.
         features: a fixed feature extractor in front of the model; left out, there is none.
-        model: what every peer trains, and by which loss.
+        task: the loss, and the metrics by which models are tried.
+        model: what every peer trains.
         algorithm: what peers do in a round; its name decides which keys there are.
         topology: the graph.
         participation: who is active in a round.
@@ -445,7 +446,7 @@ class Scenario(Section):
     rounds: Count
     data: DataSection
     features: FeaturesSection | None = None
-    task: TaskSection = Field(default_factory=lambda: TaskSection.model_validate({}))
+    task: TaskSection = TaskSection()
     model: ModelSection
     algorithm: AlgorithmSection
     topology: TopologyChoice = TopologySection()

@@ -16,12 +16,12 @@ class TaskSection(Section):
 
     Attributes:
         loss: of one example; it says what targets an example has.
-        metrics: by which models are tried on the public test set, the first one first; by default what is usual for
-            the loss.
+        metrics: by which models are tried on the public test set, the first one first; left out, what is usual
+            for the loss.
     """
 
     loss: Annotated[str, LOSSES] = "cross-entropy"
-    metrics: Annotated[list[Annotated[str, METRICS]], Field(min_length=1)]
+    metrics: Annotated[list[Annotated[str, METRICS]], Field(min_length=1)] = Field(default_factory=list)
 
     @model_validator(mode="before")
     @classmethod
