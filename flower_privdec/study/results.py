@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,70 +13,11 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.reporting.run_folder import Result, read_result
-from flower_privdec.reporting.wording import main_accuracy, main_loss
+from flower_privdec.study.axes import Axis
 from flower_privdec.study.cache import folder_of, is_finished
 from flower_privdec.study.cells import Cell, Labels
-from flower_privdec.study.spec import Axis, Part
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A number of a run's evaluation.
-
-    Attributes:
-        title: what it is.
-        read: gets it from a line of metrics.jsonl and the algorithm's name.
-        share: whether it is a share, shown in percent.
-        low: whether less is better.
-        over: makes one number of the run's; the last by default.
-    """
-
-    title: str
-    read: Callable[[dict[str, Any], str], float | None]
-    share: bool = False
-    low: bool = False
-    over: Callable[[Sequence[float]], float] = lambda values: values[-1]
-
-
-def _late(values: Sequence[float]) -> float:
-    """Return the mean of the last fifth: what is left when single rounds differ much, as with few active peers."""
-    last = values[-max(1, len(values) // 5) :]
-    return sum(last) / len(last)
-
-
-def _accuracy(line: dict[str, Any], algorithm: str) -> float | None:
-    return main_accuracy(algorithm, line["accuracy"])
-
-
-METRICS = {
-    "accuracy": Metric("test accuracy", _accuracy, share=True),
-    "late-accuracy": Metric("test accuracy, mean of the last fifth", _accuracy, share=True, over=_late),
-    "best-accuracy": Metric("best test accuracy of the run", _accuracy, share=True, over=max),
-    "loss": Metric("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
-    "peer-accuracy": Metric("test accuracy of the peers' models", lambda m, _: m["accuracy"]["peer_mean"], share=True),
-    "worst-peer": Metric("test accuracy of the worst peer", lambda m, _: m["accuracy"]["peer_min"], share=True),
-    "own-labels": Metric(
-        "accuracy of personalized models on their peers' own labels",
-        lambda m, _: ((m.get("personalized") or {}).get("personal_models") or {}).get("mean"),
-        share=True,
-    ),
-    "consensus": Metric("consensus distance", lambda m, _: m["consensus_distance"], low=True),
-}
-
-
-def metric(name: str) -> Metric:
-    """Return a metric by its name, or the one at a dotted path of metrics.jsonl, as accuracy.peer_max."""
-    if name in METRICS:
-        return METRICS[name]
-
-    def read(line: dict[str, Any], _algorithm: str) -> float | None:
-        value: Any = line
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return float(value) if isinstance(value, int | float) else None
-
-    share = name.startswith(("accuracy", "personalized"))
-    return Metric(name.replace(".", " ").replace("_", " "), read, share=share, low="loss" in name)
+from flower_privdec.study.measured import metric
+from flower_privdec.study.spec import Part
 
 
 @dataclass(frozen=True)
@@ -140,11 +81,10 @@ class Group:
             return None
         return np.asarray(rounds), np.asarray(values, dtype=float)
 
-    def largest(self, key: str) -> float | None:
-        """Return the largest ε (key `epsilon`), claimed ε or δ of any peer in any run; None where there is none."""
+    def budgets(self, key: str) -> list[float]:
+        """Return every ε (key `epsilon`), claimed ε or δ of a peer in some run, ascending; none without privacy."""
         values = [row.get(key) for run in self.runs for row in run.summary["privacy"]]
-        known = [float(value) for value in values if value is not None]
-        return max(known) if known else None
+        return sorted(float(value) for value in values if value is not None)
 
     def field(self, path: str) -> str:
         """Return a key of the scenario, as `algorithm.learning_rate`, in words."""
@@ -199,7 +139,7 @@ class PartResult:
         return places
 
 
-def collect(part: Part, size: str, cells: Sequence[Cell], cache: Path) -> PartResult:
+def collect(part: Part, size: str | None, cells: Sequence[Cell], cache: Path) -> PartResult:
     """Read the finished cells of a part from the cache."""
     mine = [cell for cell in cells if cell.part == part.name]
     runs: dict[str, Result] = {}
