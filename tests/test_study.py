@@ -126,9 +126,11 @@ def verdicts(result: PartResult) -> list[Verdict]:
 # --- definitions
 
 
-@pytest.mark.parametrize("name", sorted(study_files()))
-@pytest.mark.parametrize("size", ["laptop", "paper"])
-def test_every_published_study_is_sound_in_both_sizes(name: str, size: str) -> None:
+SIZES = [(name, size) for name in sorted(study_files()) for size in load_study(name)[0].sizes or [None]]
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_every_published_study_is_sound_in_each_of_its_sizes(name: str, size: str | None) -> None:
     cells = cells_of(study_files()[name], size)
     main = [cell for cell in cells if cell.part == cells[0].part]
     assert len({cell.seed for cell in main}) >= 3
@@ -467,6 +469,16 @@ def test_cells_run_once_leave_only_results_and_a_second_study_finds_them(
     for group in result.groups:
         spent = float("inf") if "no privacy" in group.labels else pytest.approx(float(group.labels[0]), rel=0.01)
         assert group.budgets("epsilon") == [spent] * 8
+
+
+def test_the_example_compares_four_algorithms_over_three_seeds(tmp_path: Path) -> None:
+    (result,) = run_study("digits", out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
+    assert [(group.labels, len(group.runs)) for group in result.groups] == [
+        ((name,), 3) for name in ("local", "const-d2p", "dyn-d2p", "privsgp")
+    ]
+    assert all(group.budgets("epsilon")[-1] <= 3.0 for group in result.groups)
+    assert "**The claim shows in all 3 cells" in (tmp_path / "out" / "README.md").read_text()
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".md", ".svg", ".csv"}
 
 
 def test_the_published_command_makes_just_what_is_published(study_at: Callable[..., Path], tmp_path: Path) -> None:

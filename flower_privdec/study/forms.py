@@ -41,7 +41,13 @@ class Figure(Section):
 
 
 class Pivot(Section):
-    """A table of one metric: one axis down, one across."""
+    """A table of one metric.
+
+    Attributes:
+        rows: the axis down.
+        columns: the axis across.
+        metric: which.
+    """
 
     rows: str
     columns: str
@@ -49,17 +55,34 @@ class Pivot(Section):
 
 
 class Ordered(Section):
-    """The metric rises along these points of an axis, wherever the other axes stand."""
+    """The metric rises along these points of an axis, wherever the other axes stand.
+
+    Attributes:
+        kind: `ordered`.
+        axis: along which.
+        order: labels, from the least to the greatest; left out, the axis' own order.
+        metric: which.
+        where: axes that are held, each at a label.
+    """
 
     kind: Literal["ordered"]
     axis: str
-    order: list[str] | None = None  # from the least to the greatest; by default the axis' own order
+    order: list[str] | None = None
     metric: MetricName = "accuracy"
     where: Labelled
 
 
 class Best(Section):
-    """A point of an axis, or one at most `reach` places from it, has the best metric."""
+    """A point of an axis, or one near it, has the best metric, wherever the other axes stand.
+
+    Attributes:
+        kind: `best`.
+        axis: along which.
+        label: of the point.
+        reach: how many places from it count too.
+        metric: which.
+        where: axes that are held, each at a label.
+    """
 
     kind: Literal["best"]
     axis: str
@@ -70,7 +93,14 @@ class Best(Section):
 
 
 class Above(Section):
-    """All cells are better than one of them, the baseline."""
+    """All cells are better than one of them, the baseline.
+
+    Attributes:
+        kind: `above`.
+        baseline: its label on each axis that tells it from the others.
+        metric: which.
+        where: axes that are held, each at a label.
+    """
 
     kind: Literal["above"]
     baseline: Annotated[dict[str, str], Field(min_length=1)]
@@ -79,13 +109,22 @@ class Above(Section):
 
 
 class Speedup(Section):
-    """Points whose value is n times larger reach a level of the metric in n times fewer rounds."""
+    """Points whose value is n times larger reach a level of the metric in n times fewer rounds.
+
+    Attributes:
+        kind: `speedup`.
+        axis: along which; every point needs a value.
+        metric: which.
+        levels: of the metric; left out, the best that every cell reaches.
+        within: the factor that is still taken for n.
+        where: axes that are held, each at a label.
+    """
 
     kind: Literal["speedup"]
     axis: str
     metric: MetricName = "loss"
-    levels: list[float] | None = None  # by default the best that every cell reaches
-    within: Annotated[float, Field(gt=1)] = 1.25  # the factor that is still taken for n
+    levels: list[float] | None = None
+    within: Annotated[float, Field(gt=1)] = 1.25
     where: Labelled
 
 
