@@ -7,7 +7,6 @@ that takes scenarios from others says which modules they may name (`only_from`).
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +17,6 @@ from typing import Any
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.words import did_you_mean, one_line
-
-SHIPPED = ("torch", "flower_privdec", "builtins")  # packages whose code versions tell
 
 _allowed: ContextVar[frozenset[str] | None] = ContextVar("allowed", default=None)
 
@@ -86,22 +83,3 @@ def _import(path: str, where: str) -> ModuleType:
         ) from error
     except Exception as error:  # a user's module may raise anything
         raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}") from error
-
-
-def sources(parts: Iterable[object]) -> list[bytes]:
-    """Return the files in which users' classes and functions are written, bases included; their versions tell others.
-
-    Args:
-        parts: classes, functions, or objects of any class.
-    """
-    written = [part if inspect.isclass(part) or inspect.isroutine(part) else type(part) for part in parts]
-    bases = [base for part in written for base in (inspect.getmro(part) if inspect.isclass(part) else (part,))]
-    names = sorted({str(base.__module__) for base in bases})
-    return [_source(name) for name in names if name.partition(".")[0] not in SHIPPED]
-
-
-def _source(name: str) -> bytes:
-    try:
-        return inspect.getsource(sys.modules[name]).encode()
-    except (OSError, TypeError, KeyError):  # compiled, or typed in: its name has to do
-        return name.encode()

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from exchanging import CrossGradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from flower_privdec import testing
-from flower_privdec.algorithms import ALGORITHMS, Edges, Exchange, Gather, Mix, Reply, State
-from flower_privdec.algorithms.algorithm import Algorithm
-from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.algorithms import Edges, Exchange, Gather, Mix, Reply, State
 from flower_privdec.algorithms.exchange import Messages
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import build_participation
-from flower_privdec.privacy.declared import Declaration, Drawing, ReleasedSum, one_sum
 from flower_privdec.privacy.protection import Protection
 from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from flower_privdec.topology import build_topology
@@ -209,37 +206,6 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(exchange: Exchange, ho
 # --- an algorithm that gathers and replies, in every runtime ---
 
 
-def remember(cohort: Cohort, state: State) -> None:
-    """Take a step, so that peers differ."""
-    cohort.add_step_(state.rows["x"], state.rows["x"], state.round_index)
-
-
-def answer(cohort: Cohort, state: State) -> None:
-    """Make something for each neighbour: how far its model is from one's own."""
-    edges = state.edges["x"]
-    at = np.searchsorted(state.peers, edges.own)
-    state.edges["x"] = Edges(edges.own, edges.other, edges.values - state.rows["x"][at])
-
-
-def move(cohort: Cohort, state: State) -> None:
-    """Move by the mean of what the neighbours said, weighted by their ids."""
-    for row, peer in enumerate(state.peers.tolist()):
-        said = state.edges["x"].of(peer)
-        weights = torch.from_numpy(1.0 + said.other).to(said.values)
-        state.rows["x"][row] -= 0.3 * (weights @ said.values) / weights.sum()
-    state.edges.clear()
-
-
-class Courteous(Algorithm):
-    """Peers who ask all their neighbours how far they are, and move by what they are told."""
-
-    name: ClassVar[str] = "d-psgd"
-    summary: ClassVar[str] = "throw-away"
-    weights = "doubly-stochastic"
-    program = (remember, Gather(("x",)), answer, Reply(("x",)), move)
-    released = one_sum
-
-
 def reference(experiment: Experiment, rounds: int) -> Tensor:
     """Return the models after some rounds, by loops over peers and neighbours."""
     cohort = experiment.cohort()
@@ -255,24 +221,14 @@ def reference(experiment: Experiment, rounds: int) -> Tensor:
     return x
 
 
-STARS = ["algorithm.name=d-psgd", "topology.name=star", "n_peers=5", "rounds=4", "data.samples=250"]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_nodes() -> None:
-    """Let nodes in this process build what they run: two algorithms have one name here."""
-    pytest.importorskip("flwr")
-    from flower_privdec.runtime.flower import client_app
-
-    client_app._agreement.cache_clear()
-    client_app._build.cache_clear()
+CROSS = "algorithm={module: exchanging:CrossGradient, learning_rate: 0.5}"
+STARS = ["topology.name=star", "n_peers=5", "rounds=4", "data.samples=250"]
 
 
 @pytest.fixture
-def courteous(build: Build, monkeypatch: pytest.MonkeyPatch) -> Experiment:
+def courteous(build: Build) -> Experiment:
     """Return an experiment whose peers have unequal numbers of neighbours."""
-    monkeypatch.setitem(ALGORITHMS, "d-psgd", Courteous)
-    return build(*STARS)
+    return build(*STARS, "algorithm={module: exchanging:Courteous, learning_rate: 0.5}")
 
 
 def test_a_gathering_algorithm_follows_its_reference(courteous: Experiment) -> None:
@@ -311,46 +267,10 @@ def test_a_gathering_algorithm_is_the_same_in_relay(courteous: Experiment, tmp_p
 # --- something of one's own for each neighbour: cross-gradients, taken at what each sent ---
 
 
-def cross(cohort: Cohort, state: State) -> None:
-    """Take a private step at every neighbour's model, for that neighbour alone."""
-    heard = state.edges["x"]
-    rows = np.searchsorted(state.peers, heard.own)
-    steps = torch.zeros_like(heard.values)
-    paid = np.flatnonzero(cohort.active(state.round_index)[rows])
-    part = steps[paid]
-    cohort.release_rows_(
-        part, heard.values[paid], None, state.round_index, rows[paid], receivers=heard.other[paid].astype(np.int64)
-    )
-    steps[paid] = part
-    state.edges = {"step": Edges(heard.own, heard.other, steps)}
-
-
-def follow(cohort: Cohort, state: State) -> None:
-    """Move by the mean of the steps that one's neighbours took at one's model."""
-    for row, peer in enumerate(state.peers.tolist()):
-        state.rows["x"][row] += state.edges["step"].of(peer).values.mean(0)
-    state.edges.clear()
-
-
-class CrossGradient(Algorithm):
-    """Peers who take each other's gradients; a throw-away."""
-
-    name: ClassVar[str] = "d-psgd"
-    summary: ClassVar[str] = "throw-away"
-    weights = "doubly-stochastic"
-    program = (Gather(("x",)), cross, Reply(("step",)), follow)
-    receivers = 4
-
-    def released(self, step: int, drawing: Drawing) -> Declaration:
-        """Declare one sum for each neighbour."""
-        return (ReleasedSum(to="neighbour", receivers=self.receivers),)
-
-
 @pytest.fixture
-def crossing(build: Build, monkeypatch: pytest.MonkeyPatch) -> Experiment:
+def crossing(build: Build) -> Experiment:
     """Return an experiment whose peers answer each neighbour with a release of its own."""
-    monkeypatch.setitem(ALGORITHMS, "d-psgd", CrossGradient)
-    return build(*STARS)
+    return build(*STARS, CROSS)
 
 
 def test_releases_for_a_neighbour_each_keep_all_laws(crossing: Experiment) -> None:
@@ -362,10 +282,10 @@ def test_releases_for_a_neighbour_each_keep_all_laws(crossing: Experiment) -> No
 
 def test_each_neighbour_costs(crossing: Experiment, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CrossGradient, "receivers", 1)
-    for one, four in zip(protection(build(*STARS)).accounts, protection(crossing).accounts, strict=True):
+    for one, four in zip(protection(build(*STARS, CROSS)).accounts, protection(crossing).accounts, strict=True):
         noise, more = one.spends[0].release.noise_multiplier, four.spends[0].release.noise_multiplier
         assert noise == pytest.approx(more)  # what is seen together costs what one sum does ...
-    single, fourfold = (protection(each).noise_multiplier(0) for each in (build(*STARS), crossing))
+    single, fourfold = (protection(each).noise_multiplier(0) for each in (build(*STARS, CROSS), crossing))
     np.testing.assert_allclose(fourfold, 2 * single, rtol=0.01)  # ... so each of four has twice the noise
 
 
@@ -374,7 +294,7 @@ def test_a_release_for_more_neighbours_than_declared_is_refused(
 ) -> None:
     monkeypatch.setattr(CrossGradient, "receivers", 3)
     with pytest.raises(TypeError, match="makes sum 'gradient' for 4 neighbours and declares 3"):
-        testing.run_rounds(build(*STARS), 1)
+        testing.run_rounds(build(*STARS, CROSS), 1)
 
 
 def protection(experiment: Experiment) -> Protection:

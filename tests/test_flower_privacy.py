@@ -15,6 +15,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from variants import VARIANTS, settings_for
 
 from flower_privdec import testing
+from flower_privdec.algorithms.cohort import Cohort, PrivateStep
 from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.errors import RunError
@@ -34,6 +35,7 @@ from flower_privdec.testing import Seen
 Tiny = Callable[..., Scenario]
 Build = Callable[..., Experiment]
 HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "share": (Relay, 2)}
+BLOCKS = "{name: privsgp-vr, table: blocks, learning_rate: 0.1}"
 SHORT = ["rounds=4", "data.samples=48", "data.batch.size=4", "privacy.clip_norm=0.05", "algorithm.learning_rate=2.0"]
 
 
@@ -148,6 +150,28 @@ def answer(grid: LocalGrid, message: Message) -> Message:
     return reply
 
 
+def go_on(grid: LocalGrid, scenario: Scenario, heard: Message, **fields: object) -> Message:
+    """Order a node to go on with what it said itself, as if its neighbours had said it."""
+    message = order(scenario, **{"begin": -1, **fields})
+    for peer in range(1, 4):
+        message.content[f"peer-{peer}"] = heard.content.array_records["peer-0"]
+    return answer(grid, message)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """Return a list to which every private step of the test adds its number and the examples it draws."""
+    steps: list[tuple[int, list[int]]] = []
+    release = Cohort.release_
+
+    def noted(self: Cohort, step: PrivateStep, *others: object) -> None:
+        steps.append((step.step, step.batch.index[step.batch.weight > 0].tolist()))
+        release(self, step, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Cohort, "release_", noted)
+    return steps
+
+
 def ledger_of(folder: Path) -> dict:
     return runs_in(read_chain(folder / "ledger" / "digits.jsonl")[1])
 
@@ -185,6 +209,57 @@ def test_a_deployed_node_pays_again_for_steps_it_takes_again(tiny: Tiny, tmp_pat
         assert not answer(grid, order(tiny("rounds=2"))).has_error()
     paid = ledger_of(tmp_path / "node")
     assert len(paid) == 3
+
+
+Taken = list[tuple[int, list[int]]]
+
+
+def test_a_deployed_node_pays_for_every_step_in_whatever_order_it_is_told_to_take_them(
+    tiny: Tiny, tmp_path: Path, taken: Taken
+) -> None:
+    scenario, grid = tiny("rounds=20", "privacy.epsilon=1"), deployed(tmp_path / "node", epsilon=100.0)
+    for _ in range(3):  # begun again and again: what the ledger has paid is further than the run is
+        reply = answer(grid, order(scenario, until=20))
+        for _ in range(3):
+            reply = go_on(grid, scenario, reply, until=20)
+            assert not reply.has_error(), reply.error.reason
+    assert [step for step, _ in taken] == [0, 1, 2, 3] * 3
+    paid = [release.steps for (releases,) in ledger_of(tmp_path / "node").values() for release in releases]
+    assert sum(paid) == len(taken)
+
+
+@pytest.mark.parametrize(
+    "settings", [[], ["data.batch.sampling=uniform"], ["data.batch.sampling=blocks", "algorithm=" + BLOCKS]]
+)
+def test_a_deployed_node_draws_its_examples_again_for_a_step_it_takes_again(
+    tiny: Tiny, tmp_path: Path, taken: Taken, settings: list[str]
+) -> None:
+    scenario = tiny("rounds=20", "data.batch.size=2", *settings)
+    for _ in range(6):
+        assert not answer(deployed(tmp_path / "node", epsilon=1e6), order(scenario, until=20)).has_error()
+    assert {step for step, _ in taken} == {0}
+    assert len({tuple(drawn) for _, drawn in taken}) > 1
+
+
+def test_a_deployed_node_does_not_go_on_with_the_state_of_another_run(tiny: Tiny, tmp_path: Path) -> None:
+    base = "algorithm={name: feddeper, learning_rate: 0.1, local_steps: 2, rho: %s}"
+    grid = deployed(tmp_path / "node", epsilon=100.0)
+    private = tiny(base % 0.0)  # its personal model is neither clipped nor noised, and must not be sent
+    reply = answer(grid, order(private, until=6))
+    refused = go_on(grid, tiny(base % 0.5), reply, until=6)
+    assert "is in the middle of another run: begin anew" in refused.error.reason
+    assert not go_on(grid, private, reply, until=6).has_error()
+
+
+def test_a_server_names_no_code_to_run_and_no_file_to_read(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text("alice,52,yes\n")
+    call = f'model={{module: "os:system", arguments: {{command: "touch {tmp_path}/ran"}}}}'
+    file = f"topology={{name: edge-list, file: {tmp_path}/own.csv}}"
+    for setting, rule in ((call, "this process imports no module"), (file, "is not a server's to name")):
+        refused = answer(deployed(tmp_path / "node"), order(tiny(setting)))
+        assert rule in refused.error.reason
+        assert "alice" not in refused.error.reason
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_deployed_nodes_own_budget_ends_its_steps_whatever_the_scenario_says(tiny: Tiny, tmp_path: Path) -> None:

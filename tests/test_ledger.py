@@ -157,6 +157,7 @@ def swap(lines: list[bytes]) -> list[bytes]:
         (lambda ls: ls[1:], 1, "does not follow"),
         (lambda ls: [*ls[:4], b"{}\n"], 5, "not a record"),
         (lambda ls: [b"\x00" * 20 + b"\n"], 1, "not a record"),
+        (lambda ls: [*ls, b"[" * 100_000 + b"\n"], 6, "not a record"),
     ],
 )
 def test_a_changed_ledger_is_refused_by_file_line_and_remedy(written, change, line, what):
@@ -169,6 +170,15 @@ def test_a_changed_ledger_is_refused_by_file_line_and_remedy(written, change, li
     assert written.read_bytes() == changed
     with pytest.raises(BudgetError, match=f"line {line}"):
         read_chain(written)
+
+
+def test_a_ledger_that_keeps_nothing_or_never_ends_is_refused(tmp_path):
+    for device in ("/dev/null", "/dev/full"):
+        link = tmp_path / device.strip("/").replace("/", "-") / f"{DATA}.jsonl"
+        link.parent.mkdir()
+        link.symlink_to(device)
+        with pytest.raises(BudgetError, match="is no regular file, which alone keeps what is written"):
+            reopen(link)
 
 
 def test_a_rehashed_line_breaks_the_chain_after_it(written):
@@ -412,7 +422,7 @@ def test_who_draws_afresh_pays_for_every_step_it_takes(tmp_path):
     with opened(tmp_path, "a", [account(budget=100.0)], block=1, fresh=True) as ledger:
         for k in range(6):
             take(ledger, k)
-    with opened(tmp_path, "b", [account(budget=100.0)], block=1, fresh=True, start=None) as ledger:
+    with opened(tmp_path, "b", [account(budget=100.0)], block=1, fresh=True, start=6) as ledger:
         take(ledger, 6)
     assert costs(tmp_path) == {"a": ((STEP.times(6),),), "b": ((STEP,),)}
     with opened(tmp_path, "c", [account(budget=100.0)], block=1, fresh=True, start=3) as ledger:

@@ -91,7 +91,8 @@ def test_files_of_their_own_that_are_what_would_be_dealt_out_give_the_same_run_b
 def test_deployed_nodes_run_to_the_end_while_every_other_peers_file_is_missing(
     tiny: Tiny, files: Path, tmp_path: Path, algorithm: list[str]
 ) -> None:
-    scenario = own_files(tiny, files, "privacy=none", "compute.dtype=float64", *algorithm)
+    full = "data.batch={sampling: full}"  # for else a deployed peer draws its examples afresh
+    scenario = own_files(tiny, files, "privacy=none", "compute.dtype=float64", full, *algorithm)
     run(Experiment.build(scenario), tmp_path / "engine")
     config = {}
     for peer in range(4):

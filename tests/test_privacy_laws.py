@@ -24,9 +24,11 @@ from flower_privdec.algorithms.feddeper import FedDeper
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment import Experiment
+from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy.declared import ONE_SUM, Drawing, ReleasedSum
+from flower_privdec.rows import SystemNoise
+from flower_privdec.scenario import Scenario
 
 Build = Callable[..., Experiment]
 
@@ -338,6 +340,44 @@ def test_a_models_code_is_part_of_the_run(build: Build, tmp_path: Path, monkeypa
     assert ids[0] == ids[1] != ids[2]
 
 
+HOOK = "def make():\n    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+HOOK += "    net.register_forward_hook(lambda net, x, y: y * 1.0)\n    return net\n"
+NET = "class Net(nn.Sequential):\n    def forward(self, x):\n        IMPORT\n        return super().forward(scale(x))\n"
+NET += "def make():\n    return Net(nn.Flatten(), nn.Linear(64, 10))\n"
+HELD = "def make():\n    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+HELD += "    net.register_buffer('seen', torch.ones(3) * __import__('my_numbers').FACTOR)\n    return net\n"
+WRITTEN = {
+    "a helper's": {
+        "my_net": "from torch import nn\n" + NET.replace("IMPORT", "from my_tools import scale"),
+        "my_tools": "def scale(x):\n    return x * 1.0\n",
+    },
+    "a helper's in a package": {
+        "my_net": "from torch import nn\n" + NET.replace("IMPORT", "from my_kit import scale"),
+        "my_kit/__init__": "from .inner import scale\n",
+        "my_kit/inner": "def scale(x):\n    return x * 1.0\n",
+    },
+    "a hook of torch's own layers": {"my_net": "from torch import nn\n" + HOOK},
+    "a buffer's numbers": {"my_net": "import torch\nfrom torch import nn\n" + HELD, "my_numbers": "FACTOR = 1.0\n"},
+}
+
+
+@pytest.mark.parametrize("which", WRITTEN)
+def test_whatever_a_model_computes_with_is_part_of_the_run(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ids = []
+    for factor in ("1.0", "1.0", "2.0"):
+        for name in [name for name in sys.modules if name.startswith("my_")]:
+            del sys.modules[name]
+        for name, text in WRITTEN[which].items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / f"{name}.py").write_text(text.replace("1.0", factor) + f"# {factor}".replace("1.0", ""))
+        importlib.invalidate_caches()
+        ids.append(build("model={module: my_net:make}").own.run.id)
+    assert ids[0] == ids[1] != ids[2]
+
+
 def test_two_budgets_at_one_seed_do_not_cancel_their_noise(build: Build) -> None:
     """One clipped gradient under two budgets: what the difference of the messages tells of it."""
     one, other = (build(f"privacy.epsilon={budget}", "rounds=1", "data.batch={sampling: full}") for budget in (1, 2))
@@ -363,3 +403,67 @@ def test_the_laws_look_at_something(build: Build) -> None:
     ):
         testing.assert_nothing_else_leaves(experiment)
     assert testing.assert_sensitivity(experiment, 4) > 0.9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("setting", "what"),
+    [
+        ("algorithm.learning_rate=1e39", "algorithm.learning_rate, over the batch size, times privacy.clip_norm is"),
+        ("algorithm.learning_rate=1e-44", "algorithm.learning_rate, over the batch size, times privacy.clip_norm is"),
+        ("algorithm.learning_rate=[1, 1, 1e300, 1]", "algorithm.learning_rate, over the batch size, times"),
+        ("privacy.clip_norm=1e-40", "privacy.clip_norm is 1e-40 in some step"),
+        ("privacy.clip_norm=1e300", r"privacy.clip_norm is 1e\+300 in some step"),
+    ],
+)
+def test_steps_whose_numbers_overflow_or_vanish_are_refused(build: Build, dtype: str, setting: str, what: str) -> None:
+    with pytest.raises(ScenarioError, match=what):
+        build(f"compute.dtype={dtype}", setting)
+
+
+def test_a_learning_rate_that_is_refused_would_show_the_signs_of_the_sums(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An infinite step plus infinite noise: a pixel that is black in the whole batch is told from one that is not."""
+    monkeypatch.setattr("flower_privdec.experiment.own_parts.check_number_range", lambda *_: None)
+    alone = "algorithm={name: local, learning_rate: 1e300}"
+    experiment = build("compute.dtype=float32", alone, "privacy.epsilon=0.1")
+    engine = testing.run_rounds(experiment, 1)
+    assert engine.state.rows["x"].isnan().any()
+    assert not engine.state.rows["x"].isnan().all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
+def test_a_deployed_peer_noises_its_sums_before_they_are_rounded_with_its_model(
+    tiny: Callable[..., Scenario], variant: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of 1e6, as a neighbour may make it, is in nothing that noise is added to."""
+    noised, add = [], SystemNoise.add_
+
+    def noted(self: SystemNoise, out: Tensor, *others: object) -> None:
+        noised.append(float(out.abs().max()))
+        add(self, out, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SystemNoise, "add_", noted)
+    scenario = tiny(*SHORT, "compute.dtype=float32", *settings_for(*variant))
+    agreement = Agreement.of(scenario)
+    experiment = Experiment.joined(agreement, OwnParts.of(agreement, secret=bytes(32)))
+    for start in (0.0, 1e6):
+        testing.run_rounds(replace(experiment, initial=experiment.initial + start), 3)
+    assert noised
+    assert 0 < max(noised) < 1e3
+
+
+def test_rounding_with_a_large_model_would_move_it_by_more_than_the_clip_norm(build: Build) -> None:
+    """What making sums apart is for: 1,000 numbers near 1e3, and a step of a thousandth."""
+    cohort = build("compute.dtype=float32", "data.batch={sampling: full}").cohort()
+    rows = torch.full((4, cohort.kernel.d), 1024.0)
+    moved = []
+    for share in (1.0, 0.0):
+        batch = cohort.data.batch(0, cohort.rows)
+        weight = batch.weight.clone()
+        weight[:, 0] *= share
+        out, scale = rows.clone(), torch.full((4,), -1e-3)
+        cohort.kernel.add_clipped_(out, torch.zeros_like(rows), replace(batch, weight=weight), torch.ones(4), scale)
+        moved.append(out)
+    assert float((moved[0] - moved[1]).norm(dim=1).max()) > 1.2e-3

@@ -510,3 +510,54 @@ def test_a_module_under_vmap_forgets_its_attributes_between_calls() -> None:
     assert torch.equal(results[0], results[2])
     assert not torch.equal(results[0], results[1])
     assert not module.kept
+
+
+def halved(module: nn.Module, x: Tensor) -> Tensor:
+    """Halve a weight in place, unseen by autograd, and use it."""
+    module.flat.weight.data.mul_(0.5)  # type: ignore[union-attr, operator]
+    result: Tensor = module.flat(x.flatten(1))  # type: ignore[operator]
+    return result
+
+
+def test_a_module_under_vmap_computes_the_same_however_often_it_was_called() -> None:
+    spectral = nn.Sequential(nn.Flatten(), nn.utils.parametrizations.spectral_norm(nn.Linear(72, CLASSES)))
+    for module in (spectral, own(halved)):
+        kernel = build_kernel(module, "cross-entropy", SHAPE, kind="vmap")
+        rows = torch.randn(1, kernel.d, generator=torch.Generator().manual_seed(1))
+        before, results = rows.clone(), []
+        for _ in range(3):
+            results.append(torch.zeros_like(rows))
+            kernel.add_clipped_(results[-1], rows, Batch(examples(3, 1.0)[None]), None, torch.ones(1))
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+        assert torch.equal(rows, before)
+
+
+class Shared(torch.autograd.Function):
+    """Divides by the largest number, which under vmap is that of all examples."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """Return x over its largest number."""
+        return x / x.abs().amax()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Return the gradient as it is."""
+        return gradient
+
+    @staticmethod
+    def vmap(info: Any, axes: tuple[int | None], x: Tensor) -> tuple[Tensor, int | None]:
+        """Return the same for a batch."""
+        return x / x.abs().amax(), axes[0]
+
+
+def test_a_function_that_is_told_of_all_examples_is_refused() -> None:
+    module, apply = own(lambda m, x: m.flat(Shared.apply(x.flatten(1)))), vars(torch.autograd.Function)["apply"]
+    with pytest.raises(ScenarioError, match="Shared has a vmap rule of its own, which sees the examples together"):
+        build_kernel(module, "cross-entropy", SHAPE, kind="vmap")
+    assert vars(torch.autograd.Function)["apply"] is apply

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from flower_privdec.algorithms.penalty import growth
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import evaluation
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.own_labels import held_labels, try_on_shards
-from flower_privdec.planner.stability import growth, stability_warnings
+from flower_privdec.planner.checks import algorithm_warnings
 from flower_privdec.reporting import plots
 from flower_privdec.reporting.wording import own_labels, sent
 from flower_privdec.runtime.engine import Engine
@@ -188,7 +189,7 @@ def deper(build, peers, fraction, *settings):
 )
 def test_the_papers_settings_that_blew_up_are_warned_of_and_no_other(build, peers, fraction, rho, said):
     settings = ["algorithm.local_steps=10", f"algorithm.rho={rho}", "data.samples=1000", "data.batch.size=4"]
-    warnings = stability_warnings(deper(build, peers, fraction, *settings))
+    warnings = algorithm_warnings(deper(build, peers, fraction, *settings))
     assert bool(warnings) == said
     if said:
         assert "1.23 a round" in warnings[0]
@@ -197,8 +198,8 @@ def test_the_papers_settings_that_blew_up_are_warned_of_and_no_other(build, peer
 
 def test_others_and_graphs_are_not_warned_of(build):
     settings = ["algorithm.local_steps=10", "algorithm.rho=0.03", "data.samples=1000", "data.batch.size=4"]
-    assert not stability_warnings(deper(build, 100, 0.05, *settings, "topology.name=directed-exponential"))
-    assert not stability_warnings(build())
+    assert not algorithm_warnings(deper(build, 100, 0.05, *settings, "topology.name=directed-exponential"))
+    assert not algorithm_warnings(build())
 
 
 @pytest.mark.parametrize("graph", ["server", "directed-exponential-full"])

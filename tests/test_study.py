@@ -253,6 +253,8 @@ def test_a_grid_too_large_and_a_column_of_no_scenario_are_refused(study_at: Call
         cells_of(study_at(MINIMAL, axes=axes))
     with pytest.raises(ScenarioError, match=r"fields.0='algorithm.learning_rat' must be a key of a scenario"):
         cells_of(study_at(MINIMAL, fields=["algorithm.learning_rat"]))
+    with pytest.raises(ScenarioError, match=r"part budgets: metric 'late-rmse' needs rmse, which no cell measures"):
+        cells_of(study_at(MINIMAL, figures=[{"kind": "curves", "metric": "late-rmse"}]))
 
 
 # --- verdicts
@@ -493,16 +495,16 @@ def test_the_published_command_makes_just_what_is_published(study_at: Callable[.
 def test_a_failed_cell_is_reported_the_others_go_on_and_only_it_is_tried_again(
     study_at: Callable[..., Path], tmp_path: Path
 ) -> None:
-    axes = {"rate": {"key": "algorithm.learning_rate", "values": [0.5, 1e38]}}
+    axes = {"rate": {"key": "algorithm.learning_rate", "values": [0.5, 1e25]}}
     path = study_at(axes=axes, checks=[{"kind": "ordered", "axis": "rate"}], figures=[], pivot=None)
     output = quiet()
-    with pytest.raises(RunError, match=r"2 cells failed, the first: main: 1e38, seed 1: round .* diverged"):
+    with pytest.raises(RunError, match=r"2 cells failed, the first: main: 1e25, seed 1: round .* diverged"):
         run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=output)
-    assert "failed: main: 1e38, seed 2" in output.file.getvalue()  # type: ignore[attr-defined]
+    assert "failed: main: 1e25, seed 2" in output.file.getvalue()  # type: ignore[attr-defined]
     readme = (tmp_path / "out" / "README.md").read_text()
     assert "**2 runs failed:**" in readme
     assert "The claim is not decided" in readme
-    assert [cell.labels for cell in missing_cells(cells_of(path), tmp_path / "cells")] == [("1e38",)] * 2
+    assert [cell.labels for cell in missing_cells(cells_of(path), tmp_path / "cells")] == [("1e25",)] * 2
 
 
 def test_a_cell_cut_short_goes_on_another_time(study_at: Callable[..., Path], tmp_path: Path) -> None:

@@ -129,7 +129,10 @@ def table(model: type[BaseModel], path: str) -> Iterator[str]:
 
 def titled(place: str, section: type[BaseModel]) -> str:
     """Return a section's heading: where it stands, and by which names its form is chosen."""
-    named = section.model_json_schema()["properties"].get("name", {})
+    properties = section.model_json_schema()["properties"]
+    if place in ("algorithm", "topology") and "module" in properties:
+        return f"{place}: your own"
+    named = properties.get("name", {})
     names = named.get("enum", [named["const"]] if "const" in named else [])
     chosen = place == "algorithm" and bool(names)
     return f"{place}: {', '.join(names)}" if chosen else place

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,9 @@ class Algorithm:
             Every other row stays with its peer.
         steps_per_round: private steps of an active peer in a round.
         remembers_clipped: whether a step publishes gradients that were clipped to the norms of earlier steps.
+        table: the kind of memory of past gradients that it keeps, a key of `table_sizes`; None where it keeps none.
+        tried_on_own_labels: whether its models are tried on each peer's own labels too, where that costs no privacy.
+        steadied_by: the keys of its section that steady a run that diverged, when they are lowered.
         paper_noise: whose formula `calibration: paper` computes the noise by; None where no paper claims an ε.
     """
 
@@ -51,7 +55,10 @@ class Algorithm:
     slots: ClassVar[int] = 1
     open_rows: ClassVar[tuple[str, ...]] = ("x",)
     paper_noise: ClassVar[PaperNoise | None] = None
+    tried_on_own_labels: ClassVar[bool] = False
+    steadied_by: ClassVar[tuple[str, ...]] = ("learning_rate",)
     remembers_clipped: bool = False
+    table: str | None = None
 
     def __init__(self, section: AlgorithmSection) -> None:
         self.section = section
@@ -90,6 +97,30 @@ class Algorithm:
         Raises:
             ScenarioError: naming what can.
         """
+
+    def cautions(self, active: int, n_peers: int, rounds: int, *, server: bool) -> list[str]:
+        """Return what to know about its settings before a run: sentences with their remedy.
+
+        Args:
+            active: how many of n_peers are active in a round.
+            rounds: of the run.
+            server: whether the active peers alone are averaged.
+        """
+        return []
+
+    def table_sizes(self, kernel: GradientKernel, sizes: np.ndarray, d: int, batch: int) -> dict[str, int | None]:
+        """Return how many numbers each kind of table takes that it can keep; None for one that the model cannot have.
+
+        Args:
+            sizes: examples of each peer hosted here.
+            d: parameters.
+            batch: examples of a step.
+        """
+        return {}
+
+    def full_passes(self, rounds: int) -> int:
+        """Return in how many of the first rounds it takes all local examples, whatever the batch."""
+        return 0
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return the rows before round 0: every peer starts at the same parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -95,6 +95,7 @@ class Cohort:
         initial: [d], the parameters every peer starts from.
         data, protection, ledger: these peers' examples, their clipping and noise, and their ledger, all by row; without
             privacy the last two are None.
+        apart: whether sums are made and noised by themselves before they are added anywhere, see `release_`.
     """
 
     peers: np.ndarray
@@ -109,6 +110,7 @@ class Cohort:
     steps_per_round: int = 1
     protection: Protection | None = None
     ledger: CohortLedger | None = None
+    apart: bool = False
 
     @property
     def rows(self) -> np.ndarray:
@@ -230,10 +232,18 @@ class Cohort:
 
         Args:
             std: the noise of every sum that is published, [r]; a sum that is not there stays on the peer.
+
+        Privacy: a sum that is added to rows before it is noised is rounded as coarsely as the rows are large: where a
+            neighbour decides how large, an example that moves the sum by C moves the rows by more. So deployed peers
+            make their sums `apart`, which costs another pass over the rows.
         """
-        estimate(self, step)
+        sums = {name: torch.zeros_like(rows) for name, rows in step.sums.items()} if self.apart else step.sums
+        estimate(self, replace(step, sums=sums) if self.apart else step)
         for name, scale in std.items():
-            self.noise.add_(step.sums[name], scale, step.step, step.peers, name, step.receivers)
+            self.noise.add_(sums[name], scale, step.step, step.peers, name, step.receivers)
+        if self.apart:
+            for name, rows in step.sums.items():
+                rows.add_(sums[name])
 
 
 def _copies(rows: np.ndarray, receivers: np.ndarray | None) -> int:

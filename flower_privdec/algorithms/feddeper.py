@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.algorithms import penalty
 from flower_privdec.algorithms.cohort import Cohort, PrivateStep
 from flower_privdec.algorithms.federated import FedAvg
 from flower_privdec.algorithms.state import State
@@ -35,6 +36,7 @@ class FedDeper(FedAvg):
     """
 
     slots = 2
+    steadied_by = ("learning_rate", "rho", "local_steps")
 
     def __init__(self, section: FedDeperSection) -> None:
         super().__init__(section)
@@ -59,28 +61,35 @@ class FedDeper(FedAvg):
         """Return each peer's personalized model, [m, d], where the rows that stay at home are at hand."""
         return rows.get("personal")
 
+    def cautions(self, active: int, n_peers: int, rounds: int, *, server: bool) -> list[str]:
+        """Say where the penalty feeds back on itself faster than the personalized models are renewed (`penalty`)."""
+        each = self.steps_per_round
+        said = penalty.caution(self.rho, each, self.mixing_rate, active, n_peers, rounds, server=server)
+        return [said] if said else []
+
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
         """Walk y and v together; v ends mixed with y."""
         where = torch.as_tensor(rows, device=cohort.device)
         pair = empty_rows(start, 2, *start.shape)
         y, v = pair[0].copy_(start), pair[1].copy_(state.rows["personal"][where])
         sums, both = {"gradient": y, "personal": v}, partial(self.both, pair.view(-1, pair.shape[-1]))
-        penalty = empty_rows(start, *start.shape)
+        pull = empty_rows(start, *start.shape)
         for local_step in range(self.steps_per_round):
             if self.rho:
-                torch.add(v, y, out=penalty).sub_(start, alpha=2)
+                torch.add(v, y, out=pull).sub_(start, alpha=2)
             cohort.release_rows_(sums, y, None, state.round_index, rows, estimate=both, local_step=local_step)
             if self.rho:
-                y.sub_(penalty, alpha=self.rho)
+                y.sub_(pull, alpha=self.rho)
         state.rows["personal"].index_copy_(0, where, v.lerp_(y, self.mixing_rate))
         return y
 
     def both(self, pair: Tensor, cohort: Cohort, step: PrivateStep) -> None:
-        """Add -η times the gradients of y and v, which are the rows of `pair`, by one product if both are clipped."""
+        """Add -η times the gradients of y and v, the rows of `pair`, by one product if nothing tells them apart."""
         batch, clip = step.batch, step.clip_norm
-        if clip is not None and not self.rho:
-            for row, bound in zip(step.sums.values(), (clip, None), strict=True):
-                cohort.kernel.add_clipped_(row, row, batch, bound, step.scale)
+        if clip is not None and (cohort.apart or not self.rho):
+            points, bounds = pair.view(2, *step.params.shape), (clip, clip if self.rho else None)
+            for out, point, bound in zip(step.sums.values(), points, bounds, strict=True):
+                cohort.kernel.add_clipped_(out, point, batch, bound, step.scale)
             return
         twice = Batch(*(torch.cat([part, part]) for part in (batch.x, batch.y, batch.weight, batch.index)))
         bound = None if clip is None else torch.cat([clip, clip])

@@ -40,6 +40,7 @@ class FedAvg(SGP):
     """
 
     released = one_sum
+    tried_on_own_labels = True
 
     def __init__(self, section: LocalSteps) -> None:
         super().__init__(section)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from flower_privdec.algorithms import snapshot
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.algorithms.state import State
-from flower_privdec.algorithms.tables import TABLES, stacked
+from flower_privdec.algorithms.tables import TABLES, stacked, table_sizes
 from flower_privdec.gradients import GradientKernel
 from flower_privdec.privacy.declared import ONE_SUM, Declaration, Drawing, ReleasedSum
 from flower_privdec.scenario.algorithm_sections import VRSection
@@ -45,7 +47,8 @@ class PrivSGPVR(SGP):
 
     def __init__(self, section: VRSection) -> None:
         super().__init__(section)
-        self.table, self.every = section.table, section.snapshot_every
+        self.table: str = section.table
+        self.every = section.snapshot_every
         self.remembers_clipped = self.table != "snapshot"
         self.program = (self.descend, *SGP.program[1:])
 
@@ -53,6 +56,14 @@ class PrivSGPVR(SGP):
         """Refuse a model that is no stack of linear layers where the table is factored."""
         if self.table == "factored":
             stacked(kernel)
+
+    def table_sizes(self, kernel: GradientKernel, sizes: np.ndarray, d: int, batch: int) -> dict[str, int | None]:
+        """See Algorithm; a snapshot is a kind of table, too."""
+        return table_sizes(kernel, sizes, d, batch)
+
+    def full_passes(self, rounds: int) -> int:
+        """Return how many snapshots are taken."""
+        return math.ceil(rounds / self.every) if self.table == "snapshot" else 0
 
     def released(self, step: int, drawing: Drawing) -> Declaration:
         """Declare a step with a table, or one of SVRG's two kinds (`snapshot.released`).

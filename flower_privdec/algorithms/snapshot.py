@@ -21,6 +21,11 @@ def initial(x: Tensor) -> dict[str, Tensor]:
     return {"snapshot": x.clone(), "anchor": torch.zeros_like(x), "anchored": x.new_zeros(len(x))}
 
 
+def floats(n_peers: int, d: int) -> int:
+    """Return how many numbers the rows take: a model, its step, and whether there is one."""
+    return n_peers * (2 * d + 1)
+
+
 def released(step: int, every: int, drawing: Drawing) -> Declaration:
     """Declare SVRG's two kinds of step, g(z) - g(s) + μ with a full gradient μ every m steps.
 

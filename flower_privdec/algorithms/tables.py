@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.algorithms import snapshot
 from flower_privdec.algorithms.cohort import Cohort, PrivateStep
 from flower_privdec.catalogue import GRADIENT_TABLES
 from flower_privdec.data import Batch
@@ -267,3 +268,20 @@ class Blocks:
 TABLES: dict[str, type[Table]] = GRADIENT_TABLES.some("factored", "blocks", "dense").bind(
     {"factored": Factored, "blocks": Blocks, "dense": Dense}
 )
+
+
+def table_sizes(kernel: GradientKernel, sizes: np.ndarray, d: int, batch: int) -> dict[str, int | None]:
+    """Return how many numbers each kind of memory takes; factored is None where the model is no stack of linear layers.
+
+    Args:
+        sizes: examples of each peer.
+        d: parameters.
+        batch: examples in a block.
+    """
+    layers = kernel.layers if isinstance(kernel, StackedKernel) else []
+    widths = [(layer.weight.shape[1], layer.weight.shape[0]) for layer in layers]
+    counts: dict[str, int | None] = {name: table.floats(sizes, d, widths, batch) for name, table in TABLES.items()}
+    counts["snapshot"] = snapshot.floats(len(sizes), d)
+    if not layers:
+        counts["factored"] = None
+    return GRADIENT_TABLES.bind(counts)

@@ -14,15 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import distributed
 
-from flower_privdec.algorithms import Exchange, State, advance
+from flower_privdec.algorithms import Algorithm, Exchange, State, advance
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.algorithms.exchange import Payload
 from flower_privdec.bench.timing import paired, quiet
@@ -63,21 +65,21 @@ def engine_ms(workload: Workload, generator: str, rounds: int) -> float:
         return paired({"engine": setup.engine(generator).round}, rounds, setup.device)["engine"].facts()["ms"]
 
 
-def one_row(setup: Setup, generator: str, peer: int) -> tuple[Cohort, State]:
-    """Return the cohort of one peer of a workload, and its state."""
+def one_row(setup: Setup, generator: str, peer: int) -> Peer:
+    """Return one peer of a workload."""
     whole, only = setup.engine(generator), np.array([peer])
     data = peer_data(setup.workload, setup.examples, only, setup.device, setup.dtype)
     cohort = replace(whole.cohort, peers=only, data=data, protection=constant_protection(1))
-    return cohort, State(only, rows=whole.algorithm.initial(cohort))
+    return Peer(whole.algorithm, cohort, State(only, rows=whole.algorithm.initial(cohort)))
 
 
+@dataclass
 class Peer:
-    """One peer in its process."""
+    """A peer in its process, whose rank among them is its number."""
 
-    def __init__(self, setup: Setup, generator: str, rank: int) -> None:
-        self.rank, self.mixing = rank, setup.mixing
-        self.algorithm = setup.engine(generator).algorithm
-        self.cohort, self.state = one_row(setup, generator, rank)
+    algorithm: Algorithm
+    cohort: Cohort
+    state: State
 
     def round(self) -> None:
         """Take the step, exchange rows with the neighbours, mix."""
@@ -85,15 +87,18 @@ class Peer:
             self._exchange(exchange)
 
     def _exchange(self, exchange: Exchange) -> None:
-        sent = exchange.outgoing(self.state, self.mixing)
+        mixing = self.cohort.mixing
+        if mixing is None:
+            raise TypeError(f"{self.algorithm.name} exchanges rows but has no mixing weights")
+        sent = exchange.outgoing(self.state, mixing)
         flat = {link: torch.cat([row.reshape(-1) for row in payload.values()]) for link, payload in sent.items()}
         sending = [distributed.isend(row, receiver) for (_, receiver), row in flat.items()]
-        like = {name: self.state.rows[name][0] for name in exchange.names}
-        received = {link: self._receive(link[0], like) for link in exchange.awaited(self.state, self.mixing)}
+        like = {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
+        received = {link: self._receive(link[0], like) for link in exchange.awaited(self.state, mixing)}
         for send in sending:
             if send is not None:
                 send.wait()
-        exchange.incoming(self.state, self.mixing, received).apply_(self.state)
+        exchange.incoming(self.state, mixing, received).apply_(self.state)
 
     @staticmethod
     def _receive(sender: int, like: Payload) -> Payload:
@@ -103,23 +108,23 @@ class Peer:
         return {name: part.view_as(like[name]) for name, part in zip(like, parts, strict=True)}
 
 
-def _one_process(folder: Path, generator: str, rounds: int, workloads: list[str], rank: int) -> None:
+def join(folder: Path, rank: int, peers: int) -> None:
+    """Become one of some processes that meet in a folder; the process ends itself when its time is up."""
     signal.alarm(TIMEOUT)
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo",
-        init_method=(folder / "meeting").as_uri(),
-        timeout=timedelta(seconds=TIMEOUT),
-        rank=rank,
-        world_size=PEERS,
-    )
+    timeout, meeting = timedelta(seconds=TIMEOUT), (folder / "meeting").as_uri()
+    distributed.init_process_group("gloo", init_method=meeting, timeout=timeout, rank=rank, world_size=peers)
+
+
+def _one_process(folder: Path, generator: str, rounds: int, workloads: list[str], rank: int) -> None:
+    join(folder, rank, PEERS)
     answer = {name: _timed(name, generator, rounds, rank) for name in workloads}
     distributed.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(answer))
 
 
 def _timed(workload: str, generator: str, rounds: int, rank: int) -> dict[str, float]:
-    peer = Peer(Setup.build(WORKLOADS[workload].resized(PEERS)), generator, rank)
+    peer = one_row(Setup.build(WORKLOADS[workload].resized(PEERS)), generator, rank)
     for _ in range(WARM_UP):
         peer.round()
     distributed.barrier()
@@ -133,11 +138,13 @@ def _timed(workload: str, generator: str, rounds: int, rank: int) -> dict[str, f
 
 def _main(folder: str, generator: str, rounds: str, *workloads: str) -> None:
     """Fork the processes, for what they import need not be read PEERS times, and wait for them."""
+    fork(partial(_one_process, Path(folder), generator, int(rounds), list(workloads)), PEERS)
+
+
+def fork(work: Callable[[int], None], peers: int) -> None:
+    """Run some work in a process for each peer, by rank, and wait until all are done or their time is up."""
     context = multiprocessing.get_context("fork")
-    children = [
-        context.Process(target=_one_process, args=(Path(folder), generator, int(rounds), list(workloads), rank))
-        for rank in range(PEERS)
-    ]
+    children = [context.Process(target=work, args=(rank,)) for rank in range(peers)]
     for child in children:
         child.start()
     for child in children:

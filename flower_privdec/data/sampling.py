@@ -6,6 +6,7 @@ asked for by row: their place among those hosted here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from flower_privdec.rows import Secret, keyed_generator
 # A generator is keyed for a block of steps, because keying costs more than one small batch. The block's
 # length depends on the batch size alone, so that the numbers do not depend on the cohort.
 _BLOCK_STEPS, _BLOCK_EXAMPLES = 128, 512
+KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,15 @@ class Sampler:
             self.normalizer = counts * self.sampling_rate
         self._steps = max(1, min(_BLOCK_STEPS, _BLOCK_EXAMPLES // max(1, self.size)))
         self._block = _Block(-1, len(counts), self._steps)
+
+    def afresh(self) -> Sampler:
+        """Return a sampler of the same kind that draws what nobody drew before, by keys of the operating system's.
+
+        Privacy: a step that is taken again must draw its examples again. Were they the same, all the releases would
+        share one coin of chance q, and averaging them would show who was drawn, which no sum of their ε covers.
+        """
+        keys = {peer: os.urandom(KEY_BYTES) for peer in self.keys}
+        return Sampler(self.kind, self.size or None, self.partition_sizes, keys, self.peers)
 
     def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> LocalBatch:
         """Return the positions that some peers use in a step.

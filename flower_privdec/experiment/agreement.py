@@ -13,11 +13,13 @@ from flower_privdec.algorithms.cohort import LearningRate
 from flower_privdec.data import PublicSet, read_public
 from flower_privdec.data.features import apply_features
 from flower_privdec.errors import ScenarioError
-from flower_privdec.gradients import GradientKernel, build_kernel, resolve_loss
+from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.scenario import Scenario
+from flower_privdec.tasks.losses import Loss, resolve_loss
+from flower_privdec.tasks.metrics import METRICS, Metric
 from flower_privdec.topology import build_topology
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -30,6 +32,7 @@ class Agreement:
     Attributes:
         public: the test set, its features where the scenario has some.
         mixing: the graph's weights; None for an algorithm that exchanges nothing.
+        loss, metrics: what models are trained by, and tried by.
         module, initial: the model and the parameters [d] that every peer starts from.
     """
 
@@ -38,6 +41,8 @@ class Agreement:
     mixing: Mixing | None
     participation: Participation
     public: PublicSet
+    loss: Loss
+    metrics: tuple[Metric, ...]
     kernel: GradientKernel
     module: nn.Module
     initial: Tensor
@@ -54,16 +59,20 @@ class Agreement:
         device = resolve_device(scenario.compute.device)
         algorithm = build_algorithm(scenario.algorithm)
         mixing, participation = build_exchange(scenario, algorithm)
-        public = read_public(scenario.data, scenario.seed)
+        loss = resolve_loss(scenario.task.loss)
+        public = read_public(scenario.data, scenario.seed, loss.targets)
         if scenario.features is not None:
+            if public.n_tokens is not None:
+                raise ScenarioError("features are made of images, and the data are tokens: remove the section features")
             public = replace(public, x=apply_features(public.x, scenario.features))
-        module, dtype = _build_module(scenario, public), DTYPES[scenario.compute.dtype]
+        module, dtype = _build_module(scenario, public, loss), DTYPES[scenario.compute.dtype]
         initial = flatten(module).to(device, dtype)
         kernel = build_kernel(
             module.to(device, dtype),
-            scenario.model.loss,
+            loss,
             public.input_shape,
             memory_bytes=scenario.compute.memory_mib << 20,
+            n_tokens=public.n_tokens,
         )
         algorithm.check_model(kernel)
         rate = np.broadcast_to(np.asarray(scenario.algorithm.learning_rate, dtype=np.float64), (scenario.n_peers,))
@@ -73,6 +82,8 @@ class Agreement:
             mixing=mixing,
             participation=participation,
             public=public,
+            loss=loss,
+            metrics=tuple(METRICS[name] for name in scenario.task.metrics),
             kernel=kernel,
             module=module,
             initial=initial,
@@ -114,8 +125,14 @@ def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | N
     return algorithm.exchange(topology, weights, participation, scenario.seed)
 
 
-def _build_module(scenario: Scenario, public: PublicSet) -> nn.Module:
-    section = scenario.model
-    outputs = resolve_loss(section.loss).n_outputs(public.n_classes)
-    name = section.name or str(section.module)
-    return build_model(name, public.input_shape, outputs, seed=scenario.seed, init=section.init, **section.options())
+def _build_module(scenario: Scenario, public: PublicSet, loss: Loss) -> nn.Module:
+    section, outputs = scenario.model, loss.n_outputs(public.n_classes)
+    return build_model(
+        section.name or str(section.module),
+        public.input_shape,
+        outputs,
+        seed=scenario.seed,
+        init=section.init,
+        n_tokens=public.n_tokens,
+        **section.options(),
+    )

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from flower_privdec.algorithms.tables import TABLES
 from flower_privdec.errors import ScenarioError
-from flower_privdec.gradients import StackedKernel
-from flower_privdec.scenario.algorithm_sections import VRSection
+from flower_privdec.gradients.protocol import inputs_like
 from flower_privdec.words import memory
 
 if TYPE_CHECKING:
@@ -57,7 +55,7 @@ def memory_need(experiment: Experiment) -> MemoryNeed:
     """Estimate what a run of the peers hosted here takes."""
     scenario, public, examples = experiment.scenario, experiment.public, experiment.own.examples
     data, each = sum(t.nbytes for t in (examples.x, examples.y, public.x, public.y)), experiment.initial.element_size()
-    per_example = math.prod(public.input_shape) + 2 * outputs_per_example(experiment.module, public.input_shape)
+    per_example = math.prod(public.input_shape) + 2 * outputs_per_example(experiment.module, public.x)
     batch = int(experiment.own.sampler.normalizer.sum() * per_example * each)
     table, rows = _chosen_table_bytes(experiment), len(experiment.own.peers)
     return MemoryNeed(
@@ -84,31 +82,27 @@ def _checkpoint_bytes(experiment: Experiment, rows: int, table: int) -> int:
 
 def _copy_bytes(experiment: Experiment) -> int:
     x, initial = experiment.own.examples.x, experiment.initial
+    if not x.is_floating_point():
+        return 0 if x.device == initial.device else x.nbytes
     same = x.dtype == initial.dtype and x.device == initial.device
     return 0 if same else x.numel() * initial.element_size()
 
 
 def table_bytes(experiment: Experiment) -> dict[str, int | None]:
-    """Return what each kind of table would take for the peers hosted here.
+    """Return what each kind of table that the algorithm can keep would take for the peers hosted here.
 
     Returns:
-        Bytes by name: factored (None where the model is no stack of linear layers), blocks (at the scenario's
-        batch size), snapshot, dense.
+        Bytes by name, at the scenario's batch size; None for a kind that the model cannot have.
     """
-    sampler, kernel, d = experiment.own.sampler, experiment.kernel, experiment.initial.numel()
-    sizes = sampler.partition_sizes
-    layers = kernel.layers if isinstance(kernel, StackedKernel) else []
-    widths = [(layer.weight.shape[1], layer.weight.shape[0]) for layer in layers]
-    batch, each = round(float(sampler.normalizer.max())), experiment.initial.element_size()
-    floats = {name: table.floats(sizes, d, widths, batch) for name, table in TABLES.items()}
-    floats["snapshot"] = len(sizes) * (2 * d + 1)  # a model, its step, and whether there is one
-    order = ("factored", "blocks", "snapshot", "dense")
-    return {name: None if name == "factored" and not layers else floats[name] * each for name in order}
+    sampler, each = experiment.own.sampler, experiment.initial.element_size()
+    sizes, batch = sampler.partition_sizes, round(float(sampler.normalizer.max()))
+    counts = experiment.algorithm.table_sizes(experiment.kernel, sizes, experiment.initial.numel(), batch)
+    return {name: None if count is None else count * each for name, count in counts.items()}
 
 
 def _chosen_table_bytes(experiment: Experiment) -> int:
-    section = experiment.scenario.algorithm
-    return (table_bytes(experiment)[section.table] or 0) if isinstance(section, VRSection) else 0
+    table = experiment.algorithm.table
+    return 0 if table is None else table_bytes(experiment)[table] or 0
 
 
 def available_bytes(device: torch.device) -> int:
@@ -151,8 +145,8 @@ def shortage(experiment: Experiment) -> str | None:
     state = _state_bytes(experiment, rows)
     needed = memory(state + table + _copy_bytes(experiment) + _checkpoint_bytes(experiment, rows, table))
     free = f"about {needed}, checkpoints included, and {memory(available_bytes(experiment.device))} are free"
-    section = experiment.scenario.algorithm
-    if not isinstance(section, VRSection) or table <= state:
+    kept = experiment.algorithm.table
+    if kept is None or table <= state:
         return (
             f"n_peers={rows} with models of {experiment.initial.numel():,} parameters need {free}; use fewer peers, "
             "a smaller model or a larger machine"
@@ -160,7 +154,7 @@ def shortage(experiment: Experiment) -> str | None:
     others = table_bytes(experiment).items()
     fitting = [f"{name} ({memory(size)})" for name, size in others if size and _fits(experiment, rows, size)]
     remedy = f"use {' or '.join(fitting)}" if fitting else "use fewer peers or a larger machine"
-    return f"algorithm.table='{section.table}' needs {free}; {remedy}"
+    return f"algorithm.table={kept!r} needs {free}; {remedy}"
 
 
 def check_memory(experiment: Experiment) -> None:
@@ -174,15 +168,15 @@ def check_memory(experiment: Experiment) -> None:
         raise ScenarioError(found)
 
 
-def outputs_per_example(module: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Count the numbers that all leaf modules together put out for one example."""
+def outputs_per_example(module: nn.Module, x: Tensor) -> int:
+    """Count the numbers that all leaf modules together put out for one example, like those of x [N, ...]."""
     counts: list[int] = []
     leaves = [leaf for leaf in module.modules() if not list(leaf.children())]
     handles = [leaf.register_forward_hook(lambda _m, _i, out: counts.append(out.numel())) for leaf in leaves]
     parameter = next(module.parameters())
     try:
         with torch.no_grad():
-            module(torch.zeros((1, *input_shape), dtype=parameter.dtype, device=parameter.device))
+            module(inputs_like(torch.zeros_like(x[:1]), parameter))
     finally:
         for handle in handles:
             handle.remove()

@@ -11,6 +11,7 @@ from flower_privdec.data import Examples, Sampler, read_examples
 from flower_privdec.data.datasets import check_fit
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.number_range import check_number_range
 from flower_privdec.experiment.run_key import environment, own_keys, run_id, shared_secret
 from flower_privdec.privacy.declared import Drawing
 from flower_privdec.privacy.ledger_format import RunName
@@ -29,7 +30,7 @@ class OwnParts:
         keys: what each peer's noise and batches are drawn from, by global id, see `run_key`.
         run: what ledgers and checkpoints call their run.
         protection: their clipping, noise and accounts; None without privacy.
-        deployed: whether noise is the operating system's, and never the same twice.
+        deployed: whether batches and noise are the operating system's, and never the same twice.
     """
 
     peers: np.ndarray
@@ -48,8 +49,8 @@ class OwnParts:
 
         Args:
             peers: global ids; by default all.
-            secret: of a deployed peer, which nobody else knows: what its batches are drawn by, and its noise then
-                comes from the operating system. None is a simulation, whose numbers can be drawn again.
+            secret: of a deployed peer, which nobody else knows: its run's name follows from it, and its batches and
+                noise come from the operating system. None is a simulation, whose numbers can be drawn again.
             root: where their data lie, in place of the scenario's `data.root`.
 
         Raises:
@@ -57,7 +58,7 @@ class OwnParts:
         """
         scenario = agreement.scenario
         peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
-        examples = read_examples(scenario.data, scenario.seed, scenario.n_peers, peers, root)
+        examples = read_examples(scenario.data, scenario.seed, scenario.n_peers, peers, root, agreement.loss.targets)
         if scenario.features is not None:
             examples = replace(examples, x=apply_features(examples.x, scenario.features))
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
@@ -69,6 +70,10 @@ class OwnParts:
             protection = build_protection(
                 scenario, scenario.private, agreement.algorithm, drawings, agreement.participation, peers
             )
+            rates = agreement.learning_rate.base[peers]
+            check_number_range(
+                protection, replace(agreement.learning_rate, base=rates), examples.sizes, sampler.normalizer
+            )
         return OwnParts(peers, examples, sampler, keys, run, protection, secret is not None)
 
 
@@ -79,8 +84,14 @@ def _name_run(
     name = public_name(agreement, "system" if secret else agreement.scenario.compute.generator)
     if agreement.scenario.private is None:
         return {}, name
-    code = [*agreement.module.modules(), *own_parts(agreement.scenario)]
-    shared = shared_secret(name.scenario, name.environment, agreement.public, agreement.initial, code)
+    shared = shared_secret(
+        name.scenario,
+        name.environment,
+        agreement.public,
+        agreement.initial,
+        agreement.module,
+        own_parts(agreement.scenario),
+    )
     keys = own_keys(shared + (secret or b""), examples, peers)
     return keys, replace(name, id=run_id(keys))
 

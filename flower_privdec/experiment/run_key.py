@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flower_privdec import __version__
 from flower_privdec.data import Examples, PublicSet
-from flower_privdec.user_code import sources
+from flower_privdec.experiment.model_code import code_of, held_by, installed_version
 
 KEY_BYTES = 32
 
@@ -26,21 +25,14 @@ def environment(generator: str, device: torch.device) -> str:
     """Name what beside the scenario and the data decides the numbers: generator, device and versions."""
     parts = [f"flower-privdec {__version__}", f"torch {torch.__version__}", f"numpy {np.__version__}"]
     if generator == "fast":
-        parts.append(f"numba {_version('numba')}")
+        parts.append(f"numba {installed_version('numba')}")
     cpu = f"cpu {torch.backends.cpu.get_cpu_capability()}"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     return ", ".join([generator, where, *parts])
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
-
-
 def shared_secret(
-    scenario: str, environment: str, public: PublicSet, initial: Tensor, parts: Iterable[object]
+    scenario: str, environment: str, public: PublicSet, initial: Tensor, module: nn.Module, parts: Iterable[object]
 ) -> bytes:
     """Return a hash of what all peers of a run have in common.
 
@@ -48,12 +40,13 @@ def shared_secret(
         scenario: the hash of what of the scenario decides the numbers.
         environment: see the function of that name.
         public: the test set, which some algorithms look at.
-        initial: the model's parameters before round 0, [d].
-        parts: what of the run a user may have written: the modules of the model, classes and functions.
+        module, initial: the model, and its parameters before round 0, [d].
+        parts: what else of the run a user may have written: classes, functions, or objects of any class.
     """
     tested = fingerprint(public.x, public.y)
     model = hashlib.blake2b(initial.detach().cpu().numpy().data, digest_size=KEY_BYTES).digest()
-    return _hash(scenario.encode(), environment.encode(), tested, model, *sources(parts))
+    code = code_of([*module.modules(), *parts])
+    return _hash(scenario.encode(), environment.encode(), tested, model, *code, *held_by(module))
 
 
 def fingerprint(x: Tensor, y: Tensor) -> bytes:

@@ -49,13 +49,13 @@ class Experiment(Agreement):
         """Return the view of those who hold these own parts."""
         return cls(**{field.name: getattr(agreement, field.name) for field in fields(Agreement)}, own=own)
 
-    def cohort(self, ledger_dir: Path | None = None, budget: Budget | None = None, begin: int | None = 0) -> Cohort:
+    def cohort(self, ledger_dir: Path | None = None, budget: Budget | None = None, start: int = 0) -> Cohort:
         """Return the cohort of the peers hosted here.
 
         Args:
             ledger_dir: where the ledger lies; None keeps none (for tests and timings).
             budget: ε and δ to hold the ledger to in place of the scenario's.
-            begin: the round from which a deployed peer goes on, None where it stopped: what it draws from there is new,
+            start: the step from which a deployed peer goes on: what it draws from there is new, examples and noise,
                 and paid for anew.
 
         Raises:
@@ -64,22 +64,24 @@ class Experiment(Agreement):
         """
         check_memory(self)
         own, generator = self.own, self.scenario.compute.generator
+        sampler = own.sampler.afresh() if own.deployed else own.sampler
         return Cohort(
             peers=own.peers,
             n_peers=self.scenario.n_peers,
             initial=self.initial,
             kernel=self.kernel,
-            data=PeerData(own.examples, own.sampler, self.device, self.initial.dtype),
+            data=PeerData(own.examples, sampler, self.device, self.initial.dtype),
             mixing=self.mixing,
             participation=self.participation,
             noise=build_noise("system" if own.deployed else generator, own.keys, self.device),
             learning_rate=self.learning_rate,
             steps_per_round=self.algorithm.steps_per_round,
             protection=own.protection,
-            ledger=None if ledger_dir is None else self._open_ledger(ledger_dir, budget, begin),
+            ledger=None if ledger_dir is None else self._open_ledger(ledger_dir, budget, start),
+            apart=own.deployed and own.protection is not None,
         )
 
-    def _open_ledger(self, folder: Path, budget: Budget | None, begin: int | None) -> CohortLedger | None:
+    def _open_ledger(self, folder: Path, budget: Budget | None, start: int) -> CohortLedger | None:
         own, name = self.own, self.public.name
         if own.protection is None:
             return None
@@ -89,7 +91,6 @@ class Experiment(Agreement):
         if not own.deployed:
             return CohortLedger.open(folder, name, own.run, accounts)
         fresh = replace(own.run, id=secrets.token_hex(16))
-        start = None if begin is None else begin * self.algorithm.steps_per_round
         return CohortLedger.open(folder, name, fresh, accounts, block=1, fresh=True, start=start)
 
     def initial_state(self, cohort: Cohort) -> State:

@@ -147,6 +147,13 @@ def network_warnings(experiment: Experiment, topology: dict[str, Any] | None) ->
     return found
 
 
+def algorithm_warnings(experiment: Experiment) -> list[str]:
+    """Return what the algorithm has to say of its settings on this network."""
+    scenario = experiment.scenario
+    active, server = int(experiment.participation.active(0).sum()), scenario.topology.name == "server"
+    return experiment.algorithm.cautions(active, scenario.n_peers, scenario.rounds, server=server)
+
+
 def cost_warnings(shortage: str | None, evaluation_share: float) -> list[str]:
     """Return what to know about memory and time."""
     found = []

@@ -7,13 +7,17 @@ from typing import Any
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.memory import memory_need, shortage, table_bytes
-from flower_privdec.planner.checks import cost_warnings, ledger_warnings, network_warnings, privacy_warnings
+from flower_privdec.planner.checks import (
+    algorithm_warnings,
+    cost_warnings,
+    ledger_warnings,
+    network_warnings,
+    privacy_warnings,
+)
 from flower_privdec.planner.optimum import optimum
 from flower_privdec.planner.peers import ledger_facts, peer_rows
 from flower_privdec.planner.seconds import estimate_seconds
-from flower_privdec.planner.stability import stability_warnings
 from flower_privdec.reporting.graph_view import connectivity
-from flower_privdec.scenario.algorithm_sections import VRSection
 
 
 def make_plan(experiment: Experiment) -> dict[str, Any]:
@@ -33,7 +37,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
     section, need, missing = scenario.algorithm, memory_need(experiment), shortage(experiment)
     seconds, evaluation_share = (None, 0.0) if missing else estimate_seconds(experiment)
     topology = None if experiment.mixing is None else connectivity(experiment.mixing)
-    table = section.table if isinstance(section, VRSection) else None
+    table = experiment.algorithm.table
     return {
         "name": scenario.name,
         "algorithm": section.name,
@@ -51,7 +55,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
             *privacy_warnings(experiment),
             *ledger_warnings(experiment),
             *network_warnings(experiment, topology),
-            *stability_warnings(experiment),
+            *algorithm_warnings(experiment),
             *cost_warnings(missing, evaluation_share),
         ],
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +15,6 @@ from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.memory import outputs_per_example
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import evaluation_rounds
-from flower_privdec.scenario.algorithm_sections import VRSection
 
 TIMED_ROUNDS = 5
 TIMED_SECONDS = 4.0  # a slow model is timed over fewer rounds
@@ -42,14 +40,14 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
     filling = time.perf_counter() - began
     whole = _timed(experiment, engine.round)  # warm-up; of SVRG a snapshot
     times = [whole]
-    section, rounds = experiment.scenario.algorithm, experiment.scenario.rounds
+    rounds = experiment.scenario.rounds
     while len(times) < min(1 + TIMED_ROUNDS, rounds) and sum(times) < TIMED_SECONDS:
         times.append(_timed(experiment, engine.round))
     each = median(times[1:] or times)
     training = each * rounds
-    if isinstance(section, VRSection):
-        snapshots = math.ceil(rounds / section.snapshot_every) if section.table == "snapshot" else 0
-        training += filling * shrunk + snapshots * max(0.0, whole * shrunk - each)
+    if experiment.algorithm.table is not None:
+        passes = experiment.algorithm.full_passes(rounds)
+        training += filling * shrunk + passes * max(0.0, whole * shrunk - each)
     evaluation = _one_evaluation(experiment, engine) * len(
         evaluation_rounds(rounds, experiment.scenario.evaluation.every)
     )
@@ -58,7 +56,7 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
 
 def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
     """Return the experiment with fewer examples a peer, and how many times fewer, where a table takes them all."""
-    if not isinstance(experiment.scenario.algorithm, VRSection):
+    if experiment.algorithm.table is None:
         return experiment, 1.0
     batch, sampler = experiment.scenario.data.batch, experiment.own.sampler
     kept = max(2 * (batch.size or 1), min(FILLED, _affordable(experiment) // experiment.scenario.n_peers))
@@ -70,7 +68,7 @@ def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
 
 def _affordable(experiment: Experiment) -> int:
     """Return how many examples the model can be tried on in little time."""
-    return NUMBERS // outputs_per_example(experiment.module, experiment.public.input_shape)
+    return NUMBERS // outputs_per_example(experiment.module, experiment.public.x)
 
 
 def _one_evaluation(experiment: Experiment, engine: Engine) -> float:

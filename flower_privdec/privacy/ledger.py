@@ -155,7 +155,7 @@ class CohortLedger:
         *,
         block: int | None = None,
         fresh: bool = False,
-        start: int | None = 0,
+        start: int = 0,
     ) -> Self:
         """Open the ledger of a source of data for some peers' accounts.
 
@@ -163,15 +163,13 @@ class CohortLedger:
             block: steps that a payment covers (1: none ahead), or None to let it grow until writing costs
                 under 1 % of the wall time (for simulations, where a run that crashed can be resumed exactly).
             fresh: whether the run draws what nobody drew before, so that it pays for every step it takes.
-            start: the first step that it may take; None is the one after the last that this scenario paid for.
+            start: the first step that it may take.
 
         Raises:
             BudgetError: when the ledger is in use or cannot be trusted, or has this run with another plan.
         """
         file = LedgerFile(directory, source)
         try:
-            if start is None:
-                start = max((p.to_step for p in file.payments if p.run.scenario == run.scenario), default=0)
             return cls(file, run, accounts, block, fresh, start)
         except BaseException:
             file.close()
@@ -222,6 +220,11 @@ class CohortLedger:
         written, ended, took = self._last_write
         a_step = (now - ended) / max(1, step - written)
         return max(least, math.ceil(min(took / WRITING_SHARE / max(a_step, 1e-9), self._steps)))
+
+    @property
+    def paid(self) -> int:
+        """Return the step before which all is paid, or was taken before this run began."""
+        return self._paid
 
     @property
     def head(self) -> Head:

@@ -6,12 +6,14 @@ import fcntl
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from flower_privdec.errors import BudgetError
+from flower_privdec.files import sync_folder
 from flower_privdec.privacy.alternatives import Alternatives
 from flower_privdec.privacy.events import Release, canonical
 from flower_privdec.privacy.ledger_format import (
@@ -52,7 +54,7 @@ class LedgerFile:
         try:
             bodies = self._load()
             self.payments = payments(bodies, self.path)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         except BaseException:
             self.close()
             raise
@@ -180,18 +182,9 @@ def _make_folder(folder: Path) -> None:
     """Make a ledger folder, its name safe on disk."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except OSError as error:
         raise BudgetError(f"{folder} cannot be made ({error.strerror}); give another ledger folder") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder safe on disk."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _open_locked(path: Path) -> int:
@@ -199,6 +192,9 @@ def _open_locked(path: Path) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise BudgetError(f"{path} cannot be opened ({error.strerror}); give another ledger folder") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise BudgetError(f"{path} is no regular file, which alone keeps what is written; give another ledger folder")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -190,7 +190,7 @@ def _verified(line: bytes, index: int, previous: str) -> Body:
     """Return a line's object, or raise ValueError saying what is wrong with it."""
     try:
         body = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError("not a record") from None
     if not isinstance(body, dict) or "hash" not in body:
         raise ValueError("not a record")

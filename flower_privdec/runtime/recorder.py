@@ -17,9 +17,10 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.evaluation import evaluate, shows_private
 from flower_privdec.experiment.own_parts import public_name
+from flower_privdec.files import write_atomically
 from flower_privdec.gradients.protocol import layout
 from flower_privdec.privacy.ledger_format import Head
-from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_atomically
+from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from flower_privdec.runtime.spent import Spent, json_number, privacy_rows
 from flower_privdec.scenario import scenario_hash, to_yaml
 
@@ -150,7 +151,8 @@ class Recorder:
             "n_peers": scenario.n_peers,
             "rounds": scenario.rounds,
             "seed": scenario.seed,
-            "accuracy": metrics["accuracy"],
+            "metrics": scenario.task.described(),
+            **{name: metrics[name] for name in scenario.task.described()},
             "loss": metrics["loss"],
             "consensus_distance": metrics["consensus_distance"],
             **({"personalized": metrics["personalized"]} if "personalized" in metrics else {}),

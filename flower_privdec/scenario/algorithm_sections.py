@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, SerializeAsAny, Tag, model_validator
+from pydantic import Field, SerializeAsAny, Tag, WrapValidator, model_validator
 
 from flower_privdec.catalogue import ALGORITHMS, GRADIENT_TABLES
 from flower_privdec.errors import ScenarioError
@@ -28,7 +28,11 @@ class DescentSection(Section):
 
 
 class GradientSection(DescentSection):
-    """The section of an algorithm by name."""
+    """The section of an algorithm by name.
+
+    Attributes:
+        name: which algorithm.
+    """
 
     name: str
 
@@ -237,7 +241,8 @@ def own_section(module: object) -> type[OwnAlgorithmSection]:
     return section
 
 
-def _validated(value: Any) -> OwnAlgorithmSection:
+def _validated(value: Any, _: object) -> OwnAlgorithmSection:
+    """Read a section by the form that the user's own class gives it, in place of the plain one."""
     if isinstance(value, OwnAlgorithmSection):
         return value
     try:
@@ -252,7 +257,7 @@ def _validated(value: Any) -> OwnAlgorithmSection:
 
 AlgorithmSection = Annotated[
     Annotated[NamedSection, Tag("named")]
-    | Annotated[SerializeAsAny[OwnAlgorithmSection], PlainValidator(_validated), Tag("own")],
+    | Annotated[SerializeAsAny[OwnAlgorithmSection], WrapValidator(_validated), Tag("own")],
     OWN_OR_NAMED,
 ]
 

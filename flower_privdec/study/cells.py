@@ -14,6 +14,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash
 from flower_privdec.scenario.loading import read_text
 from flower_privdec.study.axes import Point
+from flower_privdec.study.measured import metric
 from flower_privdec.study.spec import Part, Size, Study
 
 Labels = tuple[str, ...]
@@ -84,6 +85,7 @@ def _expand_part(
         for repetition in repetitions:
             cells.append(_cell(part, place, text, base, [*common, *own, *settings, name, *repetition]))
     _check_fields(part, cells)
+    _check_metrics(part, cells)
     return cells
 
 
@@ -105,6 +107,17 @@ def _check_fields(part: Part, cells: Sequence[Cell]) -> None:
         if not any(has_field(cell.scenario, path) for cell in cells):
             raise ScenarioError(
                 f"part {part.name}: fields.{i}={path!r} must be a key of a scenario, as algorithm.learning_rate"
+            )
+
+
+def _check_metrics(part: Part, cells: Sequence[Cell]) -> None:
+    """Refuse a metric that no cell's task has."""
+    measured = {name for cell in cells for name in cell.scenario.task.metrics}
+    for name in part.all_metrics():
+        if (of := metric(name).of) is not None and of not in measured:
+            raise ScenarioError(
+                f"part {part.name}: metric '{name}' needs {of}, which no cell measures ({', '.join(sorted(measured))} "
+                "they do): name one of these, or add it to task.metrics"
             )
 
 

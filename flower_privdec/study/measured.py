@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator
 
-from flower_privdec.reporting.wording import main_accuracy, main_loss
+from flower_privdec.reporting.wording import main_loss, main_value
+from flower_privdec.tasks.kinds import METRIC_KINDS
 from flower_privdec.words import did_you_mean
 
 
 @dataclass(frozen=True)
-class Metric:
+class Reading:
     """A number of a run's evaluation.
 
     Attributes:
@@ -23,6 +24,7 @@ class Metric:
         share: whether it is a share, shown in percent.
         low: whether less is better.
         over: makes one number of the run's; the last by default.
+        of: the task's metric without which there is none.
     """
 
     title: str
@@ -30,6 +32,7 @@ class Metric:
     share: bool = False
     low: bool = False
     over: Callable[[Sequence[float]], float] = lambda values: values[-1]
+    of: str | None = None
 
 
 def _late(values: Sequence[float]) -> float:
@@ -38,29 +41,45 @@ def _late(values: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def _accuracy(line: dict[str, Any], algorithm: str) -> float | None:
-    return main_accuracy(algorithm, line["accuracy"])
+def _of_task(name: str) -> dict[str, Reading]:
+    """Return what can be looked at of a task's metric: at the end, late, at its best, and of the peers' models."""
+    kind = METRIC_KINDS[name]
+
+    def mean(line: dict[str, Any], algorithm: str) -> float | None:
+        return main_value(algorithm, line.get(name))
+
+    def peers(which: str) -> Callable[[dict[str, Any], str], float | None]:
+        return lambda line, _: (line.get(name) or {}).get(which)
+
+    def made(title: str, read: Callable[[dict[str, Any], str], float | None], **options: Any) -> Reading:
+        return Reading(title, read, share=kind.share, low=not kind.high, of=name, **options)
+
+    return {
+        name: made(f"test {kind.title}", mean),
+        f"late-{name}": made(f"test {kind.title}, mean of the last fifth", mean, over=_late),
+        f"best-{name}": made(f"best test {kind.title} of the run", mean, over=max if kind.high else min),
+        f"peer-{name}": made(f"test {kind.title} of the peers' models", peers("peer_mean")),
+        f"worst-peer-{name}": made(
+            f"test {kind.title} of the worst peer", peers("peer_min" if kind.high else "peer_max")
+        ),
+    }
 
 
 METRICS = {
-    "accuracy": Metric("test accuracy", _accuracy, share=True),
-    "late-accuracy": Metric("test accuracy, mean of the last fifth", _accuracy, share=True, over=_late),
-    "best-accuracy": Metric("best test accuracy of the run", _accuracy, share=True, over=max),
-    "loss": Metric("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
-    "peer-accuracy": Metric("test accuracy of the peers' models", lambda m, _: m["accuracy"]["peer_mean"], share=True),
-    "worst-peer": Metric("test accuracy of the worst peer", lambda m, _: m["accuracy"]["peer_min"], share=True),
-    "own-labels": Metric(
+    **{key: metric for name in METRIC_KINDS for key, metric in _of_task(name).items()},
+    "loss": Reading("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
+    "own-labels": Reading(
         "accuracy of personalized models on their peers' own labels",
         lambda m, _: ((m.get("personalized") or {}).get("personal_models") or {}).get("mean"),
         share=True,
     ),
-    "consensus": Metric("consensus distance", lambda m, _: m["consensus_distance"], low=True),
+    "consensus": Reading("consensus distance", lambda m, _: m["consensus_distance"], low=True),
 }
-_OWN = tuple(f"personalized.{models}" for models in ("global_model", "personal_models"))
+_OWN_LABELS = tuple(f"personalized.{models}" for models in ("global_model", "personal_models"))
 KEYS = (
-    *(f"accuracy.{key}" for key in ("mean_model", "peer_mean", "peer_min", "peer_max")),
+    *(f"{name}.{key}" for name in METRIC_KINDS for key in ("mean_model", "peer_mean", "peer_min", "peer_max")),
     *("loss.mean_model", "consensus_distance", "epsilon", "seconds"),
-    *(f"{models}.{key}" for models in _OWN for key in ("mean", "min", "max")),
+    *(f"{models}.{key}" for models in _OWN_LABELS for key in ("mean", "min", "max")),
 )
 _BY_EXTRA_LABELS = re.compile(r"personalized\.generalization\.(global_model|personal_models)\.\d+")
 
@@ -68,7 +87,7 @@ _BY_EXTRA_LABELS = re.compile(r"personalized\.generalization\.(global_model|pers
 def _known(name: str) -> str:
     names = (*METRICS, *KEYS)
     if name not in names and not _BY_EXTRA_LABELS.fullmatch(name):
-        choice = f"{', '.join(METRICS)}, or a key of metrics.jsonl, as accuracy.peer_max"
+        choice = f"{', '.join(METRIC_KINDS)}, loss, consensus or own-labels, or as late-accuracy or accuracy.peer_max"
         raise ValueError(f"must be one of {choice}{did_you_mean(name, names)}")
     return name
 
@@ -76,7 +95,7 @@ def _known(name: str) -> str:
 MetricName = Annotated[str, AfterValidator(_known)]
 
 
-def metric(name: str) -> Metric:
+def metric(name: str) -> Reading:
     """Return a metric by its name, or the one at a dotted path of metrics.jsonl, as accuracy.peer_max."""
     if name in METRICS:
         return METRICS[name]
@@ -87,6 +106,8 @@ def metric(name: str) -> Metric:
             value = value.get(key) if isinstance(value, dict) else None
         return None if value is None else float(value)
 
-    share = name.startswith(("accuracy", "personalized"))
-    low = not share
-    return Metric(name.replace(".", " ").replace("_", " "), read, share=share, low=low)
+    first = name.partition(".")[0]
+    kind = METRIC_KINDS.get(first)
+    share, low = (kind.share, not kind.high) if kind else (first == "personalized", first != "personalized")
+    title = name.replace(".", " ").replace("_", " ")
+    return Reading(title, read, share=share, low=low, of=first if kind else None)

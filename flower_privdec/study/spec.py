@@ -139,6 +139,11 @@ class Part(Section):
         if name not in self.axes:
             raise ValueError(f"{where}: axis '{name}' must be one of this part's axes ({', '.join(self.axes)})")
 
+    def all_metrics(self) -> set[str]:
+        """Return every metric that it names."""
+        asked = [*self.figures, *self.checks, *([self.pivot] if self.pivot else ())]
+        return {*self.metrics, *(one.metric for one in asked)}
+
     def axes_at(self, size: str | None) -> dict[str, Axis]:
         """Return the axes at a size."""
         changes = self.sizes.get(size) if size else None

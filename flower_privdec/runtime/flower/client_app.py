@@ -18,7 +18,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.runtime.flower.node import Node
 from flower_privdec.runtime.flower.own import Own, in_simulation
-from flower_privdec.runtime.flower.records import Order, pack_messages, pack_peers, pack_state, unpack_message
+from flower_privdec.runtime.flower.records import Order, pack_messages, pack_peers, unpack_message
 from flower_privdec.runtime.run import Run
 from flower_privdec.runtime.spent import Spent
 from flower_privdec.scenario import parse_scenario, to_yaml
@@ -93,7 +93,7 @@ def train_relay(message: Message, context: Context) -> Message:
     experiment = _experiment(own, order)
     node = Node(own, experiment, own.run_folder(experiment, order))
     state = node.state(context.state, order.begin)
-    with node.cohort(order.begin) as cohort:
+    with node.cohort(node.start(context.state, order.begin)) as cohort:
         if state is None:
             state = experiment.initial_state(cohort)
         _finish_exchange(experiment, state, message.content)
@@ -103,7 +103,7 @@ def train_relay(message: Message, context: Context) -> Message:
         if exchange is None:
             node.keep(state, cohort)
             content[SPENT] = _spent(cohort, state.round_index)
-    pack_state(state, context.state)
+        node.put_away(state, cohort, context.state)
     if exchange is None or experiment.mixing is None:
         content.update(pack_peers(state, experiment.algorithm.open_rows))
     else:
@@ -144,12 +144,12 @@ def _proceed(experiment: Experiment, cohort: Cohort, state: State, until: int) -
 
 
 def flat_record(metrics: dict[str, Any], prefix: str = "") -> MetricRecord:
-    """Return nested metrics as the flat numbers a MetricRecord holds; "inf" becomes infinity."""
+    """Return nested metrics as the flat numbers a MetricRecord holds; "inf" becomes infinity, None is left out."""
     flat = MetricRecord()
     for name, value in metrics.items():
         if isinstance(value, dict):
             flat.update(flat_record(value, f"{prefix}{name}."))
-        else:
+        elif value is not None:
             flat[prefix + name] = value if isinstance(value, int) else float(value)
     return flat
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
 from flower_privdec.algorithms import State
 from flower_privdec.algorithms.cohort import Cohort
@@ -16,9 +16,10 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from flower_privdec.runtime.flower.own import Own
-from flower_privdec.runtime.flower.records import unpack_state
+from flower_privdec.runtime.flower.records import pack_state, unpack_state
 from flower_privdec.scenario import scenario_hash
 
+OWN = "own"  # of the record that says which run a kept state is of, and up to which step that has paid
 KEPT = 2  # checkpoints: the server may have missed the answer that told it of the last
 
 
@@ -47,16 +48,38 @@ class Node:
             begin: the round whose checkpoint to go on from; 0 to begin anew, -1 to go on from what is kept.
 
         Raises:
-            RunError: where there is nothing to go on from, or it is other peers'.
+            RunError: where there is nothing to go on from, or it is other peers' or another run's.
         """
         if begin == 0:
             return None
-        state = unpack_state(kept, self.experiment.device) if begin < 0 else self._restored(begin)
-        if state is None:
-            raise RunError(f"the node of peers {self.peers.tolist()} has lost its state: start again with --resume")
+        state = self._kept(kept) if begin < 0 else self._restored(begin)
         if not np.array_equal(state.peers, self.peers):
             raise RunError(f"the node hosts peers {state.peers.tolist()}, not {self.peers.tolist()}")
         return state
+
+    def _kept(self, kept: RecordDict) -> State:
+        """Return the state that the last message left: another run might send what this one keeps private."""
+        state = unpack_state(kept, self.experiment.device)
+        if state is None:
+            raise RunError(f"the node of peers {self.peers.tolist()} has lost its state: start again with --resume")
+        if kept.config_records[OWN]["run"] != self.experiment.own.run.id:
+            raise RunError(f"the node of peers {self.peers.tolist()} is in the middle of another run: begin anew")
+        return state
+
+    def put_away(self, state: State, cohort: Cohort, kept: RecordDict) -> None:
+        """Keep a state until the next message, with the run it is of and the step up to which that has paid."""
+        pack_state(state, kept)
+        paid = 0 if cohort.ledger is None else cohort.ledger.paid
+        kept[OWN] = ConfigRecord({"run": self.experiment.own.run.id, "paid": paid})
+
+    def start(self, kept: RecordDict, begin: int) -> int:
+        """Return the step from which the state goes on; `begin` as in `state`.
+
+        The ledger cannot tell: a run that was begun again has paid for later steps than it will take next.
+        """
+        if begin < 0:
+            return int(kept.config_records[OWN]["paid"])  # type: ignore[arg-type]
+        return begin * self.experiment.algorithm.steps_per_round
 
     def _path(self, round_index: int) -> Path:
         return self.folder / f"checkpoint-{round_index}"
@@ -78,11 +101,11 @@ class Node:
             old.unlink()
 
     @contextmanager
-    def cohort(self, begin: int) -> Iterator[Cohort]:
-        """Yield the node's cohort with its ledger open; `begin` as in `state`."""
+    def cohort(self, start: int) -> Iterator[Cohort]:
+        """Yield the node's cohort with its ledger open, to go on from a step."""
         own = self.own
         budget = None if own.epsilon is None or own.delta is None else (own.epsilon, own.delta)
-        cohort = self.experiment.cohort(self.folder / "ledger", budget, None if begin < 0 else begin)
+        cohort = self.experiment.cohort(self.folder / "ledger", budget, start)
         try:
             yield cohort
         finally:

@@ -18,8 +18,10 @@ from flwr.app import Context
 
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
+from flower_privdec.files import write_atomically
 from flower_privdec.runtime.flower.records import Order
 from flower_privdec.scenario import Scenario, parse_scenario
+from flower_privdec.scenario.schema import TopologySection
 from flower_privdec.user_code import only_from
 
 SECRET_BYTES = 32
@@ -121,6 +123,8 @@ class Own:
             raise RunError(
                 "data.batch.sampling='shuffle' must be another on a SuperNode: its epochs end with a process"
             )
+        if isinstance(scenario.topology, TopologySection) and scenario.topology.file is not None:
+            raise RunError(f"topology.file={scenario.topology.file!r} is not a server's to name: name a graph")
         paths = {"test": self.data_test}
         if not scenario.data.each_its_own:
             paths["root"] = self.data_root
@@ -137,13 +141,11 @@ class Own:
         return OwnParts.of(agreement, np.asarray(peers), secret, root=self.data_root)
 
     def _secret(self) -> bytes:
-        """Return what this node's batches are drawn by, made once by the operating system and told to nobody."""
-        path, new = self.folder / "secret", self.folder / "secret.part"
+        """Return what this node's runs are named by, made once by the operating system and told to nobody."""
+        path = self.folder / "secret"
         self.folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(SECRET_BYTES))
-            new.replace(path)
+            write_atomically(path, secrets.token_bytes(SECRET_BYTES), private=True)
         return path.read_bytes()
 
     def run_folder(self, experiment: Experiment, order: Order) -> Path:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-from flower_privdec.algorithms.feddeper import FedDeper
-from flower_privdec.experiment import Experiment
 from flower_privdec.words import number, setting
 
 LARGEST_GROWTH = 100.0  # over the whole run; gradients damp what is below it
@@ -39,22 +37,23 @@ def growth(rho: float, steps: int, mixing_rate: float, share: float, *, server: 
     return 1 - share * mixing_rate * (1 + kappa) + moved
 
 
-def stability_warnings(experiment: Experiment) -> list[str]:
-    """Return whether the penalty is too strong for the share of active peers, and the largest ρ that is not."""
-    algorithm, scenario = experiment.algorithm, experiment.scenario
-    if not isinstance(algorithm, FedDeper):
-        return []
-    steps, rate, rounds = algorithm.steps_per_round, algorithm.mixing_rate, scenario.rounds
-    active, server = int(experiment.participation.active(0).sum()), scenario.topology.name == "server"
-    share = active / scenario.n_peers
-    factor = growth(algorithm.rho, steps, rate, share, server=server)
+def caution(rho: float, steps: int, mixing_rate: float, active: int, n_peers: int, rounds: int, *, server: bool) -> str:
+    """Say that the penalty is too strong for the share of active peers, and the largest ρ that is not; "" if it is not.
+
+    Args:
+        rho, steps, mixing_rate, server: as in `growth`.
+        active: how many of n_peers are active in a round.
+        rounds: of the run.
+    """
+    share = active / n_peers
+    factor = growth(rho, steps, mixing_rate, share, server=server)
     if factor <= 1 or rounds * math.log(factor) <= math.log(LARGEST_GROWTH):
-        return []
-    return [
-        f"the penalty of rho={setting(algorithm.rho)} over {steps} local steps with {active} of {scenario.n_peers} "
+        return ""
+    return (
+        f"the penalty of rho={setting(rho)} over {steps} local steps with {active} of {n_peers} "
         f"peers active makes the personalized models' distance to x grow by up to {number(factor)} a round: the run "
-        f"may diverge; {_remedy(steps, share * rate)}"
-    ]
+        f"may diverge; {_remedy(steps, share * mixing_rate)}"
+    )
 
 
 def _remedy(steps: int, renewed: float) -> str:
