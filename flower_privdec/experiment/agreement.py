@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,7 +58,8 @@ class Agreement:
         public = read_public(scenario.data, scenario.seed)
         if scenario.features is not None:
             public = replace(public, x=apply_features(public.x, scenario.features))
-        module, dtype = _build_module(scenario, public), DTYPES[scenario.compute.dtype]
+        module = build_module(scenario, public.input_shape, n_outputs(scenario, public))
+        dtype = DTYPES[scenario.compute.dtype]
         initial = flatten(module).to(device, dtype)
         kernel = build_kernel(
             module.to(device, dtype),
@@ -114,8 +116,21 @@ def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | N
     return algorithm.exchange(topology, weights, participation, scenario.seed)
 
 
-def _build_module(scenario: Scenario, public: PublicSet) -> nn.Module:
+def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int) -> nn.Module:
+    """Build a scenario's model, as it is before round 0.
+
+    Args:
+        input_shape: of one example, as the model sees it.
+        outputs: how many it has.
+
+    Raises:
+        ScenarioError: the model cannot be had, or does not fit.
+    """
     section = scenario.model
-    outputs = resolve_loss(section.loss).n_outputs(public.n_classes)
     name = section.name or str(section.module)
-    return build_model(name, public.input_shape, outputs, seed=scenario.seed, init=section.init, **section.options())
+    return build_model(name, input_shape, outputs, seed=scenario.seed, init=section.init, **section.options())
+
+
+def n_outputs(scenario: Scenario, public: PublicSet) -> int:
+    """Return how many outputs a scenario's model has."""
+    return resolve_loss(scenario.model.loss).n_outputs(public.n_classes)
