@@ -133,6 +133,9 @@ DATASETS = Choice(
         "mnist": "60,000 + 10,000 digits 28x28, 10 classes; root has MNIST/raw",
         "fashion-mnist": "60,000 + 10,000 pieces of clothing 28x28, 10 classes; root has FashionMNIST/raw",
         "cifar10": "50,000 + 10,000 colour images 32x32, 10 classes; root has cifar-10-batches-py",
+        "diabetes": "352 + 90 patients, 10 measures, one number: the disease's progress; embedded (scikit-learn)",
+        "synthetic-labels": "2,000 + 500 drawn examples, 20 features, any of 6 labels",
+        "synthetic-words": "2,000 + 500 drawn texts of up to 20 words of 200, 4 topics",
         "npz": "your own: root is an .npz file with x_train, y_train, x_test, y_test",
     }
 )
@@ -154,6 +157,33 @@ SAMPLINGS = Choice(
         "blocks": "one of count // size fixed batches (all examples of equal position modulo that number), at random",
     }
 )
+LOSSES = Choice(
+    {
+        "cross-entropy": "of classes: softmax over one output a class",
+        "logistic": "of two classes: log-odds of the second, one output",
+        "hinge": "of two classes: margin, one output",
+        "squared-hinge": "of two classes: squared margin, one output",
+        "mse": "of numbers: squared error, mean over an example's numbers",
+        "mae": "of numbers: absolute error, mean over an example's numbers",
+        "huber": "of numbers: half the squared error up to 1, linear beyond, mean over an example's numbers",
+        "binary-cross-entropy": "of any of several labels: log-odds of each, mean over the labels",
+    }
+)
+METRICS = Choice(
+    {
+        "accuracy": "of classes: the share that is right",
+        "balanced-accuracy": "of classes: the share of each that is right, mean over the classes",
+        "macro-f1": "of classes or labels: F1 of each, mean over all",
+        "log-loss": "of classes: minus the log-likelihood, mean over the examples; for log-odds",
+        "rmse": "of numbers: root of the mean squared error",
+        "mse": "of numbers: mean squared error",
+        "mae": "of numbers: mean absolute error",
+        "r2": "of numbers: share of the variance that is explained, mean over an example's numbers",
+        "micro-f1": "of labels: F1 over all labels together",
+        "subset-accuracy": "of labels: the share of examples of which every label is right",
+        "mean-average-precision": "of labels: area under precision over recall, mean over the labels",
+    }
+)
 FEATURES = Choice(
     {"scattering": "wavelet scattering of images, whitened on drawn pen strokes if asked; nothing private goes in"}
 )
@@ -168,6 +198,7 @@ MODELS = Choice(
         "cnn-pdsl": "PDSL's CNN for MNIST: two 3x3 convolutions with pooling and one linear layer",
         "cnn-feddeper": "FedDeper's CNN for MNIST: 32 and 64 3x3 filters, fully connected 1024 and 512",
         "resnet18-gn": "ResNet-18 with GroupNorm for small images (groups, width)",
+        "text": "mean of the embeddings of tokens, of which 0 pads, fully connected (width, hidden, activation)",
     }
 )
 ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})

@@ -31,6 +31,7 @@ def build_model(
     *,
     seed: int,
     init: str = "default",
+    n_tokens: int | None = None,
     arguments: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> nn.Module:
@@ -42,6 +43,7 @@ def build_model(
         n_classes: number of outputs.
         seed: keys the initial parameters.
         init: "default" is torch's, "zeros" makes every parameter 0.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are numbers to reckon with.
         arguments: what the user's own factory is called with.
         options: a named model's own, such as hidden=[100] for mlp.
 
@@ -52,12 +54,12 @@ def build_model(
     shape = tuple(int(size) for size in input_shape)
     if not shape or min(shape) < 1 or n_classes < 1:
         raise ScenarioError(f"input_shape={list(shape)} and n_classes={n_classes} must be positive")
-    factory = _own(name, arguments or {}) if ":" in name else _named(name, shape, n_classes, options)
+    factory = _own(name, arguments or {}) if ":" in name else _named(name, shape, n_classes, n_tokens, options)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_generator(seed, "model").integers(2**63)))
         module = factory()
         check_model(module, name)
-        _check_output(module, name, shape, n_classes)  # lazy layers draw their parameters here
+        _check_output(module, name, shape, n_classes, n_tokens)  # lazy layers draw their parameters here
     if init == "zeros":
         with torch.no_grad():
             for parameter in module.parameters():
@@ -171,6 +173,33 @@ def _resnet18_gn(shape: Shape, n_classes: int, *, groups: int = 32, width: int =
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(size, n_classes))
 
 
+class _Text(nn.Module):
+    """The mean of the embeddings of all tokens but 0, which pads, through linear layers."""
+
+    def __init__(self, n_tokens: int, width: int, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(n_tokens, width)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        words = self.embedding(tokens.flatten(1))
+        known = (tokens.flatten(1) != 0).unsqueeze(2).to(words)
+        outputs: Tensor = self.layers((words * known).sum(1) / known.sum(1).clamp(min=1))
+        return outputs
+
+
+def _text(
+    shape: Shape,
+    n_classes: int,
+    n_tokens: int,
+    *,
+    width: int = 32,
+    hidden: Sequence[int] = (),
+    activation: str = "relu",
+) -> nn.Module:
+    return _Text(n_tokens, width, _dense(width, hidden, n_classes, activation))
+
+
 class _ResidualBlock(nn.Module):
     """Two 3x3 convolutions with GroupNorm beside a shortcut (He et al. 2016)."""
 
@@ -226,6 +255,7 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = MODELS.bind(
         "cnn-pdsl": partial(_cnn, hidden=()),
         "cnn-feddeper": partial(_cnn, channels=(32, 64), hidden=(1024, 512)),
         "resnet18-gn": _resnet18_gn,
+        "text": _text,
     }
 )
 
@@ -236,13 +266,20 @@ def model_options(name: str) -> list[str]:
     return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
 
 
-def _named(name: str, shape: Shape, n_classes: int, options: dict[str, Any]) -> Callable[[], nn.Module]:
+def _named(
+    name: str, shape: Shape, n_classes: int, n_tokens: int | None, options: dict[str, Any]
+) -> Callable[[], nn.Module]:
     MODELS.check(name, "model.name")
+    if n_tokens is None and name == "text":
+        raise ScenarioError("model.name='text' is for tokens: use linear or mlp for numbers, or give data.vocabulary")
+    if n_tokens is not None and name != "text":
+        raise ScenarioError(f"model.name={name!r} is for numbers and the data are tokens: use text, or your own module")
     valid = model_options(name)
     for option in options:
         if option not in valid:
             raise ScenarioError(f"model {name!r} has no option {option!r}: its options are {', '.join(valid)}")
-    return partial(_BUILDERS[name], shape, n_classes, **options)
+    tokens = () if n_tokens is None else (n_tokens,)
+    return partial(_BUILDERS[name], shape, n_classes, *tokens, **options)
 
 
 def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
@@ -262,10 +299,10 @@ def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
     return build
 
 
-def _check_output(module: nn.Module, name: str, shape: Shape, n_classes: int) -> None:
+def _check_output(module: nn.Module, name: str, shape: Shape, n_classes: int, n_tokens: int | None) -> None:
     try:
         with torch.no_grad():
-            output = module(torch.zeros(2, *shape))
+            output = module(torch.zeros(2, *shape, dtype=torch.float32 if n_tokens is None else torch.int64))
     except Exception as error:  # the user's own forward may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ScenarioError(f"model {name!r} cannot take inputs of shape {list(shape)}: {reason}") from error

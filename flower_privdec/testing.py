@@ -262,13 +262,18 @@ Seen = dict[str, list[str]]  # by where an observer stands, hashes of what passe
 
 
 def other_data(experiment: Experiment, row: int) -> Experiment:
-    """Return an experiment in which the training examples of one row are quite other ones, with other labels."""
+    """Return an experiment in which the training examples of one row are quite other ones, with other targets."""
     examples = experiment.own.examples
     x, y = examples.x.clone(), examples.y.clone()
     chosen = torch.from_numpy(examples.parts[row])
-    x[chosen] = torch.flip(x[chosen], [0]) * -0.7 + 0.3
-    y[chosen] = (y[chosen] + 1) % experiment.public.n_classes
+    x[chosen] = _other(torch.flip(x[chosen], [0]), experiment.public.n_tokens)
+    y[chosen] = _other(y[chosen], experiment.public.n_classes)
     return replace(experiment, own=replace(experiment.own, examples=replace(examples, x=x, y=y)))
+
+
+def _other(values: Tensor, count: int | None) -> Tensor:
+    """Return other numbers, or other ones of 0..count-1 in place of whole numbers."""
+    return values * -0.7 + 0.3 if count is None or values.is_floating_point() else (values + 1) % count
 
 
 def seen_in_engine(experiment: Experiment) -> Seen:

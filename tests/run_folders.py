@@ -63,6 +63,7 @@ def summary_of(scenario: Scenario, privacy: list[dict[str, Any]] | None = None) 
         "n_peers": scenario.n_peers,
         "rounds": scenario.rounds,
         "seed": scenario.seed,
+        "metrics": scenario.task.described(),
         **{key: last[key] for key in ("accuracy", "loss", "consensus_distance")},
         "privacy": privacy or [privacy_row(peer) for peer in range(scenario.n_peers)],
         "noise": "simulated: seeded and reproducible",

@@ -25,6 +25,8 @@ KEYS = {  # where a scenario names what is listed
     "topologies": "topology.name",
     "weights": "topology.weights",
     "participations": "participation.kind",
+    "losses": "task.loss",
+    "metrics": "task.metrics",
     "models": "model.name",
     "activations": "model.activation",
     "inits": "model.init",
@@ -33,6 +35,8 @@ KEYS = {  # where a scenario names what is listed
     "samplings": "data.batch.sampling",
     "features": "features.kind",
 }
+NUMBERS = ["data.dataset=diabetes", "data.test_samples=50", "task.loss=mse"]
+LABELS = ["data.dataset=synthetic-labels", "task.loss=binary-cross-entropy"]
 NEEDED = {  # what else a scenario needs that names a part
     "random-regular": ["topology.degree=2"],
     "small-world": ["topology.degree=2"],
@@ -48,6 +52,15 @@ NEEDED = {  # what else a scenario needs that names a part
     "pathological": ["data.partition.classes_per_peer=5"],
     "sizes": ["data.partition.sizes=[20, 30, 40, 50]"],
     "activations": ["model.name=mlp"],
+    **{f"losses {name}": ["data.dataset=breast-cancer"] for name in ("logistic", "hinge", "squared-hinge")},
+    **{f"losses {name}": NUMBERS[:2] for name in ("mse", "mae", "huber")},
+    "losses binary-cross-entropy": LABELS[:1],
+    **{f"metrics {name}": NUMBERS for name in ("rmse", "mse", "mae", "r2")},
+    **{f"metrics {name}": LABELS for name in ("micro-f1", "subset-accuracy", "mean-average-precision")},
+    "diabetes": NUMBERS[1:],
+    "synthetic-labels": ["task.loss=binary-cross-entropy"],
+    "synthetic-words": ["model.name=text"],
+    "text": ["data.dataset=synthetic-words"],
     "features": ["data.samples=8", "data.test_samples=4", "data.batch.size=1", "features.pool=2"],
 }
 OF_A_FILE = ("mnist", "fashion-mnist", "cifar10", "npz")
@@ -61,7 +74,9 @@ def named() -> list[tuple[str, str]]:
 def settings_of(group: str, name: str) -> list[str]:
     """Return the settings of a scenario that names a part."""
     own = f"{group.removesuffix('s')} {name}" if name in ("blocks", "uniform") else name
-    needed = [*NEEDED.get(group, []), *NEEDED.get(own, [])]
+    needed = [*NEEDED.get(group, []), *NEEDED.get(own, []), *NEEDED.get(f"{group} {name}", [])]
+    if group == "metrics":
+        return [*needed, f"{KEYS[group]}=[{name}]"]
     if group == "algorithms":
         return settings_for(f"algorithm.name={name}")
     return [*needed, f"{KEYS[group]}={name}"]
@@ -75,6 +90,8 @@ def enumerations(schema: dict[str, Any], place: dict[str, Any], path: tuple[str,
         yield from enumerations(schema, option, path)
     for key, inner in place.get("properties", {}).items():
         yield from enumerations(schema, inner, (*path, key))
+    if "items" in place:
+        yield from enumerations(schema, place["items"], path)
     accepted = place.get("enum", [place["const"]] if "const" in place else [])
     yield from ((".".join(path), name) for name in accepted)
 
@@ -113,7 +130,7 @@ def test_what_the_schema_accepts_is_listed() -> None:
     assert accepted.pop("topology.supergraph") == set(catalogue.TOPOLOGIES)
     assert not listed
     choices = {"privacy", "privacy.calibration", "evaluation.private", "algorithm.weighting", "features.whitening"}
-    assert set(accepted) == {*choices, "model.loss", "compute.device", "compute.dtype", "compute.generator"}
+    assert set(accepted) == {*choices, "compute.device", "compute.dtype", "compute.generator"}
 
 
 @pytest.mark.parametrize("name", list(catalogue.MODELS))

@@ -13,16 +13,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gradients import CLASSES, MARGINS, MODELS, ORDER, SHAPE, Batch, added, module_of
+from test_gradients import CLASSES, MARGINS, MODELS, ORDER, OTHERS, SHAPE, Batch, added, module_of, targets_of
 from torch import Tensor, nn
 
 from flower_privdec.algorithms.cohort import PrivateStep
 from flower_privdec.algorithms.tables import TABLES
-from flower_privdec.gradients import LOSSES, GradientKernel, StackedKernel, build_kernel
+from flower_privdec.gradients import GradientKernel, StackedKernel, build_kernel
 from flower_privdec.gradients.bounds import BLOCK, LARGEST, LONGEST, beyond, floor, length, slack, upper
 from flower_privdec.gradients.layers import Outer
 from flower_privdec.gradients.protocol import Parameter, coefficient
 from flower_privdec.models import flatten
+from flower_privdec.tasks.losses import LOSSES
 
 KINDS = [  # every kernel that fits a model
     (name, kind)
@@ -91,7 +92,9 @@ def check_law(name: str, kind: str, loss: str, dtype: torch.dtype, draw: Any) ->
     params = flatten(module).to(dtype) + row / 10 if of_params == "usual" else row
     x = fill("usual", (1, 3, *SHAPE), dtype, seed + 1)
     x[:, 1] = fill(of_example, SHAPE, dtype, seed + 2)
-    y = torch.randint(0, 2 if LOSSES[loss].single else CLASSES, (1, 3), generator=torch.Generator().manual_seed(seed))
+    y = targets_of(LOSSES[loss], (1, 3), seed, dtype)
+    if LOSSES[loss].targets != "classes":
+        y[:, 1] = fill(draw(st.sampled_from(FILLS)), CLASSES, dtype, seed + 3)
     rest = [torch.tensor([clip], dtype=dtype), torch.tensor([scale], dtype=dtype)]
     rest += [None if share is None else torch.tensor([share], dtype=dtype)]
     limit = float(abs(rest[1]).double() * rest[0].double())
@@ -120,12 +123,12 @@ def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, 
     check_law(name, kind, "cross-entropy", dtype, data.draw)
 
 
-@pytest.mark.parametrize("loss", MARGINS)
+@pytest.mark.parametrize("loss", [*MARGINS, *OTHERS])
 @pytest.mark.parametrize("name", ["linear", "mlp", "cnn-small"])
 @pytest.mark.parametrize("kind", ["auto", "factored", "vmap", "loop"])
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_no_value_moves_a_sum_by_more_with_margin_losses(loss: str, name: str, kind: str, data: Any) -> None:
+def test_no_value_or_target_moves_a_sum_by_more_with_other_losses(loss: str, name: str, kind: str, data: Any) -> None:
     check_law(name, kind, loss, torch.float32, data.draw)
 
 

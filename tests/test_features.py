@@ -14,12 +14,13 @@ from torch import Tensor
 from whole_dataset import Whole, load_dataset
 
 from flower_privdec.data import features
-from flower_privdec.data.feature_cache import cache_folder, cached
+from flower_privdec.data.feature_cache import cached
 from flower_privdec.data.features import Extractor, apply_features, whitening
 from flower_privdec.data.scattering import Scattering2D, n_paths
 from flower_privdec.data.strokes import draw_strokes
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
+from flower_privdec.files import cache_folder
 from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
 from flower_privdec.scenario.features_section import FeaturesSection
 
@@ -231,7 +232,7 @@ def keep(x: Tensor, result: Tensor | None, **recipe: Any) -> Tensor:
 
 
 def kept_files() -> list[Path]:
-    return sorted(path for path in cache_folder().iterdir() if path.suffix != ".lock")
+    return sorted(path for path in (cache_folder() / "features").iterdir() if path.suffix != ".lock")
 
 
 def test_features_are_computed_once() -> None:
@@ -285,7 +286,7 @@ def test_a_file_under_anothers_name_is_not_believed(capsys: pytest.CaptureFixtur
 def test_features_are_for_their_owner_alone() -> None:
     keep(images(6), torch.randn(6, 3))
     assert kept_files()[0].stat().st_mode & 0o077 == 0
-    assert cache_folder().stat().st_mode & 0o077 == 0
+    assert (cache_folder() / "features").stat().st_mode & 0o077 == 0
 
 
 def test_where_nothing_can_be_kept_it_is_computed_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,7 +302,7 @@ def test_a_failed_write_leaves_nothing_and_the_result(
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("flower_privdec.data.feature_cache.os.replace", full)
+    monkeypatch.setattr("flower_privdec.files.os.replace", full)
     x, result = images(6), torch.randn(6, 3)
     assert torch.equal(keep(x, result), result)
     assert kept_files() == []

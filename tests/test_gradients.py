@@ -15,16 +15,16 @@ from torch.nn import functional
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import (
     KERNELS,
-    LOSSES,
     GradientKernel,
     StackedKernel,
     build_kernel,
-    resolve_loss,
     stacked,
 )
 from flower_privdec.gradients.factored import FactoredKernel
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
 from flower_privdec.models import build_model, flatten, parameter_count
+from flower_privdec.tasks.kinds import LOSS_KINDS
+from flower_privdec.tasks.losses import LOSSES, Loss, resolve_loss
 
 CLASSES = 4
 
@@ -141,6 +141,17 @@ FITTING = [  # every kernel from the fastest that fits on
     (name, kind) for name, (_, best) in MODELS.items() for kind in list(ORDER)[list(ORDER.values()).index(best) :]
 ]
 MARGINS = [name for name, loss in LOSSES.items() if loss.single]
+OTHERS = [name for name, loss in LOSSES.items() if loss.targets != "classes"]
+
+
+def targets_of(loss: Loss, shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Targets of some examples, as the loss takes them."""
+    g = torch.Generator().manual_seed(seed)
+    if loss.targets == "numbers":
+        return 3 * torch.randn(*shape, CLASSES, generator=g, dtype=dtype)
+    if loss.targets == "labels":
+        return torch.randint(0, 2, (*shape, CLASSES), generator=g).to(dtype)
+    return torch.randint(0, 2 if loss.single else CLASSES, shape, generator=g)
 
 
 def module_of(name: str, outputs: int = CLASSES) -> nn.Module:
@@ -255,13 +266,14 @@ def test_kernels_agree_with_the_loop(name: str, kind: str, dtype: torch.dtype, t
 
 
 @pytest.mark.parametrize("name", ["linear", "mlp", "cnn-small"])
-@pytest.mark.parametrize("loss", MARGINS)
+@pytest.mark.parametrize("loss", [*MARGINS, *OTHERS])
 @pytest.mark.parametrize("kind", ["auto", "factored", "vmap"])
-def test_margin_losses_agree_with_the_loop(name: str, loss: str, kind: str) -> None:
-    module = module_of(name, 1)
-    kernel, oracle = (build_kernel(module, loss, SHAPE, kind=which) for which in (kind, "loop"))
+@pytest.mark.parametrize("memory_bytes", [1, 2**28])
+def test_other_losses_agree_with_the_loop(name: str, loss: str, kind: str, memory_bytes: int) -> None:
+    module = module_of(name, 1 if LOSSES[loss].single else CLASSES)
+    kernel, oracle = (build_kernel(module, loss, SHAPE, kind=k, memory_bytes=memory_bytes) for k in (kind, "loop"))
     params, batch, clip, scale, divisor = problem(module, 3, 4, torch.float64)
-    batch = replace(batch, y=batch.y % 2)
+    batch = replace(batch, y=targets_of(LOSSES[loss], (3, 4), 1))
     for share in (None, divisor):
         expected, _ = added(oracle, params, batch, clip, scale, share)
         assert_near(added(kernel, params, batch, clip, scale, share)[0], expected, 1e-10)
@@ -457,12 +469,35 @@ def test_loss_derivative_is_the_value_s(name: str) -> None:
     loss, g = LOSSES[name], torch.Generator().manual_seed(0)
     outputs = 3 * torch.randn(5, 7, 1 if loss.single else CLASSES, generator=g, dtype=torch.float64)
     outputs.requires_grad_()
-    labels = torch.randint(0, 2, (5, 7), generator=g)
+    labels = targets_of(loss, (5, 7), 1)
     value = loss.value(outputs, labels)
     assert value.shape == (5, 7)
     (expected,) = torch.autograd.grad(value.sum(), outputs)
     assert expected.any()
     torch.testing.assert_close(loss.derivative(outputs.detach(), labels), expected)
+
+
+def test_every_loss_that_a_scenario_can_name_is_there() -> None:
+    assert {name: loss.targets for name, loss in LOSSES.items()} == {n: kind.targets for n, kind in LOSS_KINDS.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("mse", functional.mse_loss),
+        ("mae", functional.l1_loss),
+        ("huber", functional.huber_loss),
+        ("binary-cross-entropy", functional.binary_cross_entropy_with_logits),
+    ],
+)
+def test_losses_of_several_numbers_are_torch_s(name: str, reference: Any) -> None:
+    loss = LOSSES[name]
+    outputs = 3 * torch.randn(5, 7, CLASSES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    targets = targets_of(loss, (5, 7), 1)
+    torch.testing.assert_close(loss.value(outputs, targets), reference(outputs, targets, reduction="none").mean(-1))
+    assert torch.equal(loss.predict(outputs), (outputs > 0).long() if loss.targets == "labels" else outputs)
+    assert (loss.n_outputs(1), loss.n_outputs(CLASSES)) == (1, CLASSES)
+    assert loss.blank(outputs).shape == targets.shape
 
 
 def test_losses_are_what_their_names_say() -> None:

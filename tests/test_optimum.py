@@ -110,7 +110,9 @@ def test_a_constant_that_cannot_be_estimated_is_asked_for(build: Build, capsys: 
     console.print_plan(make_plan(experiment), as_json=False)
     assert "best rounds  not known: plan.heterogeneity" in capsys.readouterr().out
     hinge = build(
-        "data={dataset: breast-cancer, batch: {sampling: poisson, size: 12}}", "model={name: linear, loss: hinge}"
+        "data={dataset: breast-cancer, batch: {sampling: poisson, size: 12}}",
+        "model={name: linear}",
+        "task={loss: hinge}",
     )
     assert "no curvature" in optimum(hinge)["optimal_rounds_note"]
 

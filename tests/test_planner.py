@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hosting import hosting
 
 from flower_privdec import cli
@@ -177,7 +178,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(
 @pytest.mark.parametrize(("hidden", "outputs"), [([100], 784 + 100 + 100 + 10), ([5, 6], 784 + 5 + 5 + 6 + 6 + 10)])
 def test_outputs_of_all_layers_are_counted(hidden: list[int], outputs: int) -> None:
     module = build_model("mlp", (1, 28, 28), 10, seed=1, hidden=hidden)
-    assert outputs_per_example(module, (1, 28, 28)) == outputs
+    assert outputs_per_example(module, torch.zeros(1, 1, 28, 28)) == outputs
 
 
 def test_best_signal_follows_its_formula(build: Build) -> None:

@@ -215,7 +215,7 @@ def test_a_summary_is_returned_as_it_stands(tmp_path: Path) -> None:
 
 def test_a_run_without_exchange_has_its_peers_accuracy_and_no_loss(tmp_path: Path) -> None:
     (result,) = read_results([make_run(tmp_path / "a", "algorithm.name=local")])
-    accuracy, loss = plots.CURVES[0], plots.CURVES[1]
+    accuracy, loss, *_ = plots.curves_of([result])
     with plots.drawing():
         figure = plots.draw_curve(accuracy, [result])
         assert figure is not None

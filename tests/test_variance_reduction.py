@@ -265,7 +265,7 @@ def two_classes(tmp_path_factory):
 
 def logistic(build, data, algorithm, *more):
     set_up = [f"data={{dataset: npz, root: {data}, batch: {{sampling: uniform, size: 1}}}}", "privacy=none"]
-    set_up += ["model={name: linear, init: zeros, loss: logistic}", "topology.name=complete", f"rounds={ROUNDS}"]
+    set_up += ["model={name: linear, init: zeros}", "task.loss=logistic", "topology.name=complete", f"rounds={ROUNDS}"]
     return build(*set_up, *algorithm, *more)
 
 

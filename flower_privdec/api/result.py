@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from flower_privdec.data.readers import require
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Agreement
-from flower_privdec.experiment.agreement import build_module
+from flower_privdec.experiment.agreement import build_module, module_facts
 from flower_privdec.reporting.run_folder import read_result
 from flower_privdec.reporting.wording import headline
 from flower_privdec.runtime.checkpoint import read_state
-from flower_privdec.runtime.recorder import model_tensors, module_facts
+from flower_privdec.runtime.recorder import model_tensors
 from flower_privdec.scenario import Scenario
 from flower_privdec.words import one_line
 
@@ -117,7 +117,9 @@ class RunResult:
             raise ScenarioError(f"{self.folder}: has no {path.name}: this run kept no models; run the scenario again")
         agreement = Agreement.of(self.scenario)
         tensors = model_tensors(agreement, read_state(checkpoint).rows)
-        return {key: each for key, each in tensors.items() if key.startswith(prefix)}, module_facts(agreement)
+        return {key: each for key, each in tensors.items() if key.startswith(prefix)}, module_facts(
+            agreement.public, agreement.loss
+        )
 
     def __str__(self) -> str:
         """Return the run in a line: its name, what it reached, and at which ε."""

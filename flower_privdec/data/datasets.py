@@ -14,18 +14,23 @@ from flower_privdec.catalogue import DATASETS
 from flower_privdec.data import npz, readers
 from flower_privdec.data.own_arrays import read_own
 from flower_privdec.data.partition import partition
-from flower_privdec.data.readers import Rows, Source
+from flower_privdec.data.readers import Rows, Source, Split
+from flower_privdec.data.targets import Wanted
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
 from flower_privdec.scenario.schema import PEER, DataSection
+from flower_privdec.tasks.kinds import Targets, fitting
 
-_READERS: dict[str, Callable[[str | None], Source]] = DATASETS.bind(
+_READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(
     {
         "digits": readers.read_digits,
         "breast-cancer": readers.read_breast_cancer,
         "mnist": readers.read_mnist,
         "fashion-mnist": readers.read_fashion_mnist,
         "cifar10": readers.read_cifar10,
+        "diabetes": readers.read_diabetes,
+        "synthetic-labels": readers.read_synthetic_labels,
+        "synthetic-words": readers.read_synthetic_words,
         "npz": npz.read_npz,
     }
 )
@@ -38,15 +43,17 @@ class PublicSet:
 
     Attributes:
         name: its name in DATASETS, or `own`: under it a ledger counts it, whatever part of it, order or file is used.
-        x: features, float32 [N, *input_shape].
-        y: classes, int64 [N], of 0..n_classes-1.
-        n_classes: the number of classes.
+        x: features, float32 [N, *input_shape], or tokens, int64.
+        y: classes, int64 [N], of 0..n_classes-1; or numbers or labels, float32 [N, n_classes].
+        n_classes: how many classes there are, or how many numbers or labels an example has.
+        n_tokens: tokens are 0..n_tokens-1; None where x holds features.
     """
 
     name: str
     x: Tensor
     y: Tensor
     n_classes: int
+    n_tokens: int | None = None
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -59,8 +66,8 @@ class Examples:
     """The training examples of some peers: private, and theirs alone.
 
     Attributes:
-        x: features, float32 [N, *input_shape].
-        y: classes, int64 [N].
+        x: features, float32 [N, *input_shape], or tokens, int64.
+        y: classes, int64 [N]; or numbers or labels, float32 [N, k].
         parts: the rows of each of these peers, int64, none empty.
     """
 
@@ -74,20 +81,30 @@ class Examples:
         return np.array([len(part) for part in self.parts], dtype=np.int64)
 
 
-def open_dataset(section: DataSection, root: str | None) -> Source:
+def open_dataset(section: DataSection, root: str | None, targets: Targets) -> Source:
     """Return a dataset of which nothing has been read.
 
     Args:
         section: names one of DATASETS, or a user's own function, see `read_own`.
         root: the folder that torchvision's layout is in, or the .npz file; the embedded datasets need none.
+        targets: what the task's loss takes.
 
     Raises:
-        ScenarioError: the name, or the root, is wrong; the message has the remedy.
+        ScenarioError: the name, or the root, is wrong, or it has other targets or no tokens; with the remedy.
     """
-    if isinstance(section.dataset, str):
-        DATASETS.check(section.dataset, "data.dataset")
-        return _READERS[section.dataset](root)
-    return read_own(section.dataset.module, root, section.dataset.arguments)
+    name, wanted = section.dataset, Wanted(targets, section.vocabulary)
+    if not isinstance(name, str):
+        return read_own(name.module, root, name.arguments, wanted)
+    DATASETS.check(name, "data.dataset")
+    source = _READERS[name](root, wanted)
+    if source.targets != targets:
+        raise ScenarioError(
+            f"data.dataset={name} has {source.targets} and the task's loss takes {targets}: "
+            f"set task.loss to one of {fitting(source.targets)}"
+        )
+    if section.vocabulary not in (None, source.n_tokens):
+        raise ScenarioError(f"data.vocabulary is for tokens of your own, and {name} is known: remove it")
+    return source
 
 
 def name_of(section: DataSection) -> str:
@@ -95,12 +112,13 @@ def name_of(section: DataSection) -> str:
     return section.dataset if isinstance(section.dataset, str) else OWN
 
 
-def read_public(section: DataSection, seed: int) -> PublicSet:
+def read_public(section: DataSection, seed: int, targets: Targets = "classes") -> PublicSet:
     """Read the public test set, and no training example.
 
     Args:
         section: the scenario's; `test_samples` are chosen by a generator keyed by `seed`.
         seed: the scenario's seed.
+        targets: what the task's loss takes.
 
     Returns:
         Features scaled by public constants only.
@@ -109,12 +127,18 @@ def read_public(section: DataSection, seed: int) -> PublicSet:
         ScenarioError: the name, a path or a number is wrong; the message has the remedy.
     """
     root = section.root if section.test is None else section.test
-    source = open_dataset(section, root)
+    source = open_dataset(section, root, targets)
     split = source.test()
-    n_classes = section.classes or source.n_classes or _count_classes(split.labels, root)
+    if targets == "classes":
+        n_classes = section.classes or source.n_classes or _count_classes(split.labels, root)
+    elif section.classes is not None:
+        raise ScenarioError(f"data.classes={section.classes} counts classes, and the task takes {targets}: remove it")
+    else:
+        n_classes = split.labels.shape[1]
     _check_labels(split.labels, n_classes, f"the test set in {root}")
     rows = _chosen(len(split.labels), section.test_samples, seed, "test_samples", name_of(section))
-    return PublicSet(name_of(section), split.read(rows), torch.from_numpy(split.labels[rows]), n_classes)
+    y = torch.from_numpy(split.labels[rows])
+    return PublicSet(name_of(section), split.read(rows), y, n_classes, source.n_tokens)
 
 
 def read_examples(
@@ -123,6 +147,7 @@ def read_examples(
     n_peers: int,
     peers: Sequence[int] | np.ndarray,
     root: str | None = None,
+    targets: Targets = "classes",
 ) -> Examples:
     """Read the training examples of some peers.
 
@@ -135,14 +160,15 @@ def read_examples(
         n_peers: of the whole network.
         peers: global ids, ascending.
         root: where to read in place of the scenario's root.
+        targets: what the task's loss takes.
 
     Raises:
         ScenarioError: the name, a path or a number is wrong; the message has the remedy.
     """
     root = section.root if root is None else root
     if section.each_its_own:
-        return _own_files(section, root or "", peers)
-    return _dealt(section, seed, n_peers, peers, root)
+        return _own_files(section, root or "", peers, targets)
+    return _dealt(section, seed, n_peers, peers, open_dataset(section, root, targets).train())
 
 
 def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
@@ -156,28 +182,31 @@ def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
             f"data.root={root} has training examples of shape {list(examples.x.shape[1:])} and test examples of shape "
             f"{list(public.x.shape[1:])}: they must be equal; mend the file"
         )
+    if examples.y.shape[1:] != public.y.shape[1:]:
+        raise ScenarioError(
+            f"data.root={root} has training targets of shape {list(examples.y.shape[1:])} and test targets of shape "
+            f"{list(public.y.shape[1:])}: they must be equal; mend the file"
+        )
     _check_labels(examples.y.numpy(), public.n_classes, f"the training set in {root}")
 
 
-def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarray) -> Examples:
+def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarray, targets: Targets) -> Examples:
     """Read every peer's own file whole."""
-    splits = [open_dataset(section, root.replace(PEER, str(peer))).train() for peer in peers]
+    splits = [open_dataset(section, root.replace(PEER, str(peer)), targets).train() for peer in peers]
     ends = np.cumsum([0, *(len(split.labels) for split in splits)])
     features = [split.read(slice(None)) for split in splits]
-    shapes = sorted({tuple(part.shape[1:]) for part in features})
-    if len(shapes) > 1:
-        raise ScenarioError(
-            f"data.root={root} has examples of shapes {shapes}: all peers' must be alike; mend the files"
-        )
+    for what, arrays in (("examples", features), ("targets", [split.labels for split in splits])):
+        shapes = sorted({tuple(part.shape[1:]) for part in arrays})
+        if len(shapes) > 1:
+            raise ScenarioError(
+                f"data.root={root} has {what} of shapes {shapes}: all peers' must be alike; mend the files"
+            )
     parts = tuple(np.arange(a, b) for a, b in pairwise(ends))
     return Examples(torch.cat(features), torch.from_numpy(np.concatenate([split.labels for split in splits])), parts)
 
 
-def _dealt(
-    section: DataSection, seed: int, n_peers: int, peers: Sequence[int] | np.ndarray, root: str | None
-) -> Examples:
+def _dealt(section: DataSection, seed: int, n_peers: int, peers: Sequence[int] | np.ndarray, split: Split) -> Examples:
     """Deal a dataset out among all peers, and read the features of some."""
-    split = open_dataset(section, root).train()
     kept = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
     labels, options = split.labels[kept], section.partition.model_dump(exclude={"kind"}, exclude_none=True)
     parts = partition(labels, n_peers, section.partition.kind, seed, **options)
@@ -212,7 +241,7 @@ def _count_classes(labels: np.ndarray, root: str | None) -> int:
 
 
 def _check_labels(labels: np.ndarray, n_classes: int, what: str) -> None:
-    if labels.max() >= n_classes:
+    if labels.ndim == 1 and labels.max() >= n_classes:
         raise ScenarioError(
             f"{what} has label {labels.max()}, and there are {n_classes} classes, 0 to {n_classes - 1}: "
             "mend the file, or give data.classes"

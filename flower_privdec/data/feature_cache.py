@@ -9,9 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,12 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-
-def cache_folder() -> Path:
-    """Return where features are kept: $XDG_CACHE_HOME/flower_privdec/features, by default in ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    home = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return home / "flower_privdec" / "features"
+from flower_privdec.files import cache_folder, replacing
 
 
 def cached(recipe: dict[str, Any], x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
@@ -42,7 +35,7 @@ def cached(recipe: dict[str, Any], x: Tensor, compute: Callable[[], Tensor]) -> 
         compute: makes the result, float32 [N, D].
     """
     key = _key(recipe, x)
-    path = cache_folder() / f"{key}.safetensors"
+    path = cache_folder() / "features" / f"{key}.safetensors"
     with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -87,16 +80,8 @@ def _read(path: Path, key: str, count: int) -> Tensor | None:
 
 
 def _write(path: Path, key: str, features: Tensor) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")  # readable by its owner alone
-    os.close(handle)
-    try:
-        save_file({"features": features.contiguous()}, name, {"key": key, "checksum": _hash(b"", features)})
-        os.chmod(name, 0o600)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    with replacing(path, private=True) as part:
+        save_file({"features": features.contiguous()}, part, {"key": key, "checksum": _hash(b"", features)})
 
 
 @contextmanager

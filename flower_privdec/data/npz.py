@@ -18,35 +18,41 @@ from flower_privdec.data.readers import (
     Source,
     Split,
     channels_first,
-    class_labels,
     require,
     scale_pixels,
     some,
 )
+from flower_privdec.data.targets import Wanted, class_labels, read_targets, read_tokens
 from flower_privdec.errors import ScenarioError
 from flower_privdec.words import one_line
 
 _ARRAYS, _JPEG = ("x", "y"), ("jpeg", "offset", "label")
 
 
-def read_npz(root: str | None) -> Source:
+def read_npz(root: str | None, wanted: Wanted) -> Source:
     """Read an .npz file: x_train, y_train, x_test, y_test, or {train,test}_{jpeg,offset,label}; either half alone too.
 
-    8-bit images ([N, H, W] or [N, H, W, C]) are scaled by PLAIN_PIXELS; every other array is taken as it is.
-    Labels -1 and +1 become 0 and 1.
+    Targets and tokens are read as they are wanted. Otherwise 8-bit images ([N, H, W] or [N, H, W, C]) are scaled by
+    PLAIN_PIXELS; every other array is taken as it is. Labels -1 and +1 become 0 and 1.
     JPEG images are a re-encoding: near the originals they were made from, not equal; say so of any result.
     """
     if root is None or not Path(root).is_file():
         raise ScenarioError(
             f"data.root={root} is no file: dataset npz needs the path of an .npz with x_train, y_train, x_test, y_test"
         )
-    return Source(partial(_read_half, root, "train"), partial(_read_half, root, "test"))
+    train, test = (partial(_read_half, root, part, wanted) for part in ("train", "test"))
+    return Source(train, test, targets=wanted.targets, n_tokens=wanted.n_tokens)
 
 
-def _read_half(root: str, part: str) -> Split:
+def _read_half(root: str, part: str, wanted: Wanted) -> Split:
     arrays = _open_npz(root, part)
-    read = _jpeg_split if f"{part}_jpeg" in arrays else _array_split
-    return _binary_labels(read(arrays, part, root), root)
+    if f"{part}_jpeg" not in arrays:
+        return from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, root, wanted)
+    if wanted != Wanted():
+        raise ScenarioError(
+            f"data.root={root} holds JPEG images with classes: they are no tokens, and need a loss of classes"
+        )
+    return _binary_labels(_jpeg_split(arrays, part, root), root)
 
 
 def _open_npz(root: str, part: str) -> dict[str, np.ndarray]:
@@ -66,18 +72,22 @@ def _open_npz(root: str, part: str) -> dict[str, np.ndarray]:
         raise ScenarioError(damaged + one_line(error)) from error
 
 
-def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str) -> Split:
+def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wanted) -> Split:
     """Return one half of a dataset that somebody gives as arrays, read as those of an .npz file are."""
-    return _binary_labels(_array_split({f"x_{part}": x, f"y_{part}": y}, part, where), where)
+    split = _array_split({f"x_{part}": x, f"y_{part}": y}, part, where, wanted)
+    return _binary_labels(split, where) if wanted.targets == "classes" else split
 
 
-def _array_split(arrays: dict[str, np.ndarray], part: str, root: str) -> Split:
+def _array_split(arrays: dict[str, np.ndarray], part: str, root: str, wanted: Wanted) -> Split:
     x, name = arrays[f"x_{part}"], f"x_{part} in {root}"
-    labels = class_labels(arrays[f"y_{part}"], f"y_{part} in {root}", minimum=-1)
+    labels = read_targets(arrays[f"y_{part}"], wanted.targets, f"y_{part} in {root}")
     if x.dtype.kind not in "buif" or x.ndim < 2:
         raise ScenarioError(f"{name} is {x.dtype} {list(x.shape)}: it must be numbers of shape [examples, ...]")
     if len(x) != len(labels):
         raise ScenarioError(f"{name} has {len(x)} rows for {len(labels)} labels: there must be one for each")
+    if wanted.n_tokens is not None:
+        tokens = read_tokens(x, wanted.n_tokens, name)
+        return Split(labels, lambda rows: tokens[rows])
     if x.dtype == np.uint8 and (x.ndim == 3 or (x.ndim == 4 and x.shape[-1] in (1, 3))):
         images = channels_first(torch.from_numpy(x))
         return Split(labels, lambda rows: scale_pixels(images[rows], PLAIN_PIXELS))

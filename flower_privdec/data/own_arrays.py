@@ -10,12 +10,13 @@ import numpy as np
 
 from flower_privdec.data.npz import from_arrays
 from flower_privdec.data.readers import Source, Split
+from flower_privdec.data.targets import Wanted
 from flower_privdec.errors import PrivdecError, ScenarioError
 from flower_privdec.user_code import load_own
 from flower_privdec.words import one_line
 
 
-def read_own(target: str, root: str | None, arguments: Mapping[str, Any]) -> Source:
+def read_own(target: str, root: str | None, arguments: Mapping[str, Any], wanted: Wanted) -> Source:
     """Return a dataset that a user's function gives.
 
     The function is called with the half that is wanted, "train" or "test", and its arguments. It returns x and y, which
@@ -25,17 +26,18 @@ def read_own(target: str, root: str | None, arguments: Mapping[str, Any]) -> Sou
         target: where the function lies, `package.module:name`.
         root: given to it by this name, where the scenario has one.
         arguments: by name.
+        wanted: how the arrays are to be read.
 
     Raises:
         ScenarioError: the function cannot be had. A half that is read: it fails, or gives something else.
     """
     load_own(target, "data.dataset.module")
     given = {} if root is None else {"root": root}
-    half = partial(_read_half, target, {**given, **arguments})
-    return Source(partial(half, "train"), partial(half, "test"))
+    half = partial(_read_half, target, {**given, **arguments}, wanted)
+    return Source(partial(half, "train"), partial(half, "test"), targets=wanted.targets, n_tokens=wanted.n_tokens)
 
 
-def _read_half(target: str, arguments: Mapping[str, Any], part: str) -> Split:
+def _read_half(target: str, arguments: Mapping[str, Any], wanted: Wanted, part: str) -> Split:
     where = f"data.dataset.module={target!r}"
     try:
         made = load_own(target, "data.dataset.module")(part, **arguments)
@@ -49,4 +51,4 @@ def _read_half(target: str, arguments: Mapping[str, Any], part: str) -> Split:
         x, y = (np.asarray(half) for half in made)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors elsewhere
         raise ScenarioError(f"{where} returns for {part!r} what are no arrays: {one_line(error)}") from error
-    return from_arrays(x, y, part, target)
+    return from_arrays(x, y, part, target, wanted)

@@ -26,7 +26,7 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
     """Divide examples among peers.
 
     Args:
-        labels: classes of the training examples, integers [N].
+        labels: classes of the training examples, integers [N]; iid and sizes take targets of any kind, [N, ...].
         n_peers: number of peers.
         kind: a key of PARTITIONS.
         seed: the scenario's seed; the same seed gives the same partition.
@@ -50,6 +50,10 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
     labels = np.asarray(labels)
     PARTITIONS.check(kind, "data.partition.kind")
     _check_options(kind, options)
+    if kind not in ("iid", "sizes") and (labels.ndim != 1 or labels.dtype.kind not in "ui"):
+        raise ScenarioError(
+            f"data.partition.kind={kind} deals out classes, and the task's targets are none: use iid or sizes"
+        )
     if not 1 <= _whole("n_peers", n_peers) <= len(labels):
         raise ScenarioError(f"n_peers={n_peers} must be 1 to {len(labels)}, the number of training examples: lower it")
     parts = _KINDS[kind](labels, n_peers, seed, **options)

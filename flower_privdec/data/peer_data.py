@@ -18,9 +18,9 @@ class Batch:
     """The examples that m peers use in a step, on the device.
 
     Attributes:
-        x: features [m, B, *input_shape].
-        y: classes, int64 [m, B].
-        weight: [m, B] in the dtype of x, 1 for an example, 0 for padding (whose x and y are some example's).
+        x: features [m, B, *input_shape], or tokens, int64.
+        y: classes, int64 [m, B]; or numbers or labels [m, B, k].
+        weight: [m, B] in the run's dtype, 1 for an example, 0 for padding (whose x and y are some example's).
         index: int64 [m, B], local positions.
     """
 
@@ -54,9 +54,13 @@ class PeerData:
         self.sampler = sampler
         self.device, self.dtype, self.input_shape = torch.device(device), dtype, tuple(examples.x.shape[1:])
         self._start, self._row = np.cumsum([0, *sizes])[:-1], np.concatenate(examples.parts)
-        self._x = examples.x.reshape(len(examples.x), -1).to(self.device, dtype)
-        self._y = examples.y.to(self.device)
+        self._x = self._placed(examples.x).reshape(len(examples.x), -1)
+        self._y = self._placed(examples.y)
         self._full: tuple[bytes, Batch] | None = None
+
+    def _placed(self, values: Tensor) -> Tensor:
+        """Move values to the device, and what is no whole number into the number type."""
+        return values.to(self.device, self.dtype if values.is_floating_point() else values.dtype)
 
     def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Batch:
         """Return the examples that some peers use in a step, as `Sampler.batch` chooses them.
@@ -96,4 +100,6 @@ class PeerData:
         places, index, weight = torch.from_numpy(packed).to(self.device).unbind(0)
         flat = places.reshape(-1)
         x = self._x.index_select(0, flat).view(*places.shape, *self.input_shape)
-        return Batch(x, self._y.index_select(0, flat).view(places.shape), weight.to(self.dtype), index)
+        return Batch(
+            x, self._y.index_select(0, flat).view(*places.shape, *self._y.shape[1:]), weight.to(self.dtype), index
+        )

@@ -16,8 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.data.synthetic import WORDS, draw_labels, draw_words
+from flower_privdec.data.targets import Wanted, class_labels
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
+from flower_privdec.tasks.kinds import Targets
 from flower_privdec.words import one_line
 
 Rows = np.ndarray | slice
@@ -33,13 +36,17 @@ PLAIN_PIXELS = ((0.5,), (0.25,))
 # smoothness, compactness, concavity, concave points, symmetry, fractal dimension; standard errors a decade
 # lower.
 NUCLEUS_DECADES = (10.0, 10.0, 100.0, 1000.0, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)
+# A usual age, sex (1 or 2), body mass index, blood pressure and six blood values, and a step of each.
+PATIENT_MIDDLE = (50.0, 1.5, 25.0, 100.0, 200.0, 100.0, 50.0, 4.0, 4.5, 90.0)
+PATIENT_STEPS = (10.0, 0.5, 5.0, 10.0, 50.0, 50.0, 10.0, 1.0, 0.5, 10.0)
 DIGITS_TRAIN, BREAST_CANCER_TRAIN = 1440, 448  # 8 peers of 180, and of 56
+DIABETES_TRAIN, SYNTHETIC_TRAIN = 352, 2000  # 8 peers of 44, and of 250
 SPLIT_SEED = 1797  # of the embedded datasets' train/test split: the same in every scenario
 
 
 @dataclass(frozen=True)
 class Split:
-    """Half a dataset: all labels (int64), and a way to read the features of some rows (float32)."""
+    """Half a dataset: its targets (int64, or float32 [N, k]), and a way to read some rows (float32, or tokens)."""
 
     labels: np.ndarray
     read: Callable[[Rows], Tensor]
@@ -52,11 +59,15 @@ class Source:
     Attributes:
         train, test: read a half.
         n_classes: where the format says it; None where the test set's labels do.
+        targets: what an example's target is.
+        n_tokens: examples are whole numbers 0..n_tokens-1; None where they are numbers to reckon with.
     """
 
     train: Callable[[], Split]
     test: Callable[[], Split]
     n_classes: int | None = None
+    targets: Targets = "classes"
+    n_tokens: int | None = None
 
 
 def require(module: str, purpose: str, remedy: str) -> Any:
@@ -75,19 +86,28 @@ def scale_pixels(images: Tensor, constants: tuple[tuple[float, ...], tuple[float
     return x.sub_(mean).div_(std)
 
 
-def _embedded(x: np.ndarray, labels: np.ndarray, n_train: int, name: str) -> Source:
+def _embedded(
+    x: np.ndarray,
+    labels: np.ndarray,
+    n_train: int,
+    name: str,
+    targets: Targets = "classes",
+    n_tokens: int | None = None,
+) -> Source:
     """Split an embedded dataset by one fixed permutation."""
     order = keyed_generator(SPLIT_SEED, f"split {name}").permutation(len(labels))
-    tensor = torch.from_numpy(x.astype(np.float32))
+    tensor = torch.from_numpy(x.astype(np.float32 if n_tokens is None else np.int64))
+    labels = labels.astype(np.int64 if targets == "classes" else np.float32)
 
     def split(rows: np.ndarray) -> Split:
         part = tensor[torch.from_numpy(rows)]
-        return Split(labels[rows].astype(np.int64), lambda chosen: part[chosen])
+        return Split(labels[rows], lambda chosen: part[chosen])
 
-    return Source(lambda: split(order[:n_train]), lambda: split(order[n_train:]), int(labels.max()) + 1)
+    n_classes = int(labels.max()) + 1 if targets == "classes" else None
+    return Source(lambda: split(order[:n_train]), lambda: split(order[n_train:]), n_classes, targets, n_tokens)
 
 
-def read_digits(_root: str | None) -> Source:
+def read_digits(_root: str | None, _wanted: Wanted) -> Source:
     """Read scikit-learn's 1,797 digits: [1, 8, 8], counts of 0 to 16 scaled to [0, 1]."""
     bunch = _sklearn("digits").load_digits()
     return _embedded(bunch.images[:, None] / 16.0, bunch.target, DIGITS_TRAIN, "digits")
@@ -103,10 +123,27 @@ def nucleus_features(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.log2(0.1 + x / np.concatenate([decades, decades / 10, decades])))
 
 
-def read_breast_cancer(_root: str | None) -> Source:
+def read_breast_cancer(_root: str | None, _wanted: Wanted) -> Source:
     """Read scikit-learn's 569 tumours: [30] by `nucleus_features`."""
     bunch = _sklearn("breast-cancer").load_breast_cancer()
     return _embedded(nucleus_features(bunch.data), bunch.target, BREAST_CANCER_TRAIN, "breast-cancer")
+
+
+def read_diabetes(_root: str | None, _wanted: Wanted) -> Source:
+    """Read scikit-learn's 442 patients: [10] and how far the disease went in a year, by constants known before."""
+    bunch = _sklearn("diabetes").load_diabetes(scaled=False)
+    x = (bunch.data - np.array(PATIENT_MIDDLE)) / np.array(PATIENT_STEPS)
+    return _embedded(x, (bunch.target[:, None] - 150) / 100, DIABETES_TRAIN, "diabetes", "numbers")
+
+
+def read_synthetic_labels(_root: str | None, _wanted: Wanted) -> Source:
+    """Draw 2,500 examples with any of six labels: [20]."""
+    return _embedded(*draw_labels(2500), SYNTHETIC_TRAIN, "synthetic labels", "labels")
+
+
+def read_synthetic_words(_root: str | None, _wanted: Wanted) -> Source:
+    """Draw 2,500 texts of up to 20 words about four topics: [20]."""
+    return _embedded(*draw_words(2500), SYNTHETIC_TRAIN, "synthetic words", n_tokens=WORDS)
 
 
 def _sklearn(name: str) -> Any:
@@ -117,17 +154,17 @@ _IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("
 _CIFAR = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta")
 
 
-def read_mnist(root: str | None) -> Source:
+def read_mnist(root: str | None, _wanted: Wanted) -> Source:
     """Read MNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
     return _torchvision("MNIST", root, "MNIST/raw", _IDX, MNIST_PIXELS)
 
 
-def read_fashion_mnist(root: str | None) -> Source:
+def read_fashion_mnist(root: str | None, _wanted: Wanted) -> Source:
     """Read FashionMNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
     return _torchvision("FashionMNIST", root, "FashionMNIST/raw", _IDX, FASHION_PIXELS)
 
 
-def read_cifar10(root: str | None) -> Source:
+def read_cifar10(root: str | None, _wanted: Wanted) -> Source:
     """Read cifar-10-batches-py/ under `root` (torchvision unpickles it, after its checksums): [3, 32, 32]."""
     return _torchvision("CIFAR10", root, "cifar-10-batches-py", _CIFAR, CIFAR10_PIXELS)
 
@@ -176,17 +213,6 @@ def _torchvision_split(
 def channels_first(images: Tensor) -> Tensor:
     """View [N, H, W] or [N, H, W, C] images as [N, C, H, W]."""
     return images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
-
-
-def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
-    """Return labels as int64 [N], refusing what is not a whole number of at least `minimum`."""
-    right = labels.ndim == 1 and len(labels) > 0 and labels.dtype.kind in "buif"
-    if not right or (labels.dtype.kind == "f" and not bool((labels == np.rint(labels)).all())):
-        raise ScenarioError(f"{name} is {labels.dtype} {list(labels.shape)}: it must be whole numbers of shape [N]")
-    whole = labels.astype(np.int64)
-    if whole.min() < minimum:
-        raise ScenarioError(f"{name} holds {whole.min()}: labels are 0..C-1, or -1 and +1 for two classes")
-    return whole
 
 
 def some(classes: np.ndarray) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +15,13 @@ from flower_privdec.algorithms.cohort import LearningRate
 from flower_privdec.data import PublicSet, read_public
 from flower_privdec.data.features import apply_features
 from flower_privdec.errors import ScenarioError
-from flower_privdec.gradients import GradientKernel, build_kernel, resolve_loss
+from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.scenario import Scenario
+from flower_privdec.tasks.losses import Loss, resolve_loss
+from flower_privdec.tasks.metrics import METRICS, Metric
 from flower_privdec.topology import build_topology
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -31,6 +34,7 @@ class Agreement:
     Attributes:
         public: the test set, its features where the scenario has some.
         mixing: the graph's weights; None for an algorithm that exchanges nothing.
+        loss, metrics: what models are trained by, and tried by.
         module, initial: the model and the parameters [d] that every peer starts from.
     """
 
@@ -39,6 +43,8 @@ class Agreement:
     mixing: Mixing | None
     participation: Participation
     public: PublicSet
+    loss: Loss
+    metrics: tuple[Metric, ...]
     kernel: GradientKernel
     module: nn.Module
     initial: Tensor
@@ -55,17 +61,20 @@ class Agreement:
         device = resolve_device(scenario.compute.device)
         algorithm = build_algorithm(scenario.algorithm)
         mixing, participation = build_exchange(scenario, algorithm)
-        public = read_public(scenario.data, scenario.seed)
+        loss = resolve_loss(scenario.task.loss)
+        public = read_public(scenario.data, scenario.seed, loss.targets)
         if scenario.features is not None:
+            if public.n_tokens is not None:
+                raise ScenarioError("features are made of images, and the data are tokens: remove the section features")
             public = replace(public, x=apply_features(public.x, scenario.features))
-        module = build_module(scenario, public.input_shape, n_outputs(scenario, public))
-        dtype = DTYPES[scenario.compute.dtype]
+        module, dtype = build_module(scenario, **module_facts(public, loss)), DTYPES[scenario.compute.dtype]
         initial = flatten(module).to(device, dtype)
         kernel = build_kernel(
             module.to(device, dtype),
-            scenario.model.loss,
+            loss,
             public.input_shape,
             memory_bytes=scenario.compute.memory_mib << 20,
+            n_tokens=public.n_tokens,
         )
         algorithm.check_model(kernel)
         rate = np.broadcast_to(np.asarray(scenario.algorithm.learning_rate, dtype=np.float64), (scenario.n_peers,))
@@ -75,6 +84,8 @@ class Agreement:
             mixing=mixing,
             participation=participation,
             public=public,
+            loss=loss,
+            metrics=tuple(METRICS[name] for name in scenario.task.metrics),
             kernel=kernel,
             module=module,
             initial=initial,
@@ -116,21 +127,30 @@ def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | N
     return algorithm.exchange(topology, weights, participation, scenario.seed)
 
 
-def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int) -> nn.Module:
+def module_facts(public: PublicSet, loss: Loss) -> dict[str, Any]:
+    """Return what a module for the model is built with, beside the scenario."""
+    outputs = loss.n_outputs(public.n_classes)
+    return {"input_shape": list(public.input_shape), "outputs": outputs, "n_tokens": public.n_tokens}
+
+
+def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int, n_tokens: int | None) -> nn.Module:
     """Build a scenario's model, as it is before round 0.
 
     Args:
         input_shape: of one example, as the model sees it.
         outputs: how many it has.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are numbers to reckon with.
 
     Raises:
         ScenarioError: the model cannot be had, or does not fit.
     """
     section = scenario.model
-    name = section.name or str(section.module)
-    return build_model(name, input_shape, outputs, seed=scenario.seed, init=section.init, **section.options())
-
-
-def n_outputs(scenario: Scenario, public: PublicSet) -> int:
-    """Return how many outputs a scenario's model has."""
-    return resolve_loss(scenario.model.loss).n_outputs(public.n_classes)
+    return build_model(
+        section.name or str(section.module),
+        input_shape,
+        outputs,
+        seed=scenario.seed,
+        init=section.init,
+        n_tokens=n_tokens,
+        **section.options(),
+    )

@@ -1,4 +1,4 @@
-"""Accuracy, loss and consensus of the peers' models on the public test set."""
+"""Metrics, loss and consensus of the peers' models on the public test set."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.own_labels import try_on_shards
 from flower_privdec.experiment.own_parts import OwnParts
-from flower_privdec.gradients import resolve_loss
-from flower_privdec.gradients.protocol import row_chunks
+from flower_privdec.gradients.protocol import inputs_like, row_chunks
 from flower_privdec.scenario import Scenario
 
 OUTPUT_BYTES = 2**26  # the outputs of so many models as are tried at once
-LARGEST_LOSS = 1e6  # beyond it a run only waits for infinity
+LARGEST_LOSS = 1e6  # beyond it, or so many times the loss of outputs 0, a run only waits for infinity
 HOPELESS_LOSS, HOPELESS_ACCURACY = 20.0, 0.05  # without noise: times a blind guess's loss, and above its accuracy
 
 
@@ -39,37 +38,38 @@ def evaluate(
         own: of all peers, where they are at hand.
 
     Returns:
-        accuracy (mean_model, peer_mean, peer_min, peer_max), loss (mean_model, in nats), consensus_distance;
-        and for methods of several local steps personalized, see `own_labels.try_on_shards`, where there is no
-        privacy to lose by it.
+        for each of the task's metrics mean_model, peer_mean, peer_min and peer_max (None where one is no finite
+        number), loss (mean_model, in nats), consensus_distance; and for methods of several local steps that learn
+        classes personalized, see `own_labels.try_on_shards`, where there is no privacy to lose by it.
 
     Raises:
         RunError: when the run has diverged.
     """
-    algorithm, loss = agreement.algorithm, resolve_loss(agreement.scenario.model.loss)
+    algorithm, kernel = agreement.algorithm, agreement.kernel
     models = algorithm.debiased(rows)
     _check_finite(agreement, models, round_index)
-    x, labels = agreement.public.x.to(models), agreement.public.y.to(models.device)
-    outputs = agreement.kernel.logits(algorithm.network_mean(rows).unsqueeze(0), x)[0]
-    right, value = loss.predict(outputs) == labels, float(loss.value(outputs, labels).mean())
-    accuracy, n_classes = float(right.double().mean()), agreement.public.n_classes
-    blind = accuracy <= 1 / n_classes + HOPELESS_ACCURACY and value > HOPELESS_LOSS * math.log(n_classes)
-    together = algorithm.weights is not None  # the mean of models that never met may be anything
-    if not value < LARGEST_LOSS or (blind and together and agreement.scenario.private is None):
-        raise _diverged(
-            agreement, round_index, f"the mean model's test loss is {value:.3g} and its accuracy {accuracy:.1%}"
-        )
+    x, targets = inputs_like(agreement.public.x, models), agreement.public.y.to(models.device)
+    outputs = kernel.logits(algorithm.network_mean(rows).unsqueeze(0), x)
+    value = _sound_loss(agreement, outputs[0], targets, round_index)
+    found, peers = _measure(agreement, outputs, targets), _try_peers(agreement, models, x, targets)
     metrics = {
-        "accuracy": {"mean_model": accuracy, **_peer_accuracy(agreement, models, x, labels)},
+        **{name: {"mean_model": finite(mean[0]), **_spread(peers[name])} for name, mean in found.items()},
         "loss": {"mean_model": value},
         "consensus_distance": consensus_distance(models),
     }
-    if own is not None and algorithm.tried_on_own_labels and shows_private(agreement.scenario):
+    by_label = algorithm.tried_on_own_labels and agreement.loss.targets == "classes"
+    if own is not None and by_label and shows_private(agreement.scenario):
         personal, last = algorithm.personal(rows), round_index >= agreement.scenario.rounds
         if personal is not None:
             _check_finite(agreement, personal, round_index)
+        right = agreement.loss.predict(outputs[0]) == targets
         metrics["personalized"] = try_on_shards(agreement, own, rows, right, last)
     return metrics
+
+
+def finite(value: float) -> float | None:
+    """Return a number as metrics hold it: None where it is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def shows_private(scenario: Scenario) -> bool:
@@ -80,17 +80,49 @@ def shows_private(scenario: Scenario) -> bool:
     return scenario.private is None or scenario.evaluation.private == "ignored"
 
 
-def _peer_accuracy(agreement: Agreement, models: Tensor, x: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the mean, least and greatest accuracy of the peers' models; one that all share is tried once."""
-    few = _spaced(len(labels), agreement.scenario.evaluation.peer_samples)
-    x, labels = x[few], labels[few]
-    loss, kernel = resolve_loss(agreement.scenario.model.loss), agreement.kernel
+def _measure(agreement: Agreement, outputs: Tensor, targets: Tensor) -> dict[str, list[float]]:
+    """Return the task's metrics of some models' outputs [m, N, k], one value a model."""
+    return {metric.name: metric.measure(agreement.loss, outputs, targets).tolist() for metric in agreement.metrics}
+
+
+def _try_peers(agreement: Agreement, models: Tensor, x: Tensor, targets: Tensor) -> dict[str, list[float]]:
+    """Return the metrics of the peers' models; one that all share is tried once."""
+    few = _spaced(len(targets), agreement.scenario.evaluation.peer_samples)
+    x, targets = x[few], targets[few]
     shared = all(torch.equal(model, models[0]) for model in models)
-    tried, peers = models[:1] if shared else models, []
-    for rows in row_chunks(len(tried), len(labels) * agreement.public.n_classes * x.element_size(), OUTPUT_BYTES):
-        right = loss.predict(kernel.logits(tried[rows], x)) == labels
-        peers += right.double().mean(1).tolist()
-    return {"peer_mean": sum(peers) / len(peers), "peer_min": min(peers), "peer_max": max(peers)}
+    tried = models[:1] if shared else models
+    found: dict[str, list[float]] = {metric.name: [] for metric in agreement.metrics}
+    output_bytes = len(targets) * agreement.public.n_classes * models.element_size()
+    for rows in row_chunks(len(tried), output_bytes, OUTPUT_BYTES):
+        for name, values in _measure(agreement, agreement.kernel.logits(tried[rows], x), targets).items():
+            found[name] += values
+    return found
+
+
+def _spread(values: list[float]) -> dict[str, float | None]:
+    if not all(map(math.isfinite, values)):
+        return dict.fromkeys(("peer_mean", "peer_min", "peer_max"))
+    return {"peer_mean": sum(values) / len(values), "peer_min": min(values), "peer_max": max(values)}
+
+
+def _sound_loss(agreement: Agreement, outputs: Tensor, targets: Tensor, round_index: int) -> float:
+    """Return the mean model's loss.
+
+    Raises:
+        RunError: it only grows, or without noise it is far worse than a blind guess.
+    """
+    loss, n_classes = agreement.loss, agreement.public.n_classes
+    value = float(loss.value(outputs, targets).mean())
+    start = finite(float(loss.value(torch.zeros_like(outputs), targets).mean())) or 0.0
+    said, blind = f"the mean model's test loss is {value:.3g}", False
+    if loss.targets == "classes":
+        accuracy = float((loss.predict(outputs) == targets).double().mean())
+        blind = accuracy <= 1 / n_classes + HOPELESS_ACCURACY and value > HOPELESS_LOSS * math.log(n_classes)
+        said += f" and its accuracy {accuracy:.1%}"
+    together = agreement.algorithm.weights is not None  # the mean of models that never met may be anything
+    if not value < LARGEST_LOSS * max(1.0, start) or (blind and together and agreement.scenario.private is None):
+        raise _diverged(agreement, round_index, said)
+    return value
 
 
 def _check_finite(agreement: Agreement, models: Tensor, round_index: int) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flower_privdec.errors import ScenarioError
+from flower_privdec.gradients.protocol import inputs_like
 from flower_privdec.words import memory
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def memory_need(experiment: Experiment) -> MemoryNeed:
     """Estimate what a run of the peers hosted here takes."""
     scenario, public, examples = experiment.scenario, experiment.public, experiment.own.examples
     data, each = sum(t.nbytes for t in (examples.x, examples.y, public.x, public.y)), experiment.initial.element_size()
-    per_example = math.prod(public.input_shape) + 2 * outputs_per_example(experiment.module, public.input_shape)
+    per_example = math.prod(public.input_shape) + 2 * outputs_per_example(experiment.module, public.x)
     batch = int(experiment.own.sampler.normalizer.sum() * per_example * each)
     table, rows = _chosen_table_bytes(experiment), len(experiment.own.peers)
     return MemoryNeed(
@@ -81,6 +82,8 @@ def _checkpoint_bytes(experiment: Experiment, rows: int, table: int) -> int:
 
 def _copy_bytes(experiment: Experiment) -> int:
     x, initial = experiment.own.examples.x, experiment.initial
+    if not x.is_floating_point():
+        return 0 if x.device == initial.device else x.nbytes
     same = x.dtype == initial.dtype and x.device == initial.device
     return 0 if same else x.numel() * initial.element_size()
 
@@ -165,15 +168,15 @@ def check_memory(experiment: Experiment) -> None:
         raise ScenarioError(found)
 
 
-def outputs_per_example(module: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Count the numbers that all leaf modules together put out for one example."""
+def outputs_per_example(module: nn.Module, x: Tensor) -> int:
+    """Count the numbers that all leaf modules together put out for one example, like those of x [N, ...]."""
     counts: list[int] = []
     leaves = [leaf for leaf in module.modules() if not list(leaf.children())]
     handles = [leaf.register_forward_hook(lambda _m, _i, out: counts.append(out.numel())) for leaf in leaves]
     parameter = next(module.parameters())
     try:
         with torch.no_grad():
-            module(torch.zeros((1, *input_shape), dtype=parameter.dtype, device=parameter.device))
+            module(inputs_like(torch.zeros_like(x[:1]), parameter))
     finally:
         for handle in handles:
             handle.remove()

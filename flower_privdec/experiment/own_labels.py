@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.own_parts import OwnParts
-from flower_privdec.gradients import resolve_loss
+from flower_privdec.gradients.protocol import inputs_like
 from flower_privdec.rows import keyed_generator
 
 
@@ -78,11 +78,11 @@ def _hits(agreement: Agreement, model: Tensor, wanted: np.ndarray) -> np.ndarray
     """Return how many test examples of each wanted label a model gets right, [n_classes]; 0 of the others."""
     labels = agreement.public.y
     chosen = torch.from_numpy(wanted)[labels]
-    x = agreement.public.x[chosen].to(model)
+    x = inputs_like(agreement.public.x[chosen], model)
     right = torch.zeros(len(labels), dtype=torch.bool)
     if len(x):
         outputs = agreement.kernel.logits(model.unsqueeze(0), x)[0].cpu()
-        right[chosen] = resolve_loss(agreement.scenario.model.loss).predict(outputs) == labels[chosen]
+        right[chosen] = agreement.loss.predict(outputs) == labels[chosen]
     return _per_label(agreement, right)
 
 

@@ -58,7 +58,7 @@ class OwnParts:
         """
         scenario = agreement.scenario
         peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
-        examples = read_examples(scenario.data, scenario.seed, scenario.n_peers, peers, root)
+        examples = read_examples(scenario.data, scenario.seed, scenario.n_peers, peers, root, agreement.loss.targets)
         if scenario.features is not None:
             examples = replace(examples, x=apply_features(examples.x, scenario.features))
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)

@@ -8,25 +8,22 @@ from torch import nn
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.factored import FactoredKernel
-from flower_privdec.gradients.losses import LOSSES, Loss, resolve_loss
 from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
 from flower_privdec.gradients.proof import prove
 from flower_privdec.gradients.protocol import GradientKernel, LabelledInputs
 from flower_privdec.gradients.stacked import Factors, StackedKernel, parse_stack
 from flower_privdec.models import check_model
+from flower_privdec.tasks.losses import Loss, resolve_loss
 
 __all__ = [
     "KERNELS",
-    "LOSSES",
     "Factors",
     "GradientKernel",
     "LabelledInputs",
-    "Loss",
     "StackedKernel",
     "build_kernel",
     "explain_kernel",
-    "resolve_loss",
 ]
 
 KERNELS = {
@@ -45,6 +42,7 @@ def build_kernel(
     *,
     kind: str = "auto",
     memory_bytes: int = 2**28,
+    n_tokens: int | None = None,
 ) -> GradientKernel:
     """Build the gradient kernel for a model.
 
@@ -52,10 +50,11 @@ def build_kernel(
         module: the model; its parameters' values are not used, and it is not changed. Any module: where its
             structure proves that it keeps the examples of a batch apart, a batch takes one backward pass; else
             vmap keeps them apart. What is promised of modules that keep something between calls: `VmapKernel`.
-        loss: one of LOSSES.
+        loss: what it is trained by, or its name.
         input_shape: of one example.
         kind: one of KERNELS.
         memory_bytes: about how much temporary memory the kernel may take.
+        n_tokens: the inputs are whole numbers 0..n_tokens-1, which are looked up, not reckoned with: vmap or loop.
 
     Raises:
         ScenarioError: an unknown kind or loss, a model that cannot be clipped example by example, or a kind
@@ -66,20 +65,22 @@ def build_kernel(
     if memory_bytes < 1:
         raise ScenarioError(f"memory_bytes={memory_bytes} must be > 0")
     check_model(module)
-    resolved, layers = resolve_loss(loss), parse_stack(module, input_shape)
+    resolved, layers = resolve_loss(loss), None if n_tokens else parse_stack(module, input_shape)
+    if n_tokens is not None and kind in ("stacked", "factored"):
+        raise ScenarioError(f"gradients={kind!r} does not fit tokens, which are looked up: use auto")
     if kind == "stacked" and layers is None:
         raise ScenarioError("gradients='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto")
     if kind in ("auto", "stacked") and layers is not None:
         return StackedKernel(module, layers, resolved, memory_bytes)
-    if kind in ("auto", "factored"):
+    if kind in ("auto", "factored") and n_tokens is None:
         try:
             return FactoredKernel(module, prove(module, input_shape), resolved, input_shape, memory_bytes)
         except Unproved as why:
             if kind == "factored":
                 raise ScenarioError(f"gradients='factored' does not fit this model: {why}; use auto") from None
     if kind == "loop":
-        return LoopKernel(module, resolved)
-    return VmapKernel(module, resolved, input_shape, memory_bytes)
+        return LoopKernel(module, resolved, n_tokens)
+    return VmapKernel(module, resolved, input_shape, memory_bytes, n_tokens)
 
 
 def explain_kernel(module: nn.Module, input_shape: Sequence[int]) -> str:

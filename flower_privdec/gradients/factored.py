@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 
 from flower_privdec.gradients.chain import Chain, LayerCall, parse_chain
 from flower_privdec.gradients.layers import bias_piece, is_supported, weight_pieces
-from flower_privdec.gradients.losses import Loss
 from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.gradients.rows import Piece, RowKernel
+from flower_privdec.tasks.losses import Loss
 
 _GRAPH = 3  # a captured tensor stands for so many in the backward pass
 
@@ -105,7 +105,7 @@ class FactoredKernel(RowKernel):
         """Return how many numbers an example takes on its way through, as a pair of zeros does."""
         self._module.to(like)
         point, x = like.new_zeros(self.d), like.new_zeros(2, *self._input_shape)
-        y = torch.zeros(2, dtype=torch.int64, device=like.device)
+        y = self._loss.blank(self._outputs(point, x))
         pieces, calls = self._pieces(point, x, y), self._calls(point, x, y)
         self._release()
         captured = sum(call.x.numel() + call.delta.numel() for call in calls)

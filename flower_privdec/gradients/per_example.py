@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +14,10 @@ from torch.func import functional_call, grad, vmap
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.gradients.bounds import beyond, upper
-from flower_privdec.gradients.losses import Loss
-from flower_privdec.gradients.protocol import LabelledInputs, reason, row_chunks
-from flower_privdec.gradients.rows import Piece, RowKernel, Stored
+from flower_privdec.gradients.protocol import LabelledInputs, inputs_like, reason, row_chunks, unknown_tokens
+from flower_privdec.gradients.rows import Piece, RowKernel, Stored, masked
 from flower_privdec.models import flatten, unflatten
+from flower_privdec.tasks.losses import Loss
 
 _WRITTEN_BYTES = 2**26  # gradients written out at once; a call of vmap costs about 2 ms whatever it does
 
@@ -32,23 +33,34 @@ class VmapKernel(RowKernel):
     **of a module that does so nothing is promised.** An autograd.Function with a vmap rule is refused.
     """
 
-    def __init__(self, module: nn.Module, loss: Loss, input_shape: Sequence[int], memory_bytes: int) -> None:
-        """Take any module and try it on public numbers.
+    def __init__(
+        self,
+        module: nn.Module,
+        loss: Loss,
+        input_shape: Sequence[int],
+        memory_bytes: int,
+        n_tokens: int | None = None,
+    ) -> None:
+        """Take any module and try it on public numbers, or on tokens 0..n_tokens-1.
 
         Raises:
             ScenarioError: vmap cannot differentiate the module.
         """
         super().__init__(module, module, loss, memory_bytes)
+        self._n_tokens = n_tokens
         self._try(module, input_shape)
 
     def _try(self, module: nn.Module, input_shape: Sequence[int]) -> None:
         """Differentiate zeros and random numbers of [0, 1), which are good indices too once they are integers."""
         like, generator = next(module.parameters()), torch.Generator().manual_seed(0)
         x = torch.stack([torch.zeros(*input_shape), torch.rand(*input_shape, generator=generator)]).to(like)
-        row, y = flatten(module), torch.zeros(2, dtype=torch.int64, device=like.device)
+        if self._n_tokens is not None:
+            x = (x * self._n_tokens).long().clamp_(max=self._n_tokens - 1)
+        row = flatten(module)
         try:
             with torch.random.fork_rng(devices=[]), _no_own_rules():
-                self._gradients(row, x, y)
+                y = self._loss.blank(self._outputs(row, x[:1]))
+                self._gradients(row, x, y.expand(2, *y.shape[1:]))
         except Exception as error:  # the user's forward may raise anything
             raise ScenarioError(
                 f"the model cannot be clipped example by example: {reason(error)}; write "
@@ -87,9 +99,9 @@ class VmapKernel(RowKernel):
         Raises:
             RunError: the module fails on these examples, without what it said, which may tell of them.
         """
-        gradients, failure = {}, None
+        gradients, failure, unknown = {}, None, unknown_tokens(x, self._n_tokens)
         try:
-            gradients = self._gradients(point, x, y)
+            gradients = self._gradients(point, x if unknown is None else masked(x, unknown), y)
         except Exception as error:
             failure = type(error).__name__
         if failure is not None:  # raised here, an error that does not carry the other one along
@@ -97,6 +109,8 @@ class VmapKernel(RowKernel):
                 f"the model's forward raised {failure} on private examples (what it said is withheld, for it may tell "
                 "of them); try it on inputs of every size"
             )
+        if unknown is not None:
+            gradients = {name: masked(gradient, unknown, math.nan) for name, gradient in gradients.items()}
         return [Stored(self._layout[name], gradient) for name, gradient in gradients.items()]
 
     def _parts(self, examples: int, element_size: int) -> list[slice]:
@@ -126,8 +140,8 @@ def _no_own_rules() -> Iterator[None]:
 class LoopKernel:
     """The oracle: one module, one example, one backward pass at a time; see GradientKernel."""
 
-    def __init__(self, module: nn.Module, loss: Loss) -> None:
-        self._module, self._loss = module, loss
+    def __init__(self, module: nn.Module, loss: Loss, n_tokens: int | None = None) -> None:
+        self._module, self._loss, self._n_tokens = module, loss, n_tokens
         self.d = sum(parameter.numel() for parameter in module.parameters())
 
     def add_clipped_(
@@ -140,13 +154,13 @@ class LoopKernel:
         divisor: Tensor | None = None,
     ) -> Tensor:
         """Add clipped gradient sums in place; see GradientKernel."""
-        m, examples = batch.y.shape
+        m, examples = batch.weight.shape
         norms = params.new_empty(m, examples)
         for i in range(m):
             model = self._model(params[i] if divisor is None else params[i] / divisor[i])
             total = torch.zeros_like(params[i])
             for b in range(examples):
-                gradient = example_gradient(model, self._loss, batch.x[i, b].to(params.dtype), batch.y[i, b])
+                gradient = self._gradient(model, inputs_like(batch.x[i, b], params), batch.y[i, b])
                 norms[i, b] = upper(gradient)
                 bad = beyond(norms[i, b])
                 if bad is not None:
@@ -160,7 +174,12 @@ class LoopKernel:
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
         """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
         with torch.no_grad():
-            return torch.stack([self._model(row)(x.to(params.dtype)) for row in params])
+            return torch.stack([self._model(row)(inputs_like(x, params)) for row in params])
+
+    def _gradient(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if unknown_tokens(x[None], self._n_tokens) is not None:
+            return flatten(model).fill_(math.nan)
+        return example_gradient(model, self._loss, x, y)
 
     def _model(self, row: Tensor) -> nn.Module:
         return unflatten(copy.deepcopy(self._module).to(row), row)

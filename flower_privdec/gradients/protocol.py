@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Inputs(Protocol):
-    """Examples for each row: x [m, B, *shape] and labels y [m, B]."""
+    """Examples for each row: x [m, B, *shape], numbers or whole-numbered tokens, and targets y [m, B, ...]."""
 
     @property
     def x(self) -> Tensor:
@@ -20,7 +20,7 @@ class Inputs(Protocol):
 
     @property
     def y(self) -> Tensor:
-        """The labels."""
+        """The targets, as the loss takes them."""
         ...
 
 
@@ -57,7 +57,8 @@ class GradientKernel(Protocol):
         where g_ib is the gradient of the loss of example b at params[i] / divisor[i] (Abadi et al. 2016, Alg. 1),
         and |g_ib| its norm or a little more (`bounds`). An example whose gradient is not finite, or longer than
         `bounds.LARGEST`, counts as zero, clipped or not: with features, parameters or a divisor that are no finite
-        numbers, and where anything overflows on the way. No value raises an error.
+        numbers, and where anything overflows on the way. Nor does one with a token outside the vocabulary count. No
+        value raises an error.
 
         Args:
             out: rows [m, d]; may be params itself, for descent in place.
@@ -126,6 +127,19 @@ def reason(error: Exception) -> str:
     """Return an error's kind and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def inputs_like(x: Tensor, params: Tensor) -> Tensor:
+    """Return inputs where parameters are and in their number type; tokens stay whole numbers."""
+    return x.to(params) if x.is_floating_point() else x.to(params.device)
+
+
+def unknown_tokens(x: Tensor, n_tokens: int | None) -> Tensor | None:
+    """Return which examples x [b, ...] hold a token outside 0..n_tokens-1, bool [b]; None where none does."""
+    if n_tokens is None:
+        return None
+    unknown = ((x < 0) | (x >= n_tokens)).flatten(1).any(1)
+    return unknown if bool(unknown.any()) else None
 
 
 def coefficient(norms: Tensor, weight: Tensor, clip_norm: Tensor | None, scale: Tensor) -> Tensor:

@@ -13,8 +13,16 @@ from torch import Tensor, nn
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.bounds import beyond, upper
-from flower_privdec.gradients.losses import Loss
-from flower_privdec.gradients.protocol import LabelledInputs, Parameter, coefficient, layout, reason, row_chunks
+from flower_privdec.gradients.protocol import (
+    LabelledInputs,
+    Parameter,
+    coefficient,
+    inputs_like,
+    layout,
+    reason,
+    row_chunks,
+)
+from flower_privdec.tasks.losses import Loss
 
 _LOGIT_TENSORS = 64  # activations alive in a forward pass, as a multiple of the input
 
@@ -64,9 +72,9 @@ class Stored:
         (whole if self.part is None else self.part(whole)).add_(flat.view(self.gradients.shape[1:]))
 
 
-def masked(values: Tensor, bad: Tensor) -> Tensor:
-    """Return values [b, ...] with 0 where bad [b]."""
-    return values.masked_fill(bad.view(-1, *(1,) * (values.ndim - 1)), 0)
+def masked(values: Tensor, bad: Tensor, filling: float = 0) -> Tensor:
+    """Return values [b, ...] with 0, or another filling, where bad [b]."""
+    return values.masked_fill(bad.view(-1, *(1,) * (values.ndim - 1)), filling)
 
 
 def _used(weight: Tensor) -> list[int]:
@@ -102,7 +110,7 @@ class RowKernel(ABC):
 
     @abstractmethod
     def _pieces(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[Piece]:
-        """Return the gradients of examples x [b, *shape], y [b] at a point [d]."""
+        """Return the gradients of examples x [b, *shape], y [b, ...] at a point [d]."""
 
     @abstractmethod
     def _parts(self, examples: int, element_size: int) -> Sequence[slice]:
@@ -121,10 +129,10 @@ class RowKernel(ABC):
         """Add clipped gradient sums in place; see GradientKernel."""
         params, out = params.detach(), out.detach()
         self._module.to(params)
-        norms = params.new_zeros(batch.y.shape)
+        norms = params.new_zeros(batch.weight.shape)
         for i, used in enumerate(_used(batch.weight)):
             point = params[i] if divisor is None else params[i] / divisor[i]
-            x, y = batch.x[i, :used].to(params.dtype), batch.y[i, :used]
+            x, y = inputs_like(batch.x[i, :used], params), batch.y[i, :used]
             parts = self._parts(used, params.element_size())
             direct = len(parts) <= 1 or divisor is not None  # nothing reads the row again, which may be out
             total = out[i] if direct else torch.zeros_like(point)
@@ -142,7 +150,7 @@ class RowKernel(ABC):
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
         """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
-        params, x = params.detach(), x.to(params.dtype)
+        params, x = params.detach(), inputs_like(x, params)
         self._module.to(params)
         per_example = _LOGIT_TENSORS * x[:1].numel() * x.element_size()
         parts = row_chunks(x.shape[0], per_example, self._memory)

@@ -15,16 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec.gradients.bounds import beyond, constant, floor, length, slack
-from flower_privdec.gradients.losses import Loss
 from flower_privdec.gradients.protocol import (
     Inputs,
     LabelledInputs,
     Parameter,
     coefficient,
+    inputs_like,
     is_plain,
     layout,
     row_chunks,
 )
+from flower_privdec.tasks.losses import Loss
 
 SHARED_EXAMPLES, SHARED_COLUMNS = 1024, 1024  # of a product over inputs that rows share: then its parts stay in cache
 
@@ -119,7 +120,7 @@ class StackedKernel:
     def factors(self, params: Tensor, batch: Inputs, divisor: Tensor | None = None) -> Factors:
         """Return every example's gradient at params / divisor as factors; writes nothing."""
         with torch.no_grad():
-            a = batch.x.flatten(2).to(params.dtype)
+            a = inputs_like(batch.x.flatten(2), params)
             inputs = [a]
             for layer in self.layers:
                 a = layer.forward(params, a, divisor)
@@ -150,7 +151,7 @@ class StackedKernel:
         divisor: Tensor | None = None,
     ) -> Tensor:
         """Add clipped gradient sums in place; see GradientKernel."""
-        m, examples = batch.y.shape
+        m, examples = batch.weight.shape
         chunks = row_chunks(m, examples * self._width * params.element_size(), self._memory)
         if len(chunks) == 1:
             factors = self.factors(params, batch, divisor)
@@ -173,7 +174,7 @@ class StackedKernel:
         with torch.no_grad():
             for rows in row_chunks(m, 1, together):
                 for part in row_chunks(x.shape[0], 1, examples):
-                    a = first.forward_shared(params[rows], x[part].flatten(1).to(params.dtype))
+                    a = first.forward_shared(params[rows], inputs_like(x[part].flatten(1), params))
                     for layer in rest:
                         a = layer.forward(params[rows], a, None)
                     out[rows, part] = a

@@ -25,8 +25,9 @@ from flower_privdec.data import partition
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.memory import outputs_per_example
-from flower_privdec.gradients import Loss, resolve_loss
+from flower_privdec.gradients.protocol import inputs_like
 from flower_privdec.rows import keyed_generator
+from flower_privdec.tasks.losses import Loss
 
 ITERATIONS, SETTLED = 20, 5e-3  # of the power method: at most, and the relative change at which it stops
 LEAST_SAMPLE, MOST_SAMPLE = 64, 2048  # examples
@@ -81,11 +82,11 @@ def _flat(parts: Sequence[Tensor]) -> Tensor:
 def public_sample(experiment: Experiment) -> Objective:
     """Return the loss at x0 on a keyed sample of the test set."""
     public, module = experiment.public, experiment.module
-    size = SAMPLE_NUMBERS // outputs_per_example(module, public.input_shape)
+    size = SAMPLE_NUMBERS // outputs_per_example(module, public.x)
     size = min(len(public.y), max(LEAST_SAMPLE, min(MOST_SAMPLE, size)))
     rows = keyed_generator(experiment.scenario.seed, "plan sample").permutation(len(public.y))[:size]
-    x = public.x[rows].to(experiment.device, experiment.initial.dtype)
-    return Objective(module, resolve_loss(experiment.scenario.model.loss), x, public.y[rows].to(x.device))
+    x = inputs_like(public.x[rows], experiment.initial)
+    return Objective(module, experiment.loss, x, public.y[rows].to(x.device))
 
 
 def smoothness(experiment: Experiment, objective: Objective) -> float:

@@ -68,7 +68,7 @@ def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
 
 def _affordable(experiment: Experiment) -> int:
     """Return how many examples the model can be tried on in little time."""
-    return NUMBERS // outputs_per_example(experiment.module, experiment.public.input_shape)
+    return NUMBERS // outputs_per_example(experiment.module, experiment.public.x)
 
 
 def _one_evaluation(experiment: Experiment, engine: Engine) -> float:

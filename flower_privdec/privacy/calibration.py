@@ -6,13 +6,12 @@ import hashlib
 import json
 import logging
 import math
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from flower_privdec.errors import ScenarioError
+from flower_privdec.files import cache_folder, write_atomically
 from flower_privdec.privacy import accounting
 from flower_privdec.privacy.events import ACCOUNTANT, Release, canonical, epoch_steps
 from flower_privdec.privacy.search import bracket, last_that_fits, narrow
@@ -50,7 +49,7 @@ def scale_for_budget(
         raise ScenarioError(f"epsilon={epsilon} must be finite and > 0; for no privacy say privacy: none")
     question = _question(make_releases, epsilon, delta)
     key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
-    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    folder = Path(cache_dir) if cache_dir is not None else cache_folder()
     if key in _solved:
         return _solved[key]
     scale = _read(folder, key, question)
@@ -170,11 +169,6 @@ def _question(make_releases: MakeReleases, epsilon: float, delta: float) -> dict
     return {"accountant": ACCOUNTANT, "epsilon": float(epsilon), "delta": float(delta), "releases": shapes}
 
 
-def default_cache_dir() -> Path:
-    """Return where solutions are kept between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flower_privdec"
-
-
 def _read(folder: Path, key: str, question: dict[str, Any]) -> float | None:
     """Return a kept solution, or None. One that cannot be read is said to be, and solved for again."""
     path = folder / f"calibration-{key}.json"
@@ -198,8 +192,7 @@ def _write(folder: Path, key: str, question: dict[str, Any], scale: float) -> No
     summary = {name: question[name] for name in ("accountant", "epsilon", "delta")}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
-            json.dump({"question": summary, "scale": scale}, file)
-        os.replace(file.name, folder / f"calibration-{key}.json")
+        content = json.dumps({"question": summary, "scale": scale}).encode()
+        write_atomically(folder / f"calibration-{key}.json", content, private=True)
     except OSError as error:
         _log.warning("calibration cache %s cannot be written (%s); the noise is solved for each time", folder, error)

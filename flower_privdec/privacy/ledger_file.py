@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from flower_privdec.errors import BudgetError
+from flower_privdec.files import sync_folder
 from flower_privdec.privacy.alternatives import Alternatives
 from flower_privdec.privacy.events import Release, canonical
 from flower_privdec.privacy.ledger_format import (
@@ -53,7 +54,7 @@ class LedgerFile:
         try:
             bodies = self._load()
             self.payments = payments(bodies, self.path)
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         except BaseException:
             self.close()
             raise
@@ -181,18 +182,9 @@ def _make_folder(folder: Path) -> None:
     """Make a ledger folder, its name safe on disk."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _sync_folder(folder.parent)
+        sync_folder(folder.parent)
     except OSError as error:
         raise BudgetError(f"{folder} cannot be made ({error.strerror}); give another ledger folder") from error
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder safe on disk."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _open_locked(path: Path) -> int:

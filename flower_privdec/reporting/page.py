@@ -10,7 +10,7 @@ from flower_privdec import __version__
 from flower_privdec.errors import ScenarioError
 from flower_privdec.reporting.console.views import comparison_row, graph_facts
 from flower_privdec.reporting.graph_view import NO_GRAPH, build_graph, connectivity, draw_topology, rounds_shown
-from flower_privdec.reporting.plots import CURVES, DASHES, draw_curve, drawing, line_style, to_svg
+from flower_privdec.reporting.plots import DASHES, curves_of, draw_curve, drawing, line_style, to_svg
 from flower_privdec.reporting.run_folder import Result, read_results
 from flower_privdec.reporting.wording import (
     alike,
@@ -20,14 +20,16 @@ from flower_privdec.reporting.wording import (
     guarantee,
     headline,
     is_private,
-    main_accuracy,
+    main_metric,
+    main_value,
     meaning,
+    measured,
     peers_range,
     shares_models,
 )
 from flower_privdec.scenario import to_yaml
 from flower_privdec.topology import Topology
-from flower_privdec.words import duration, epsilon_text, number, peer_ranges, percent, setting
+from flower_privdec.words import duration, epsilon_text, number, peer_ranges, setting
 
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
 MOST_EDGES = 2000  # in a round; more are a megabyte of lines
@@ -82,21 +84,30 @@ def render(results: Sequence[Result]) -> str:
 
 
 def _best(results: Sequence[Result]) -> str:
-    """Return the one-line result of a comparison: the best mean model."""
-    known = [result for result in results if result.summary["accuracy"]]
+    """Return the one-line result of a comparison: the best mean model, where one metric tells."""
+    known = [(score, result) for result in results if (score := _score(result)) is not None]
     if not known:
         return "no run has been evaluated yet"
-    best = max(known, key=_accuracy)
+    if len({main_metric(result.summary)[0] for _, result in known}) > 1:
+        return "the runs have different metrics: see each"
+    best = _highest(known)
     said = f"best: {best.label}, {headline(best.summary)}"
-    private = [result for result in known if is_private(result.summary)]
+    private = [(score, result) for score, result in known if is_private(result.summary)]
     if not private or is_private(best.summary):
         return said
-    best = max(private, key=_accuracy)
+    best = _highest(private)
     return f"{said}; best with privacy: {best.label}, {headline(best.summary)}"
 
 
-def _accuracy(result: Result) -> float:
-    return main_accuracy(result.scenario.algorithm.name, result.summary["accuracy"]) or 0.0
+def _highest(scored: Sequence[tuple[float, Result]]) -> Result:
+    return max(scored, key=lambda pair: pair[0])[1]
+
+
+def _score(result: Result) -> float | None:
+    """Return the value of the first metric, of which more is better, its negative where less is; None without any."""
+    name, kind = main_metric(result.summary)
+    value = main_value(result.scenario.algorithm.name, result.summary[name])
+    return value if value is None or kind["high"] else -value
 
 
 def _key(index: int) -> tuple[int, str]:
@@ -107,10 +118,11 @@ def _key(index: int) -> tuple[int, str]:
 
 def _cards(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the numbers at the head of the page: name, value, and what it is."""
-    accuracy, pace = summary["accuracy"], summary["peer_steps_per_second"]
+    (name, kind), pace = main_metric(summary), summary["peer_steps_per_second"]
+    values = summary[name]
     cards = [
-        ("accuracy", percent(main_accuracy(summary["algorithm"], accuracy)), "mean model, test set"),
-        ("peers' models", percent(accuracy and accuracy["peer_mean"]), f"mean ({peers_range(summary)})"),
+        (kind["title"], measured(main_value(summary["algorithm"], values), kind), "mean model, test set"),
+        ("peers' models", measured(values and values["peer_mean"], kind), f"mean ({peers_range(summary)})"),
         ("ε", epsilon_range(summary), _epsilon_note(summary)),
         ("consensus distance", number(summary["consensus_distance"]), "root mean square"),
         ("time", duration(summary["wall_seconds"]), f"{number(pace)} peer steps/s" if pace else "so far"),
@@ -120,14 +132,14 @@ def _cards(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def _epsilon_note(summary: dict[str, Any]) -> str:
     if not is_private(summary):
-        return "no privacy" if summary["accuracy"] else "not known yet"
+        return "no privacy" if summary[main_metric(summary)[0]] else "not known yet"
     return budget(summary).partition(" at ")[2] or "so far"
 
 
 def _curves(results: Sequence[Result]) -> list[str]:
     """Return each quantity's curves as SVG."""
     pictures = []
-    for curve in CURVES:
+    for curve in curves_of(results):
         with drawing(salt=curve.name):
             figure = draw_curve(curve, results)
             if figure is not None:

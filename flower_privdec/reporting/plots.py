@@ -16,7 +16,7 @@ import numpy as np
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.reporting.run_folder import Result, read_result
-from flower_privdec.reporting.wording import main_accuracy, main_loss
+from flower_privdec.reporting.wording import main_loss, main_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,7 @@ class Curve:
     name: str
     title: str
     value: Callable[[dict[str, Any], str], float | None]
-    band: Callable[[dict[str, Any]], tuple[float, float]] | None = None
+    band: Callable[[dict[str, Any]], tuple[float | None, float | None]] | None = None
     log: bool = False
     share: bool = False
 
@@ -76,14 +76,29 @@ def _own_labels(metrics: dict[str, Any], models: str, which: str) -> float | Non
     return None if tried is None else 100 * float(tried[which])
 
 
+def metric_curve(name: str, kind: dict[str, Any]) -> Curve:
+    """Return the curve of a metric, of which title and share are known."""
+    factor = 100 if kind["share"] else 1
+
+    def scaled(value: float | None) -> float | None:
+        return None if value is None else factor * value
+
+    return Curve(
+        name,
+        f"Test {kind['title']} (line: mean model; band: the peers' models)",
+        lambda m, algorithm: scaled(main_value(algorithm, m.get(name))),
+        lambda m: (scaled(m[name]["peer_min"]), scaled(m[name]["peer_max"])),
+        share=kind["share"],
+    )
+
+
+def curves_of(results: Sequence[Result]) -> list[Curve]:
+    """Return the curves that some runs may have: of their metrics, then of what every run has."""
+    kinds = {name: kind for result in results for name, kind in result.summary["metrics"].items()}
+    return [*(metric_curve(name, kind) for name, kind in kinds.items()), *CURVES]
+
+
 CURVES = (
-    Curve(
-        "accuracy",
-        "Test accuracy (line: mean model; band: the peers' models)",
-        lambda m, algorithm: 100 * (main_accuracy(algorithm, m["accuracy"]) or 0.0),
-        lambda m: (100 * m["accuracy"]["peer_min"], 100 * m["accuracy"]["peer_max"]),
-        share=True,
-    ),
     Curve("loss", "Test loss of the mean model", lambda m, algorithm: main_loss(algorithm, m["loss"])),
     Curve("consensus", "Consensus distance", lambda m, _: m["consensus_distance"], log=True),
     Curve("epsilon", "ε spent (largest of the peers)", lambda m, _: float(m["epsilon"])),
@@ -160,7 +175,11 @@ def _draw_run(axes: Axes, curve: Curve, result: Result, index: int) -> bool:
     marker = "o" if len(points) == 1 else ""
     axes.plot(rounds, [value for _, value in points], dash, color=SERIES[series], marker=marker)
     if curve.band is not None:
-        low, high = zip(*(curve.band(m) for m, _ in points), strict=True)
+        bands = [
+            (math.nan if low is None else low, math.nan if high is None else high)
+            for low, high in map(curve.band, (m for m, _ in points))
+        ]
+        low, high = zip(*bands, strict=True)
         axes.fill_between(rounds, low, high, color=SERIES[series], alpha=0.16, linewidth=0)
     return True
 
@@ -238,7 +257,7 @@ def save_run_plots(out: Path) -> list[Path]:
     written = []
     try:
         with drawing():
-            figures = {curve.name: draw_curve(curve, [result]) for curve in CURVES}
+            figures = {curve.name: draw_curve(curve, [result]) for curve in curves_of([result])}
             if result.metrics:
                 figures["generalization"] = draw_generalization(result.metrics[-1])
             for name, figure in figures.items():

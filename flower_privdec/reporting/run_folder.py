@@ -52,6 +52,7 @@ def read_result(folder: Path) -> Result:
     scenario = load_scenario(folder / "scenario.yaml")
     metrics = _read_metrics(folder / "metrics.jsonl")
     summary = _read_summary(folder / "summary.json") or _unfinished(scenario, metrics)
+    summary["metrics"] = scenario.task.described()
     return Result(folder, scenario.name, scenario, metrics, summary)
 
 
@@ -102,7 +103,7 @@ def _unfinished(scenario: Scenario, metrics: list[dict[str, Any]]) -> dict[str, 
         "rounds": scenario.rounds,
         "rounds_done": last.get("round", 0),
         "seed": scenario.seed,
-        "accuracy": last.get("accuracy"),
+        **{name: last.get(name) for name in scenario.task.metrics},
         "loss": last.get("loss"),
         "consensus_distance": last.get("consensus_distance"),
         "privacy": [],

@@ -15,14 +15,38 @@ def shares_models(algorithm: str) -> bool:
     return algorithm not in ALONE
 
 
-def main_accuracy(algorithm: str, accuracy: dict[str, float] | None) -> float | None:
-    """Return the accuracy that counts: the mean model's, or the peers' mean where nothing is exchanged.
+def main_metric(summary: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name of a run's first metric, and what is known of it: title, high, share."""
+    first: tuple[str, dict[str, Any]] = next(iter(summary["metrics"].items()))
+    return first
+
+
+def main_value(algorithm: str, values: dict[str, float | None] | None) -> float | None:
+    """Return the value of a metric that counts: the mean model's, or the peers' mean where nothing is exchanged.
 
     The mean of models that were never exchanged is a model that nobody has.
     """
-    if accuracy is None:
+    if values is None:
         return None
-    return accuracy["mean_model" if shares_models(algorithm) else "peer_mean"]
+    return values["mean_model" if shares_models(algorithm) else "peer_mean"]
+
+
+def measured(value: float | None, kind: dict[str, Any]) -> str:
+    """Return a metric's value: a share in percent, else a number."""
+    return percent(value) if kind["share"] else number(value)
+
+
+def named_value(summary: dict[str, Any], value: float | None) -> str:
+    """Return a value of a run's first metric, which is named where it is not the accuracy: `R² 0.453`."""
+    name, kind = main_metric(summary)
+    return measured(value, kind) if name == "accuracy" else f"{kind['title']} {measured(value, kind)}"
+
+
+def other_metrics(summary: dict[str, Any]) -> str | None:
+    """Say what a run reached by all its metrics but the first, or None where it has one alone."""
+    _, *rest = summary["metrics"].items()
+    values = [(kind, main_value(summary["algorithm"], summary[name])) for name, kind in rest]
+    return ", ".join(f"{kind['title']} {measured(value, kind)}" for kind, value in values) or None
 
 
 def main_loss(algorithm: str, loss: dict[str, float] | None) -> float | None:
@@ -30,18 +54,22 @@ def main_loss(algorithm: str, loss: dict[str, float] | None) -> float | None:
     return loss["mean_model"] if loss and shares_models(algorithm) else None
 
 
-def peers_accuracy(summary: dict[str, Any]) -> str:
-    """Return the accuracy of the peers' own models: `89.0 % (87.0–90.4)`, mean, worst and best."""
-    accuracy = summary["accuracy"]
-    if not accuracy:
+def peers_values(summary: dict[str, Any]) -> str:
+    """Return the first metric of the peers' own models: `89.0 % (87.0–90.4)`, mean, worst and best."""
+    values = summary[main_metric(summary)[0]]
+    if not values:
         return NOTHING
-    return f"{percent(accuracy['peer_mean'])} ({peers_range(summary).removesuffix(' %')})"
+    return f"{named_value(summary, values['peer_mean'])} ({peers_range(summary).removesuffix(' %')})"
 
 
 def peers_range(summary: dict[str, Any]) -> str:
-    """Return the accuracy of the worst and of the best peer's model: `87.0–90.4 %`."""
-    accuracy = summary["accuracy"]
-    return f"{100 * accuracy['peer_min']:.1f}–{percent(accuracy['peer_max'])}" if accuracy else NOTHING
+    """Return the first metric of the worst and of the best peer's model: `87.0–90.4 %`."""
+    name, kind = main_metric(summary)
+    values = summary[name]
+    if not values or values["peer_min"] is None:
+        return NOTHING
+    worst, best = (values[f"peer_{which}"] for which in (("min", "max") if kind["high"] else ("max", "min")))
+    return f"{measured(worst, kind).removesuffix(' %')}–{measured(best, kind)}"
 
 
 def own_labels(summary: dict[str, Any]) -> str | None:
@@ -147,7 +175,8 @@ def meaning(summary: dict[str, Any]) -> str:
 def headline(summary: dict[str, Any]) -> str:
     """Say the result of a run in one line."""
     whose = "mean model" if shares_models(summary["algorithm"]) else "peers' models alone, on average"
-    result = f"{whose} {percent(main_accuracy(summary['algorithm'], summary['accuracy']))} on the test set"
+    value = main_value(summary["algorithm"], summary[main_metric(summary)[0]])
+    result = f"{whose} {named_value(summary, value)} on the test set"
     if not summary.get("finished", True):
         done = f"{summary['rounds_done']} of {summary['rounds']} rounds"
         return f"unfinished, {done}: {result} so far, {budget(summary)}"

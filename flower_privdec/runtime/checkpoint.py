@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from flower_privdec.algorithms import Edges, State
 from flower_privdec.errors import ScenarioError
+from flower_privdec.files import write_atomically
 from flower_privdec.privacy.ledger_format import RunName
 
 EDGE = "edge."  # before the names of edges, to tell them from rows
@@ -41,21 +41,6 @@ class Checkpoint:
     seconds: float = 0.0
     head: tuple[int, str] | None = None
     transport: Mapping[str, int] = field(default_factory=dict)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that after a crash either the old or the new content is there, never a part."""
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:

@@ -16,12 +16,13 @@ from torch import Tensor
 from flower_privdec.algorithms import Algorithm, Exchange, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Agreement, OwnParts
-from flower_privdec.experiment.agreement import n_outputs
+from flower_privdec.experiment.agreement import module_facts
 from flower_privdec.experiment.evaluation import evaluate, shows_private
 from flower_privdec.experiment.own_parts import public_name
+from flower_privdec.files import write_atomically
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger_format import Head
-from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, write_atomically
+from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from flower_privdec.runtime.spent import Spent, json_number, privacy_rows
 from flower_privdec.scenario import scenario_hash, to_yaml
 
@@ -152,7 +153,8 @@ class Recorder:
             "n_peers": scenario.n_peers,
             "rounds": scenario.rounds,
             "seed": scenario.seed,
-            "accuracy": metrics["accuracy"],
+            "metrics": scenario.task.described(),
+            **{name: metrics[name] for name in scenario.task.described()},
             "loss": metrics["loss"],
             "consensus_distance": metrics["consensus_distance"],
             **({"personalized": metrics["personalized"]} if "personalized" in metrics else {}),
@@ -177,17 +179,9 @@ class Recorder:
         return {"evaluation_private": "ignored: figures on the peers' own labels are covered by no ε"}
 
     def _save_models(self, rows: dict[str, Tensor]) -> None:
-        facts = json.dumps(module_facts(self.agreement))
+        facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))
         content = save(model_tensors(self.agreement, rows), {"privdec": facts})
         write_atomically(self.out / "model.safetensors", content)
-
-
-def module_facts(agreement: Agreement) -> dict[str, Any]:
-    """Return what a module for the models is built with, beside the scenario."""
-    return {
-        "input_shape": list(agreement.public.input_shape),
-        "outputs": n_outputs(agreement.scenario, agreement.public),
-    }
 
 
 def model_tensors(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -311,6 +311,7 @@ def numbers_hash(scenario: Scenario) -> str:
     """
     compute = {"threads", "memory_mib", "generator", "device"}
     nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root", "test"}}
+    nothing["task"] = {"metrics"}
     if scenario.private is not None:
         nothing["privacy"] = {"ledger"}
     return _hash_without(scenario, nothing)

@@ -20,6 +20,7 @@ from flower_privdec.scenario.fields import (
     Positive,
     Section,
 )
+from flower_privdec.scenario.task_section import TaskSection
 
 PEER = "{peer}"  # in data.root, for a peer's number
 CNN_OPTIONS = ("channels", "kernel", "hidden", "activation", "pool")
@@ -29,6 +30,7 @@ MODEL_OPTIONS = {
     "mlp": ("hidden", "activation"),
     **dict.fromkeys((name for name in catalogue.MODELS if name.startswith("cnn")), CNN_OPTIONS),
     "resnet18-gn": ("groups", "width"),
+    "text": ("width", "hidden", "activation"),
 }
 
 
@@ -111,6 +113,8 @@ class DataSection(Section):
             With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out.
         test: where the public test set lies, in place of root; needed where root has `{peer}`.
         classes: how many there are; left out, they are counted.
+        vocabulary: how many tokens there are, where examples of your own are whole numbers 0..vocabulary-1; left out,
+            they are numbers to reckon with.
         samples: how many training examples to take, at random; left out, all.
         test_samples: how many of the public test set to take; left out, all.
         partition: how the training examples are dealt out.
@@ -121,6 +125,7 @@ class DataSection(Section):
     root: str | None = None
     test: str | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
+    vocabulary: Annotated[int, Field(ge=2)] | None = None
     samples: Count | None = None
     test_samples: Count | None = None
     partition: PartitionSection = PartitionSection()
@@ -150,16 +155,17 @@ class ModelSection(Section):
         name: of a model that `privdec list` describes; left out where module is given.
         init: torch's own initial parameters, drawn by the seed, or all zero.
         bias: whether each output has one, of linear and softmax; left out, true.
-        hidden: widths of the hidden layers, of mlp and the models named cnn; left out, [100] for mlp and [64] for cnn.
-        activation: of mlp and the models named cnn; left out, relu.
+        hidden: widths of the hidden layers, of mlp, text and the models named cnn; left out, [100] for mlp, [64] for
+            cnn and none for text.
+        activation: of mlp, text and the models named cnn; left out, relu.
         channels: of each convolution, of the models named cnn; left out, [16, 32] for cnn.
         kernel: side of each convolution in pixels, of the models named cnn; left out, 3 for cnn.
         pool: whether the largest of 2 x 2 pixels is kept after each convolution, of the models named cnn.
         groups: of channels that are normalised together, of resnet18-gn; left out, 32.
-        width: channels of the first stage, of resnet18-gn; left out, 64.
+        width: channels of the first stage, of resnet18-gn; left out, 64; or numbers a token is turned into, of text;
+            left out, 32.
         module: your own, as `package.module:factory`, imported from where the command runs.
         arguments: what the factory is called with, by name.
-        loss: of one example; logistic and the hinge losses are for two classes.
     """
 
     name: Annotated[str, catalogue.MODELS] | None = None
@@ -174,7 +180,6 @@ class ModelSection(Section):
     width: Count | None = None
     module: str | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
-    loss: Literal["cross-entropy", "logistic", "hinge", "squared-hinge"] = "cross-entropy"
 
     @model_validator(mode="after")
     def _options_of_the_model(self) -> ModelSection:
@@ -440,6 +445,7 @@ class Scenario(Section):
     rounds: Count
     data: DataSection
     features: FeaturesSection | None = None
+    task: TaskSection = Field(default_factory=lambda: TaskSection.model_validate({}))
     model: ModelSection
     algorithm: AlgorithmSection
     topology: TopologyChoice = TopologySection()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flower_privdec import __version__
-from flower_privdec.runtime.checkpoint import write_atomically
+from flower_privdec.files import write_atomically
 from flower_privdec.scenario import parse_scenario
 
 KEPT = {"summary.json", "metrics.jsonl", "scenario.yaml", "cell.json", "lock"}

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.reporting.run_folder import Result, read_result
-from flower_privdec.reporting.wording import main_accuracy, main_loss
+from flower_privdec.reporting.wording import main_loss, main_value
 from flower_privdec.study.cache import folder_of, is_finished
 from flower_privdec.study.cells import Cell, Labels
 from flower_privdec.study.spec import Axis, Part
+from flower_privdec.tasks.kinds import METRIC_KINDS
 
 
 @dataclass(frozen=True)
-class Metric:
+class Reading:
     """A number of a run's evaluation.
 
     Attributes:
@@ -44,27 +45,43 @@ def _late(values: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def _accuracy(line: dict[str, Any], algorithm: str) -> float | None:
-    return main_accuracy(algorithm, line["accuracy"])
+def _of_task(name: str) -> dict[str, Reading]:
+    """Return what can be looked at of a task's metric: at the end, late, at its best, and of the peers' models."""
+    kind = METRIC_KINDS[name]
+
+    def mean(line: dict[str, Any], algorithm: str) -> float | None:
+        return main_value(algorithm, line.get(name))
+
+    def peers(which: str) -> Callable[[dict[str, Any], str], float | None]:
+        return lambda line, _: (line.get(name) or {}).get(which)
+
+    def made(title: str, read: Callable[[dict[str, Any], str], float | None], **options: Any) -> Reading:
+        return Reading(title, read, share=kind.share, low=not kind.high, **options)
+
+    return {
+        name: made(f"test {kind.title}", mean),
+        f"late-{name}": made(f"test {kind.title}, mean of the last fifth", mean, over=_late),
+        f"best-{name}": made(f"best test {kind.title} of the run", mean, over=max if kind.high else min),
+        f"peer-{name}": made(f"test {kind.title} of the peers' models", peers("peer_mean")),
+        f"worst-peer-{name}": made(
+            f"test {kind.title} of the worst peer", peers("peer_min" if kind.high else "peer_max")
+        ),
+    }
 
 
 METRICS = {
-    "accuracy": Metric("test accuracy", _accuracy, share=True),
-    "late-accuracy": Metric("test accuracy, mean of the last fifth", _accuracy, share=True, over=_late),
-    "best-accuracy": Metric("best test accuracy of the run", _accuracy, share=True, over=max),
-    "loss": Metric("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
-    "peer-accuracy": Metric("test accuracy of the peers' models", lambda m, _: m["accuracy"]["peer_mean"], share=True),
-    "worst-peer": Metric("test accuracy of the worst peer", lambda m, _: m["accuracy"]["peer_min"], share=True),
-    "own-labels": Metric(
+    **{key: metric for name in METRIC_KINDS for key, metric in _of_task(name).items()},
+    "loss": Reading("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
+    "own-labels": Reading(
         "accuracy of personalized models on their peers' own labels",
         lambda m, _: ((m.get("personalized") or {}).get("personal_models") or {}).get("mean"),
         share=True,
     ),
-    "consensus": Metric("consensus distance", lambda m, _: m["consensus_distance"], low=True),
+    "consensus": Reading("consensus distance", lambda m, _: m["consensus_distance"], low=True),
 }
 
 
-def metric(name: str) -> Metric:
+def metric(name: str) -> Reading:
     """Return a metric by its name, or the one at a dotted path of metrics.jsonl, as accuracy.peer_max."""
     if name in METRICS:
         return METRICS[name]
@@ -75,8 +92,9 @@ def metric(name: str) -> Metric:
             value = value.get(key) if isinstance(value, dict) else None
         return float(value) if isinstance(value, int | float) else None
 
-    share = name.startswith(("accuracy", "personalized"))
-    return Metric(name.replace(".", " ").replace("_", " "), read, share=share, low="loss" in name)
+    kind = METRIC_KINDS.get(name.partition(".")[0])
+    share, low = (kind.share, not kind.high) if kind else (name.startswith("personalized"), "loss" in name)
+    return Reading(name.replace(".", " ").replace("_", " "), read, share=share, low=low)
 
 
 @dataclass(frozen=True)

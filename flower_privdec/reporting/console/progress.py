@@ -15,9 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.reporting.wording import main_accuracy
+from flower_privdec.reporting.wording import main_value, measured
 from flower_privdec.scenario import Scenario
-from flower_privdec.words import duration, epsilon_text, number, percent
+from flower_privdec.words import duration, epsilon_text, number
 
 Metrics = dict[str, Any]
 PLAIN_LINES = 10
@@ -60,9 +60,10 @@ def progress(
 
 
 def _values(scenario: Scenario, metrics: Metrics) -> str:
-    accuracy = main_accuracy(scenario.algorithm.name, metrics["accuracy"])
+    name, kind = next(iter(scenario.task.described().items()))
+    value = main_value(scenario.algorithm.name, metrics[name])
     return (
-        f"accuracy {percent(accuracy)}  "
+        f"{kind['title']} {measured(value, kind)}  "
         f"consensus distance {number(metrics['consensus_distance'])}  ε {epsilon_text(metrics['epsilon'])}"
     )
 
@@ -157,8 +158,8 @@ def _tensorboard(folder: Path) -> Iterator[_View]:
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:
-    """Return a line of metrics as named numbers: nested names joined by a slash, infinities left out."""
-    named = {f"accuracy/{key}": value for key, value in metrics["accuracy"].items()}
-    named |= {f"loss/{key}": value for key, value in metrics["loss"].items()}
+    """Return a line of metrics as named numbers: nested names joined by a slash, what is not finite left out."""
+    nested = {name: values for name, values in metrics.items() if isinstance(values, dict) and name != "personalized"}
+    named = {f"{name}/{key}": value for name, values in nested.items() for key, value in values.items()}
     named |= {key: metrics[key] for key in ("consensus_distance", "epsilon", "seconds")}
-    return {key: float(value) for key, value in named.items() if float(value) < float("inf")}
+    return {key: float(value) for key, value in named.items() if value is not None and float(value) < float("inf")}

@@ -20,14 +20,17 @@ from flower_privdec.reporting.wording import (
     headline,
     is_private,
     main_loss,
+    main_metric,
     meaning,
+    named_value,
+    other_metrics,
     own_labels,
-    peers_accuracy,
     peers_range,
+    peers_values,
     sent,
     shares_models,
 )
-from flower_privdec.words import NOTHING, duration, number, percent
+from flower_privdec.words import NOTHING, duration, number
 
 PLAIN_WIDTH = 130
 NARROW = 120
@@ -84,7 +87,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     """Print what a finished run reached, at which ε, and where its files lie."""
     console = _console()
     loss = main_loss(summary["algorithm"], summary["loss"])
-    average = percent(summary["accuracy"]["peer_mean"])
+    average = named_value(summary, summary[main_metric(summary)[0]]["peer_mean"])
     pace = f"{number(summary['peer_steps_per_second'])} peer steps per second"
     network = f"{summary['n_peers']} peers, {summary['rounds']:,} rounds, {summary['runtime']}"
     console.show()
@@ -94,6 +97,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
             [
                 ("algorithm", f"{summary['algorithm']}, {network}"),
                 ("peers' models", f"{average} on average, {peers_range(summary)} from worst to best"),
+                ("also", other_metrics(summary)),
                 ("own labels", own_labels(summary)),
                 ("loss", None if loss is None else f"{number(loss)} (mean model, test set)"),
                 (
@@ -128,7 +132,7 @@ def print_comparison(summaries: Sequence[dict[str, Any]]) -> None:
 
 def comparison_row(summary: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a run in a comparison, by heading."""
-    finished, accuracy = summary.get("finished", True), summary["accuracy"]
+    finished, values = summary.get("finished", True), summary[main_metric(summary)[0]]
     done = f"{summary['rounds']:,}" if finished else f"{summary['rounds_done']:,}/{summary['rounds']:,}"
     return {
         "run": summary.get("label", summary["name"]),
@@ -136,8 +140,10 @@ def comparison_row(summary: dict[str, Any]) -> dict[str, str]:
         "peers": str(summary["n_peers"]),
         "rounds": done,
         "ε": epsilon_range(summary),
-        "mean model": percent(accuracy["mean_model"]) if accuracy and shares_models(summary["algorithm"]) else NOTHING,
-        "peers' models": peers_accuracy(summary),
+        "mean model": named_value(summary, values["mean_model"])
+        if values and shares_models(summary["algorithm"])
+        else NOTHING,
+        "peers' models": peers_values(summary),
         "loss": number(main_loss(summary["algorithm"], summary["loss"])),
         "consensus": number(summary["consensus_distance"]),
         "time": duration(summary["wall_seconds"]),
@@ -229,6 +235,8 @@ def parts() -> dict[str, dict[str, str]]:
         "topologies": dict(catalogue.TOPOLOGIES.lines),
         "weights": dict(catalogue.WEIGHTS.lines),
         "participations": dict(catalogue.PARTICIPATIONS.lines),
+        "losses": dict(catalogue.LOSSES.lines),
+        "metrics": dict(catalogue.METRICS.lines),
         "models": dict(catalogue.MODELS.lines),
         "activations": dict(catalogue.ACTIVATIONS.lines),
         "inits": dict(catalogue.INITS.lines),

@@ -144,12 +144,12 @@ def _proceed(experiment: Experiment, cohort: Cohort, state: State, until: int) -
 
 
 def flat_record(metrics: dict[str, Any], prefix: str = "") -> MetricRecord:
-    """Return nested metrics as the flat numbers a MetricRecord holds; "inf" becomes infinity."""
+    """Return nested metrics as the flat numbers a MetricRecord holds; "inf" becomes infinity, None is left out."""
     flat = MetricRecord()
     for name, value in metrics.items():
         if isinstance(value, dict):
             flat.update(flat_record(value, f"{prefix}{name}."))
-        else:
+        elif value is not None:
             flat[prefix + name] = value if isinstance(value, int) else float(value)
     return flat
 

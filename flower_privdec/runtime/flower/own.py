@@ -18,6 +18,7 @@ from flwr.app import Context
 
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
+from flower_privdec.files import write_atomically
 from flower_privdec.runtime.flower.records import Order
 from flower_privdec.scenario import Scenario, parse_scenario
 from flower_privdec.scenario.schema import TopologySection
@@ -141,12 +142,10 @@ class Own:
 
     def _secret(self) -> bytes:
         """Return what this node's runs are named by, made once by the operating system and told to nobody."""
-        path, new = self.folder / "secret", self.folder / "secret.part"
+        path = self.folder / "secret"
         self.folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(SECRET_BYTES))
-            new.replace(path)
+            write_atomically(path, secrets.token_bytes(SECRET_BYTES), private=True)
         return path.read_bytes()
 
     def run_folder(self, experiment: Experiment, order: Order) -> Path:

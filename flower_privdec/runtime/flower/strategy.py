@@ -143,10 +143,11 @@ def name_peers(peers: np.ndarray) -> str:
 
 def log_metrics(metrics: MetricRecord) -> None:
     """Log one line about an evaluation."""
+    means = [key for key in sorted(metrics) if key.endswith(".mean_model")]
     log.info(
-        "round %s: accuracy %.3f, consensus distance %.3g, epsilon %.4g",
+        "round %s: %s, consensus distance %.3g, epsilon %.4g",
         metrics["round"],
-        metrics["accuracy.mean_model"],
+        ", ".join(f"{key.removesuffix('.mean_model')} {metrics[key]:.3g}" for key in means),
         metrics["consensus_distance"],
         metrics["epsilon"],
     )

@@ -1,0 +1,39 @@
+"""Data that nobody gave: drawn from fixed keys, the same in every scenario, to try tasks on without a file."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flower_privdec.rows import keyed_generator
+
+LABELS, LABEL_FEATURES = 6, 20
+TOPICS, WORDS, LONGEST, OWN_WORDS = 4, 200, 20, 40
+
+
+def draw_labels(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw examples that have any of six labels, each where a direction of the features leads far enough.
+
+    Returns:
+        Features, float32 [count, 20], and labels, float32 [count, 6], the first in half of the examples, the last in
+        a tenth.
+    """
+    generator = keyed_generator(0, "synthetic labels")
+    directions = generator.standard_normal((LABEL_FEATURES, LABELS)) / LABEL_FEATURES**0.5
+    x = generator.standard_normal((count, LABEL_FEATURES))
+    scores = x @ directions + 0.3 * generator.standard_normal((count, LABELS))
+    return x.astype(np.float32), (scores > np.linspace(0, 1.3, LABELS)).astype(np.float32)
+
+
+def draw_words(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw texts of 5 to 20 words about one of four topics; half of a text's words are its topic's own.
+
+    Returns:
+        Words 1..199, padded with 0, int64 [count, 20], and topics, int64 [count].
+    """
+    generator = keyed_generator(0, "synthetic words")
+    topics = generator.integers(TOPICS, size=count)
+    common = generator.integers(1, WORDS, (count, LONGEST))
+    own = 1 + topics[:, None] * OWN_WORDS + generator.integers(OWN_WORDS, size=(count, LONGEST))
+    words = np.where(generator.random((count, LONGEST)) < 0.5, own, common)
+    lengths = generator.integers(5, LONGEST + 1, count)
+    return np.where(np.arange(LONGEST) < lengths[:, None], words, 0), topics

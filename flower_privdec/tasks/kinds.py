@@ -1,0 +1,103 @@
+"""The losses and metrics that a scenario can name, and the targets each takes; importing it loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flower_privdec.catalogue import LOSSES, METRICS
+
+Targets = Literal["classes", "numbers", "labels"]
+TARGETS: dict[Targets, str] = {
+    "classes": "each example is of one class, 0..C-1: y is whole numbers [N]",
+    "numbers": "each example has one or more numbers (regression): y is finite numbers [N] or [N, k]",
+    "labels": "each example has any of several labels: y is 0 or 1 in [N, k]",
+}
+
+
+@dataclass(frozen=True)
+class LossKind:
+    """What is known of a loss by its name.
+
+    Attributes:
+        targets: what it takes.
+        log_odds: whether the outputs it trains are log-odds, from which a log loss can be told.
+    """
+
+    targets: Targets
+    log_odds: bool = False
+
+
+LOSS_KINDS = LOSSES.bind(
+    {
+        "cross-entropy": LossKind("classes", log_odds=True),
+        "logistic": LossKind("classes", log_odds=True),
+        "hinge": LossKind("classes"),
+        "squared-hinge": LossKind("classes"),
+        "mse": LossKind("numbers"),
+        "mae": LossKind("numbers"),
+        "huber": LossKind("numbers"),
+        "binary-cross-entropy": LossKind("labels", log_odds=True),
+    }
+)
+
+
+def fitting(targets: Targets) -> str:
+    """Return the names of the losses that take some targets."""
+    return ", ".join(name for name, kind in LOSS_KINDS.items() if kind.targets == targets)
+
+
+@dataclass(frozen=True)
+class MetricKind:
+    """What is known of a metric by its name.
+
+    Attributes:
+        title: what it is, in a table or over a curve.
+        targets: of which tasks it can be told.
+        high: whether more is better.
+        share: whether it is a share of 1, shown in percent.
+        log_odds: whether it needs outputs that are log-odds.
+    """
+
+    title: str
+    targets: tuple[Targets, ...]
+    high: bool = True
+    share: bool = True
+    log_odds: bool = False
+
+
+def _error(title: str) -> MetricKind:
+    return MetricKind(title, ("numbers",), high=False, share=False)
+
+
+METRIC_KINDS = METRICS.bind(
+    {
+        "accuracy": MetricKind("accuracy", ("classes",)),
+        "balanced-accuracy": MetricKind("balanced accuracy", ("classes",)),
+        "macro-f1": MetricKind("macro F1", ("classes", "labels")),
+        "log-loss": MetricKind("log loss", ("classes",), high=False, share=False, log_odds=True),
+        "rmse": _error("RMSE"),
+        "mse": _error("MSE"),
+        "mae": _error("MAE"),
+        "r2": MetricKind("R²", ("numbers",), share=False),
+        "micro-f1": MetricKind("micro F1", ("labels",)),
+        "subset-accuracy": MetricKind("subset accuracy", ("labels",)),
+        "mean-average-precision": MetricKind("mean average precision", ("labels",)),
+    }
+)
+USUAL_METRICS: dict[Targets, tuple[str, ...]] = {
+    "classes": ("accuracy",),
+    "numbers": ("rmse", "r2"),
+    "labels": ("micro-f1", "mean-average-precision"),
+}
+
+
+def unfit(metric: str, loss: str) -> str | None:
+    """Say why a metric cannot be told of models trained by a loss, or return None where it can."""
+    kind, trained = METRIC_KINDS[metric], LOSS_KINDS[loss]
+    if trained.targets not in kind.targets:
+        fit = ", ".join(name for name, other in METRIC_KINDS.items() if trained.targets in other.targets)
+        return f"is a metric of {' and '.join(kind.targets)}, and loss {loss} is for {trained.targets}: use {fit}"
+    if kind.log_odds and not trained.log_odds:
+        return f"needs log-odds, which loss {loss} does not train: use cross-entropy or logistic, or leave it out"
+    return None

@@ -1,0 +1,141 @@
+"""Metrics of many models at once: functions of outputs [..., N, k] and of targets [N] or [N, k], one value a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flower_privdec.tasks.kinds import METRIC_KINDS, MetricKind
+from flower_privdec.tasks.losses import Loss
+
+Measure = Callable[[Loss, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric.
+
+    Attributes:
+        name: its name in a scenario.
+        kind: what it is called, and whether more is better.
+        measure: (loss, outputs [..., N, k], targets [N] or [N, k]) -> values [...]; the loss says what outputs predict.
+    """
+
+    name: str
+    kind: MetricKind
+    measure: Measure
+
+
+def _accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    return (loss.predict(outputs) == targets).double().mean(-1)
+
+
+def _counts(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count by class or label what is right, what is predicted and what is there, each [..., C]."""
+    if loss.targets == "labels":
+        there = targets.double()
+        said = loss.predict(outputs).double()
+        return (said * there).sum(-2), said.sum(-2), there.sum(-2).expand(*outputs.shape[:-2], -1)
+    n_classes = 2 if loss.single else outputs.shape[-1]
+    predicted = loss.predict(outputs)
+    empty = torch.zeros(*predicted.shape[:-1], n_classes, dtype=torch.float64, device=outputs.device)
+    right, ones = (predicted == targets).double(), torch.ones_like(predicted, dtype=torch.float64)
+    place = targets.expand_as(predicted)
+    return (
+        empty.scatter_add(-1, place, right),
+        empty.scatter_add(-1, predicted, ones),
+        empty.scatter_add(-1, place, ones),
+    )
+
+
+def _mean_over(values: Tensor, known: Tensor) -> Tensor:
+    """Return the mean of values [..., C] where they are known; 0 where none is."""
+    return torch.where(known, values, 0).sum(-1) / known.sum(-1).clamp_min(1)
+
+
+def _balanced_accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    right, _, there = _counts(loss, outputs, targets)
+    return _mean_over(right / there, there > 0)
+
+
+def _macro_f1(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Classes that are neither there nor predicted do not count; labels count as 0 then."""
+    right, said, there = _counts(loss, outputs, targets)
+    known = torch.ones_like(there, dtype=torch.bool) if loss.targets == "labels" else said + there > 0
+    return _mean_over(2 * right / (said + there).clamp_min(1), known)
+
+
+def _micro_f1(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    right, said, there = (count.sum(-1) for count in _counts(loss, outputs, targets))
+    return 2 * right / (said + there).clamp_min(1)
+
+
+def _subset_accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    return (loss.predict(outputs) == targets).all(-1).double().mean(-1)
+
+
+def _log_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    if loss.single:
+        signs = targets.double() * 2 - 1
+        return functional.softplus(-signs * outputs[..., 0].double()).mean(-1)
+    chances = outputs.double().log_softmax(-1)
+    place = targets.expand(outputs.shape[:-1]).unsqueeze(-1)
+    return -chances.gather(-1, place).squeeze(-1).mean(-1)
+
+
+def _errors(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.double() - targets.double()
+
+
+def _mse(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    return _errors(outputs, targets).square().mean((-2, -1))
+
+
+def _rmse(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    return _mse(loss, outputs, targets).sqrt()
+
+
+def _mae(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    return _errors(outputs, targets).abs().mean((-2, -1))
+
+
+def _r2(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """1 - Σ (ŷ - y)² / Σ (y - ȳ)², mean over the numbers; of a number that never changes 1 if it is hit, else 0."""
+    missed = _errors(outputs, targets).square().sum(-2)
+    spread = (targets.double() - targets.double().mean(-2)).square().sum(-2).expand_as(missed)
+    constant = torch.where(missed > 0, 0.0, 1.0).to(missed)
+    return torch.where(spread > 0, 1 - missed / spread, constant).mean(-1)
+
+
+def _mean_average_precision(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+    """AP = Σ_i P(score_i) over the positive examples i of a label, over how many there are; mean over the labels.
+
+    P(s) is the precision among all examples scored at least s, so equal scores are one step. A label that no example
+    has does not count.
+    """
+    order = (-outputs.double()).transpose(-1, -2).sort(-1)  # [..., C, N], best first
+    scores, hits = order.values.contiguous(), targets.double().t().expand(order.values.shape).gather(-1, order.indices)
+    ends = torch.searchsorted(scores, scores, right=True)  # how many examples have at least this score
+    precision = hits.cumsum(-1).gather(-1, ends - 1) / ends
+    positives = hits.sum(-1)
+    return _mean_over((precision * hits).sum(-1) / positives, positives > 0)
+
+
+_MEASURES: dict[str, Measure] = {
+    "accuracy": _accuracy,
+    "balanced-accuracy": _balanced_accuracy,
+    "macro-f1": _macro_f1,
+    "log-loss": _log_loss,
+    "rmse": _rmse,
+    "mse": _mse,
+    "mae": _mae,
+    "r2": _r2,
+    "micro-f1": _micro_f1,
+    "subset-accuracy": _subset_accuracy,
+    "mean-average-precision": _mean_average_precision,
+}
+METRICS = {name: Metric(name, METRIC_KINDS[name], measure) for name, measure in _MEASURES.items()}
