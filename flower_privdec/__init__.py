@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from flower_privdec.api.comparing import Comparison, compare
+    from flower_privdec.api.planning import Plan, plan
     from flower_privdec.api.result import RunResult, load_run
     from flower_privdec.api.running import OnEvaluation, run
     from flower_privdec.api.scenarios import load_scenario, make_scenario
@@ -34,15 +36,19 @@ else:
 
     _HOMES = {
         "BudgetError": "errors",
+        "Comparison": "api.comparing",
         "OnEvaluation": "api.running",
+        "Plan": "api.planning",
         "PrivdecError": "errors",
         "RunError": "errors",
         "RunResult": "api.result",
         "Scenario": "scenario",
         "ScenarioError": "errors",
+        "compare": "api.comparing",
         "load_run": "api.result",
         "load_scenario": "api.scenarios",
         "make_scenario": "api.scenarios",
+        "plan": "api.planning",
         "run": "api.running",
     }
 
@@ -59,14 +65,18 @@ else:
 
 __all__ = [
     "BudgetError",
+    "Comparison",
     "OnEvaluation",
+    "Plan",
     "PrivdecError",
     "RunError",
     "RunResult",
     "Scenario",
     "ScenarioError",
+    "compare",
     "load_run",
     "load_scenario",
     "make_scenario",
+    "plan",
     "run",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -11,10 +11,10 @@ from typing import Any, Literal
 from weakref import finalize
 
 import numpy as np
-import torch
 
 from flower_privdec.api.result import RunResult, load_run
-from flower_privdec.api.scenarios import load_scenario
+from flower_privdec.api.scenarios import as_scenario
+from flower_privdec.api.threads import threads_kept
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.run import run as run_in_process
@@ -59,7 +59,7 @@ def run(
         raise ScenarioError(f"runtime={runtime!r} must be one of {', '.join(RUNTIMES)}")
     if out is None and resume:
         raise ScenarioError("resume=True needs out, the folder of the run to go on with")
-    experiment = Experiment.build(scenario if isinstance(scenario, Scenario) else load_scenario(scenario))
+    experiment = Experiment.build(as_scenario(scenario))
     watching = _watching(on_metrics, experiment.scenario.rounds)
     if out is not None:
         return _run(experiment, Path(out), resume, watching, runtime)
@@ -76,7 +76,7 @@ def run(
 def _run(
     experiment: Experiment, folder: Path, resume: bool, on_metrics: Callable[[dict[str, Any]], None], runtime: str
 ) -> RunResult:
-    with _threads_kept(), suppress(_Stopped):
+    with threads_kept(), suppress(_Stopped):
         if runtime == "engine":
             run_in_process(experiment, folder, resume=resume, on_metrics=on_metrics)
         else:
@@ -98,13 +98,3 @@ def _watching(callback: OnEvaluation | None, rounds: int) -> Callable[[dict[str,
             raise _Stopped
 
     return on_metrics
-
-
-@contextmanager
-def _threads_kept() -> Iterator[None]:
-    """Give torch its number of threads back, which a run sets to the scenario's."""
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

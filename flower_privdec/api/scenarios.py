@@ -60,6 +60,15 @@ def make_scenario(
     return _checked(dict(base or {}), "scenario", settings, sections)
 
 
+def as_scenario(scenario: Scenario | str | Path) -> Scenario:
+    """Return a scenario, read from its file where it is the path of one.
+
+    Raises:
+        ScenarioError: see `load_scenario`.
+    """
+    return scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
+
+
 def _checked(
     data: dict[str, Any],
     where: str,
