@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.plain_yaml import DEEPEST, LONGEST, read_yaml, write_yaml
+from flower_privdec.scenario.plain_yaml import DEEPEST, LONGEST, read_plain, write_yaml
 from flower_privdec.words import did_you_mean, shown
 
 TENFOLD = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -46,17 +46,17 @@ REFUSED = {
 @pytest.mark.parametrize(("text", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_is_not_plain_or_has_no_end_is_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(ScenarioError, match=message) as error:
-        read_yaml(text, "y")
+        read_plain(text, "y")
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 300
 
 
 def test_aliases_stand_for_copies_and_dates_are_text() -> None:
-    data, lines = read_yaml("a: &a {x: 1}\nb: *a\nc: 2020-01-01\nd: 1e-5", "y")
+    data, lines = read_plain("a: &a {x: 1}\nb: *a\nc: 2020-01-01\nd: 1e-5", "y")
     assert data == {"a": {"x": 1}, "b": {"x": 1}, "c": "2020-01-01", "d": 1e-5}
     assert data["a"] is not data["b"]
     assert (lines["a", "x"], lines["b",], lines["c",]) == (1, 2, 3)
-    assert read_yaml("", "y") == (None, {})
+    assert read_plain("", "y") == (None, {})
 
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Zl", "Zp")), max_size=9)
@@ -71,7 +71,7 @@ PLAIN = st.recursive(
 
 @given(PLAIN)
 def test_what_is_written_reads_back(data: object) -> None:
-    assert read_yaml(write_yaml(data), "y")[0] == data
+    assert read_plain(write_yaml(data), "y")[0] == data
 
 
 def test_a_value_is_shown_on_one_line_of_bounded_length() -> None:

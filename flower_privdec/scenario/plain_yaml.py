@@ -79,7 +79,7 @@ def write_yaml(data: Any) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
 
 
-def read_yaml(text: str, where: str, *, one_value: bool = False) -> tuple[Any, dict[Location, int]]:
+def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, dict[Location, int]]:
     """Parse YAML into plain data and the line on which every key stands.
 
     Args:
