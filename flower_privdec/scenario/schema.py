@@ -446,7 +446,7 @@ class Scenario(Section):
     rounds: Count
     data: DataSection
     features: FeaturesSection | None = None
-    task: TaskSection = Field(default_factory=lambda: TaskSection.model_validate({}))
+    task: TaskSection = TaskSection()
     model: ModelSection
     algorithm: AlgorithmSection
     topology: TopologyChoice = TopologySection()
