@@ -15,7 +15,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model, model_options
 from flower_privdec.reporting.console.views import parts
 from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.schema import MODEL_OPTIONS
+from flower_privdec.scenario.model_section import MODEL_OPTIONS
 from flower_privdec.topology import build_topology
 
 Build = Callable[..., Experiment]
@@ -130,6 +130,7 @@ def test_what_the_schema_accepts_is_listed() -> None:
     assert accepted.pop("topology.supergraph") == set(catalogue.TOPOLOGIES)
     assert not listed
     choices = {"privacy", "privacy.calibration", "evaluation.private", "algorithm.weighting", "features.whitening"}
+    choices |= {"task.loss.targets", "task.metrics.better"}
     assert set(accepted) == {*choices, "compute.device", "compute.dtype", "compute.generator"}
 
 
