@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +69,7 @@ class Agreement:
             if public.n_tokens is not None:
                 raise ScenarioError("features are made of images, and the data are tokens: remove the section features")
             public = replace(public, x=apply_features(public.x, scenario.features))
-        module, dtype = _build_module(scenario, public, loss), DTYPES[scenario.compute.dtype]
+        module, dtype = build_module(scenario, **module_facts(public, loss)), DTYPES[scenario.compute.dtype]
         initial = flatten(module).to(device, dtype)
         kernel = build_kernel(
             module.to(device, dtype),
@@ -144,14 +146,30 @@ def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metri
     return loss, tuple(metrics)
 
 
-def _build_module(scenario: Scenario, public: PublicSet, loss: Loss) -> nn.Module:
-    section, outputs = scenario.model, loss.n_outputs(public.n_classes)
+def module_facts(public: PublicSet, loss: Loss) -> dict[str, Any]:
+    """Return what a module for the model is built with, beside the scenario."""
+    outputs = loss.n_outputs(public.n_classes)
+    return {"input_shape": list(public.input_shape), "outputs": outputs, "n_tokens": public.n_tokens}
+
+
+def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int, n_tokens: int | None) -> nn.Module:
+    """Build a scenario's model, as it is before round 0.
+
+    Args:
+        input_shape: of one example, as the model sees it.
+        outputs: how many it has.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are numbers to reckon with.
+
+    Raises:
+        ScenarioError: the model cannot be had, or does not fit.
+    """
+    section = scenario.model
     return build_model(
         section.name or str(section.module),
-        public.input_shape,
+        input_shape,
         outputs,
         seed=scenario.seed,
         init=section.init,
-        n_tokens=public.n_tokens,
+        n_tokens=n_tokens,
         **section.options(),
     )

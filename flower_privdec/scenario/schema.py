@@ -126,7 +126,7 @@ class Scenario(Section):
     rounds: Count
     data: DataSection
     features: FeaturesSection | None = None
-    task: TaskSection = TaskSection()
+    task: TaskSection = Field(default_factory=lambda: TaskSection.model_validate({}))
     model: ModelSection
     algorithm: AlgorithmSection
     topology: TopologyChoice = TopologySection()
