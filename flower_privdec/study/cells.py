@@ -113,7 +113,7 @@ def _check_fields(part: Part, cells: Sequence[Cell]) -> None:
 
 def _check_metrics(part: Part, cells: Sequence[Cell]) -> None:
     """Refuse a metric that no cell's task has."""
-    measured = {name for cell in cells for name in cell.scenario.task.metrics}
+    measured = {name for cell in cells for name in cell.scenario.task.kinds()}
     for name in part.all_metrics():
         if (of := metric(name).of) is not None and of not in measured:
             raise ScenarioError(
