@@ -11,6 +11,7 @@ from flower_privdec import catalogue
 from flower_privdec.scenario.fields import (
     Count,
     OwnSection,
+    PathText,
     Positive,
     Section,
 )
@@ -123,8 +124,8 @@ class DataSection(Section):
     """
 
     dataset: DatasetChoice
-    root: str | None = None
-    test: str | None = None
+    root: PathText | None = None
+    test: PathText | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
     vocabulary: Annotated[int, Field(ge=2)] | None = None
     samples: Count | None = None
