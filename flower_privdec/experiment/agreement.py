@@ -20,8 +20,10 @@ from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.tasks.losses import Loss, resolve_loss
 from flower_privdec.tasks.metrics import METRICS, Metric
+from flower_privdec.tasks.own_functions import own_loss, own_metric, try_loss, try_metric
 from flower_privdec.topology import build_topology
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -61,8 +63,8 @@ class Agreement:
         device = resolve_device(scenario.compute.device)
         algorithm = build_algorithm(scenario.algorithm)
         mixing, participation = build_exchange(scenario, algorithm)
-        loss = resolve_loss(scenario.task.loss)
-        public = read_public(scenario.data, scenario.seed, loss.targets)
+        public = read_public(scenario.data, scenario.seed, scenario.task.targets)
+        loss, metrics = _build_task(scenario.task, public)
         if scenario.features is not None:
             if public.n_tokens is not None:
                 raise ScenarioError("features are made of images, and the data are tokens: remove the section features")
@@ -85,7 +87,7 @@ class Agreement:
             participation=participation,
             public=public,
             loss=loss,
-            metrics=tuple(METRICS[name] for name in scenario.task.metrics),
+            metrics=metrics,
             kernel=kernel,
             module=module,
             initial=initial,
@@ -125,6 +127,23 @@ def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | N
             "use auto, metropolis or doubly-stochastic, or a push-sum algorithm such as privsgp"
         )
     return algorithm.exchange(topology, weights, participation, scenario.seed)
+
+
+def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metric, ...]]:
+    """Return the loss and the metrics; a user's own are tried."""
+    own = task.own_loss
+    loss = resolve_loss(task.loss_name) if own is None else own_loss(own.module, own.targets, own.outputs)
+    loss = replace(loss, width=public.n_classes)
+    outputs, metrics = loss.n_outputs(public.n_classes), []
+    if own is not None:
+        try_loss(loss, outputs)
+    for metric in task.metrics:
+        if isinstance(metric, str):
+            metrics.append(METRICS[metric])
+        else:
+            metrics.append(own_metric(metric.module, metric.title, metric.kind()))
+            try_metric(metrics[-1], loss, outputs, public.y)
+    return loss, tuple(metrics)
 
 
 def module_facts(public: PublicSet, loss: Loss) -> dict[str, Any]:

@@ -22,7 +22,12 @@ from flower_privdec.experiment.model_code import SHIPPED, code_of, is_installed
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented))
 _NAMED = (torch.dtype, torch.device, np.dtype, np.ufunc, torch.memory_format, torch.layout)
-_BUILT_IN = (types.BuiltinFunctionType, types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType)
+_BUILT_IN = (
+    types.BuiltinFunctionType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.GetSetDescriptorType,
+)
 _LOOKED_UP = ("LOAD_GLOBAL", "LOAD_NAME")
 _WRITTEN_FOR_PYTHON = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "_abc_impl"})
 
@@ -91,7 +96,9 @@ class _Teller:
         if value.layout is not torch.strided:
             raise _untold(value)
         data = value.detach().cpu().contiguous().reshape(-1)
-        self.say("tensor", value.dtype, tuple(value.shape), value.requires_grad, data.view(torch.uint8).numpy().tobytes())
+        self.say(
+            "tensor", value.dtype, tuple(value.shape), value.requires_grad, data.view(torch.uint8).numpy().tobytes()
+        )
 
     def _add_code(self, value: Any) -> None:
         if isinstance(value, types.FunctionType):
