@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import user_parts
 from test_api import SECTIONS
 
 import flower_privdec as fp
 from flower_privdec import cli
+from flower_privdec.algorithms import Algorithm
 
 SHORT: dict[str, Any] = {**SECTIONS, "rounds": 4, "evaluation": {"every": 4}}
 
@@ -72,8 +74,8 @@ def test_a_comparison_is_a_frame() -> None:
 
 def test_sections_classes_and_scenarios_are_compared_under_their_labels() -> None:
     base = fp.make_scenario(SHORT, privacy="none")
-    own = ["sgp", "user_parts:HeavyBall"]
-    assert [row["label"] for row in fp.compare(base, own, seeds=[1]).rows] == ["sgp", "user_parts:HeavyBall"]
+    own: list[str | type[Algorithm]] = ["sgp", user_parts.HeavyBall]
+    assert [row["label"] for row in fp.compare(base, own, seeds=[1]).rows] == ["sgp", "HeavyBall"]
     sections = {
         "slow": {"name": "sgp", "learning_rate": 0.01},
         "steady": {"module": "user_parts:HeavyBall", "beta": 0.0},

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flower_privdec.algorithms import Algorithm
+from flower_privdec.api.objects import check_everywhere
 from flower_privdec.api.result import as_frame, flat
 from flower_privdec.api.scenarios import as_scenario, make_scenario
 from flower_privdec.api.threads import threads_kept
@@ -24,6 +25,7 @@ from flower_privdec.study.cells import Cell
 from flower_privdec.study.measured import METRICS, Reading, readings_of
 from flower_privdec.study.results import Estimate
 from flower_privdec.study.runner import missing_cells, run_cells
+from flower_privdec.user_code import Given
 from flower_privdec.words import NOTHING, did_you_mean, epsilon_text, number, setting
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
@@ -90,7 +92,8 @@ def compare(
             with `peer-` or `worst-peer-` before it for the peers', `loss`, `consensus`. By default the task's first,
             the same of the peers' models, and the consensus distance.
         folder: where finished runs are kept, each found again by its scenario and the code of its own parts, so that
-            the same comparison goes on after an interrupt. By default nothing is kept.
+            the same comparison goes on after an interrupt. Runs of what was given as a Python object are found by this
+            process alone. By default nothing is kept.
         jobs: processes; 1 runs all in this one.
 
     Raises:
@@ -104,6 +107,8 @@ def compare(
     cells = [_cell(label, each, seed) for label, each in variants.items() for seed in _distinct(seeds)]
     if jobs < 1:
         raise ScenarioError(f"jobs={jobs} must be >= 1")
+    for each in variants.values() if jobs > 1 else ():
+        check_everywhere(each, f"jobs={jobs} are processes")
     readings = _readings(variants.values(), metrics)
     with ExitStack() as stack:
         stack.enter_context(threads_kept())
@@ -164,8 +169,11 @@ def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
     if scenario.private is not None and scenario.private.ledger is not None:
         raise ScenarioError(f"{label}: privacy.ledger must be left out of a comparison: every run has its own")
     seeded = make_scenario(scenario, seed=seed)
+    parts = own_parts(seeded)
+    named = [part for part in parts if not isinstance(part, Given)]
+    given = [part.target.encode() for part in parts if isinstance(part, Given)]
     key = hashlib.sha256(scenario_hash(seeded).encode())
-    for code in code_of(own_parts(seeded)):
+    for code in (*code_of(named), *given):
         key.update(len(code).to_bytes(8, "little") + code)
     return Cell("comparison", (label,), seed, seeded, key.hexdigest())
 

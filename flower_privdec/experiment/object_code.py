@@ -1,7 +1,7 @@
 """What a Python object would do, as a hash: its code, what that code looks up, and every value it holds.
 
-A part that is given as an object has no file to tell its versions apart, and the noise of a run is keyed by what decides
-its numbers. So whatever cannot be told apart is refused, and never left out.
+A part that is given as an object has no file to tell its versions apart, and the noise of a run is keyed by what
+decides its numbers. So whatever cannot be told apart is refused, and never left out.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import functools
 import hashlib
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import torch
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment.model_code import SHIPPED, code_of, is_installed
+from flower_privdec.experiment.model_code import code_of, is_installed
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented))
 _NAMED = (torch.dtype, torch.device, np.dtype, np.ufunc, torch.memory_format, torch.layout)
@@ -35,9 +35,9 @@ _WRITTEN_FOR_PYTHON = frozenset({"__dict__", "__weakref__", "__doc__", "__module
 def tell(value: object) -> bytes:
     """Return a hash of all that decides what an object does.
 
-    Of functions and classes it takes the byte code, defaults, closures, bases and the globals they look up; of modules of
-    the user's the source, of installed ones the version; of other objects what pickle would keep. No number of a line
-    and no place in memory counts, so that the same code is the same in another process.
+    Of functions and classes it takes the byte code, defaults, closures, bases and the globals they look up; of modules
+    of the user's the source, of installed ones the version; of other objects what pickle would keep. No number of a
+    line and no place in memory counts, so that the same code is the same in another process.
 
     Raises:
         ScenarioError: something in it cannot be told apart (an open file, a generator, a lock, ...), naming it.
@@ -85,6 +85,9 @@ class _Teller:
         elif type(value) in (dict, types.MappingProxyType):
             self.say("dict", len(value))
             self._add_all(part for item in value.items() for part in item)
+        elif get_origin(value) is not None:
+            self.say("type")
+            self._add_all((get_origin(value), get_args(value)))
         else:
             self._add_code(value)
 
