@@ -69,7 +69,7 @@ def make_scenario(
         24
         >>> make_scenario(base, rounds=0)
         Traceback (most recent call last):
-        flower_privdec.errors.ScenarioError: rounds: rounds=0 must be >= 1
+        flower_privdec.errors.ScenarioError: scenario: rounds=0 must be >= 1
     """
     if isinstance(base, Scenario):
         base = json.loads(base.model_dump_json(exclude_none=True))
