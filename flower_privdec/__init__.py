@@ -1,3 +1,82 @@
-"""Private decentralized learning for Flower: peers train together without a server in the data path."""
+"""Private decentralized learning for Flower: peers train together without a server in the data path.
+
+What stands in `__all__` is the Python API. Each name is imported when it is first asked for, so that importing the
+package costs nothing.
+
+Examples:
+    >>> import flower_privdec as fp
+    >>> scenario = fp.make_scenario(
+    ...     name="small",
+    ...     n_peers=4,
+    ...     rounds=10,
+    ...     data={"dataset": "digits", "batch": {"size": 12}},
+    ...     model={"name": "softmax"},
+    ...     algorithm={"name": "privsgp", "learning_rate": 0.5},
+    ...     privacy={"epsilon": 3, "delta": 1e-3},
+    ... )
+    >>> result = fp.run(scenario)
+    >>> result.model()(result.model()[1].weight.new_zeros(1, 1, 8, 8)).shape
+    torch.Size([1, 10])
+"""
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from flower_privdec.api.comparing import Comparison, compare
+    from flower_privdec.api.planning import Plan, plan
+    from flower_privdec.api.result import RunResult, load_run
+    from flower_privdec.api.running import OnEvaluation, run
+    from flower_privdec.api.scenarios import load_scenario, make_scenario
+    from flower_privdec.errors import BudgetError, PrivdecError, RunError, ScenarioError
+    from flower_privdec.scenario import Scenario
+else:
+    from importlib import import_module as _import_module
+
+    _HOMES = {
+        "BudgetError": "errors",
+        "Comparison": "api.comparing",
+        "OnEvaluation": "api.running",
+        "Plan": "api.planning",
+        "PrivdecError": "errors",
+        "RunError": "errors",
+        "RunResult": "api.result",
+        "Scenario": "scenario",
+        "ScenarioError": "errors",
+        "compare": "api.comparing",
+        "load_run": "api.result",
+        "load_scenario": "api.scenarios",
+        "make_scenario": "api.scenarios",
+        "plan": "api.planning",
+        "run": "api.running",
+    }
+
+    def __getattr__(name):
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(_import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
+
+__all__ = [
+    "BudgetError",
+    "Comparison",
+    "OnEvaluation",
+    "Plan",
+    "PrivdecError",
+    "RunError",
+    "RunResult",
+    "Scenario",
+    "ScenarioError",
+    "compare",
+    "load_run",
+    "load_scenario",
+    "make_scenario",
+    "plan",
+    "run",
+]

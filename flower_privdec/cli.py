@@ -35,13 +35,6 @@ class Runtime(StrEnum):
     flower = "flower"
 
 
-class StudySize(StrEnum):
-    """How large a study is."""
-
-    laptop = "laptop"
-    paper = "paper"
-
-
 class FlowerMode(StrEnum):
     """How Flower hosts the peers."""
 
@@ -159,15 +152,15 @@ def report(
 @app.command()
 def study(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A study, or the path of its file.")] = None,
-    size: Annotated[StudySize, typer.Option(help="Cut to two cores, or the paper's own.")] = StudySize.laptop,
-    out: Annotated[Path | None, typer.Option(help="Folder to publish to.", show_default="results/NAME-SIZE")] = None,
+    size: Annotated[str | None, typer.Option(help="One of the study's sizes.", show_default="its first")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to publish to.", show_default="results/NAME[-SIZE]")] = None,
     jobs: Annotated[int, typer.Option(min=0, help="Processes, one thread each; 0 publishes what is finished.")] = 2,
     only: Annotated[list[str] | None, typer.Option(metavar="PART", help="Run this part alone (repeatable).")] = None,
     settings: Settings = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the cells still to run; run none.")] = False,
     list_studies: Annotated[bool, typer.Option("--list", help="List the studies and their parts.")] = False,
 ) -> None:
-    """Run a paper's experiments, cell by cell, and publish tables, plots and whether its claims show."""
+    """Run a grid of scenarios, a paper's or your own, and publish tables, plots and whether its claims show."""
     from flower_privdec.study import command
 
     if list_studies:
@@ -175,9 +168,9 @@ def study(
     elif name is None:
         raise typer.BadParameter("name a study; `privdec study --list` lists them", param_hint="NAME")
     elif dry_run:
-        command.print_cells(name, size.value, only or (), settings or ())
+        command.print_cells(name, size, only or (), settings or ())
     else:
-        command.run_study(name, size=size.value, out=out, jobs=jobs, only=only or (), settings=settings or ())
+        command.run_study(name, size=size, out=out, jobs=jobs, only=only or (), settings=settings or ())
 
 
 @app.command()

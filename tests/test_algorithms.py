@@ -60,7 +60,7 @@ def test_row_law_every_step_of_a_row_is_that_row_of_the_step(build, variant, par
 
 @pytest.mark.parametrize("name", ["sgp", "privsgp"])
 def test_mass_is_conserved_and_push_weights_sum_to_n(build, name):
-    experiment = build(f"algorithm.name={name}", "topology.name=star", "algorithm.learning_rate=1e-30")
+    experiment = build(f"algorithm.name={name}", "topology.name=star", "privacy=none", "algorithm.learning_rate=1e-30")
     start = experiment.initial.double().sum() * 4
     state = final_state(experiment)
     assert float(state.rows["w"].sum()) == pytest.approx(4, abs=1e-12)
@@ -70,7 +70,7 @@ def test_mass_is_conserved_and_push_weights_sum_to_n(build, name):
 
 
 def test_gossip_conserves_the_mean(build):
-    experiment = build(*settings_for("algorithm.name=d-psgd"), "algorithm.learning_rate=1e-30")
+    experiment = build(*settings_for("algorithm.name=d-psgd"), "privacy=none", "algorithm.learning_rate=1e-30")
     state = final_state(experiment)
     torch.testing.assert_close(state.rows["x"].mean(0), experiment.initial, rtol=1e-12, atol=1e-14)
 

@@ -184,7 +184,7 @@ def test_a_run_does_not_go_on_with_other_data(build: Build, tmp_path: Path) -> N
     x, y = np.random.default_rng(0).normal(size=(120, 6)).astype(np.float32), np.arange(120) % 2
     interrupted(build(*own_file(tmp_path / "a.npz", x, y)), tmp_path / "run")
     x[0, 0] += 1
-    with pytest.raises(ScenarioError, match="was made with other data or another version of the model's code"):
+    with pytest.raises(ScenarioError, match="was made with other data, another version of the model's code"):
         Run(build(*own_file(tmp_path / "a.npz", x, y)), tmp_path / "run", resume=True)
 
 

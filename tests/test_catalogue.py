@@ -15,7 +15,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model, model_options
 from flower_privdec.reporting.console.views import parts
 from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.schema import MODEL_OPTIONS
+from flower_privdec.scenario.model_section import MODEL_OPTIONS
 from flower_privdec.topology import build_topology
 
 Build = Callable[..., Experiment]

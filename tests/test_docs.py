@@ -29,7 +29,8 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.console.views import parts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
-from flower_privdec.study.spec import load_study, study_files
+from flower_privdec.study.axes import Axis
+from flower_privdec.study.spec import Study, load_study, study_files
 
 sys.path.insert(0, str(ROOT / "docs" / "_scripts"))
 import house
@@ -206,6 +207,17 @@ def test_the_reference_says_of_every_key_its_type_its_default_and_what_it_means(
     wanted = set(_keys(Scenario))
     assert {row[0].strip("| `") for row in rows} == wanted
     assert len(wanted) > 70
+    for key, kind, default, _, meaning in rows:
+        assert kind, key
+        assert default, key
+        assert meaning.strip(" |"), f"{key} has no line under Attributes in its section's docstring"
+
+
+def test_the_reference_of_studies_says_what_every_key_means() -> None:
+    text = made.PARTS["study"]()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `") and line.count(" | ") == 4]
+    described = {re.sub(r"\.NAME", "", row[0].strip("| `")) for row in rows}
+    assert set(_keys(Study)) - {f"parts.sizes.axes.{key}" for key in _keys(Axis)} <= described
     for key, kind, default, _, meaning in rows:
         assert kind, key
         assert default, key

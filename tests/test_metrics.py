@@ -95,7 +95,9 @@ def test_every_metric_that_a_scenario_can_name_is_there_and_tried() -> None:
 
 def test_usual_metrics_fit_every_loss_of_their_kind() -> None:
     for loss, kind in LOSS_KINDS.items():
-        assert [unfit(name, loss) for name in USUAL_METRICS[kind.targets]] == [None] * len(USUAL_METRICS[kind.targets])
+        assert [unfit(name, loss, kind.targets) for name in USUAL_METRICS[kind.targets]] == [None] * len(
+            USUAL_METRICS[kind.targets]
+        )
 
 
 def test_a_number_that_never_changes_has_an_r2() -> None:

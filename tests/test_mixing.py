@@ -14,7 +14,6 @@ from flower_privdec.mixing import (
     Mixing,
     MixingMatrix,
     SparseMatrix,
-    check_stochastic,
     kernels,
     mixing_matrix,
     spectral_gap,
@@ -107,7 +106,9 @@ def assert_lawful(mix: Mixing, k: int, kind: str) -> None:
     """Check one round: sums, the identity of absent peers, and symmetry where it is due."""
     matrix, active = mix.matrix(k), mix.active(k)
     dense, idle, identity = matrix.dense(), ~active, np.eye(mix.n_peers)
-    check_stochastic(matrix, kind)
+    assert dense.min() >= 0
+    for axis in {"row": (1,), "column": (0,), "doubly": (0, 1)}[kind]:
+        np.testing.assert_allclose(dense.sum(axis), 1, rtol=0, atol=1e-12)
     if kind == "row":
         assert np.allclose(dense, active / active.sum())
         return
@@ -383,18 +384,6 @@ def test_spectral_gaps_of_random_rounds_are_their_product_over_the_horizon() -> 
     assert spectral_gap(mix, horizon=20) == pytest.approx(1 - second ** (1 / 20), rel=1e-8)
     slow, fast = (spectral_gap(mixing("ring", "metropolis", fraction=share)) for share in (0.3, 0.9))
     assert 0 < slow < fast < 1
-
-
-def test_check_stochastic_refuses_with_the_worst_sum() -> None:
-    matrix = mixing("star", "column-stochastic", 4).matrix(0)
-    check_stochastic(matrix, "column")
-    with pytest.raises(ScenarioError, match=r"row 0 of the mixing matrix sums to 1\.75, must be 1"):
-        check_stochastic(matrix, "doubly")
-    negative = SparseMatrix(
-        2, np.arange(2), np.array([0, 2, 4]), np.array([0, 1, 0, 1]), np.array([2.0, -1, -1, 2]), False
-    )
-    with pytest.raises(ScenarioError, match=r"weight=-1\.0 must be >= 0"):
-        check_stochastic(negative, "doubly")
 
 
 @pytest.mark.parametrize(

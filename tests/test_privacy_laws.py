@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import linecache
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from tasks import TASKS
 from torch import Tensor
 from variants import VARIANTS, settings_for
 
@@ -35,11 +37,21 @@ Build = Callable[..., Experiment]
 SHORT = ["rounds=4", "data.samples=48", "n_peers=4", "privacy.clip_norm=0.05", "algorithm.learning_rate=2.0"]
 SAMPLINGS = ["poisson", "uniform", "shuffle", "full"]
 MODELS = {
-    "mlp": "model={name: mlp, hidden: [7], activation: tanh}",
-    "cnn": "model={module: user_models:convolutional}",
-    "residual": "model={module: user_models:residual}",
-    "nosy": "model={module: user_models:nosy}",
-    "tokens": "model={module: user_models:tokens}",
+    "mlp": ["model={name: mlp, hidden: [7], activation: tanh}"],
+    "cnn": ["model={module: user_models:convolutional}"],
+    "residual": ["model={module: user_models:residual}"],
+    "nosy": ["model={module: user_models:nosy}"],
+    "pixels as tokens": ["model={module: user_models:tokens}"],
+    "own loss": ["task={loss: {module: 'user_tasks:cross_entropy'}}"],
+    **TASKS,
+}
+SPOILT = {  # what an example of a task may hold
+    **{
+        f"{task}, {value}": (task, value)
+        for task in ("numbers", "numbers, huber", "labels")
+        for value in (1e25, -1e300, math.nan, math.inf)
+    },
+    **{f"tokens, {value}": ("tokens", value) for value in (-1, 200, 2**63 - 1, -(2**63))},
 }
 
 
@@ -86,9 +98,37 @@ def test_nothing_else_leaves(case: Experiment) -> None:
 @pytest.mark.parametrize("name", ["privsgp", "privsgp-vr", "feddeper", "d-psgd"])
 def test_the_laws_hold_for_every_kind_of_model(build: Build, name: str, model: str) -> None:
     table = ["algorithm.table=dense"] if name == "privsgp-vr" else []
-    experiment = build(*SHORT, *settings_for(f"algorithm.name={name}", *table), batch_of("poisson"), MODELS[model])
+    experiment = build(*SHORT, *settings_for(f"algorithm.name={name}", *table), batch_of("poisson"), *MODELS[model])
     testing.assert_sensitivity(experiment, 3, example=2)
     testing.assert_nothing_else_leaves(experiment)
+
+
+def spoil(experiment: Experiment, place: int, value: float) -> Experiment:
+    """Put a value into the target, or into the tokens, of an example of peer 0."""
+    examples = experiment.own.examples
+    x, y, row = examples.x.clone(), examples.y.clone(), int(examples.parts[0][place])
+    if y.is_floating_point():
+        y = y.double()
+        y[row, 0] = value
+    else:
+        x[row, 3] = int(value)
+    return replace(experiment, own=replace(experiment.own, examples=replace(examples, x=x, y=y)))
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+@pytest.mark.parametrize("name", ["privsgp", "privsgp-vr", "feddeper"])
+def test_no_target_and_no_token_moves_a_release_by_more(build: Build, name: str, spoilt: str) -> None:
+    task, value = SPOILT[spoilt]
+    table = ["algorithm.table=dense"] if name == "privsgp-vr" else []
+    experiment = build(
+        *SHORT, *settings_for(f"algorithm.name={name}", *table), *TASKS[task], "data.batch={sampling: full}"
+    )
+    experiment = spoil(experiment, 2, value)
+    moved = testing.assert_sensitivity(experiment, 3, example=2)
+    assert testing.assert_sensitivity(experiment, 3, example=5) > 0
+    beyond = abs(value) > 1e150 and task != "numbers, huber"  # whose gradient no target makes longer
+    assert moved == 0 if task == "tokens" or math.isnan(value) or beyond else moved > 0
+    assert torch.isfinite(testing.run_rounds(experiment, 3).state.rows["x"]).all()
 
 
 # --- each law fails when the code is broken ---

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import date
 from io import StringIO
 from pathlib import Path
 
@@ -18,16 +20,20 @@ from run_folders import metrics_line, privacy_row, summary_of
 
 from flower_privdec.cli import main
 from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.reporting.plots import new_figure
 from flower_privdec.scenario import to_yaml
 from flower_privdec.study import load_study, study_files
 from flower_privdec.study.cache import folder_of
 from flower_privdec.study.cells import Cell, expand
 from flower_privdec.study.claims import Verdict, judge
 from flower_privdec.study.command import run_study
+from flower_privdec.study.figures import _draw_panel
 from flower_privdec.study.publish import Made, publish
 from flower_privdec.study.results import Estimate, PartResult, collect
 from flower_privdec.study.runner import missing_cells, run_cells
 from flower_privdec.study.spec import Part
+from flower_privdec.study.tabulate import budgets_text, row, to_csv
+from flower_privdec.words import epsilon_text
 
 BASE = """
 name: base
@@ -82,9 +88,9 @@ def study_at(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def cells_of(path: Path, size: str = "laptop", *settings: str) -> list[Cell]:
+def cells_of(path: Path, size: str | None = None, *settings: str) -> list[Cell]:
     study, base = load_study(str(path))
-    return expand(study, base, size, study.parts, settings)
+    return expand(study, base, study.size(size), study.parts, settings)
 
 
 def part_of(path: Path) -> Part:
@@ -120,9 +126,11 @@ def verdicts(result: PartResult) -> list[Verdict]:
 # --- definitions
 
 
-@pytest.mark.parametrize("name", sorted(study_files()))
-@pytest.mark.parametrize("size", ["laptop", "paper"])
-def test_every_published_study_is_sound_in_both_sizes(name: str, size: str) -> None:
+SIZES = [(name, size) for name in sorted(study_files()) for size in load_study(name)[0].sizes or [None]]
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_every_published_study_is_sound_in_each_of_its_sizes(name: str, size: str | None) -> None:
     cells = cells_of(study_files()[name], size)
     main = [cell for cell in cells if cell.part == cells[0].part]
     assert len({cell.seed for cell in main}) >= 3
@@ -152,14 +160,21 @@ def test_settings_are_laid_over_in_order_and_equal_scenarios_are_one_cell(study_
         ({"checks": [{"kind": "ordered", "axs": "epsilon"}]}, ("parts.0.checks.0.axs", "did you mean 'axis'")),
         ({"checks": [{"kind": "ordered", "axis": "eps"}]}, ("axis 'eps'", "epsilon, algorithm")),
         ({"checks": [{"kind": "best", "axis": "epsilon", "label": "7"}]}, ("'7' must be a label of axis epsilon (",)),
-        ({"checks": []}, ("parts.0.checks",)),
+        ({"metrics": ["acuracy"]}, ("parts.0.metrics.0='acuracy'", "did you mean 'accuracy'")),
+        ({"metrics": ["accuracy.peer_maxx"]}, ("did you mean 'accuracy.peer_max'",)),
+        ({"pivot": {"rows": "epsilon", "columns": "algorithm", "metric": "privacy"}}, ("parts.0.pivot.metric",)),
+        ({"figures": [{"kind": "curves", "metric": "los"}]}, ("parts.0.figures.0.metric", "did you mean 'loss'")),
+        ({"checks": [{"kind": "ordered", "axis": "epsilon", "metric": 7}]}, ("parts.0.checks.0.metric=7",)),
+        ({"checks": [{"kind": "above", "baseline": {}}]}, ("parts.0.checks.0.baseline",)),
+        ({"axes": {"day": {"key": "rounds", "values": [date(2020, 1, 1)]}}}, ("axes.day.values", "quote a date")),
+        ({"sizes": {"laptop": {"seeds": [1, 1]}}}, ("parts.0.sizes.laptop.seeds", "must differ")),
         ({"pivot": {"rows": "foo", "columns": "epsilon"}}, ("pivot", "'foo'")),
         ({"figures": [{"kind": "final", "title": "t"}]}, ("figures.0", "needs x")),
         ({"figures": [{"kind": "curves", "by": "peers", "title": "t"}]}, ("figures.0", "'peers'")),
         ({"axes": {"epsilon": {"key": "rounds"}}}, ("parts.0.axes.epsilon", "key and values, or points")),
         ({"axes": {"epsilon": {"key": "rounds", "values": [1, 1]}}}, ("labels differ",)),
         ({"best_over": ["epsilon"]}, ("best_over", "figures and checks cannot name it")),
-        ({"sizes": {"huge": {}}}, ("parts.0.sizes.huge",)),
+        ({"sizes": {"huge": {}}}, ("parts.0.sizes.huge must be one of the study's sizes (laptop, paper)",)),
         ({"checks": [{"kind": "speedup", "axis": "algorithm"}], "sizes": {"paper": {"axes": {"algorithm": {
             "points": [{"label": "x"}]}}}}}, ("speedup needs a value",)),
     ],
@@ -187,6 +202,59 @@ def test_what_cannot_be_run_is_refused_before_anything_runs(study_at: Callable[.
         load_study("no-such")
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "cells").exists()
+
+
+MINIMAL = """
+name: sweep
+base: base.yaml
+parts:
+  - name: budgets
+    axes:
+      epsilon: {key: privacy.epsilon, values: [1, 3]}
+"""
+
+
+def test_a_sweep_needs_a_name_a_base_and_axes_alone(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    path, output = study_at(MINIMAL), quiet()
+    (result,) = run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=output)
+    assert [cell.seed for cell in result.cells] == [1, 1]  # the base's own
+    printed = output.file.getvalue()  # type: ignore[attr-defined]
+    assert "test accuracy" in printed
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert readme.startswith(f"# sweep\n\nMade by `privdec study {path}` with")
+    assert "claim" not in readme.replace("its ε is a claim", "").replace("(claimed)", "")
+    assert "## budgets" in readme
+
+
+def test_seeds_and_settings_of_the_study_stand_where_a_size_or_part_says_nothing(
+    study_at: Callable[..., Path],
+) -> None:
+    data = yaml.safe_load(MINIMAL) | {"seeds": [5, 6], "settings": ["rounds=9"], "sizes": {"short": {}, "long": {}}}
+    data["sizes"]["long"] = {"seeds": [7], "settings": ["rounds=90"]}
+    path = study_at(yaml.safe_dump(data, sort_keys=False))
+    for size, seeds, rounds in (("short", [5, 6], 9), ("long", [7], 90)):
+        cells = cells_of(path, size)
+        assert ([c.seed for c in cells], {c.scenario.rounds for c in cells}) == (seeds * 2, {rounds})
+    study, _ = load_study(str(path))
+    assert (study.size(None), study.size("long")) == ("short", "long")
+    with pytest.raises(ScenarioError, match=r"--size huge: study sweep has the sizes short, long; name one"):
+        study.size("huge")
+    with pytest.raises(ScenarioError, match=r"--size long: study sweep has no sizes; leave --size out"):
+        load_study(str(study_at(MINIMAL)))[0].size("long")
+
+
+def test_a_name_of_digits_is_a_name(study_at: Callable[..., Path]) -> None:
+    assert {cell.scenario.name for cell in cells_of(study_at(MINIMAL.replace("sweep", "'2024'")))} == {"2024"}
+
+
+def test_a_grid_too_large_and_a_column_of_no_scenario_are_refused(study_at: Callable[..., Path]) -> None:
+    axes = {name: {"key": "rounds", "values": list(range(1, 1001))} for name in ("a", "b", "c")}
+    with pytest.raises(ScenarioError, match=r"part budgets: 1,000,000,000 cells must be at most 20,000"):
+        cells_of(study_at(MINIMAL, axes=axes))
+    with pytest.raises(ScenarioError, match=r"fields.0='algorithm.learning_rat' must be a key of a scenario"):
+        cells_of(study_at(MINIMAL, fields=["algorithm.learning_rat"]))
+    with pytest.raises(ScenarioError, match=r"part budgets: metric 'late-rmse' needs rmse, which no cell measures"):
+        cells_of(study_at(MINIMAL, figures=[{"kind": "curves", "metric": "late-rmse"}]))
 
 
 # --- verdicts
@@ -330,6 +398,43 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
     assert (tmp_path / "out" / "main-1.svg").read_text().count("push-sum") >= 1
 
 
+def test_every_budget_stands_in_the_column_where_they_differ(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    path = study_at(MINIMAL)
+    for cell in cells_of(path):
+        fake_run(tmp_path, cell, {4: 0.5})
+    folder = folder_of(tmp_path, cells_of(path)[1].key)
+    rows = [privacy_row(peer, [1.0, 3.0, 3.0, 8.0][peer]) for peer in range(4)]
+    (folder / "summary.json").write_text(json.dumps(summary_of(cells_of(path)[1].scenario, rows)))
+    result = collect(part_of(path), None, cells_of(path), tmp_path)
+    assert [row(result, group)[-3] for group in result.groups] == ["2.00", "1.00, 3.00, 8.00"]
+    assert [line["epsilon"] for line in csv.DictReader(StringIO(to_csv(result)))] == ["2", "1 3 8"]
+
+
+def test_many_budgets_stand_as_their_span() -> None:
+    assert budgets_text([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], epsilon_text).count(",") == 5
+    assert budgets_text([0.5, 1.0, 2.0, 3.0, 4.0, 5.0, math.inf], epsilon_text) == "0.500 to ∞"
+    assert budgets_text([], epsilon_text) == "–"
+
+
+@pytest.mark.parametrize(("x", "lines"), [("epsilon", 2), ("algorithm", 0)])
+def test_lines_join_numbers_and_never_categories(
+    study_at: Callable[..., Path], tmp_path: Path, x: str, lines: int
+) -> None:
+    other = {"epsilon": "algorithm", "algorithm": "epsilon"}[x]
+    data = yaml.safe_load(STUDY)
+    for point in data["parts"][0]["axes"]["algorithm"]["points"]:
+        del point["value"]
+    path = study_at(yaml.safe_dump(data, sort_keys=False), figures=[{"kind": "final", "x": x, "by": other}])
+    result = made_up(path, tmp_path / "cells", by_place(GRID))
+    axes = new_figure(4, 3).add_subplot()
+    assert _draw_panel(axes, result.part.figures[0], result, {})
+    drawn = [line for line in axes.get_lines() if line.get_marker() == "o"]
+    assert len(drawn) == 2
+    assert sum(line.get_linestyle() != "None" for line in drawn) == lines
+    places = [tuple(line.get_xdata()) for line in drawn]
+    assert (places[0] == places[1]) == (x == "epsilon")  # points of one category stand side by side
+
+
 # --- running
 
 
@@ -364,9 +469,18 @@ def test_cells_run_once_leave_only_results_and_a_second_study_finds_them(
     assert not folders[0].exists()
     assert "1 missing" in (tmp_path / "out" / "README.md").read_text()
     for group in result.groups:
-        assert group.largest("epsilon") == (
-            float("inf") if "no privacy" in group.labels else pytest.approx(float(group.labels[0]), rel=0.01)
-        )
+        spent = float("inf") if "no privacy" in group.labels else pytest.approx(float(group.labels[0]), rel=0.01)
+        assert group.budgets("epsilon") == [spent] * 8
+
+
+def test_the_example_compares_four_algorithms_over_three_seeds(tmp_path: Path) -> None:
+    (result,) = run_study("digits", out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
+    assert [(group.labels, len(group.runs)) for group in result.groups] == [
+        ((name,), 3) for name in ("local", "const-d2p", "dyn-d2p", "privsgp")
+    ]
+    assert all(group.budgets("epsilon")[-1] <= 3.0 for group in result.groups)
+    assert "**The claim shows in all 3 cells" in (tmp_path / "out" / "README.md").read_text()
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".md", ".svg", ".csv"}
 
 
 def test_the_published_command_makes_just_what_is_published(study_at: Callable[..., Path], tmp_path: Path) -> None:
@@ -381,16 +495,16 @@ def test_the_published_command_makes_just_what_is_published(study_at: Callable[.
 def test_a_failed_cell_is_reported_the_others_go_on_and_only_it_is_tried_again(
     study_at: Callable[..., Path], tmp_path: Path
 ) -> None:
-    axes = {"rate": {"key": "algorithm.learning_rate", "values": [0.5, 1e38]}}
+    axes = {"rate": {"key": "algorithm.learning_rate", "values": [0.5, 1e25]}}
     path = study_at(axes=axes, checks=[{"kind": "ordered", "axis": "rate"}], figures=[], pivot=None)
     output = quiet()
-    with pytest.raises(RunError, match=r"2 cells failed, the first: main: 1e38, seed 1: round .* diverged"):
+    with pytest.raises(RunError, match=r"2 cells failed, the first: main: 1e25, seed 1: round .* diverged"):
         run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=output)
-    assert "failed: main: 1e38, seed 2" in output.file.getvalue()  # type: ignore[attr-defined]
+    assert "failed: main: 1e25, seed 2" in output.file.getvalue()  # type: ignore[attr-defined]
     readme = (tmp_path / "out" / "README.md").read_text()
     assert "**2 runs failed:**" in readme
     assert "The claim is not decided" in readme
-    assert [cell.labels for cell in missing_cells(cells_of(path), tmp_path / "cells")] == [("1e38",)] * 2
+    assert [cell.labels for cell in missing_cells(cells_of(path), tmp_path / "cells")] == [("1e25",)] * 2
 
 
 def test_a_cell_cut_short_goes_on_another_time(study_at: Callable[..., Path], tmp_path: Path) -> None:

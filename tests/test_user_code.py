@@ -21,7 +21,7 @@ from flower_privdec.planner import make_plan
 from flower_privdec.runtime.run import run
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.fields import OwnSection
-from flower_privdec.scenario.schema import OwnTopologySection
+from flower_privdec.scenario.topology_section import OwnTopologySection
 from flower_privdec.topology import build_topology
 from flower_privdec.user_code import load_own, only_from
 

@@ -67,3 +67,25 @@ def tokens() -> nn.Module:
 def convolutional() -> nn.Module:
     """Return a small stack with a convolution."""
     return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 10))
+
+
+class Tied(nn.Module):
+    """A network that uses a parameter twice, and scales by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64, bias=False)
+        self.last = nn.Linear(64, 64, bias=False)
+        self.last.weight = self.first.weight
+        self.out = nn.Linear(64, 10, bias=False)
+        self.register_buffer("scale", torch.full((64,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits [b, 10]."""
+        logits: Tensor = self.out(self.last(torch.tanh(self.first(x.flatten(1) * self.scale))))
+        return logits
+
+
+def tied() -> nn.Module:
+    """Return a network that uses a parameter twice."""
+    return Tied()

@@ -103,21 +103,28 @@ def defaulted(key: str, schema: Json, required: list[str]) -> str:
 
 def rows(model: type[BaseModel], path: str, heading: int) -> Iterator[str]:
     """Yield the table of a section's keys, then the sections inside it."""
-    schema, said = model.model_json_schema(), described(model)
-    yield f"{introduced(model)}\n\n| key | type | default | rule | meaning |\n|---|---|---|---|---|"
-    inside: dict[str, list[str]] = {}
-    properties = schema.get("properties", {})
-    for key, part in sorted(properties.items(), key=lambda pair: pair[0] not in FIRST):
-        place = f"{path}{key}"
-        inside |= {place: names} if (names := forms(part)) else {}
-        cells = [typed(part), defaulted(key, part, schema.get("required", [])), ruled(part), said.get(key, "")]
-        yield f"| `{place}` | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    yield ""
-    for place, names in inside.items():
-        for name in names:
+    yield from table(model, path)
+    for key, part in ordered(model):
+        for name in forms(part):
             section = by_name()[name]
-            yield f"{'#' * heading} {titled(place, section)}\n"
-            yield from rows(section, f"{place}.", heading + 1)
+            yield f"{'#' * heading} {titled(f'{path}{key}', section)}\n"
+            yield from rows(section, f"{path}{key}.", heading + 1)
+
+
+def ordered(model: type[BaseModel]) -> list[tuple[str, Json]]:
+    """Return a section's keys and what its schema says of each, those first that decide what the others mean."""
+    properties = model.model_json_schema().get("properties", {})
+    return sorted(properties.items(), key=lambda pair: pair[0] not in FIRST)
+
+
+def table(model: type[BaseModel], path: str) -> Iterator[str]:
+    """Yield what a section is and the table of its keys."""
+    required, said = model.model_json_schema().get("required", []), described(model)
+    yield f"{introduced(model)}\n\n| key | type | default | rule | meaning |\n|---|---|---|---|---|"
+    for key, part in ordered(model):
+        cells = [typed(part), defaulted(key, part, required), ruled(part), said.get(key, "")]
+        yield f"| `{path}{key}` | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
 
 
 def titled(place: str, section: type[BaseModel]) -> str:

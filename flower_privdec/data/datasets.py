@@ -18,7 +18,7 @@ from flower_privdec.data.readers import Rows, Source, Split
 from flower_privdec.data.targets import Wanted
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
-from flower_privdec.scenario.schema import PEER, DataSection
+from flower_privdec.scenario.data_section import PEER, DataSection
 from flower_privdec.tasks.kinds import Targets, fitting
 
 _READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(

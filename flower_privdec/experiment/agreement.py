@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +20,10 @@ from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.tasks.losses import Loss, resolve_loss
 from flower_privdec.tasks.metrics import METRICS, Metric
+from flower_privdec.tasks.own_functions import own_loss, own_metric, try_loss, try_metric
 from flower_privdec.topology import build_topology
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -59,13 +63,13 @@ class Agreement:
         device = resolve_device(scenario.compute.device)
         algorithm = build_algorithm(scenario.algorithm)
         mixing, participation = build_exchange(scenario, algorithm)
-        loss = resolve_loss(scenario.task.loss)
-        public = read_public(scenario.data, scenario.seed, loss.targets)
+        public = read_public(scenario.data, scenario.seed, scenario.task.targets)
+        loss, metrics = _build_task(scenario.task, public)
         if scenario.features is not None:
             if public.n_tokens is not None:
                 raise ScenarioError("features are made of images, and the data are tokens: remove the section features")
             public = replace(public, x=apply_features(public.x, scenario.features))
-        module, dtype = _build_module(scenario, public, loss), DTYPES[scenario.compute.dtype]
+        module, dtype = build_module(scenario, **module_facts(public, loss)), DTYPES[scenario.compute.dtype]
         initial = flatten(module).to(device, dtype)
         kernel = build_kernel(
             module.to(device, dtype),
@@ -83,7 +87,7 @@ class Agreement:
             participation=participation,
             public=public,
             loss=loss,
-            metrics=tuple(METRICS[name] for name in scenario.task.metrics),
+            metrics=metrics,
             kernel=kernel,
             module=module,
             initial=initial,
@@ -125,14 +129,47 @@ def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | N
     return algorithm.exchange(topology, weights, participation, scenario.seed)
 
 
-def _build_module(scenario: Scenario, public: PublicSet, loss: Loss) -> nn.Module:
-    section, outputs = scenario.model, loss.n_outputs(public.n_classes)
+def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metric, ...]]:
+    """Return the loss and the metrics; a user's own are tried."""
+    own = task.own_loss
+    loss = resolve_loss(task.loss_name) if own is None else own_loss(own.module, own.targets, own.outputs)
+    loss = replace(loss, width=public.n_classes)
+    outputs, metrics = loss.n_outputs(public.n_classes), []
+    if own is not None:
+        try_loss(loss, outputs)
+    for metric in task.metrics:
+        if isinstance(metric, str):
+            metrics.append(METRICS[metric])
+        else:
+            metrics.append(own_metric(metric.module, metric.title, metric.kind()))
+            try_metric(metrics[-1], loss, outputs, public.y)
+    return loss, tuple(metrics)
+
+
+def module_facts(public: PublicSet, loss: Loss) -> dict[str, Any]:
+    """Return what a module for the model is built with, beside the scenario."""
+    outputs = loss.n_outputs(public.n_classes)
+    return {"input_shape": list(public.input_shape), "outputs": outputs, "n_tokens": public.n_tokens}
+
+
+def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int, n_tokens: int | None) -> nn.Module:
+    """Build a scenario's model, as it is before round 0.
+
+    Args:
+        input_shape: of one example, as the model sees it.
+        outputs: how many it has.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are numbers to reckon with.
+
+    Raises:
+        ScenarioError: the model cannot be had, or does not fit.
+    """
+    section = scenario.model
     return build_model(
         section.name or str(section.module),
-        public.input_shape,
+        input_shape,
         outputs,
         seed=scenario.seed,
         init=section.init,
-        n_tokens=public.n_tokens,
+        n_tokens=n_tokens,
         **section.options(),
     )

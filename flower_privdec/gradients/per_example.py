@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +15,7 @@ from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.protocol import LabelledInputs, inputs_like, reason, row_chunks, unknown_tokens
 from flower_privdec.gradients.rows import Piece, RowKernel, Stored, masked
 from flower_privdec.models import flatten, unflatten
+from flower_privdec.tasks.apart import no_own_rules
 from flower_privdec.tasks.losses import Loss
 
 _WRITTEN_BYTES = 2**26  # gradients written out at once; a call of vmap costs about 2 ms whatever it does
@@ -58,7 +57,7 @@ class VmapKernel(RowKernel):
             x = (x * self._n_tokens).long().clamp_(max=self._n_tokens - 1)
         row = flatten(module)
         try:
-            with torch.random.fork_rng(devices=[]), _no_own_rules():
+            with torch.random.fork_rng(devices=[]), no_own_rules():
                 y = self._loss.blank(self._outputs(row, x[:1]))
                 self._gradients(row, x, y.expand(2, *y.shape[1:]))
         except Exception as error:  # the user's forward may raise anything
@@ -115,26 +114,6 @@ class VmapKernel(RowKernel):
 
     def _parts(self, examples: int, element_size: int) -> list[slice]:
         return row_chunks(examples, self.d * element_size, min(self._memory, _WRITTEN_BYTES))
-
-
-@contextmanager
-def _no_own_rules() -> Iterator[None]:
-    """Refuse every autograd.Function that would be told of all the examples of a vmap at once.
-
-    What a forward calls under vmap cannot depend on an example's numbers, so that trying it once finds all it calls.
-    """
-    apply = vars(torch.autograd.Function)["apply"]
-
-    def checked(function: type[torch.autograd.Function], *args: Any, **options: Any) -> Any:
-        if function.vmap is not torch.autograd.Function.vmap:
-            raise ValueError(f"{function.__name__} has a vmap rule of its own, which sees the examples together")
-        return apply.__func__(function, *args, **options)
-
-    torch.autograd.Function.apply = classmethod(checked)
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = apply
 
 
 class LoopKernel:

@@ -2,7 +2,7 @@
 
 from flower_privdec.mixing.matrix import AverageMatrix, MixingMatrix, SparseMatrix
 from flower_privdec.mixing.schedule import Mixing
-from flower_privdec.mixing.stochasticity import check_stochastic, spectral_gap
+from flower_privdec.mixing.spectrum import spectral_gap
 from flower_privdec.mixing.weights import mixing_matrix
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "Mixing",
     "MixingMatrix",
     "SparseMatrix",
-    "check_stochastic",
     "mixing_matrix",
     "spectral_gap",
 ]

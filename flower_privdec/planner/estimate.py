@@ -89,6 +89,20 @@ def public_sample(experiment: Experiment) -> Objective:
     return Objective(module, experiment.loss, x, public.y[rows].to(x.device))
 
 
+def initial_gap(objective: Objective) -> float:
+    """Estimate F0.
+
+    Raises:
+        ScenarioError: where the loss is not positive, as one of a user's own may be.
+    """
+    found = objective.value().item()
+    if not found > 0:
+        raise ScenarioError(
+            f"plan.initial_gap is missing and the loss at x0 is {found:.3g}, which bounds no gap: add it"
+        )
+    return found
+
+
 def smoothness(experiment: Experiment, objective: Objective) -> float:
     """Estimate L.
 

@@ -86,7 +86,7 @@ def find_constants(experiment: Experiment) -> Constants:
     ways: dict[str, tuple[str, Callable[[], float]]] = {
         "smoothness": ("estimated", lambda: estimate.smoothness(experiment, objective())),
         "gradient_bound": ("clip norm", lambda: _largest_clip(experiment)),
-        "initial_gap": ("estimated", lambda: objective().value().item()),
+        "initial_gap": ("estimated", lambda: estimate.initial_gap(objective())),
         "heterogeneity": ("estimated", lambda: estimate.heterogeneity(experiment, objective())),
         "initial_norm_squared": ("scenario", lambda: float(initial.double().square().sum())),
         "dimension": ("scenario", initial.numel),

@@ -18,7 +18,7 @@ from flower_privdec.privacy.scale import Claim, Solver
 from flower_privdec.privacy.schedules import build_schedule
 from flower_privdec.privacy.search import last_that_fits
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.schema import PrivacySection
+from flower_privdec.scenario.privacy_section import PrivacySection
 
 UNLIMITED = "inf"  # how JSON, which has no infinity, says that there is no bound on ε
 

@@ -12,7 +12,7 @@ from flower_privdec.privacy.calibration import scale_for_budget
 from flower_privdec.privacy.declared import Declares
 from flower_privdec.privacy.mechanisms import Mechanism
 from flower_privdec.privacy.schedules import Schedule
-from flower_privdec.scenario.schema import PrivacySection
+from flower_privdec.scenario.privacy_section import PrivacySection
 
 FACTORS = {"moments": 1.0, "moments-table": 3.0}  # of eq. 11: how far an example moves a step, in clip norms
 

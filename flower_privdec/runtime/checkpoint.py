@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from flower_privdec.algorithms import Edges, State
 from flower_privdec.errors import ScenarioError
@@ -71,14 +72,7 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
     Raises:
         ScenarioError: when the file is no checkpoint, or the run could not go on from it with the same numbers.
     """
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            facts = json.loads(file.metadata()["privdec"])
-            rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ScenarioError(
-            f"{path}: cannot be read as a checkpoint ({error}); start anew with another --out"
-        ) from error
+    facts, rows = _read(path, device)
     if facts["scenario"] != scenario:
         raise ScenarioError(
             f"{path}: is a checkpoint of another scenario; resume with the scenario.yaml beside it, "
@@ -95,9 +89,33 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
             f"{path}: was made with other data, another version of the model's code or in another runtime; restore "
             "them, or start anew with another --out"
         )
+    return Checkpoint(_state(facts, rows), scenario, made, facts["seconds"], facts["head"], facts["transport"])
+
+
+def read_state(path: Path) -> State:
+    """Read the state out of a checkpoint, whoever made it, to look at; a run goes on from `load_checkpoint`.
+
+    Raises:
+        ScenarioError: when the file is no checkpoint.
+    """
+    return _state(*_read(path, torch.device("cpu")))
+
+
+def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            facts = json.loads(file.metadata()["privdec"])
+            rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ScenarioError(
+            f"{path}: cannot be read as a checkpoint ({error}); start anew with another --out"
+        ) from error
+    return facts, rows
+
+
+def _state(facts: dict[str, Any], rows: dict[str, Tensor]) -> State:
     edges = {
         name: Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), rows.pop(EDGE + name))
         for name, (own, other) in facts["edges"].items()
     }
-    state = State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows, edges)
-    return Checkpoint(state, scenario, made, facts["seconds"], facts["head"], facts["transport"])
+    return State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows, edges)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +16,11 @@ from torch import Tensor
 from flower_privdec.algorithms import Algorithm, Exchange, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Agreement, OwnParts
+from flower_privdec.experiment.agreement import module_facts
 from flower_privdec.experiment.evaluation import evaluate, shows_private
 from flower_privdec.experiment.own_parts import public_name
 from flower_privdec.files import write_atomically
-from flower_privdec.gradients.protocol import layout
+from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger_format import Head
 from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from flower_privdec.runtime.spent import Spent, json_number, privacy_rows
@@ -179,16 +181,26 @@ class Recorder:
         return {"evaluation_private": "ignored: figures on the peers' own labels are covered by no ε"}
 
     def _save_models(self, rows: dict[str, Tensor]) -> None:
-        agreement = self.agreement
-        models = {"mean": agreement.algorithm.network_mean(rows)}
-        models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.debiased(rows))}
-        places = layout(agreement.module)
-        tensors = {
-            f"{owner}/{name}": place.view(row).contiguous().cpu()
-            for owner, row in models.items()
-            for name, place in places.items()
-        }
-        write_atomically(self.out / "model.safetensors", save(tensors))
+        facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))
+        content = save(model_tensors(self.agreement, rows), {"privdec": facts})
+        write_atomically(self.out / "model.safetensors", content)
+
+
+def model_tensors(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dicts of the mean model and of every peer's, as `mean/NAME` and `peer-3/NAME`.
+
+    Args:
+        rows: the state's, at least those that others may see.
+    """
+    models = {"mean": agreement.algorithm.network_mean(rows)}
+    models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.debiased(rows))}
+    module = copy.deepcopy(agreement.module)
+    return {
+        f"{owner}/{name}": value.detach().cpu().contiguous().clone()
+        for owner, row in models.items()
+        for name, value in unflatten(module, row).state_dict().items()
+        if isinstance(value, Tensor)
+    }
 
 
 def traffic(algorithm: Algorithm, rows: dict[str, Tensor]) -> dict[str, int]:

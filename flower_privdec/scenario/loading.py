@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -34,8 +34,16 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _compose(text: str, where: str, form: str) -> tuple[Any, dict[Location, int]]:
-    """Parse YAML into plain data and the line on which every key stands."""
+def read_yaml(text: str, where: str, form: str = SCENARIO) -> tuple[dict[str, Any], dict[Location, int]]:
+    """Read YAML into plain data and the line on which every key stands.
+
+    Args:
+        where: what to call the text in an error.
+        form: what to say to a text that is not a mapping.
+
+    Raises:
+        ScenarioError: it is not valid YAML, no mapping, or has a key twice.
+    """
     lines: dict[Location, int] = {}
     loader = _Loader(text)
     try:
@@ -80,20 +88,24 @@ def _override(data: dict[str, Any], setting: str) -> Location:
         value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ScenarioError(f"--set {setting}: the value is not valid YAML; quote it") from error
-    section = data
-    for part in path[:-1]:
-        if not isinstance(section.get(part), dict):
-            section[part] = {}
-        section = section[part]
-    section[path[-1]] = value
+    put(data, path, value)
     return path
 
 
-def _place(loc: Location, lines: dict[Location, int], overrides: Iterable[Location], where: str) -> str:
+def put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Put a value where the keys of a path lead, making the sections on the way."""
+    for part in path[:-1]:
+        if not isinstance(data.get(part), dict):
+            data[part] = {}
+        data = data[part]
+    data[path[-1]] = value
+
+
+def _place(loc: Location, lines: Mapping[Location, int], overrides: Mapping[Location, str], where: str) -> str:
     """Return `file:line: ` or `--set: ` for a location, by its nearest known parent."""
-    for path in overrides:
+    for path, name in overrides.items():
         if loc and loc[: len(path)] == path[: len(loc)]:
-            return "--set: "
+            return f"{name}: "
     for end in range(len(loc), -1, -1):
         if loc[:end] in lines:
             return f"{where}:{lines[loc[:end]]}: "
@@ -184,8 +196,8 @@ def _explain(
     error: ValidationError,
     root: type[BaseModel],
     data: Any,
-    lines: dict[Location, int],
-    overrides: list[Location],
+    lines: Mapping[Location, int],
+    overrides: Mapping[Location, str],
     where: str,
 ) -> ScenarioError:
     """Turn pydantic's findings into one line: the first, and how many more."""
@@ -206,12 +218,31 @@ def parse_model(root: type[Model], text: str, *, form: str, where: str, override
         root: what the text describes.
         form: what to say to a text that is not a mapping.
     """
-    data, lines = _compose(text, where, form)
-    paths = [_override(data, setting) for setting in overrides]
+    data, lines = read_yaml(text, where, form)
+    return validated(root, data, where, lines, {_override(data, setting): "--set" for setting in overrides})
+
+
+def validated(
+    root: type[Model],
+    data: dict[str, Any],
+    where: str,
+    lines: Mapping[Location, int] | None = None,
+    overrides: Mapping[Location, str] | None = None,
+) -> Model:
+    """Return plain data as a strict model.
+
+    Args:
+        where: what to call the data in an error.
+        lines: on which line of it each key stands, where it has lines.
+        overrides: what was laid over the data, and what to call that.
+
+    Raises:
+        ScenarioError: with the place, the value, the rule and the remedy.
+    """
     try:
         return root.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, root, data, lines, paths, where) from error
+        raise _explain(error, root, data, lines or {}, overrides or {}, where) from error
 
 
 def parse_scenario(text: str, *, where: str = "scenario", overrides: Iterable[str] = ()) -> Scenario:

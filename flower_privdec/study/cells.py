@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash
 from flower_privdec.scenario.loading import read_text
-from flower_privdec.study.spec import Part, Point, Size, Study
+from flower_privdec.study.axes import Point
+from flower_privdec.study.measured import metric
+from flower_privdec.study.spec import Part, Size, Study
 
 Labels = tuple[str, ...]
+MOST_CELLS = 20_000
 
 
 @dataclass(frozen=True)
@@ -48,43 +54,90 @@ class Cell:
         return scenario.n_peers * (scenario.rounds * (batch + 4) + tried)
 
 
-def expand(study: Study, base: Path, size: str, parts: Iterable[Part], settings: Sequence[str] = ()) -> list[Cell]:
+def expand(
+    study: Study, base: Path, size: str | None, parts: Iterable[Part], settings: Sequence[str] = ()
+) -> list[Cell]:
     """Return all cells of some parts, every scenario checked.
 
-    Settings are laid over the base in this order: the study's size, the part, the part's size, the points of
+    Settings are laid over the base in this order: the study, its size, the part, the part's size, the points of
     the axes in order, `settings`, and the seed.
 
     Raises:
-        ScenarioError: naming the cell whose scenario breaks a rule.
+        ScenarioError: naming the cell whose scenario breaks a rule, or a part of too many cells.
     """
     text = read_text(base)
-    return [
-        cell
-        for part in parts
-        for cell in _expand_part(study, study.sizes[size], size, part, text, base, settings)  # type: ignore[index]
-    ]
+    return [cell for part in parts for cell in _expand_part(study, size, part, text, base, settings)]
 
 
 def _expand_part(
-    study: Study, whole: Size, size: str, part: Part, text: str, base: Path, settings: Sequence[str]
-) -> Iterable[Cell]:
-    changes = part.sizes.get(size)  # type: ignore[call-overload]
-    common = [*whole.settings, *part.settings, *(changes.settings if changes else ())]
-    seeds = (changes and changes.seeds) or whole.seeds
+    study: Study, size: str | None, part: Part, text: str, base: Path, settings: Sequence[str]
+) -> list[Cell]:
+    layers = _layers(study, size, part)
+    common = [line for layer in layers for line in layer.settings]
+    seeds = next((layer.seeds for layer in reversed(layers) if isinstance(layer, Study | Size) and layer.seeds), None)
+    repetitions = [[f"seed={seed}"] for seed in seeds] if seeds else [[]]
     points = [axis.all_points() for axis in part.axes_at(size).values()]
+    _check_count(part, math.prod(map(len, points)) * len(repetitions))
+    name = f"name={json.dumps(study.name)}"
+    cells = []
     for place in itertools.product(*points):
         own = [line for point in place for line in point.settings]
-        for seed in seeds:
-            name = [f"name={study.name}", f"seed={seed}"]
-            yield _cell(part, place, seed, text, base, [*common, *own, *settings, *name])
+        for repetition in repetitions:
+            cells.append(_cell(part, place, text, base, [*common, *own, *settings, name, *repetition]))
+    _check_fields(part, cells)
+    _check_metrics(part, cells)
+    return cells
 
 
-def _cell(part: Part, place: Sequence[Point], seed: int, text: str, base: Path, settings: list[str]) -> Cell:
+def _layers(study: Study, size: str | None, part: Part) -> list[Study | Size | Part]:
+    """Return what is laid over the base, in order: the study, its size, the part, the part's size."""
+    layers = (study, study.sizes.get(size or ""), part, part.sizes.get(size or ""))
+    return [layer for layer in layers if layer is not None]
+
+
+def _check_count(part: Part, count: int) -> None:
+    if count > MOST_CELLS:
+        raise ScenarioError(
+            f"part {part.name}: {count:,} cells must be at most {MOST_CELLS:,}; use fewer points, axes or seeds"
+        )
+
+
+def _check_fields(part: Part, cells: Sequence[Cell]) -> None:
+    for i, path in enumerate(part.fields):
+        if not any(has_field(cell.scenario, path) for cell in cells):
+            raise ScenarioError(
+                f"part {part.name}: fields.{i}={path!r} must be a key of a scenario, as algorithm.learning_rate"
+            )
+
+
+def _check_metrics(part: Part, cells: Sequence[Cell]) -> None:
+    """Refuse a metric that no cell's task has."""
+    measured = {name for cell in cells for name in cell.scenario.task.kinds()}
+    for name in part.all_metrics():
+        if (of := metric(name).of) is not None and of not in measured:
+            raise ScenarioError(
+                f"part {part.name}: metric '{name}' needs {of}, which no cell measures ({', '.join(sorted(measured))} "
+                "they do): name one of these, or add it to task.metrics"
+            )
+
+
+def has_field(scenario: Scenario, path: str) -> bool:
+    """Return whether a scenario has a key, as `algorithm.learning_rate`."""
+    value: Any = scenario
+    for name in path.split("."):
+        if name not in getattr(type(value), "model_fields", ()):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+def _cell(part: Part, place: Sequence[Point], text: str, base: Path, settings: list[str]) -> Cell:
     labels = tuple(point.label for point in place)
     try:
         scenario = parse_scenario(text, where=str(base), overrides=settings)
     except ScenarioError as error:
-        raise ScenarioError(f"part {part.name}, cell {', '.join(labels)}: {error}") from error
+        found = str(error).removeprefix("--set: ")  # most settings are the study's
+        raise ScenarioError(f"part {part.name}, cell {', '.join(labels)}: {found}") from error
     if scenario.private is not None and scenario.private.ledger is not None:
         raise ScenarioError(f"part {part.name}: privacy.ledger must be left out of a study: every cell has its own")
-    return Cell(part.name, labels, seed, scenario, scenario_hash(scenario))
+    return Cell(part.name, labels, scenario.seed, scenario, scenario_hash(scenario))

@@ -9,8 +9,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from flower_privdec.study.results import Estimate, Group, PartResult, metric
-from flower_privdec.study.spec import Above, Best, Check, Ordered, Speedup
+from flower_privdec.study.forms import Above, Best, Check, Ordered, Speedup
+from flower_privdec.study.measured import metric
+from flower_privdec.study.results import Estimate, Group, PartResult
 from flower_privdec.words import number
 
 MISSING = "–"

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure
-from flower_privdec.study.results import Group, PartResult, metric
-from flower_privdec.study.spec import Figure
+from flower_privdec.study.forms import Figure
+from flower_privdec.study.measured import metric
+from flower_privdec.study.results import Group, PartResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,9 +31,14 @@ def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
         if not drawn:
             return False
         _label(all_axes, figure, result)
-        canvas.suptitle(figure.title, x=0.01, ha="left", fontsize=10.5)
+        canvas.suptitle(title_of(figure), x=0.01, ha="left", fontsize=10.5)
         canvas.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
     return True
+
+
+def title_of(figure: Figure) -> str:
+    """Return what to write over a figure: its title, or its metric."""
+    return figure.title or metric(figure.metric).title.capitalize()
 
 
 def _label(all_axes: np.ndarray, figure: Figure, result: PartResult) -> None:
@@ -59,7 +65,8 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
             drawn |= _draw_curve(axes, figure, result.at(line), style, label)
         else:
             groups = [result.at(line | {figure.x: name}) for name in result.axes[figure.x].labels()]
-            drawn |= _draw_finals(axes, figure, result, groups, style, label)
+            beside = (i - (len(lines) - 1) / 2) * min(0.1, 0.6 / len(lines))
+            drawn |= _draw_finals(axes, figure, result, groups, style, label, beside)
     return drawn
 
 
@@ -77,28 +84,31 @@ def _draw_curve(axes: Axes, figure: Figure, group: Group, style: int, label: str
 
 
 def _draw_finals(
-    axes: Axes, figure: Figure, result: PartResult, groups: list[Group], style: int, label: str | None
+    axes: Axes, figure: Figure, result: PartResult, groups: list[Group], style: int, label: str | None, beside: float
 ) -> bool:
+    """Draw a line along numbers; along categories, between which nothing lies, points, `beside` those of others."""
     points = result.axes[str(figure.x)].all_points()
-    numbers = [point.value for point in points]
-    known = [(i, estimate) for i, group in enumerate(groups) if (estimate := group.final(figure.metric))]
-    if not known:
+    known = [
+        (point, i, group.final(figure.metric)) for i, (point, group) in enumerate(zip(points, groups, strict=True))
+    ]
+    drawn = [(point, i, estimate) for point, i, estimate in known if estimate is not None]
+    numeric = all(point.value is not None for point in points)
+    if not numeric:
+        axes.set_xticks(range(len(points)), [point.label for point in points])
+        axes.set_xlim(-0.5, len(points) - 0.5)
+    if not drawn:
         return False
-    numeric = all(value is not None for value in numbers)
-    at = [numbers[i] if numeric else i for i, _ in known]
     scale = 100 if metric(figure.metric).share else 1
     series, dash = line_style(style)
     axes.errorbar(
-        at,  # type: ignore[arg-type]
-        [scale * estimate.mean for _, estimate in known],
-        [scale * (estimate.std or 0) for _, estimate in known],
-        fmt=dash,
+        [point.value if point.value is not None and numeric else i + beside for point, i, _ in drawn],
+        [scale * estimate.mean for _, _, estimate in drawn],
+        [scale * (estimate.std or 0) for _, _, estimate in drawn],
+        linestyle=dash if numeric else "none",
         marker="o",
         markersize=4,
         capsize=2.5,
         color=SERIES[series],
         label=label,
     )
-    if not numeric:
-        axes.set_xticks(range(len(points)), [point.label for point in points])
     return True

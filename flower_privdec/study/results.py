@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,88 +13,11 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.reporting.run_folder import Result, read_result
-from flower_privdec.reporting.wording import main_loss, main_value
+from flower_privdec.study.axes import Axis
 from flower_privdec.study.cache import folder_of, is_finished
 from flower_privdec.study.cells import Cell, Labels
-from flower_privdec.study.spec import Axis, Part
-from flower_privdec.tasks.kinds import METRIC_KINDS
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A number of a run's evaluation.
-
-    Attributes:
-        title: what it is.
-        read: gets it from a line of metrics.jsonl and the algorithm's name.
-        share: whether it is a share, shown in percent.
-        low: whether less is better.
-        over: makes one number of the run's; the last by default.
-    """
-
-    title: str
-    read: Callable[[dict[str, Any], str], float | None]
-    share: bool = False
-    low: bool = False
-    over: Callable[[Sequence[float]], float] = lambda values: values[-1]
-
-
-def _late(values: Sequence[float]) -> float:
-    """Return the mean of the last fifth: what is left when single rounds differ much, as with few active peers."""
-    last = values[-max(1, len(values) // 5) :]
-    return sum(last) / len(last)
-
-
-def _of_task(name: str) -> dict[str, Reading]:
-    """Return what can be looked at of a task's metric: at the end, late, at its best, and of the peers' models."""
-    kind = METRIC_KINDS[name]
-
-    def mean(line: dict[str, Any], algorithm: str) -> float | None:
-        return main_value(algorithm, line.get(name))
-
-    def peers(which: str) -> Callable[[dict[str, Any], str], float | None]:
-        return lambda line, _: (line.get(name) or {}).get(which)
-
-    def made(title: str, read: Callable[[dict[str, Any], str], float | None], **options: Any) -> Reading:
-        return Reading(title, read, share=kind.share, low=not kind.high, **options)
-
-    return {
-        name: made(f"test {kind.title}", mean),
-        f"late-{name}": made(f"test {kind.title}, mean of the last fifth", mean, over=_late),
-        f"best-{name}": made(f"best test {kind.title} of the run", mean, over=max if kind.high else min),
-        f"peer-{name}": made(f"test {kind.title} of the peers' models", peers("peer_mean")),
-        f"worst-peer-{name}": made(
-            f"test {kind.title} of the worst peer", peers("peer_min" if kind.high else "peer_max")
-        ),
-    }
-
-
-METRICS = {
-    **{key: metric for name in METRIC_KINDS for key, metric in _of_task(name).items()},
-    "loss": Reading("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
-    "own-labels": Reading(
-        "accuracy of personalized models on their peers' own labels",
-        lambda m, _: ((m.get("personalized") or {}).get("personal_models") or {}).get("mean"),
-        share=True,
-    ),
-    "consensus": Reading("consensus distance", lambda m, _: m["consensus_distance"], low=True),
-}
-
-
-def metric(name: str) -> Reading:
-    """Return a metric by its name, or the one at a dotted path of metrics.jsonl, as accuracy.peer_max."""
-    if name in METRICS:
-        return METRICS[name]
-
-    def read(line: dict[str, Any], _algorithm: str) -> float | None:
-        value: Any = line
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return float(value) if isinstance(value, int | float) else None
-
-    kind = METRIC_KINDS.get(name.partition(".")[0])
-    share, low = (kind.share, not kind.high) if kind else (name.startswith("personalized"), "loss" in name)
-    return Reading(name.replace(".", " ").replace("_", " "), read, share=share, low=low)
+from flower_privdec.study.measured import metric
+from flower_privdec.study.spec import Part
 
 
 @dataclass(frozen=True)
@@ -158,11 +81,10 @@ class Group:
             return None
         return np.asarray(rounds), np.asarray(values, dtype=float)
 
-    def largest(self, key: str) -> float | None:
-        """Return the largest ε (key `epsilon`), claimed ε or δ of any peer in any run; None where there is none."""
+    def budgets(self, key: str) -> list[float]:
+        """Return every ε (key `epsilon`), claimed ε or δ of a peer in some run, ascending; none without privacy."""
         values = [row.get(key) for run in self.runs for row in run.summary["privacy"]]
-        known = [float(value) for value in values if value is not None]
-        return max(known) if known else None
+        return sorted(float(value) for value in values if value is not None)
 
     def field(self, path: str) -> str:
         """Return a key of the scenario, as `algorithm.learning_rate`, in words."""
@@ -217,7 +139,7 @@ class PartResult:
         return places
 
 
-def collect(part: Part, size: str, cells: Sequence[Cell], cache: Path) -> PartResult:
+def collect(part: Part, size: str | None, cells: Sequence[Cell], cache: Path) -> PartResult:
     """Read the finished cells of a part from the cache."""
     mine = [cell for cell in cells if cell.part == part.name]
     runs: dict[str, Result] = {}

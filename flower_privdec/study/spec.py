@@ -1,174 +1,97 @@
-"""A study as data: cells laid over a base scenario, what to draw, and a claim a machine can check."""
+"""A study as data: cells laid over a base scenario, what to draw, and, where there is one, a claim to check."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.fields import Section
 from flower_privdec.scenario.loading import parse_model, read_text
-from flower_privdec.words import setting
+from flower_privdec.study.axes import Axis, Lines
+from flower_privdec.study.forms import Above, Best, Check, Figure, Ordered, Pivot, Speedup
+from flower_privdec.study.measured import MetricName
 
-FORM = "a study is a mapping (name, title, base, sizes, parts, ...)"
+FORM = "a study is a mapping (name, base, seeds, parts, ...)"
 STUDIES = Path("scenarios") / "studies"
-SizeName = Literal["laptop", "paper"]
-Lines = Annotated[list[str], Field(default_factory=list)]
-Labelled = Annotated[dict[str, str], Field(default_factory=dict)]
-Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]  # of a file or a folder
+Seeds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1), AfterValidator(lambda seeds: _distinct(seeds))
+]
 
 
-class Point(Section):
-    """One place on an axis: what to call it and the settings that make it."""
-
-    label: str
-    settings: Lines
-    value: float | None = None
-
-
-class Axis(Section):
-    """What varies between cells: either one key's values, or named points with settings of their own."""
-
-    title: str | None = None
-    key: str | None = None
-    values: list[Any] | None = None
-    points: list[Point] | None = None
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Axis:
-        if (self.points is None) == (self.values is None) or (self.values is None) != (self.key is None):
-            raise ValueError("give an axis either key and values, or points (label and settings): one of the two")
-        labels = self.labels()
-        if not labels or len(set(labels)) < len(labels):
-            raise ValueError(f"an axis needs points whose labels differ, not {labels}")
-        return self
-
-    def all_points(self) -> list[Point]:
-        """Return the points in order; numbers along a key are labelled and placed by themselves."""
-        if self.points is not None:
-            return self.points
-        return [_point(str(self.key), value) for value in self.values or []]
-
-    def labels(self) -> list[str]:
-        """Return the points' labels in order."""
-        return [point.label for point in self.all_points()]
-
-
-def _point(key: str, value: Any) -> Point:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return Point(
-        label=setting(value) if number else str(value),
-        settings=[f"{key}={json.dumps(value)}"],
-        value=float(value) if number else None,
-    )
+def _distinct(seeds: list[int]) -> list[int]:
+    if len(set(seeds)) < len(seeds):
+        raise ValueError("must differ from one another: equal seeds are one run")
+    return seeds
 
 
 class Size(Section):
-    """What a size of a study lays over its base, and the seeds each cell repeats."""
+    """What a size of a study changes.
 
-    settings: Lines
-    seeds: Seeds
-
-
-class PartSize(Section):
-    """What a size changes in one part."""
+    Attributes:
+        settings: laid over the study's own.
+        seeds: which each cell repeats; left out, the study's own.
+    """
 
     settings: Lines
     seeds: Seeds | None = None
+
+
+class PartSize(Size):
+    """What a size changes in one part.
+
+    Attributes:
+        axes: in place of those of the part with the same name.
+    """
+
     axes: Annotated[dict[str, Axis], Field(default_factory=dict)]
 
 
-class Figure(Section):
-    """A picture: a metric over the rounds, or its final value along an axis."""
-
-    kind: Literal["curves", "final"]
-    metric: str = "accuracy"
-    x: str | None = None  # final: the axis along which
-    by: str | None = None  # the axis whose points are lines
-    panels: str | None = None  # the axis whose points are pictures side by side
-    where: Labelled  # axes that are held, at which label
-    title: str
-    log: bool = False
-
-    def axes(self) -> list[str]:
-        """Return the axes it names."""
-        return [name for name in (self.x, self.by, self.panels, *self.where) if name is not None]
-
-
-class Pivot(Section):
-    """A table of one metric: one axis down, one across."""
-
-    rows: str
-    columns: str
-    metric: str = "accuracy"
-
-
-class Ordered(Section):
-    """The metric rises along these points of an axis, wherever the other axes stand."""
-
-    kind: Literal["ordered"]
-    axis: str
-    order: list[str] | None = None  # from the least to the greatest; by default the axis' own order
-    metric: str = "accuracy"
-    where: Labelled
-
-
-class Best(Section):
-    """A point of an axis, or one at most `reach` places from it, has the best metric."""
-
-    kind: Literal["best"]
-    axis: str
-    label: str
-    reach: Annotated[int, Field(ge=0)] = 0
-    metric: str = "accuracy"
-    where: Labelled
-
-
-class Above(Section):
-    """All cells are better than one of them, the baseline."""
-
-    kind: Literal["above"]
-    baseline: dict[str, str]
-    metric: str = "accuracy"
-    where: Labelled
-
-
-class Speedup(Section):
-    """Points whose value is n times larger reach a level of the metric in n times fewer rounds."""
-
-    kind: Literal["speedup"]
-    axis: str
-    metric: str = "loss"
-    levels: list[float] | None = None  # by default the best that every cell reaches
-    within: Annotated[float, Field(gt=1)] = 1.25  # the factor that is still taken for n
-    where: Labelled
-
-
-Check = Annotated[Ordered | Best | Above | Speedup, Field(discriminator="kind")]
-
-
 class Part(Section):
-    """One question of a study: a grid of cells, figures, a table and the paper's claim."""
+    """One question of a study: a grid of cells, its table, figures and, where there is one, a claim.
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
-    title: str
-    claim: str
-    asks: Literal["paper", "us"] = "paper"  # whose claim it is
+    Attributes:
+        name: of its files.
+        title: left out, the name.
+        claim: what is said to be true, in words; left out, the part is a table and pictures.
+        asks: whose claim it is: the paper's, or ours.
+        notes: paragraphs under the title.
+        settings: `key=value` lines for all its cells.
+        sizes: what a size of the study changes here.
+        axes: what varies; every combination is a cell.
+        best_over: axes of which each place keeps the point with the best first metric.
+        figures: to draw.
+        pivot: a table of one metric, one axis down and one across.
+        metrics: the table's columns: names that `flower_privdec.study.measured` lists, or dotted keys of
+            metrics.jsonl, as accuracy.peer_max.
+        fields: keys of the scenario that are columns too.
+        checks: what the claim means in numbers.
+    """
+
+    name: Name
+    title: str | None = None
+    claim: str | None = None
+    asks: Literal["paper", "us"] = "paper"
     notes: Lines
     settings: Lines
-    sizes: Annotated[dict[SizeName, PartSize], Field(default_factory=dict)]
+    sizes: Annotated[dict[str, PartSize], Field(default_factory=dict)]
     axes: Annotated[dict[str, Axis], Field(min_length=1)]
-    best_over: Lines  # axes of which each place keeps the point with the best first metric
+    best_over: Lines
     figures: Annotated[list[Figure], Field(default_factory=list)]
     pivot: Pivot | None = None
-    metrics: Annotated[list[str], Field(min_length=1, default_factory=lambda: ["accuracy", "loss"])]
-    fields: Lines  # keys of the scenario that are columns too
-    checks: Annotated[list[Check], Field(min_length=1)]
+    metrics: Annotated[list[MetricName], Field(min_length=1, default_factory=lambda: ["accuracy", "loss"])]
+    fields: Lines
+    checks: Annotated[list[Check], Field(default_factory=list)]
+
+    @property
+    def heading(self) -> str:
+        """Return what to call it."""
+        return self.title or self.name
 
     @model_validator(mode="after")
     def _known_axes(self) -> Part:
@@ -216,9 +139,14 @@ class Part(Section):
         if name not in self.axes:
             raise ValueError(f"{where}: axis '{name}' must be one of this part's axes ({', '.join(self.axes)})")
 
+    def all_metrics(self) -> set[str]:
+        """Return every metric that it names."""
+        asked = [*self.figures, *self.checks, *([self.pivot] if self.pivot else ())]
+        return {*self.metrics, *(one.metric for one in asked)}
+
     def axes_at(self, size: str | None) -> dict[str, Axis]:
         """Return the axes at a size."""
-        changes = self.sizes.get(size) if size else None  # type: ignore[call-overload]
+        changes = self.sizes.get(size) if size else None
         return self.axes | (changes.axes if changes else {})
 
 
@@ -238,24 +166,61 @@ def _check_labels(where: str, labels: Mapping[str, str], axes: Mapping[str, Axis
 
 
 class Study(Section):
-    """A paper's experiments on one base scenario, in two sizes."""
+    """Experiments on one base scenario.
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]
-    title: str
-    paper: str
+    Attributes:
+        name: of the study, and of the folder of its results.
+        title: left out, the name.
+        paper: whose experiments these are, where they are a paper's.
+        base: the path of the scenario that all cells vary, from the study's folder.
+        notes: paragraphs under the title.
+        settings: `key=value` lines for all cells.
+        seeds: which each cell repeats; left out, the base's own seed alone.
+        sizes: to choose from by `--size`, the first by default; left out, there is one.
+        parts: the questions.
+    """
+
+    name: Name
+    title: str | None = None
+    paper: str | None = None
     base: str
     notes: Lines
-    sizes: dict[SizeName, Size]
+    settings: Lines
+    seeds: Seeds | None = None
+    sizes: Annotated[dict[Name, Size], Field(default_factory=dict)]
     parts: Annotated[list[Part], Field(min_length=1)]
 
+    @property
+    def heading(self) -> str:
+        """Return what to call it."""
+        return self.title or self.name
+
     @model_validator(mode="after")
-    def _both_sizes(self) -> Study:
-        if set(self.sizes) != {"laptop", "paper"}:
-            raise ValueError(f"sizes: a study comes in laptop and paper, not in {', '.join(self.sizes) or 'none'}")
+    def _known_sizes(self) -> Study:
         names = [part.name for part in self.parts]
         if len(set(names)) < len(names):
             raise ValueError(f"parts: their names must differ, not {names}")
+        for i, part in enumerate(self.parts):
+            for size in part.sizes:
+                if size not in self.sizes:
+                    known = ", ".join(self.sizes) or "none; give it some under sizes"
+                    raise ValueError(f"parts.{i}.sizes.{size} must be one of the study's sizes ({known})")
         return self
+
+    def size(self, name: str | None) -> str | None:
+        """Return the size of some name, by default the first; None where the study has no sizes.
+
+        Raises:
+            ScenarioError: a name that no size has.
+        """
+        if name is None:
+            return next(iter(self.sizes), None)
+        if name not in self.sizes:
+            rule = (
+                f"has the sizes {', '.join(self.sizes)}; name one" if self.sizes else "has no sizes; leave --size out"
+            )
+            raise ScenarioError(f"--size {name}: study {self.name} {rule}")
+        return name
 
     def chosen(self, only: Iterable[str]) -> list[Part]:
         """Return the parts of some names, all by default.

@@ -92,12 +92,12 @@ USUAL_METRICS: dict[Targets, tuple[str, ...]] = {
 }
 
 
-def unfit(metric: str, loss: str) -> str | None:
-    """Say why a metric cannot be told of models trained by a loss, or return None where it can."""
-    kind, trained = METRIC_KINDS[metric], LOSS_KINDS[loss]
-    if trained.targets not in kind.targets:
-        fit = ", ".join(name for name, other in METRIC_KINDS.items() if trained.targets in other.targets)
-        return f"is a metric of {' and '.join(kind.targets)}, and loss {loss} is for {trained.targets}: use {fit}"
-    if kind.log_odds and not trained.log_odds:
+def unfit(metric: str, loss: str, targets: Targets) -> str | None:
+    """Say why a metric cannot be told of models trained by a loss for some targets, or return None where it can."""
+    kind = METRIC_KINDS[metric]
+    if targets not in kind.targets:
+        fit = ", ".join(name for name, other in METRIC_KINDS.items() if targets in other.targets)
+        return f"is a metric of {' and '.join(kind.targets)}, and loss {loss} is for {targets}: use {fit}"
+    if kind.log_odds and not (loss in LOSS_KINDS and LOSS_KINDS[loss].log_odds):
         return f"needs log-odds, which loss {loss} does not train: use cross-entropy or logistic, or leave it out"
     return None

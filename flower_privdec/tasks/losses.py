@@ -28,6 +28,8 @@ class Loss:
         derivative: (outputs, targets) -> d loss / d outputs [..., k], a new tensor.
         targets: what it takes.
         single: whether there is one output, whose sign separates class 1 from class 0.
+        outputs: how many there must be; None where the targets say it.
+        width: how many numbers or labels an example has, where that is not how many outputs there are.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Loss:
     derivative: OutputFunction
     targets: Targets = "classes"
     single: bool = False
+    outputs: int | None = None
+    width: int | None = None
 
     def n_outputs(self, width: int) -> int:
         """Return how many outputs the model must have.
@@ -47,7 +51,7 @@ class Loss:
         """
         if self.single and width != 2:
             raise ScenarioError(f"task.loss={self.name!r} needs two classes, not {width}: use cross-entropy")
-        return 1 if self.single else width
+        return 1 if self.single else self.outputs or width
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return what outputs [..., k] say: classes [...], or for each label whether it is there, or the numbers."""
@@ -59,7 +63,7 @@ class Loss:
         """Return targets that some outputs [..., k] could have, all 0."""
         if self.targets == "classes":
             return torch.zeros(outputs.shape[:-1], dtype=torch.int64, device=outputs.device)
-        return torch.zeros_like(outputs)
+        return outputs.new_zeros(*outputs.shape[:-1], self.width or outputs.shape[-1])
 
 
 def resolve_loss(loss: str | Loss) -> Loss:

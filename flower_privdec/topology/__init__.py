@@ -12,7 +12,6 @@ from flower_privdec.topology.graphs import (
     as_networkx,
     edge_array,
     in_neighbors,
-    out_neighbors,
 )
 from flower_privdec.topology.named import build_topology, topology_options
 
@@ -30,6 +29,5 @@ __all__ = [
     "edge_array",
     "in_neighbors",
     "joint_connectivity",
-    "out_neighbors",
     "topology_options",
 ]

@@ -75,12 +75,6 @@ def in_neighbors(edges: EdgeArray, peer: int) -> Peers:
     return senders
 
 
-def out_neighbors(edges: EdgeArray, peer: int) -> Peers:
-    """Return the peers that `peer` sends to, ascending."""
-    receivers: Peers = edges[edges[:, 0] == peer, 1]
-    return receivers
-
-
 def as_networkx(topology: Topology, round_index: int | None = None) -> Any:
     """Return the graph of one round, or of all rounds together, as a networkx graph or digraph."""
     graph = nx.DiGraph() if topology.directed else nx.Graph()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 
-from flower_privdec.reporting.console.views import _console, _facts, _print_json, _table, graph_facts
+from flower_privdec.reporting.console.views import _console, _facts, _print_json, _table, as_text, graph_facts
 from flower_privdec.reporting.wording import alike
 from flower_privdec.words import NOTHING, duration, epsilon_text, memory, number, peer_ranges, setting
 
@@ -46,15 +47,25 @@ def print_plan(plan: dict[str, Any], as_json: bool) -> None:
         _print_json(plan)
         return
     console = _console()
-    title = f"{plan['name']}: {plan['algorithm']}, {len(plan['peers'])} peers, {plan['rounds']:,} rounds"
-    console.show(title, style="bold")
-    console.show(_peers(plan))
+    for thing, style in _plan(plan):
+        console.show(thing, style=style)
+
+
+def plan_text(plan: dict[str, Any]) -> str:
+    """Return a plan as it is printed, without colours."""
+    return as_text(thing for thing, _ in _plan(plan))
+
+
+def _plan(plan: dict[str, Any]) -> Iterator[tuple[RenderableType, str | None]]:
+    """Yield what there is to show of a plan, and in which style."""
+    yield f"{plan['name']}: {plan['algorithm']}, {len(plan['peers'])} peers, {plan['rounds']:,} rounds", "bold"
+    yield _peers(plan), None
     graph = plan["topology"]
     connected = [("graph", None if graph is None else graph_facts(graph))]
-    console.show(_facts([*connected, ("ledger", _ledger(plan["ledger"])), *_optimum(plan), *_cost(plan)]))
+    yield _facts([*connected, ("ledger", _ledger(plan["ledger"])), *_optimum(plan), *_cost(plan)]), None
     if plan["warnings"]:
-        console.show()
-        console.show(_warnings(plan["warnings"]), style="yellow")
+        yield "", None
+        yield _warnings(plan["warnings"]), "yellow"
 
 
 def _warnings(warnings: list[str]) -> Table:

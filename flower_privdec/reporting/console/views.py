@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterable, Sequence
@@ -60,6 +61,15 @@ def _console() -> _Console:
     return _Console()
 
 
+def as_text(things: Iterable[RenderableType]) -> str:
+    """Return tables and lines as plain text, without trailing blanks."""
+    console = Console(file=io.StringIO(), width=PLAIN_WIDTH, highlight=False, markup=False, color_system=None)
+    with console.capture() as captured:
+        for thing in things:
+            console.print(thing)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
 def _print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, ensure_ascii=False))
 
@@ -81,6 +91,14 @@ def _table(columns: Sequence[tuple[str, str]]) -> Table:
     for heading, side in columns:
         table.add_column(heading, justify="right" if side == "right" else "left", no_wrap=True)
     return table
+
+
+def comparison_text(headings: Sequence[str], rows: Iterable[Sequence[str]], note: str) -> str:
+    """Return a table of plain text, its first column to the left and the others to the right, and a note below it."""
+    table = _table([(heading, "right" if i else "left") for i, heading in enumerate(headings)])
+    for row in rows:
+        table.add_row(*row)
+    return as_text([table, note])
 
 
 def print_summary(summary: dict[str, Any], folder: Path) -> None:

@@ -21,7 +21,7 @@ from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.files import write_atomically
 from flower_privdec.runtime.flower.records import Order
 from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.schema import TopologySection
+from flower_privdec.scenario.topology_section import TopologySection
 from flower_privdec.user_code import only_from
 
 SECRET_BYTES = 32

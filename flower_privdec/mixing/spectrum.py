@@ -1,41 +1,13 @@
-"""Checks of mixing: stochasticity, and how fast a graph agrees."""
+"""How fast a graph agrees."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from flower_privdec.errors import ScenarioError
-from flower_privdec.mixing.matrix import MixingMatrix
 from flower_privdec.mixing.schedule import Mixing
 
-KINDS = {"row": (1,), "column": (0,), "doubly": (0, 1)}
 RANDOM_ROUNDS = 128
-
-
-def check_stochastic(matrix: MixingMatrix, kind: str, tolerance: float = 1e-12) -> None:
-    """Refuse a matrix with a negative weight, or whose rows or columns do not sum to one.
-
-    Args:
-        matrix: with all its rows, if columns are to be summed.
-        kind: "row", "column" or "doubly".
-        tolerance: how far from one a sum may be.
-
-    Raises:
-        ScenarioError: naming the worst sum and the kind of weights to use.
-    """
-    dense = matrix.dense()
-    if dense.size and dense.min() < 0:
-        raise ScenarioError(f"weight={dense.min()} must be >= 0; use weights that are {kind}-stochastic")
-    for axis in KINDS[kind]:
-        sums = dense.sum(axis)
-        worst = int(np.argmax(np.abs(sums - 1)))
-        if abs(sums[worst] - 1) > tolerance:
-            line = "column" if axis == 0 else "row"
-            raise ScenarioError(
-                f"{line} {worst} of the mixing matrix sums to {sums[worst]:.6g}, must be 1; "
-                f"use weights that are {kind}-stochastic on this graph"
-            )
 
 
 def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:

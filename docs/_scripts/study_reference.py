@@ -1,0 +1,34 @@
+"""Every key of a study, read from its schema, as `scenario_reference` does for a scenario's."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+from scenario_reference import table
+
+from flower_privdec.study.axes import Axis, Point
+from flower_privdec.study.forms import Above, Best, Figure, Ordered, Pivot, Speedup
+from flower_privdec.study.measured import METRICS
+from flower_privdec.study.spec import Part, PartSize, Size, Study
+
+SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
+    "": (Study,),
+    "sizes.NAME": (Size,),
+    "parts": (Part,),
+    "parts.axes.NAME": (Axis,),
+    "parts.axes.NAME.points": (Point,),
+    "parts.sizes.NAME": (PartSize,),
+    "parts.figures": (Figure,),
+    "parts.pivot": (Pivot,),
+    "parts.checks": (Ordered, Best, Above, Speedup),
+}
+
+
+def study_reference() -> str:
+    """Return the reference as Markdown."""
+    lines = []
+    for place, sections in SECTIONS.items():
+        lines += [f"## {place}", ""] if place else []
+        for section in sections:
+            lines += table(section, f"{place}." if place else "")
+    metrics = [f"| `{name}` | {metric.title} |" for name, metric in METRICS.items()]
+    return "\n".join([*lines, "## Metrics", "", "| name | what it is |", "|---|---|", *metrics, ""])

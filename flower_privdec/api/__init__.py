@@ -1,0 +1,1 @@
+"""What `import flower_privdec` offers: scenarios, runs, plans and comparisons from Python."""

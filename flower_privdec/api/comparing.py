@@ -1,0 +1,220 @@
+"""Compare algorithms, or scenarios, over seeds: a table with mean and spread."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from flower_privdec.algorithms import Algorithm
+from flower_privdec.api.result import as_frame, flat
+from flower_privdec.api.scenarios import as_scenario, make_scenario
+from flower_privdec.api.threads import threads_kept
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.experiment.model_code import code_of
+from flower_privdec.reporting.console import comparison_text
+from flower_privdec.reporting.run_folder import read_result
+from flower_privdec.scenario import Scenario, own_parts, scenario_hash
+from flower_privdec.study.cache import folder_of, is_finished
+from flower_privdec.study.cells import Cell
+from flower_privdec.study.measured import METRICS, metric
+from flower_privdec.study.results import Group
+from flower_privdec.study.runner import missing_cells, run_cells
+from flower_privdec.words import NOTHING, did_you_mean, epsilon_text, number, setting
+
+AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
+SHARED = ("learning_rate", "learning_rate_decay")  # keys of every algorithm's section
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Runs side by side; printed, a table.
+
+    Attributes:
+        rows: for each algorithm or scenario its label, how many runs it has (`runs`), its largest ε of any peer in any
+            run (infinity without privacy), and for each metric its `mean`, `std` (sample standard deviation, None for
+            one run) and `n`, or None where no run has it.
+        metrics: their names.
+        seeds: of the runs.
+        failures: why runs failed that did, by label and seed.
+        note: what the ε of a run does not count.
+    """
+
+    rows: list[dict[str, Any]]
+    metrics: tuple[str, ...]
+    seeds: tuple[int, ...]
+    failures: dict[tuple[str, int], str]
+    note: str
+
+    def frame(self) -> Any:
+        """Return the rows as a pandas DataFrame, with a column such as `accuracy.mean`.
+
+        Raises:
+            ScenarioError: when pandas is not installed.
+        """
+        return as_frame([flat(row) for row in self.rows])
+
+    def __str__(self) -> str:
+        """Return the table, with its note and what failed below it."""
+        headings = ["", "runs", "ε", *(metric(name).title for name in self.metrics)]
+        rows = [
+            [row["label"], str(row["runs"]), epsilon_text(row["epsilon"])]
+            + [_spread(row[name], metric(name).share) for name in self.metrics]
+            for row in self.rows
+        ]
+        failed = [f"{label}, seed {seed}, failed: {why}" for (label, seed), why in self.failures.items()]
+        return comparison_text(headings, rows, "\n".join([self.note, *failed]))
+
+
+def compare(
+    scenario: Scenario | str | Path | Mapping[str, Scenario],
+    algorithms: Iterable[str | type[Algorithm]] | Mapping[str, AlgorithmChoice] | None = None,
+    *,
+    seeds: Sequence[int] = (1, 2, 3),
+    metrics: Sequence[str] | None = None,
+    folder: str | Path | None = None,
+    jobs: int = 1,
+) -> Comparison:
+    """Run algorithms on one scenario, or several scenarios, with several seeds each.
+
+    Args:
+        scenario: what all algorithms run, or scenarios by their labels.
+        algorithms: names, classes of your own, or by label one of these or a whole section `{"name": ..., ...}`. A
+            learning rate that is not given is the scenario's.
+        seeds: of the runs; a seed decides partition, graph and initial model, and so the noise.
+        metrics: to show of each run at its end, by the names that studies use: a metric of the task for the mean model,
+            with `peer-` or `worst-peer-` before it for the peers', `loss`, `consensus`. By default the task's first,
+            the same of the peers' models, and the consensus distance.
+        folder: where finished runs are kept, each found again by its scenario and the code of its own parts, so that
+            the same comparison goes on after an interrupt. By default nothing is kept.
+        jobs: processes; 1 runs all in this one.
+
+    Raises:
+        ScenarioError: when something does not fit; nothing was run.
+        RunError: when every run failed.
+
+    Privacy: every run is charged as a run alone, in a ledger of its own; what all of them cost together stands in the
+        note. So `privacy.ledger` has to be left out.
+    """
+    variants = _variants(scenario, algorithms)
+    cells = [_cell(label, each, seed) for label, each in variants.items() for seed in _distinct(seeds)]
+    if jobs < 1:
+        raise ScenarioError(f"jobs={jobs} must be >= 1")
+    names = _known(metrics) if metrics else _usual(next(iter(variants.values())))
+    with ExitStack() as stack:
+        stack.enter_context(threads_kept())
+        cache = Path(folder or stack.enter_context(TemporaryDirectory(prefix="privdec-")))
+        failed = run_cells(missing_cells(cells, cache), cache, jobs, lambda _: None)
+        errors = {outcome.cell.key: str(outcome.error) for outcome in failed}
+        groups = [_group(label, cells, cache) for label in variants]
+    failures = {(cell.labels[0], cell.seed): errors[cell.key] for cell in cells if cell.key in errors}
+    if len(failures) == len(cells):
+        (label, seed), why = next(iter(failures.items()))
+        raise RunError(f"every run failed; {label}, seed {seed}: {why}")
+    return Comparison([_row(group, names) for group in groups], names, tuple(seeds), failures, _note(groups, seeds))
+
+
+def _variants(
+    scenario: Scenario | str | Path | Mapping[str, Scenario],
+    algorithms: Iterable[str | type[Algorithm]] | Mapping[str, AlgorithmChoice] | None,
+) -> dict[str, Scenario]:
+    """Return what is compared, by label."""
+    if isinstance(scenario, Mapping):
+        if algorithms is not None or not scenario:
+            raise ScenarioError("compare takes one scenario with algorithms, or a mapping of scenarios alone")
+        return {label: as_scenario(each) for label, each in scenario.items()}
+    base = as_scenario(scenario)
+    if algorithms is None:
+        return {base.algorithm.name: base}
+    named = algorithms.items() if isinstance(algorithms, Mapping) else [(_label(each), each) for each in algorithms]
+    labels = [label for label, _ in named]
+    if not labels or len(set(labels)) < len(labels):
+        raise ScenarioError(f"algorithms must be at least one, and have labels that differ, not {labels}")
+    return {label: make_scenario(base, algorithm=_section(base, each)) for label, each in named}
+
+
+def _label(algorithm: AlgorithmChoice) -> str:
+    if isinstance(algorithm, Mapping):
+        raise ScenarioError('a whole section needs a label: algorithms={"mine": {"name": ..., ...}}')
+    return algorithm if isinstance(algorithm, str) else algorithm.__name__
+
+
+def _section(base: Scenario, algorithm: AlgorithmChoice) -> dict[str, Any]:
+    """Return an algorithm's section, with the learning rate of the base where it has none."""
+    if not isinstance(algorithm, Mapping):
+        own = not isinstance(algorithm, str) or ":" in algorithm
+        algorithm = {"module" if own else "name": algorithm}
+    return {key: getattr(base.algorithm, key) for key in SHARED} | dict(algorithm)
+
+
+def _distinct(seeds: Sequence[int]) -> Sequence[int]:
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ScenarioError(f"seeds={list(seeds)} must be at least one, each once")
+    return seeds
+
+
+def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
+    if scenario.private is not None and scenario.private.ledger is not None:
+        raise ScenarioError(f"{label}: privacy.ledger must be left out of a comparison: every run has its own")
+    seeded = make_scenario(scenario, seed=seed)
+    key = hashlib.sha256(scenario_hash(seeded).encode())
+    for code in code_of(own_parts(seeded)):
+        key.update(len(code).to_bytes(8, "little") + code)
+    return Cell("comparison", (label,), seed, seeded, key.hexdigest())
+
+
+def _usual(scenario: Scenario) -> tuple[str, ...]:
+    first = next(iter(scenario.task.kinds()))
+    return first, f"peer-{first}", "consensus"
+
+
+def _known(metrics: Sequence[str]) -> tuple[str, ...]:
+    for name in metrics:
+        if name not in METRICS and "." not in name:
+            raise ScenarioError(f"metrics: {name!r} must be one of {', '.join(METRICS)}{did_you_mean(name, METRICS)}")
+    return tuple(metrics)
+
+
+def _group(label: str, cells: Sequence[Cell], cache: Path) -> Group:
+    mine = [folder_of(cache, cell.key) for cell in cells if cell.labels == (label,)]
+    runs = tuple(read_result(folder) for folder in mine if is_finished(folder))
+    return Group((label,), runs, len(mine) - len(runs))
+
+
+def _row(group: Group, metrics: Sequence[str]) -> dict[str, Any]:
+    found = {name: group.final(name) for name in metrics}
+    return {
+        "label": group.labels[0],
+        "runs": len(group.runs),
+        "epsilon": max(group.budgets("epsilon"), default=None),
+        **{
+            name: None if each is None else {"mean": each.mean, "std": each.std, "n": each.n}
+            for name, each in found.items()
+        },
+    }
+
+
+def _note(groups: Sequence[Group], seeds: Sequence[int]) -> str:
+    """Say what the table shows, and what all runs cost together: ε and δ add up, at most."""
+    runs = [run for group in groups for run in group.runs]
+    spread = f"Mean and standard deviation over the seeds {', '.join(map(str, seeds))}." if len(seeds) > 1 else ""
+    epsilons = [max(float(row["epsilon"]) for row in run.summary["privacy"]) for run in runs]
+    private = [run.summary["privacy"] for run, epsilon in zip(runs, epsilons, strict=True) if epsilon < float("inf")]
+    if not private:
+        return spread
+    total, delta = sum(epsilons), sum(max(float(row["delta"]) for row in rows) for rows in private)
+    together = f"all {len(runs)} together cost up to ε = {epsilon_text(total)} at δ = {setting(delta)}"
+    return f"{spread} ε is that of a run alone; {together}.".strip()
+
+
+def _spread(found: dict[str, Any] | None, share: bool) -> str:
+    if found is None:
+        return NOTHING
+    mean, std = found["mean"], found["std"]
+    if share:
+        return f"{100 * mean:.1f} %" if std is None else f"{100 * mean:.1f} ± {100 * std:.1f} %"
+    return number(mean) if std is None else f"{number(mean)} ± {number(std)}"

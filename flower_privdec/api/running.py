@@ -1,0 +1,100 @@
+"""Run a scenario from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any, Literal
+from weakref import finalize
+
+import numpy as np
+
+from flower_privdec.api.result import RunResult, load_run
+from flower_privdec.api.scenarios import as_scenario
+from flower_privdec.api.threads import threads_kept
+from flower_privdec.errors import ScenarioError
+from flower_privdec.experiment import Experiment
+from flower_privdec.runtime.run import run as run_in_process
+from flower_privdec.scenario import Scenario
+
+OnEvaluation = Callable[[dict[str, Any]], bool | None]
+RUNTIMES = ("engine", "flower")
+
+
+class _Stopped(Exception):  # noqa: N818 (no error)
+    """A callback has had enough."""
+
+
+def run(
+    scenario: Scenario | str | Path,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    on_metrics: OnEvaluation | None = None,
+    runtime: Literal["engine", "flower"] = "engine",
+) -> RunResult:
+    """Train: run a scenario to its end.
+
+    Args:
+        scenario: a scenario, or the path of its file.
+        out: the folder of the results. By default it is a temporary one, which lives as long as the result does, with
+            the ledger in it.
+        resume: go on from the checkpoint in `out`.
+        on_metrics: called after each evaluation with its metrics (a line of metrics.jsonl). When it returns True the
+            run stops there: its folder keeps the checkpoint to resume from, and the result has the models of then.
+        runtime: `engine` is this process, `flower` is `flwr run` in Flower's simulation.
+
+    Raises:
+        ScenarioError: when something does not fit, or the folder holds another run; nothing was written.
+        BudgetError: when a ledger cannot be trusted, is in use, or allows no step.
+        RunError: when the run diverged or failed.
+
+    Privacy: what the scenario says. Without `privacy.ledger` each run has a ledger of its own, and its ε counts this
+        run alone.
+    """
+    if runtime not in RUNTIMES:
+        raise ScenarioError(f"runtime={runtime!r} must be one of {', '.join(RUNTIMES)}")
+    if out is None and resume:
+        raise ScenarioError("resume=True needs out, the folder of the run to go on with")
+    experiment = Experiment.build(as_scenario(scenario))
+    watching = _watching(on_metrics, experiment.scenario.rounds)
+    if out is not None:
+        return _run(experiment, Path(out), resume, watching, runtime)
+    temporary = mkdtemp(prefix="privdec-")
+    try:
+        result = _run(experiment, Path(temporary) / "run", False, watching, runtime)
+    except BaseException:
+        rmtree(temporary, ignore_errors=True)
+        raise
+    finalize(result, rmtree, temporary, ignore_errors=True)
+    return result
+
+
+def _run(
+    experiment: Experiment, folder: Path, resume: bool, on_metrics: Callable[[dict[str, Any]], None], runtime: str
+) -> RunResult:
+    with threads_kept(), suppress(_Stopped):
+        if runtime == "engine":
+            run_in_process(experiment, folder, resume=resume, on_metrics=on_metrics)
+        else:
+            from flower_privdec.runtime.flower.launcher import flower_run
+
+            flower_run(experiment, folder, resume=resume, on_metrics=on_metrics)
+    return load_run(folder)
+
+
+def _watching(callback: OnEvaluation | None, rounds: int) -> Callable[[dict[str, Any]], None]:
+    """Return what hands metrics to a user's callback, and raises `_Stopped` when it says so before the last round."""
+
+    def on_metrics(metrics: dict[str, Any]) -> None:
+        answer: object = None if callback is None else callback(metrics)
+        if answer is not None and not isinstance(answer, bool | np.bool):
+            kind = type(answer).__name__
+            raise TypeError(f"on_metrics returned a {kind}: it must return True to stop the run, or None to go on")
+        if answer and metrics["round"] < rounds:
+            raise _Stopped
+
+    return on_metrics

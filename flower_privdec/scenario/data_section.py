@@ -1,0 +1,132 @@
+"""The section that says which data there are, how they are dealt out, and how batches are drawn."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, Tag, model_validator
+from pydantic.types import Discriminator
+
+from flower_privdec import catalogue
+from flower_privdec.scenario.fields import (
+    Count,
+    OwnSection,
+    Positive,
+    Section,
+)
+
+PEER = "{peer}"  # in data.root, for a peer's number
+
+
+class PartitionSection(Section):
+    """How the training examples are dealt out to the peers.
+
+    Attributes:
+        kind: `iid` is equal random shares; `dirichlet` divides every class by a Dirichlet draw; `shards` sorts by
+            label, cuts, and deals out; `pathological` gives each peer a few classes; `sizes` is random shares of
+            given sizes.
+        alpha: of the Dirichlet distribution, small is skewed; for kind dirichlet alone.
+        shards_per_peer: for kind shards alone.
+        classes_per_peer: for kind pathological alone.
+        sizes: one count, or one share of the whole, for each peer; for kind sizes alone.
+    """
+
+    kind: Annotated[str, catalogue.PARTITIONS] = "iid"
+    alpha: Positive | None = None
+    shards_per_peer: Count | None = None
+    classes_per_peer: Count | None = None
+    sizes: list[Positive] | None = None
+
+    @model_validator(mode="after")
+    def _needs_its_option(self) -> PartitionSection:
+        needed = {
+            "dirichlet": "alpha",
+            "shards": "shards_per_peer",
+            "pathological": "classes_per_peer",
+            "sizes": "sizes",
+        }
+        for kind, option in needed.items():
+            given = getattr(self, option) is not None
+            if given and kind != self.kind:
+                raise ValueError(f"{option} belongs to kind {kind}, not to {self.kind}: remove it")
+            if not given and kind == self.kind:
+                raise ValueError(f"kind {kind} needs {option}: add it")
+        return self
+
+
+class BatchSection(Section):
+    """How a peer draws its examples for a step.
+
+    Attributes:
+        sampling: `poisson` draws each example by itself, with probability size / count, as the accountant's
+            amplification needs it; `uniform` exactly size distinct ones; `shuffle` runs through each epoch's
+            permutation; `full` takes all; `blocks` is one of count // size fixed batches.
+        size: examples in a batch, on average for poisson; every sampling but full needs it.
+    """
+
+    sampling: Annotated[str, catalogue.SAMPLINGS] = "poisson"
+    size: Count | None = None
+
+    @model_validator(mode="after")
+    def _size_where_it_counts(self) -> BatchSection:
+        if self.sampling == "full" and self.size is not None:
+            raise ValueError("sampling full takes every local example: remove size")
+        if self.sampling != "full" and self.size is None:
+            raise ValueError(f"sampling {self.sampling} needs size (examples a round): add it")
+        return self
+
+
+def _dataset_tag(value: Any) -> str:
+    return "named" if isinstance(value, str) else "own"
+
+
+DatasetChoice = Annotated[
+    Annotated[str, catalogue.DATASETS, Tag("named")] | Annotated[OwnSection, Tag("own")],
+    Discriminator(_dataset_tag),
+]
+
+
+class DataSection(Section):
+    """Which data, how much of it, and how it is dealt and drawn.
+
+    Attributes:
+        dataset: `digits` and `breast-cancer` are embedded; `npz` is a file of your own with the arrays x_train,
+            y_train, x_test and y_test. A function of your own is called with "train" or "test", its arguments, and root
+            where that is given; it returns x and y.
+        root: the folder in which the data lie, or the .npz file, from where the command runs; nothing is downloaded.
+            With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out.
+        test: where the public test set lies, in place of root; needed where root has `{peer}`.
+        classes: how many there are; left out, they are counted.
+        vocabulary: how many tokens there are, where examples of your own are whole numbers 0..vocabulary-1; left out,
+            they are numbers to reckon with.
+        samples: how many training examples to take, at random; left out, all.
+        test_samples: how many of the public test set to take; left out, all.
+        partition: how the training examples are dealt out.
+        batch: how a peer draws its examples.
+    """
+
+    dataset: DatasetChoice
+    root: str | None = None
+    test: str | None = None
+    classes: Annotated[int, Field(ge=2)] | None = None
+    vocabulary: Annotated[int, Field(ge=2)] | None = None
+    samples: Count | None = None
+    test_samples: Count | None = None
+    partition: PartitionSection = PartitionSection()
+    batch: BatchSection
+
+    @property
+    def each_its_own(self) -> bool:
+        """Whether each peer has a file of its own, so that nothing is dealt out."""
+        return self.root is not None and PEER in self.root
+
+    @model_validator(mode="after")
+    def _own_files(self) -> DataSection:
+        if not self.each_its_own:
+            return self
+        if self.test is None:
+            raise ValueError(f"test is missing: where root has {PEER}, name the test set that all peers share")
+        for key in ("samples", "partition"):
+            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for one dataset that is dealt out, and root has {PEER}: remove one of them")
+        return self

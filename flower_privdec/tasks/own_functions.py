@@ -1,0 +1,141 @@
+"""A user's own loss and metrics: functions of one example, and of a test set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.tasks.apart import no_own_rules
+from flower_privdec.tasks.kinds import MetricKind, Targets
+from flower_privdec.tasks.losses import Loss
+from flower_privdec.tasks.metrics import Metric
+from flower_privdec.user_code import load_own
+from flower_privdec.words import one_line
+
+TRIED = 2  # examples, of public random numbers
+
+
+def own_loss(target: str, targets: Targets, outputs: int | None = None) -> Loss:
+    """Return a loss that a user's function computes for one example.
+
+    The function is given one example's outputs [k] and its target: a class, whole and without axes, or numbers or
+    labels [w]. It returns the loss, a tensor without axes. It is called under torch.func.vmap, on copies, so that it
+    can neither see another example nor change this one. What it keeps elsewhere, in globals or files, can carry numbers
+    from one example to a later one: of a function that does so nothing is promised.
+
+    Args:
+        target: where it lies, `package.module:name`.
+        targets: what it takes.
+        outputs: how many the model must have, where that is not what the targets say.
+
+    Raises:
+        ScenarioError: the function cannot be had.
+    """
+    one = _of_one(target)
+    value, derivative = (_withheld(target, _each(part)) for part in (one, grad(one)))
+    return Loss(target, value, derivative, targets, outputs=outputs)
+
+
+def _of_one(target: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a user's function of an example, which gets copies."""
+    function = load_own(target, "task.loss.module", must_be="a function of an example's outputs and target")
+
+    def one(outputs: Tensor, wanted: Tensor) -> Tensor:
+        value: Tensor = function(outputs.clone(), wanted.clone())
+        return value.to(outputs.dtype)
+
+    return one
+
+
+def _each(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Call a function of one example's outputs and target for every example [...] by itself."""
+
+    def call(outputs: Tensor, targets: Tensor) -> Tensor:
+        lead, wide = outputs.shape[:-1], targets.shape[outputs.ndim - 1 :]
+        flat = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1, *wide)
+        if len(flat[0]) == 0:
+            return torch.zeros_like(outputs)
+        found: Tensor = vmap(function)(*flat)
+        return found.reshape(*lead, *found.shape[1:])
+
+    return call
+
+
+def _withheld(target: str, call: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Let no error tell of the examples that it was raised on."""
+
+    def guarded(outputs: Tensor, targets: Tensor) -> Tensor:
+        found, failure = outputs, None
+        try:
+            found = call(outputs, targets)
+        except Exception as error:  # a user's own function may raise anything
+            failure = type(error).__name__
+        if failure is not None:  # raised here, an error that does not carry the other one along
+            raise RunError(
+                f"task.loss.module={target!r} raised {failure}: what it said is withheld, for it may tell of data"
+            )
+        return found
+
+    return guarded
+
+
+def try_loss(loss: Loss, outputs: int) -> None:
+    """Try a user's own loss on random outputs, which tell of nobody.
+
+    Raises:
+        ScenarioError: it fails, returns no number, or would see examples together.
+    """
+    one, x = _of_one(loss.name), torch.randn(TRIED, outputs, generator=torch.Generator().manual_seed(0))
+    try:
+        with torch.random.fork_rng(devices=[]), no_own_rules():
+            shape = list(vmap(one)(x, loss.blank(x)).shape[1:])
+            if not shape:
+                vmap(grad(one))(x, loss.blank(x))
+    except Exception as error:  # a user's own function may raise anything
+        raise ScenarioError(
+            f"task.loss.module={loss.name!r} cannot be differentiated example by example: {one_line(error)}; write it "
+            "with torch operations alone (torch.where for a choice, no .item()), from outputs and a target to a number"
+        ) from None
+    if shape:
+        raise ScenarioError(f"task.loss.module={loss.name!r} returns {shape} for an example: it must be one number")
+
+
+def own_metric(target: str, name: str, kind: MetricKind) -> Metric:
+    """Return a metric that a user's function computes of a model's outputs [N, k] and the targets [N] or [N, w].
+
+    Raises:
+        ScenarioError: the function cannot be had.
+    """
+    function = load_own(target, "task.metrics.module", must_be="a function of all outputs and all targets")
+
+    def measure(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+        models = outputs.reshape(-1, *outputs.shape[-2:])
+        values = [_number(function, target, model, targets) for model in models]
+        return torch.tensor(values, dtype=torch.float64).reshape(outputs.shape[:-2])
+
+    return Metric(name, kind, measure)
+
+
+def _number(function: Callable[..., Any], target: str, outputs: Tensor, targets: Tensor) -> float:
+    try:
+        return float(function(outputs.clone(), targets.clone()))
+    except Exception as error:  # a user's own function may raise anything
+        raise RunError(f"task.metrics.module={target!r} fails on the public test set: {one_line(error)}") from error
+
+
+def try_metric(metric: Metric, loss: Loss, outputs: int, targets: Tensor) -> None:
+    """Try a metric on random outputs for the public targets.
+
+    Raises:
+        ScenarioError: it fails, or returns no number.
+    """
+    x = torch.randn(1, len(targets), outputs, generator=torch.Generator().manual_seed(0))
+    try:
+        metric.measure(loss, x, targets)
+    except RunError as error:
+        raise ScenarioError(f"{error}; it must turn outputs [N, k] and targets into one number") from None
