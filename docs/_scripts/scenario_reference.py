@@ -59,7 +59,8 @@ def forms(schema: Json) -> list[str]:
     """Return the names of the sections that a value may be."""
     if "$ref" in schema:
         return [schema["$ref"].rpartition("/")[2]]
-    return [name for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())) for name in forms(one)]
+    inner = [schema["items"]] if isinstance(schema.get("items"), dict) else []
+    return [name for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ()), *inner) for name in forms(one)]
 
 
 def typed(schema: Json) -> str:
