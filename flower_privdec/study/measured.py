@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from flower_privdec.reporting.wording import main_loss, main_value
-from flower_privdec.tasks.kinds import METRIC_KINDS
+from flower_privdec.tasks.kinds import METRIC_KINDS, MetricKind
 from flower_privdec.words import did_you_mean
 
 
@@ -41,9 +41,8 @@ def _late(values: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def _of_task(name: str) -> dict[str, Reading]:
+def readings_of(name: str, kind: MetricKind) -> dict[str, Reading]:
     """Return what can be looked at of a task's metric: at the end, late, at its best, and of the peers' models."""
-    kind = METRIC_KINDS[name]
 
     def mean(line: dict[str, Any], algorithm: str) -> float | None:
         return main_value(algorithm, line.get(name))
@@ -66,7 +65,7 @@ def _of_task(name: str) -> dict[str, Reading]:
 
 
 METRICS = {
-    **{key: metric for name in METRIC_KINDS for key, metric in _of_task(name).items()},
+    **{key: metric for name, kind in METRIC_KINDS.items() for key, metric in readings_of(name, kind).items()},
     "loss": Reading("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
     "own-labels": Reading(
         "accuracy of personalized models on their peers' own labels",
