@@ -307,6 +307,11 @@ def scenario_hash(scenario: Scenario) -> str:
     return _hash_without(scenario, {"compute": {"threads", "memory_mib"}, "plan": True})
 
 
+def seedless_hash(scenario: Scenario) -> str:
+    """Return a hash of what runs have in common that repeat one experiment with other seeds, whatever their names."""
+    return _hash_without(scenario, {"name": True, "seed": True, "plan": True, "compute": {"threads", "memory_mib"}})
+
+
 def numbers_hash(scenario: Scenario) -> str:
     """Return a hash of what decides the numbers of a run's trajectory, beside data and machine.
 
