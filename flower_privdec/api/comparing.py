@@ -21,10 +21,11 @@ from flower_privdec.reporting.run_folder import read_result
 from flower_privdec.scenario import Scenario, own_parts, scenario_hash
 from flower_privdec.study.cache import folder_of, is_finished
 from flower_privdec.study.cells import Cell
-from flower_privdec.study.measured import METRICS, metric
+from flower_privdec.study.measured import Reading, kinds_of, metric
 from flower_privdec.study.results import Group
 from flower_privdec.study.runner import missing_cells, run_cells
-from flower_privdec.words import NOTHING, did_you_mean, epsilon_text, number, setting
+from flower_privdec.tasks.kinds import MetricKind
+from flower_privdec.words import NOTHING, epsilon_text, number, setting
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
 SHARED = ("learning_rate", "learning_rate_decay")  # keys of every algorithm's section
@@ -49,6 +50,7 @@ class Comparison:
     seeds: tuple[int, ...]
     failures: dict[tuple[str, int], str]
     note: str
+    _readings: tuple[Reading, ...]
 
     def frame(self) -> Any:
         """Return the rows as a pandas DataFrame, with a column such as `accuracy.mean`.
@@ -60,10 +62,10 @@ class Comparison:
 
     def __str__(self) -> str:
         """Return the table, with its note and what failed below it."""
-        headings = ["", "runs", "ε", *(metric(name).title for name in self.metrics)]
+        headings = ["", "runs", "ε", *(reading.title for reading in self._readings)]
         rows = [
             [row["label"], str(row["runs"]), epsilon_text(row["epsilon"])]
-            + [_spread(row[name], metric(name).share) for name in self.metrics]
+            + [_spread(row[name], of.share) for name, of in zip(self.metrics, self._readings, strict=True)]
             for row in self.rows
         ]
         failed = [f"{label}, seed {seed}, failed: {why}" for (label, seed), why in self.failures.items()]
@@ -104,18 +106,21 @@ def compare(
     cells = [_cell(label, each, seed) for label, each in variants.items() for seed in _distinct(seeds)]
     if jobs < 1:
         raise ScenarioError(f"jobs={jobs} must be >= 1")
-    names = _known(metrics) if metrics else _usual(next(iter(variants.values())))
+    names = tuple(metrics) if metrics else _usual(next(iter(variants.values())))
+    kinds = kinds_of(variants.values())
+    readings = tuple(metric(name, kinds) for name in names)
     with ExitStack() as stack:
         stack.enter_context(threads_kept())
         cache = Path(folder or stack.enter_context(TemporaryDirectory(prefix="privdec-")))
         failed = run_cells(missing_cells(cells, cache), cache, jobs, lambda _: None)
         errors = {outcome.cell.key: str(outcome.error) for outcome in failed}
-        groups = [_group(label, cells, cache) for label in variants]
+        groups = [_group(label, cells, cache, kinds) for label in variants]
     failures = {(cell.labels[0], cell.seed): errors[cell.key] for cell in cells if cell.key in errors}
     if len(failures) == len(cells):
         (label, seed), why = next(iter(failures.items()))
         raise RunError(f"every run failed; {label}, seed {seed}: {why}")
-    return Comparison([_row(group, names) for group in groups], names, tuple(seeds), failures, _note(groups, seeds))
+    rows = [_row(group, names) for group in groups]
+    return Comparison(rows, names, tuple(seeds), failures, _note(groups, seeds), readings)
 
 
 def _variants(
@@ -172,17 +177,10 @@ def _usual(scenario: Scenario) -> tuple[str, ...]:
     return first, f"peer-{first}", "consensus"
 
 
-def _known(metrics: Sequence[str]) -> tuple[str, ...]:
-    for name in metrics:
-        if name not in METRICS and "." not in name:
-            raise ScenarioError(f"metrics: {name!r} must be one of {', '.join(METRICS)}{did_you_mean(name, METRICS)}")
-    return tuple(metrics)
-
-
-def _group(label: str, cells: Sequence[Cell], cache: Path) -> Group:
+def _group(label: str, cells: Sequence[Cell], cache: Path, kinds: Mapping[str, MetricKind]) -> Group:
     mine = [folder_of(cache, cell.key) for cell in cells if cell.labels == (label,)]
     runs = tuple(read_result(folder) for folder in mine if is_finished(folder))
-    return Group((label,), runs, len(mine) - len(runs))
+    return Group((label,), runs, len(mine) - len(runs), kinds)
 
 
 def _row(group: Group, metrics: Sequence[str]) -> dict[str, Any]:
