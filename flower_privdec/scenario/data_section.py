@@ -11,9 +11,11 @@ from flower_privdec import catalogue
 from flower_privdec.scenario.fields import (
     Count,
     OwnSection,
+    PathText,
     Positive,
     Section,
 )
+from flower_privdec.user_code import is_given
 
 PEER = "{peer}"  # in data.root, for a peer's number
 
@@ -113,6 +115,7 @@ class DataSection(Section):
         root: the folder in which the data lie, or the .npz file, from where the command runs; nothing is downloaded.
             With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out.
         test: where the public test set lies, in place of root; needed where root has `{peer}`.
+        source: of data that are given in Python, the name under which a ledger counts them.
         classes: how many there are; left out, they are counted.
         vocabulary: how many tokens there are, where examples of your own are whole numbers 0..vocabulary-1; left out,
             they are numbers to reckon with.
@@ -123,8 +126,9 @@ class DataSection(Section):
     """
 
     dataset: DatasetChoice
-    root: str | None = None
-    test: str | None = None
+    root: PathText | None = None
+    test: PathText | None = None
+    source: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
     vocabulary: Annotated[int, Field(ge=2)] | None = None
     samples: Count | None = None
@@ -136,6 +140,13 @@ class DataSection(Section):
     def each_its_own(self) -> bool:
         """Whether each peer has a file of its own, so that nothing is dealt out."""
         return self.root is not None and PEER in self.root
+
+    @model_validator(mode="after")
+    def _source_of_what_is_given(self) -> DataSection:
+        given = not isinstance(self.dataset, str) and is_given(self.dataset.module)
+        if self.source is not None and not given:
+            raise ValueError("source is for data that are given in Python, and these have a name: remove it")
+        return self
 
     @model_validator(mode="after")
     def _own_files(self) -> DataSection:
