@@ -37,7 +37,7 @@ import house
 import made
 
 NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
-EMBEDDED = ("digits", "breast-cancer")
+EMBEDDED = ("digits", "breast-cancer", "diabetes", "synthetic-labels", "synthetic-words")
 every_page = pytest.mark.parametrize("page", PAGES, ids=named)
 
 

@@ -133,6 +133,8 @@ def test_nodes_share_unevenly_or_stay_idle(
         ["topology.name=server", "participation={kind: uniform, fraction: 0.5}"],
         ["topology.name=erdos-renyi", "topology.probability=0.6", "algorithm.name=d-psgd"],
         ["evaluation.every=4"],
+        ["data.batch={sampling: poisson, rate: 0.13}", "data.partition={kind: sizes, sizes: [3, 20, 90, 127]}"],
+        ["data.batch.small_peers=full", "data.partition={kind: sizes, sizes: [3, 20, 90, 127]}"],
         *(
             [
                 f"algorithm={{name: privsgp-vr, learning_rate: 0.5, table: {table}}}",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import ROOT, fences
 from tasks import TASKS
 from torch import Tensor
 from user_tasks import gaussian
@@ -18,6 +19,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.planner.optimum import optimum
 from flower_privdec.reporting.console.views import print_summary
 from flower_privdec.runtime.run import run
+from flower_privdec.scenario import load_scenario
 from flower_privdec.tasks.losses import LOSSES
 from flower_privdec.tasks.own_functions import own_loss
 
@@ -100,6 +102,20 @@ def test_runs_of_own_metrics_are_reported(tiny_text: str, tmp_path: Path, capsys
     assert "the runs have different metrics" in page
     assert "Test near" in page
     assert "Test RMSE" in page
+
+
+@pytest.mark.parametrize("name", ["words", "decile"])
+def test_what_the_page_shows_is_learned(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for fence in fences(ROOT / "docs" / "how-to" / "researcher.md"):
+        if fence.title is not None:
+            Path(fence.title).write_text(fence.text)
+    scenario = load_scenario(f"{name}.yaml")
+    summary = run(Experiment.build(scenario), tmp_path / "run")
+    first = summary[next(iter(summary["metrics"]))]["mean_model"]
+    assert first > 0.8
+    assert max(row["epsilon"] for row in summary["privacy"]) <= 3
 
 
 # --- it cannot break privacy ---

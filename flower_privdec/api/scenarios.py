@@ -13,7 +13,8 @@ import numpy as np
 from flower_privdec.api.objects import check_given, name_objects
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.loading import Location, put, read_text, read_yaml, validated
+from flower_privdec.scenario.loading import put, read_text, read_yaml, validated
+from flower_privdec.scenario.plain_yaml import Location
 
 Settings = Mapping[str, Any]
 

@@ -13,6 +13,7 @@ from flower_privdec.scenario.features_section import FeaturesSection
 from flower_privdec.scenario.fields import (
     Count,
     Fraction,
+    Name,
     NonNegative,
     Positive,
     Section,
@@ -122,7 +123,7 @@ class Scenario(Section):
         plan: constants for `privdec plan`.
     """
 
-    name: str
+    name: Name
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     n_peers: Count
     rounds: Count
