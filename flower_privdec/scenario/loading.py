@@ -21,7 +21,6 @@ from flower_privdec.user_code import find_given, is_given, load_own, without_tok
 from flower_privdec.words import did_you_mean, shown
 
 Model = TypeVar("Model", bound=BaseModel)
-UNNAMEABLE = "# Parts named __python__ were given as Python objects: nobody can run this file again without them.\n"
 TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -36,6 +35,7 @@ TYPES = {
     "model_type": "a section, as {key: value}",
     "model_attributes_type": "a section, as {key: value}",
 }
+UNNAMEABLE = "# Parts named __python__ were given as Python objects: nobody can run this file again without them.\n"
 SCENARIO = "a scenario is a mapping of sections (name, n_peers, data, ...)"
 
 
@@ -298,7 +298,8 @@ def to_yaml(scenario: Scenario) -> str:
     Parts that were given as Python objects are there by names that hold in this process alone, and it says so.
     """
     data = json.loads(scenario.model_dump_json(exclude_none=True))
-    return (UNNAMEABLE if any(is_given(module) for _, module in own_modules(scenario)) else "") + write_yaml(data)
+    given = any(is_given(module) for _, module in own_modules(scenario))
+    return (UNNAMEABLE if given else "") + write_yaml(data)
 
 
 def scenario_hash(scenario: Scenario) -> str:
