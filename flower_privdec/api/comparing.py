@@ -162,7 +162,7 @@ def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
         raise ScenarioError(f"{label}: privacy.ledger must be left out of a comparison: every run has its own")
     seeded = make_scenario(scenario, seed=seed)
     key = hashlib.sha256(scenario_hash(seeded).encode())
-    for code in code_of(own_parts(seeded)):
+    for code in code_of(own_parts(seeded, metrics=True)):
         key.update(len(code).to_bytes(8, "little") + code)
     return Cell("comparison", (label,), seed, seeded, key.hexdigest())
 

@@ -317,16 +317,26 @@ def numbers_hash(scenario: Scenario) -> str:
     return _hash_without(scenario, nothing)
 
 
-def own_parts(scenario: Scenario) -> list[Any]:
-    """Return the classes and functions of the user's own that a scenario names, for what their code decides."""
-    return [load_own(module, key) for key, module in _own_modules(scenario, "")]
+def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
+    """Return the classes and functions of the user's own that a scenario names, for what their code decides.
+
+    Args:
+        scenario: which names them.
+        metrics: with those by which models are tried, which decide what is written down and nothing else.
+    """
+    modules = dict(_own_modules(scenario, ""))
+    return [load_own(module, key) for key, module in modules.items() if metrics or not key.startswith("task.metrics.")]
 
 
 def _own_modules(section: Section, path: str) -> Iterator[tuple[str, str]]:
     """Yield (key, module) of every part of a section that is a user's own."""
     for name in type(section).model_fields:
         value, key = getattr(section, name), f"{path}{name}"
-        if isinstance(value, Section):
+        if isinstance(value, list):
+            for i, part in enumerate(value):
+                if isinstance(part, Section):
+                    yield from _own_modules(part, f"{key}.{i}.")
+        elif isinstance(value, Section):
             yield from _own_modules(value, f"{key}.")
         elif name == "module" and value is not None:
             yield key, value

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from flower_privdec.reporting.wording import main_loss, main_value
-from flower_privdec.tasks.kinds import METRIC_KINDS
+from flower_privdec.tasks.kinds import METRIC_KINDS, MetricKind
 from flower_privdec.words import did_you_mean
 
 
@@ -41,9 +41,8 @@ def _late(values: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def _of_task(name: str) -> dict[str, Reading]:
+def _of_task(name: str, kind: MetricKind) -> dict[str, Reading]:
     """Return what can be looked at of a task's metric: at the end, late, at its best, and of the peers' models."""
-    kind = METRIC_KINDS[name]
 
     def mean(line: dict[str, Any], algorithm: str) -> float | None:
         return main_value(algorithm, line.get(name))
@@ -66,7 +65,7 @@ def _of_task(name: str) -> dict[str, Reading]:
 
 
 METRICS = {
-    **{key: metric for name in METRIC_KINDS for key, metric in _of_task(name).items()},
+    **{key: metric for name, kind in METRIC_KINDS.items() for key, metric in _of_task(name, kind).items()},
     "loss": Reading("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
     "own-labels": Reading(
         "accuracy of personalized models on their peers' own labels",
@@ -96,9 +95,15 @@ MetricName = Annotated[str, AfterValidator(_known)]
 
 
 def metric(name: str) -> Reading:
-    """Return a metric by its name, or the one at a dotted path of metrics.jsonl, as accuracy.peer_max."""
+    """Return a metric by its name, or the one at a dotted path of metrics.jsonl, as accuracy.peer_max.
+
+    Any other name is a metric of a user's own, or one of its readings, as peer-NAME.
+    """
     if name in METRICS:
         return METRICS[name]
+    if "." not in name:
+        own = name.removeprefix("worst-").removeprefix("peer-").removeprefix("late-").removeprefix("best-")
+        return _of_task(own, MetricKind(own, (), share=False)).get(name, Reading(name, lambda *_: None))
 
     def read(line: dict[str, Any], _algorithm: str) -> float | None:
         value: Any = line
