@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flower_privdec.errors import PrivdecError, RunError
+from flower_privdec.errors import PrivdecError, RunError, ScenarioError
 
 app = typer.Typer(
     help="Private decentralized learning: peers train together, each with its own differential-privacy guarantee.",
@@ -50,11 +50,16 @@ def run(
     runtime: Annotated[Runtime, typer.Option(help="In this process, or by `flwr run`.")] = Runtime.engine,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
     mode: Annotated[
-        FlowerMode, typer.Option(help="flower: all peers in one SuperNode, or one each.")
-    ] = FlowerMode.cohort,
-    supernodes: Annotated[int | None, typer.Option(min=1, help="flower: how many SuperNodes.")] = None,
-    cpus: Annotated[int, typer.Option(min=1, help="flower: CPUs for each ClientApp.")] = 1,
-    gpus: Annotated[float, typer.Option(min=0, help="flower: GPUs for each ClientApp.")] = 0.0,
+        FlowerMode | None,
+        typer.Option(help="flower: all peers in one SuperNode, or dealt out to several.", show_default="cohort"),
+    ] = None,
+    supernodes: Annotated[
+        int | None, typer.Option(min=1, help="flower, relay: how many.", show_default="n_peers")
+    ] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="flower: CPUs for each ClientApp.", show_default="1")] = None,
+    gpus: Annotated[
+        float | None, typer.Option(min=0, help="flower: GPUs for each ClientApp.", show_default="0")
+    ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUT/tensorboard as well.")] = False,
 ) -> None:
     """Train: run a scenario to its end and leave metrics, models, ledgers and a summary."""
@@ -63,6 +68,7 @@ def run(
     from flower_privdec.reporting.plots import save_run_plots
     from flower_privdec.scenario import load_scenario
 
+    for_flower = _for_flower(runtime, mode=mode, n_supernodes=supernodes, cpus=cpus, gpus=gpus)
     loaded = load_scenario(scenario, settings or ())
     folder = out or Path("runs") / loaded.name
     experiment = Experiment.build(loaded)
@@ -74,18 +80,19 @@ def run(
         else:
             from flower_privdec.runtime.flower.launcher import flower_run
 
-            summary = flower_run(
-                experiment,
-                folder,
-                mode=mode.value,
-                n_supernodes=supernodes,
-                cpus=cpus,
-                gpus=gpus,
-                resume=resume,
-                on_metrics=on_metrics,
-            )
+            summary = flower_run(experiment, folder, **for_flower, resume=resume, on_metrics=on_metrics)
     save_run_plots(folder)
     console.print_summary(summary, folder)
+
+
+def _for_flower(runtime: Runtime, **options: Any) -> dict[str, Any]:
+    """Return the options of Flower's runtime that were given, none of which the engine has."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and runtime is Runtime.engine:
+        name, value = next(iter(given.items()))
+        flag = f"--{name.removeprefix('n_')}"
+        raise ScenarioError(f"{flag} {value} is for --runtime flower: add that, or leave {flag} out")
+    return given
 
 
 @app.command()

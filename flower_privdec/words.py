@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 NOTHING = "–"
@@ -82,12 +83,38 @@ def peer_ranges(peers: Iterable[int]) -> str:
     return ", ".join(ranges)
 
 
+def shown(value: object, longest: int = 80) -> str:
+    """Return a value as an error names it: as Python writes it, on one line, its middle left out where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a whole number of thousands of digits; what holds itself
+        return f"a {type(value).__name__} too long to show"
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
+
+
 def one_line(error: BaseException) -> str:
     """Return an error's type and text on one line, cut at 200 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
-def did_you_mean(word: object, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return the end of an error about an unknown word: `; did you mean 'x'?`, or nothing where none is like it."""
-    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown word: `; did you mean 'x'?`, or nothing where none is near it."""
+    near = nearest(str(word), list(known))
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """Return which of some words another stands for: by its beginning or initials, as part of it, or by its spelling.
+
+    Examples:
+        >>> nearest("p", ["name", "probability"]), nearest("lr", ["name", "learning_rate"]), nearest("zzz", ["name"])
+        ('probability', 'learning_rate', None)
+    """
+    plain = {each: re.sub("[-_ ]", "", each).lower() for each in known}
+    asked, parts = re.sub("[-_ ]", "", word).lower()[:80], set(re.split("[-_ .]", word.lower()))
+    begins = [each for each in known if asked and plain[each].startswith(asked)]
+    short = [each for each in known if asked == "".join(part[:1] for part in re.split("[-_ ]", each.lower()))]
+    spelt = difflib.get_close_matches(asked, list(plain.values()), n=1, cutoff=0.6)
+    alike = [each for each in known if plain[each] in spelt]
+    inside = [each for each in known if each.lower() in parts]
+    return next(iter([*begins, *short, *alike, *inside]), None)

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import date
 from io import StringIO
 from pathlib import Path
 
@@ -166,7 +165,6 @@ def test_settings_are_laid_over_in_order_and_equal_scenarios_are_one_cell(study_
         ({"figures": [{"kind": "curves", "metric": "los"}]}, ("parts.0.figures.0.metric", "did you mean 'loss'")),
         ({"checks": [{"kind": "ordered", "axis": "epsilon", "metric": 7}]}, ("parts.0.checks.0.metric=7",)),
         ({"checks": [{"kind": "above", "baseline": {}}]}, ("parts.0.checks.0.baseline",)),
-        ({"axes": {"day": {"key": "rounds", "values": [date(2020, 1, 1)]}}}, ("axes.day.values", "quote a date")),
         ({"sizes": {"laptop": {"seeds": [1, 1]}}}, ("parts.0.sizes.laptop.seeds", "must differ")),
         ({"pivot": {"rows": "foo", "columns": "epsilon"}}, ("pivot", "'foo'")),
         ({"figures": [{"kind": "final", "title": "t"}]}, ("figures.0", "needs x")),

@@ -89,7 +89,7 @@ def test_an_own_algorithm_that_declares_nothing_has_no_finite_budget(build: Buil
             f"{HEAVY[:-1]}, bta: 1}}",
             r"unknown key 'algorithm\.bta'; did you mean 'beta'.*learning_rate, .*module, beta",
         ),
-        (f"{HEAVY[:-1]}, beta: x}}", r"algorithm\.beta='x' must be number"),
+        (f"{HEAVY[:-1]}, beta: x}}", r"algorithm\.beta='x' must be a number"),
         (
             f"{HEAVY[:-1]}, learning_rate: -1}}".replace("learning_rate: 0.1, ", ""),
             r"algorithm\.learning_rate=-1 must be > 0",

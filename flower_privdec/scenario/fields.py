@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, WithJsonSchema
 
 
 class Section(BaseModel):
     """One mapping of the scenario file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, module) of every part of a section that is a user's own."""
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), f"{path}{name}"
+        if name == "module" and value is not None:
+            yield key, value
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Section):
+                yield from own_modules(each, f"{key}.")
 
 
 class OwnSection(Section):
@@ -54,6 +66,22 @@ PerPeer = Annotated[
     BeforeValidator(_per_peer),
     WithJsonSchema({"anyOf": [_POSITIVE, {"type": "array", "items": _POSITIVE}]}),
 ]
+
+
+def _plain_name(value: str) -> str:
+    """Refuse what would not do for a folder of its own."""
+    plain = value.isprintable() and not set(value) & set("/\\") and value == value.strip()
+    if not plain or value[:1] in ("", ".", "-") or len(value.encode()) > LONGEST_NAME:
+        raise ValueError(
+            f"must be a name, not a path: at most {LONGEST_NAME} bytes on one line, without / and \\, not beginning "
+            "with '.' or '-'; where results go, --out says"
+        )
+    return value
+
+
+LONGEST_NAME = 100
+Name = Annotated[str, AfterValidator(_plain_name)]
+PathText = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]

@@ -5,33 +5,38 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from flower_privdec.catalogue import Choice
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.algorithm_sections import OwnAlgorithmSection, own_section
-from flower_privdec.scenario.fields import Section
+from flower_privdec.scenario.fields import own_modules
+from flower_privdec.scenario.plain_yaml import DEEPEST, LONGEST, Location, read_plain, write_yaml
 from flower_privdec.scenario.schema import Scenario
-from flower_privdec.user_code import load_own
-from flower_privdec.words import did_you_mean
+from flower_privdec.user_code import find_given, is_given, load_own, without_tokens
+from flower_privdec.words import did_you_mean, shown
 
-Location = tuple[int | str, ...]
 Model = TypeVar("Model", bound=BaseModel)
+TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text (quote it)",
+    "string_too_short": "text that is not empty",
+    "too_short": "a list that is not empty",
+    "bool_type": "true or false",
+    "list_type": "a list, as [1, 2]",
+    "dict_type": "a mapping, as {key: value}",
+    "model_type": "a section, as {key: value}",
+    "model_attributes_type": "a section, as {key: value}",
+}
+UNNAMEABLE = "# Parts named __python__ were given as Python objects: nobody can run this file again without them.\n"
 SCENARIO = "a scenario is a mapping of sections (name, n_peers, data, ...)"
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML whose 1e-5 is a number (YAML 1.2) and whose mappings refuse a repeated key."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
 
 
 def read_yaml(text: str, where: str, form: str = SCENARIO) -> tuple[dict[str, Any], dict[Location, int]]:
@@ -42,53 +47,23 @@ def read_yaml(text: str, where: str, form: str = SCENARIO) -> tuple[dict[str, An
         form: what to say to a text that is not a mapping.
 
     Raises:
-        ScenarioError: it is not valid YAML, no mapping, or has a key twice.
+        ScenarioError: see `read_plain`; or it is no mapping.
     """
-    lines: dict[Location, int] = {}
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        _note_lines(node, (), lines, where)
-        data = loader.construct_document(node) if node is not None else None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "unreadable"
-        raise ScenarioError(f"{where}{line}: not valid YAML ({problem}); mend the line") from error
-    finally:
-        loader.dispose()
+    data, lines = read_plain(text, where)
     if not isinstance(data, dict):
-        raise ScenarioError(f"{where}: {form}, not {data!r}")
+        raise ScenarioError(f"{where}: {form}, not {shown(data)}")
     return data, lines
-
-
-def _note_lines(node: yaml.Node | None, path: Location, lines: dict[Location, int], where: str) -> None:
-    if node is None:
-        return
-    lines.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = (*path, key.value)
-            if here in lines:
-                raise ScenarioError(f"{where}:{key.start_mark.line + 1}: key '{key.value}' stands twice; keep one")
-            lines[here] = key.start_mark.line + 1
-            _note_lines(value, here, lines, where)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            _note_lines(value, (*path, index), lines, where)
 
 
 def _override(data: dict[str, Any], setting: str) -> Location:
     """Apply one `key.path=value` (the value is YAML) and return its location."""
     key, equals, text = setting.partition("=")
-    if not equals or not key.strip():
-        raise ScenarioError(f"--set {setting}: must read key.path=value, as in --set privacy.epsilon=1")
-    path = tuple(key.strip().split("."))
-    try:
-        value = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ScenarioError(f"--set {setting}: the value is not valid YAML; quote it") from error
-    put(data, path, value)
+    path, where = tuple(key.strip().split(".")), f"--set {shown(setting)[1:-1]}"
+    if not equals or not all(part.isprintable() and part for part in path):
+        raise ScenarioError(f"{where}: must read key.path=value, as in --set privacy.epsilon=1")
+    if len(path) > DEEPEST:
+        raise ScenarioError(f"{where}: the key has {len(path)} parts; give a key of the scenario")
+    put(data, path, read_plain(text, where, one_value=True)[0])
     return path
 
 
@@ -157,13 +132,24 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [model for inner in getattr(annotation, "__args__", ()) for model in _sections_of(inner)]
 
 
+def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
+    """Return the end of an error about a key that stands in another section."""
+    for name, field in root.model_fields.items():
+        for section in _sections_of(field.annotation):
+            if key in section.model_fields:
+                return f"; did you mean '{path}{name}.{key}'?"
+            if found := _elsewhere(key, section, f"{path}{name}."):
+                return found
+    return ""
+
+
 def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> str:
     """Say the value, the rule and the remedy of one of pydantic's findings."""
     name = ".".join(map(str, loc)) or root.__name__.lower()
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         known = list(_model_at(error["loc"][:-1], root, data).model_fields)
-        hint = did_you_mean(loc[-1], known, cutoff=0.0)
+        hint = did_you_mean(loc[-1], known) or _elsewhere(str(loc[-1]), root)
         return f"unknown key '{name}'{hint} (valid keys: {', '.join(known)})"
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
@@ -176,16 +162,25 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
         message = str(context.get("error"))
         if not loc or message.startswith(f"{name}."):
             return message
-        return f"{name}={error['input']!r} {message}" if message.startswith("must") else f"{name}: {message}"
-    value = f"{name}={error['input']!r}"
+        return f"{name}={shown(error['input'])} {message}" if message.startswith("must") else f"{name}: {message}"
+    return f"{name}={shown(error['input'])} must be {_rule(error, loc)}"
+
+
+def _rule(error: Any, loc: Location) -> str:
+    """Say what a value must be, and what to do where that does not."""
+    kind, context = error["type"], error.get("ctx", {})
     if loc == ("privacy",):
-        return f"{value} must be none, or a section with epsilon and delta"
+        return "none, or a section with epsilon and delta"
+    if error["input"] is None:
+        return f"{TYPES.get(kind, 'given')}: leave the key out for its default"
     if kind == "literal_error":
         hint = did_you_mean(error["input"], re.findall(r"'([^']+)'", context["expected"]))
-        return f"{value} must be one of {context['expected']}{hint}"
+        return f"one of {context['expected']}{hint}"
+    if kind in TYPES:
+        return TYPES[kind]
     rule = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", ">=")
     rule = rule.replace("less than or equal to", "<=").replace("greater than", ">").replace("less than", "<")
-    return f"{value} must be {rule.removeprefix('a valid ')}"
+    return str(rule)
 
 
 def _unquoted(text: str) -> str:
@@ -276,15 +271,19 @@ def parse_scenario(text: str, *, where: str = "scenario", overrides: Iterable[st
 
 
 def read_text(path: Path, what: str = "a scenario file") -> str:
-    """Read a text file that a user named.
+    """Read a text file that a user named, as far as it is bounded.
 
     Raises:
         ScenarioError: when it cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(4 * LONGEST + 1)
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScenarioError(f"{path}: cannot be read as {what} ({error}); give the path of a YAML file") from error
+        cut = isinstance(error, UnicodeDecodeError) and len(content) > 4 * LONGEST  # in the middle of a character
+        reason = "too long" if cut else getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ScenarioError(f"{path}: cannot be read as {what} ({reason}); give the path of a YAML file") from error
 
 
 def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:
@@ -294,9 +293,13 @@ def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:
 
 
 def to_yaml(scenario: Scenario) -> str:
-    """Return the scenario with every default visible, as YAML that reads back to the same scenario."""
+    """Return the scenario with every default visible, as YAML that reads back to the same scenario.
+
+    Parts that were given as Python objects are there by names that hold in this process alone, and it says so.
+    """
     data = json.loads(scenario.model_dump_json(exclude_none=True))
-    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=100)
+    given = any(is_given(module) for _, module in own_modules(scenario))
+    return (UNNAMEABLE if given else "") + write_yaml(data)
 
 
 def scenario_hash(scenario: Scenario) -> str:
@@ -310,7 +313,7 @@ def numbers_hash(scenario: Scenario) -> str:
     Names, paths and how often a run is looked at decide nothing, nor do generator and device, which `run_key` adds.
     """
     compute = {"threads", "memory_mib", "generator", "device"}
-    nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root", "test"}}
+    nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root", "test", "source"}}
     nothing["task"] = {"metrics"}
     if scenario.private is not None:
         nothing["privacy"] = {"ledger"}
@@ -320,28 +323,17 @@ def numbers_hash(scenario: Scenario) -> str:
 def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
     """Return the classes and functions of the user's own that a scenario names, for what their code decides.
 
+    Those that were given as objects are `Given`, once it is sure that they have not changed.
+
     Args:
         scenario: which names them.
         metrics: with those by which models are tried, which decide what is written down and nothing else.
     """
-    modules = dict(_own_modules(scenario, ""))
-    return [load_own(module, key) for key, module in modules.items() if metrics or not key.startswith("task.metrics.")]
-
-
-def _own_modules(section: Section, path: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, module) of every part of a section that is a user's own."""
-    for name in type(section).model_fields:
-        value, key = getattr(section, name), f"{path}{name}"
-        if isinstance(value, list):
-            for i, part in enumerate(value):
-                if isinstance(part, Section):
-                    yield from _own_modules(part, f"{key}.{i}.")
-        elif isinstance(value, Section):
-            yield from _own_modules(value, f"{key}.")
-        elif name == "module" and value is not None:
-            yield key, value
+    named = [pair for pair in own_modules(scenario) if metrics or not pair[0].startswith("task.metrics.")]
+    loaded = [(load_own(module, key), find_given(module)) for key, module in named]
+    return [part if given is None else given for part, given in loaded]
 
 
 def _hash_without(scenario: Scenario, excluded: Any) -> str:
     data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True))
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()

@@ -9,6 +9,7 @@ from pydantic.types import Discriminator
 
 from flower_privdec.scenario.fields import (
     NonNegative,
+    PathText,
     PerPeer,
     Positive,
     Section,
@@ -66,7 +67,7 @@ class PrivacySection(Section):
     noise_multiplier: NonNegative | None = None
     calibration: Literal["rigorous", "paper"] = "rigorous"
     c_2: Positive = 1.0
-    ledger: str | None = None
+    ledger: PathText | None = None
 
     @model_validator(mode="after")
     def _budget_or_noise(self) -> PrivacySection:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from flower_privdec import catalogue
 from flower_privdec.scenario.algorithm_sections import AlgorithmSection, DynSection, VRSection
@@ -13,14 +13,17 @@ from flower_privdec.scenario.features_section import FeaturesSection
 from flower_privdec.scenario.fields import (
     Count,
     Fraction,
+    Name,
     NonNegative,
     Positive,
     Section,
+    own_modules,
 )
 from flower_privdec.scenario.model_section import ModelSection
 from flower_privdec.scenario.privacy_section import PrivacyChoice, PrivacySection
 from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.scenario.topology_section import TopologyChoice, TopologySection
+from flower_privdec.user_code import Given, find_given, is_given
 
 
 class ParticipationSection(Section):
@@ -120,7 +123,7 @@ class Scenario(Section):
         plan: constants for `privdec plan`.
     """
 
-    name: str
+    name: Name
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     n_peers: Count
     rounds: Count
@@ -135,6 +138,29 @@ class Scenario(Section):
     evaluation: EvaluationSection = EvaluationSection()
     compute: ComputeSection = ComputeSection()
     plan: PlanSection | None = None
+
+    _given: tuple[Given, ...] = PrivateAttr(default=())  # kept for as long as the scenario is
+
+    def model_post_init(self, context: Any) -> None:
+        """Keep the parts that were given as Python objects."""
+        found = (find_given(module) for _, module in own_modules(self))
+        self._given = tuple(part for part in found if part is not None)
+
+    @property
+    def given(self) -> tuple[Given, ...]:
+        """The parts that were given as Python objects."""
+        return self._given
+
+    @model_validator(mode="after")
+    def _given_data_are_counted_under_a_name(self) -> Scenario:
+        ledger = self.private is not None and self.private.ledger is not None
+        dataset = self.data.dataset
+        if ledger and self.data.source is None and not isinstance(dataset, str) and is_given(dataset.module):
+            raise ValueError(
+                "data.source is missing: name the source of the data that are given, the same name in every run over "
+                "them, under which privacy.ledger counts what is spent"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_number_a_peer(self) -> Scenario:

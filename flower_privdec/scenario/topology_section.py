@@ -12,6 +12,7 @@ from flower_privdec.scenario.fields import (
     Count,
     Fraction,
     OwnSection,
+    PathText,
     Section,
 )
 
@@ -42,7 +43,7 @@ class TopologySection(Section):
     probability: Fraction | None = None
     rewire: Annotated[float, Field(ge=0, le=1)] | None = None
     edges: Count | None = None
-    file: str | None = None
+    file: PathText | None = None
     directed: bool | None = None
     rows: Count | None = None
     cols: Count | None = None

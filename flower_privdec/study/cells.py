@@ -49,7 +49,8 @@ class Cell:
         """Return a guess at its cost, to estimate the time left: examples used and examples tried."""
         scenario = self.scenario
         evaluations = scenario.rounds / scenario.evaluation.every
-        batch = scenario.data.batch.size or 100
+        each = (scenario.data.samples or 10_000) / scenario.n_peers
+        batch = scenario.data.batch.size or (scenario.data.batch.rate or 1) * each
         tried = evaluations * (scenario.data.test_samples or 10_000) / 3  # forward only
         return scenario.n_peers * (scenario.rounds * (batch + 4) + tried)
 

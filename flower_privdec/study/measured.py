@@ -41,7 +41,7 @@ def _late(values: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def _of_task(name: str, kind: MetricKind) -> dict[str, Reading]:
+def readings_of(name: str, kind: MetricKind) -> dict[str, Reading]:
     """Return what can be looked at of a task's metric: at the end, late, at its best, and of the peers' models."""
 
     def mean(line: dict[str, Any], algorithm: str) -> float | None:
@@ -65,7 +65,7 @@ def _of_task(name: str, kind: MetricKind) -> dict[str, Reading]:
 
 
 METRICS = {
-    **{key: metric for name, kind in METRIC_KINDS.items() for key, metric in _of_task(name, kind).items()},
+    **{key: metric for name, kind in METRIC_KINDS.items() for key, metric in readings_of(name, kind).items()},
     "loss": Reading("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
     "own-labels": Reading(
         "accuracy of personalized models on their peers' own labels",
@@ -95,15 +95,9 @@ MetricName = Annotated[str, AfterValidator(_known)]
 
 
 def metric(name: str) -> Reading:
-    """Return a metric by its name, or the one at a dotted path of metrics.jsonl, as accuracy.peer_max.
-
-    Any other name is a metric of a user's own, or one of its readings, as peer-NAME.
-    """
+    """Return a metric by its name, or the one at a dotted path of metrics.jsonl, as accuracy.peer_max."""
     if name in METRICS:
         return METRICS[name]
-    if "." not in name:
-        own = name.removeprefix("worst-").removeprefix("peer-").removeprefix("late-").removeprefix("best-")
-        return _of_task(own, MetricKind(own, (), share=False)).get(name, Reading(name, lambda *_: None))
 
     def read(line: dict[str, Any], _algorithm: str) -> float | None:
         value: Any = line

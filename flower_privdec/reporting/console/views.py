@@ -128,6 +128,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
                 ("not covered", summary.get("evaluation_private")),
                 ("claimed", claim(summary)),
                 ("traffic", sent(summary)),
+                ("numbers", summary.get("numbers")),
                 ("noise", summary.get("noise") if is_private(summary) else None),
                 ("speed", f"{duration(summary['wall_seconds'])}, {pace}"),
                 ("files", str(folder)),
