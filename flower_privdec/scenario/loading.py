@@ -325,16 +325,17 @@ def numbers_hash(scenario: Scenario) -> str:
     return _hash_without(scenario, nothing)
 
 
-def own_parts(scenario: Scenario, metrics: bool = False) -> list[Any]:
+def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
     """Return the classes and functions of the user's own that a scenario names, for what their code decides.
 
     Those that were given as objects are `Given`, once it is sure that they have not changed.
 
     Args:
-        metrics: those of the task too, which decide nothing but what is said of a run.
+        scenario: which names them.
+        metrics: with those by which models are tried, which decide what is written down and nothing else.
     """
-    wanted = [(key, module) for key, module in own_modules(scenario) if metrics or not key.startswith("task.metrics.")]
-    loaded = [(load_own(module, key), find_given(module)) for key, module in wanted]
+    named = [pair for pair in own_modules(scenario) if metrics or not pair[0].startswith("task.metrics.")]
+    loaded = [(load_own(module, key), find_given(module)) for key, module in named]
     return [part if given is None else given for part, given in loaded]
 
 
