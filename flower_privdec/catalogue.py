@@ -150,7 +150,7 @@ PARTITIONS = Choice(
 )
 SAMPLINGS = Choice(
     {
-        "poisson": "each local example with probability size / count, independently: what amplification needs",
+        "poisson": "each local example by itself, with probability `rate`, or size / count: what amplification needs",
         "uniform": "exactly size distinct local examples, drawn afresh each round",
         "shuffle": "consecutive batches of size from each epoch's permutation, no incomplete one",
         "full": "all local examples",

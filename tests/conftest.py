@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 import pytest
 
-from flower_privdec.data import Sampler
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario, parse_scenario
 
@@ -50,8 +49,7 @@ def alike() -> Callable[[Experiment, Experiment], Experiment]:
     """Return a function that gives an experiment the keys of another, so that both draw the same noise and batches."""
 
     def with_keys_of(experiment: Experiment, other: Experiment) -> Experiment:
-        ours = experiment.own.sampler
-        sampler = Sampler(ours.kind, ours.size or None, ours.partition_sizes, other.own.sampler.keys)
+        sampler = experiment.own.sampler.like(keys=other.own.sampler.keys)
         return replace(experiment, own=replace(experiment.own, keys=other.own.keys, sampler=sampler))
 
     return with_keys_of

@@ -102,7 +102,7 @@ def softmax_gradients(x, weights, bias, labels):
     p = np.exp(logits - logits.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
     p[np.arange(len(x)), labels] -= 1
-    return np.concatenate([(p[:, :, None] * x[:, None, :]).reshape(len(x), -1), p], axis=1)
+    return np.concatenate([(p[:, :, None] * x[:, None, :]).reshape(len(x), p.shape[1] * x.shape[1]), p], axis=1)
 
 
 class NoiseTape:
@@ -119,8 +119,12 @@ class NoiseTape:
             out[row] += std[row] * torch.from_numpy(self.draw(step, peer))
 
 
-def reference_privsgp(experiment, tape, rounds):
-    """PrivSGP (Alg. 2 of the paper) as its pseudocode reads, clipped per example, in NumPy."""
+def reference_privsgp(experiment, tape, rounds, expected=(12, 12, 12, 12)):
+    """PrivSGP (Alg. 2 of the paper) as its pseudocode reads, clipped per example, in NumPy.
+
+    Args:
+        expected: examples in a batch of each peer, by which its sum is divided.
+    """
     n, rate, clip = 4, 0.5, 1.0
     x = np.tile(experiment.initial.numpy(), (n, 1))
     w = np.ones(n)
@@ -135,7 +139,7 @@ def reference_privsgp(experiment, tape, rounds):
             rows = experiment.own.examples.parts[i][batch.index[0][batch.weight[0] > 0]]
             g = softmax_gradients(features[rows], z[:640].reshape(10, 64), z[640:], labels[rows])
             g *= np.minimum(1, clip / np.linalg.norm(g, axis=1, keepdims=True))
-            half[i] -= rate * (g.sum(0) - sigma[i] * clip * tape.draw(k, i)) / 12  # -N and N are alike
+            half[i] -= rate * (g.sum(0) - sigma[i] * clip * tape.draw(k, i)) / expected[i]  # -N and N are alike
         hop = 2 ** (k % 2)  # floor(log2(3)) + 1 = 2
         p = np.zeros((n, n))
         for j in range(n):
@@ -144,16 +148,27 @@ def reference_privsgp(experiment, tape, rounds):
     return x, w
 
 
-def test_privsgp_follows_the_numpy_reference(build):
-    experiment = build()
+UNEVEN = "data.partition={kind: sizes, sizes: [3, 20, 90, 127]}"
+BATCHES = {
+    "size": ([], (12, 12, 12, 12)),
+    "rate": ([UNEVEN, "data.batch={sampling: poisson, rate: 0.13}"], (0.39, 2.6, 11.7, 16.51)),
+    "small peers": ([UNEVEN, "data.batch.small_peers=full"], (3, 12, 12, 12)),
+}
+
+
+@pytest.mark.parametrize("batches", BATCHES)
+def test_privsgp_follows_the_numpy_reference(build, batches):
+    settings, expected = BATCHES[batches]
+    experiment = build(*settings)
     tape = NoiseTape(650)
     cohort = experiment.cohort()
     cohort.noise = tape
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     for _ in range(ROUNDS):
         engine.round()
-    x, w = reference_privsgp(experiment, tape, ROUNDS)
-    np.testing.assert_allclose(engine.state.rows["x"].numpy(), x, rtol=1e-9, atol=1e-11)
+    x, w = reference_privsgp(experiment, tape, ROUNDS, expected)
+    assert np.abs(x - experiment.initial.numpy()).max() > 1e-2
+    np.testing.assert_allclose(engine.state.rows["x"].numpy(), x, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(engine.state.rows["w"].numpy(), w, rtol=1e-12)
 
 

@@ -68,7 +68,10 @@ def cases() -> list[list[str]]:
             if sampling == "shuffle" and table:
                 continue  # no proved bound: refused
             blocks = "data.batch.sampling=blocks" in variant
-            if not blocks:
+            if any(setting.startswith("data.batch={") for setting in variant):
+                if sampling == "poisson":
+                    found += [variant, [*variant, "data.partition={kind: sizes, sizes: [6, 12, 20, 10]}"]]
+            elif not blocks:
                 found.append([*variant, batch_of(sampling)])
             elif sampling == "poisson":
                 found.append([*variant, "data.batch.size=4"])

@@ -20,13 +20,18 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator, seed_keys
 
 SIZES = np.array([12, 30, 7, 25, 19, 40, 8, 16, 33, 21])
-KINDS = list(SAMPLINGS)
+KINDS = [*SAMPLINGS, "rate", *(f"{kind}, small peers in full" for kind in SAMPLINGS if kind != "full")]
 FALSE_ALARM = 1e-7
 
 
 def seeded(kind: str, size: Any, sizes: Any, seed: int) -> Sampler:
-    """A sampler that hosts every peer and draws by the scenario's seed."""
-    return Sampler(kind, size, sizes, dict.fromkeys(range(len(sizes)), seed))
+    """A sampler that hosts every peer and draws by the scenario's seed; some peers hold fewer than 10 + size."""
+    keys = dict.fromkeys(range(len(sizes)), seed)
+    if kind == "rate":
+        return Sampler("poisson", None, sizes, keys, rate=size / 10)
+    if kind.endswith("in full"):
+        return Sampler(kind.partition(",")[0], 10 + size, sizes, keys, small_peers="full")
+    return Sampler(kind, size, sizes, keys)
 
 
 def used(batch: LocalBatch) -> list[list[int]]:
@@ -263,8 +268,60 @@ def test_normalizer_and_rate() -> None:
 
 @pytest.mark.parametrize("kind", ["poisson", "uniform", "shuffle"])
 def test_a_batch_larger_than_a_peers_data_is_refused(kind: str) -> None:
-    with pytest.raises(ScenarioError, match=r"data.batch.size=8 must be at most 7, what peer 2 holds: .*fewer"):
+    with pytest.raises(ScenarioError, match=r"size=8 must be at most 7, what the smallest peer, 2, holds"):
         seeded(kind, 8, SIZES, 1)
+
+
+def test_with_a_rate_every_peer_has_its_own_expected_batch() -> None:
+    sampler = Sampler("poisson", None, SIZES, dict.fromkeys(range(10), 1), rate=0.13)
+    np.testing.assert_array_equal(sampler.sampling_rate, np.full(10, 0.13))  # as given, for ε is the accountant's at it
+    np.testing.assert_allclose(sampler.normalizer, 0.13 * SIZES, rtol=1e-15)
+    drawn = np.array([sampler.batch(k, range(10)).weight.sum(axis=1) for k in range(3000)])
+    error = np.sqrt(0.13 * 0.87 * SIZES / len(drawn))
+    assert (np.abs(drawn.mean(axis=0) - sampler.normalizer) < 5.5 * error).all()
+
+
+def test_a_rate_is_an_independent_coin_for_each_example() -> None:
+    n = 20 * 1000
+    sampler = Sampler("poisson", None, [4] * 20, dict.fromkeys(range(20), 11), rate=0.3)
+    seen = Counter(tuple(row) for k in range(1000) for row in used(sampler.batch(k, range(20))))
+    expected = {
+        subset: n * 0.3 ** len(subset) * 0.7 ** (4 - len(subset))
+        for k in range(5)
+        for subset in itertools.combinations(range(4), k)
+    }
+    assert statistic(seen, expected) < chi2.isf(FALSE_ALARM, len(expected) - 1)
+
+
+@pytest.mark.parametrize("kind", ["poisson", "uniform", "shuffle", "blocks"])
+def test_small_peers_take_all_they_hold_and_others_are_as_ever(kind: str) -> None:
+    sampler = Sampler(kind, 15, SIZES, dict.fromkeys(range(10), 1), small_peers="full")
+    small = np.flatnonzero(SIZES <= 15)
+    np.testing.assert_array_equal(sampler.sampling_rate[small], np.ones(len(small)))
+    np.testing.assert_array_equal(sampler.normalizer[small], SIZES[small])
+    large = np.flatnonzero(SIZES > 15)
+    others = Sampler(kind, 15, SIZES[large], dict.fromkeys(large, 1), large)
+    np.testing.assert_array_equal(sampler.sampling_rate[large], others.sampling_rate)
+    for step in (0, 1, 200):
+        assert used(sampler.batch(step, small)) == [list(range(count)) for count in SIZES[small]]
+        assert used(sampler.batch(step, large)) == used(others.batch(step, range(len(large))))
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, 1.5, 1e-12, float("nan"), True])
+def test_a_wrong_rate_is_refused(rate: Any) -> None:
+    with pytest.raises(ScenarioError, match=r"data\.batch\.rate=.* must be a number from 1e-09 to 1"):
+        Sampler("poisson", None, SIZES, {}, rate=rate)
+
+
+def test_the_smallest_rate_draws_without_overflow() -> None:
+    sampler = Sampler("poisson", None, [50], {0: 1}, rate=1e-9)
+    assert all(used(sampler.batch(k, [0])) == [[]] for k in range(0, 3000, 32))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "shuffle", "blocks", "full"])
+def test_a_rate_is_for_poisson_alone(kind: str) -> None:
+    with pytest.raises(ScenarioError, match=f"rate=0.1 is for sampling poisson; give {kind} a size, or use poisson"):
+        Sampler(kind, None, SIZES, {}, rate=0.1)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("poisson", 0), ("uniform", None), ("shuffle", 1.5), ("fuller", 3)])
@@ -318,7 +375,8 @@ def test_batches_hold_the_sampled_examples(kind: str, dtype: torch.dtype) -> Non
 def test_a_process_that_holds_a_few_peers_sees_the_same(kind: str) -> None:
     everyone, examples, few = peer_data(kind), some_examples(), [2, 3, 7]
     own = replace(examples, parts=tuple(examples.parts[peer] for peer in few))
-    sampler = Sampler(kind, 5, SIZES[few], dict.fromkeys(few, 1), few)
+    sampler = everyone.sampler.like(partition_sizes=SIZES[few])
+    sampler.peers = np.array(few)
     hosted = PeerData(own, sampler, "cpu", torch.float32)
     for step in (0, 5):
         one, other = everyone.batch(step, [3, 7]), hosted.batch(step, [1, 2])

@@ -11,6 +11,10 @@ VARIANTS = [
     ["algorithm.name=privsgp-vr", "algorithm.table=snapshot", "algorithm.snapshot_every=2"],
     ["algorithm.name=privsgp-vr", "algorithm.table=blocks", "data.batch.sampling=blocks"],
     ["algorithm.name=feddeper", "algorithm.rho=0"],
+    *(
+        [f"algorithm.name={name}", "data.batch={sampling: poisson, rate: 0.15}"]
+        for name in ("privsgp", "feddeper", "privsgp-vr")
+    ),
 ]
 
 

@@ -59,7 +59,8 @@ def forms(schema: Json) -> list[str]:
     """Return the names of the sections that a value may be."""
     if "$ref" in schema:
         return [schema["$ref"].rpartition("/")[2]]
-    return [name for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())) for name in forms(one)]
+    inner = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *([schema["items"]] if "items" in schema else [])]
+    return [name for one in inner for name in forms(one)]
 
 
 def typed(schema: Json) -> str:
@@ -130,7 +131,7 @@ def table(model: type[BaseModel], path: str) -> Iterator[str]:
 def titled(place: str, section: type[BaseModel]) -> str:
     """Return a section's heading: where it stands, and by which names its form is chosen."""
     properties = section.model_json_schema()["properties"]
-    if place in ("algorithm", "topology") and "module" in properties:
+    if place in ("algorithm", "topology", "task.loss", "task.metrics") and "module" in properties:
         return f"{place}: your own"
     named = properties.get("name", {})
     names = named.get("enum", [named["const"]] if "const" in named else [])

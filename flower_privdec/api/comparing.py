@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,20 +11,22 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flower_privdec.algorithms import Algorithm
+from flower_privdec.api.objects import check_everywhere
 from flower_privdec.api.result import as_frame, flat
 from flower_privdec.api.scenarios import as_scenario, make_scenario
 from flower_privdec.api.threads import threads_kept
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment.model_code import code_of
 from flower_privdec.reporting.console import comparison_text
-from flower_privdec.reporting.run_folder import read_result
+from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.scenario import Scenario, own_parts, scenario_hash
 from flower_privdec.study.cache import folder_of, is_finished
 from flower_privdec.study.cells import Cell
-from flower_privdec.study.measured import METRICS, metric
-from flower_privdec.study.results import Group
+from flower_privdec.study.measured import Reading, kinds_of, metric
+from flower_privdec.study.results import Estimate
 from flower_privdec.study.runner import missing_cells, run_cells
-from flower_privdec.words import NOTHING, did_you_mean, epsilon_text, number, setting
+from flower_privdec.user_code import Given
+from flower_privdec.words import NOTHING, epsilon_text, number, setting
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
 SHARED = ("learning_rate", "learning_rate_decay")  # keys of every algorithm's section
@@ -38,14 +40,14 @@ class Comparison:
         rows: for each algorithm or scenario its label, how many runs it has (`runs`), its largest ε of any peer in any
             run (infinity without privacy), and for each metric its `mean`, `std` (sample standard deviation, None for
             one run) and `n`, or None where no run has it.
-        metrics: their names.
+        metrics: what they are, by their names.
         seeds: of the runs.
         failures: why runs failed that did, by label and seed.
         note: what the ε of a run does not count.
     """
 
     rows: list[dict[str, Any]]
-    metrics: tuple[str, ...]
+    metrics: dict[str, Reading]
     seeds: tuple[int, ...]
     failures: dict[tuple[str, int], str]
     note: str
@@ -60,10 +62,10 @@ class Comparison:
 
     def __str__(self) -> str:
         """Return the table, with its note and what failed below it."""
-        headings = ["", "runs", "ε", *(metric(name).title for name in self.metrics)]
+        headings = ["", "runs", "ε", *(each.title for each in self.metrics.values())]
         rows = [
             [row["label"], str(row["runs"]), epsilon_text(row["epsilon"])]
-            + [_spread(row[name], metric(name).share) for name in self.metrics]
+            + [_spread(row[name], each.share) for name, each in self.metrics.items()]
             for row in self.rows
         ]
         failed = [f"{label}, seed {seed}, failed: {why}" for (label, seed), why in self.failures.items()]
@@ -90,7 +92,8 @@ def compare(
             with `peer-` or `worst-peer-` before it for the peers', `loss`, `consensus`. By default the task's first,
             the same of the peers' models, and the consensus distance.
         folder: where finished runs are kept, each found again by its scenario and the code of its own parts, so that
-            the same comparison goes on after an interrupt. By default nothing is kept.
+            the same comparison goes on after an interrupt. Runs of what was given as a Python object are found by this
+            process alone. By default nothing is kept.
         jobs: processes; 1 runs all in this one.
 
     Raises:
@@ -104,18 +107,23 @@ def compare(
     cells = [_cell(label, each, seed) for label, each in variants.items() for seed in _distinct(seeds)]
     if jobs < 1:
         raise ScenarioError(f"jobs={jobs} must be >= 1")
-    names = _known(metrics) if metrics else _usual(next(iter(variants.values())))
+    for each in variants.values() if jobs > 1 else ():
+        check_everywhere(each, f"jobs={jobs} are processes")
+    readings = _readings(variants.values(), metrics)
     with ExitStack() as stack:
         stack.enter_context(threads_kept())
         cache = Path(folder or stack.enter_context(TemporaryDirectory(prefix="privdec-")))
         failed = run_cells(missing_cells(cells, cache), cache, jobs, lambda _: None)
         errors = {outcome.cell.key: str(outcome.error) for outcome in failed}
-        groups = [_group(label, cells, cache) for label in variants]
+        runs = {label: _finished(label, cells, cache) for label in variants}
     failures = {(cell.labels[0], cell.seed): errors[cell.key] for cell in cells if cell.key in errors}
     if len(failures) == len(cells):
         (label, seed), why = next(iter(failures.items()))
         raise RunError(f"every run failed; {label}, seed {seed}: {why}")
-    return Comparison([_row(group, names) for group in groups], names, tuple(seeds), failures, _note(groups, seeds))
+    rows = [_row(label, each, readings) for label, each in runs.items()]
+    return Comparison(
+        rows, readings, tuple(seeds), failures, _note([run for each in runs.values() for run in each], seeds)
+    )
 
 
 def _variants(
@@ -161,48 +169,45 @@ def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
     if scenario.private is not None and scenario.private.ledger is not None:
         raise ScenarioError(f"{label}: privacy.ledger must be left out of a comparison: every run has its own")
     seeded = make_scenario(scenario, seed=seed)
+    parts = own_parts(seeded, metrics=True)
+    named = [part for part in parts if not isinstance(part, Given)]
+    given = [part.target.encode() for part in parts if isinstance(part, Given)]
     key = hashlib.sha256(scenario_hash(seeded).encode())
-    for code in code_of(own_parts(seeded)):
+    for code in (*code_of(named), *given):
         key.update(len(code).to_bytes(8, "little") + code)
     return Cell("comparison", (label,), seed, seeded, key.hexdigest())
 
 
-def _usual(scenario: Scenario) -> tuple[str, ...]:
-    first = next(iter(scenario.task.kinds()))
-    return first, f"peer-{first}", "consensus"
+def _readings(scenarios: Collection[Scenario], metrics: Sequence[str] | None) -> dict[str, Reading]:
+    """Return what is read of each run, by its name."""
+    first = next(name for scenario in scenarios for name in scenario.task.kinds())
+    kinds = kinds_of(scenarios)
+    return {name: metric(name, kinds) for name in metrics or (first, f"peer-{first}", "consensus")}
 
 
-def _known(metrics: Sequence[str]) -> tuple[str, ...]:
-    for name in metrics:
-        if name not in METRICS and "." not in name:
-            raise ScenarioError(f"metrics: {name!r} must be one of {', '.join(METRICS)}{did_you_mean(name, METRICS)}")
-    return tuple(metrics)
+def _finished(label: str, cells: Sequence[Cell], cache: Path) -> list[Result]:
+    folders = [folder_of(cache, cell.key) for cell in cells if cell.labels == (label,)]
+    return [read_result(folder) for folder in folders if is_finished(folder)]
 
 
-def _group(label: str, cells: Sequence[Cell], cache: Path) -> Group:
-    mine = [folder_of(cache, cell.key) for cell in cells if cell.labels == (label,)]
-    runs = tuple(read_result(folder) for folder in mine if is_finished(folder))
-    return Group((label,), runs, len(mine) - len(runs))
+def _row(label: str, runs: Sequence[Result], readings: Mapping[str, Reading]) -> dict[str, Any]:
+    row: dict[str, Any] = {"label": label, "runs": len(runs), "epsilon": max(map(_epsilon, runs), default=None)}
+    for name, reading in readings.items():
+        found = [[reading.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in runs]
+        values = [[value for value in each if value is not None] for each in found]
+        estimate = Estimate.of([reading.over(each) for each in values if each])
+        row[name] = None if estimate is None else {"mean": estimate.mean, "std": estimate.std, "n": estimate.n}
+    return row
 
 
-def _row(group: Group, metrics: Sequence[str]) -> dict[str, Any]:
-    found = {name: group.final(name) for name in metrics}
-    return {
-        "label": group.labels[0],
-        "runs": len(group.runs),
-        "epsilon": max(group.budgets("epsilon"), default=None),
-        **{
-            name: None if each is None else {"mean": each.mean, "std": each.std, "n": each.n}
-            for name, each in found.items()
-        },
-    }
+def _epsilon(run: Result) -> float:
+    return max(float(row["epsilon"]) for row in run.summary["privacy"])
 
 
-def _note(groups: Sequence[Group], seeds: Sequence[int]) -> str:
+def _note(runs: Sequence[Result], seeds: Sequence[int]) -> str:
     """Say what the table shows, and what all runs cost together: ε and δ add up, at most."""
-    runs = [run for group in groups for run in group.runs]
     spread = f"Mean and standard deviation over the seeds {', '.join(map(str, seeds))}." if len(seeds) > 1 else ""
-    epsilons = [max(float(row["epsilon"]) for row in run.summary["privacy"]) for run in runs]
+    epsilons = [_epsilon(run) for run in runs]
     private = [run.summary["privacy"] for run, epsilon in zip(runs, epsilons, strict=True) if epsilon < float("inf")]
     if not private:
         return spread

@@ -12,6 +12,7 @@ from weakref import finalize
 
 import numpy as np
 
+from flower_privdec.api.objects import check_everywhere
 from flower_privdec.api.result import RunResult, load_run
 from flower_privdec.api.scenarios import as_scenario
 from flower_privdec.api.threads import threads_kept
@@ -59,7 +60,10 @@ def run(
         raise ScenarioError(f"runtime={runtime!r} must be one of {', '.join(RUNTIMES)}")
     if out is None and resume:
         raise ScenarioError("resume=True needs out, the folder of the run to go on with")
-    experiment = Experiment.build(as_scenario(scenario))
+    scenario = as_scenario(scenario)
+    if runtime == "flower":
+        check_everywhere(scenario, "Flower runs it in processes of its own")
+    experiment = Experiment.build(scenario)
     watching = _watching(on_metrics, experiment.scenario.rounds)
     if out is not None:
         return _run(experiment, Path(out), resume, watching, runtime)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flower_privdec.api.objects import check_given, name_objects
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.loading import put, read_text, read_yaml, validated
@@ -36,7 +37,18 @@ def load_scenario(path: str | Path, settings: Settings | None = None, /, **secti
 def make_scenario(
     base: Scenario | Mapping[str, Any] | None = None, settings: Settings | None = None, /, **sections: Any
 ) -> Scenario:
-    """Build a scenario from its sections, in the form that they have in a file.
+    """Build a scenario from its sections, in the form that they have in a file, with objects where a file has names.
+
+    - `algorithm`, as its `module`: a subclass of `Algorithm`.
+    - `model`, or its `module`: a function that returns a `torch.nn.Module`.
+    - `topology`, or its `module`: a networkx graph, a list of those each peer sends to, or a function of n_peers.
+    - `task`, as its `loss`: a function of one example's outputs and target; among its `metrics`: functions of a model's
+      outputs and the targets of the test set.
+    - `data`, as its `train` and `test` in place of a dataset: a pair (x, y) of arrays or tensors, or a torch dataset of
+      such pairs. A list of these as `train` has one for each peer, and then nothing is dealt out. Data are copied.
+
+    What lies in a module is named by where it lies. Anything else has a name that holds in this process alone, and so a
+    scenario with it runs in this process alone; the file that its run leaves cannot be run again.
 
     Args:
         base: another scenario, or all sections as one mapping, to start from.
@@ -46,6 +58,10 @@ def make_scenario(
     Raises:
         ScenarioError: naming the value, the rule and the remedy.
 
+    Privacy: a run's noise is keyed by the code of functions and classes that are given, by what they look up and hold,
+        and by the data; what cannot be told apart is refused, and so is a run after something of it has changed. With
+        `privacy.ledger`, data that are given need `data.source`, the name under which the ledger counts them.
+
     Examples:
         >>> sections = {"name": "small", "n_peers": 4, "rounds": 10, "model": {"name": "softmax"}, "privacy": "none"}
         >>> data = {"dataset": "digits", "batch": {"size": 12}}
@@ -54,7 +70,7 @@ def make_scenario(
         24
         >>> make_scenario(base, rounds=0)
         Traceback (most recent call last):
-        flower_privdec.errors.ScenarioError: rounds: rounds=0 must be >= 1
+        flower_privdec.errors.ScenarioError: scenario: rounds=0 must be >= 1
     """
     if isinstance(base, Scenario):
         base = json.loads(base.model_dump_json(exclude_none=True))
@@ -78,14 +94,22 @@ def _checked(
     lines: Mapping[Location, int] | None = None,
 ) -> Scenario:
     """Lay settings and sections over plain data, and return them as a scenario."""
-    data = {**data, **sections}
+    data = _copied({**data, **sections})
     overrides: dict[Location, str] = {(name,): where for name in sections}
-    data = plain(data)
     for key, value in (settings or {}).items():
         path = tuple(key.split("."))
-        put(data, path, plain(value))
+        put(data, path, _copied(value))
         overrides[path] = "settings"
-    return validated(Scenario, data, where, lines, overrides)
+    kept = name_objects(data)
+    scenario = validated(Scenario, plain(data), where, lines, overrides)
+    check_given(scenario)
+    del kept  # their names hold until here, and from here on by the scenario
+    return scenario
+
+
+def _copied(value: Any) -> Any:
+    """Return sections whose keys can be changed without changing what was given."""
+    return {key: _copied(each) for key, each in value.items()} if isinstance(value, Mapping) else value
 
 
 def plain(value: Any, key: str = "") -> Any:

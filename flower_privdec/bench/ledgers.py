@@ -64,6 +64,6 @@ def ledger_share(setup: Setup, generator: str, seconds: float = SECONDS) -> dict
 def _accounts(setup: Setup, rounds: int) -> list[Account]:
     sampler, size = setup.data.sampler, setup.workload.examples
     rate = float(sampler.sampling_rate[0])
-    release = Release("uniform", rate, size, sampler.size, NOISE_MULTIPLIER, rounds)
+    release = Release("uniform", rate, size, int(sampler.sizes[0]), NOISE_MULTIPLIER, rounds)
     spends = (Spend(0, rounds, release),)
     return [Account(peer, spends, None, 1e-5) for peer in range(setup.workload.n_peers)]

@@ -42,7 +42,8 @@ class PublicSet:
     """What all know of the data: the test set, and what examples look like.
 
     Attributes:
-        name: its name in DATASETS, or `own`: under it a ledger counts it, whatever part of it, order or file is used.
+        name: its name in DATASETS, `data.source`, or `own`: under it a ledger counts it, whatever part of it, order or
+            file is used.
         x: features, float32 [N, *input_shape], or tokens, int64.
         y: classes, int64 [N], of 0..n_classes-1; or numbers or labels, float32 [N, n_classes].
         n_classes: how many classes there are, or how many numbers or labels an example has.
@@ -110,7 +111,7 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
 
 def name_of(section: DataSection) -> str:
     """Return what a ledger calls a dataset."""
-    return section.dataset if isinstance(section.dataset, str) else OWN
+    return section.dataset if isinstance(section.dataset, str) else section.source or OWN
 
 
 def read_public(section: DataSection, seed: int, targets: Targets = "classes") -> PublicSet:

@@ -17,9 +17,11 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import Secret, keyed_generator
 
 # A generator is keyed for a block of steps, because keying costs more than one small batch. The block's
-# length depends on the batch size alone, so that the numbers do not depend on the cohort.
+# length depends on the scenario's batch size alone, so that the numbers do not depend on the cohort.
 _BLOCK_STEPS, _BLOCK_EXAMPLES = 128, 512
+_RATE_STEPS = 32  # in a block, where the batch size is each peer's own
 KEY_BYTES = 32
+LEAST_RATE = 1e-9  # the gaps between examples drawn less often may be too long for an integer
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,10 @@ class Sampler:
     """Draws local positions.
 
     Attributes:
-        kind, size, partition_sizes, keys, peers: as given; size is 0 for full.
+        kind, size, partition_sizes, keys, peers, rate, small_peers: as given.
+        sizes: int64 [m], examples in each peer's batch, expected for poisson; 0 where rate decides, and for full.
         normalizer: float64 [m], the expected batch size, by which a sum of clipped gradients is
-            divided; fixed, for the size that was drawn is private.
+            divided; fixed, for the size that was drawn is private. With a rate q it is q J_i, no whole number.
         sampling_rate: float64 [m], the chance of one example to be in a step's batch.
 
     Privacy: amplification by sampling holds towards observers who do not know who was sampled. A deployed
@@ -57,32 +60,65 @@ class Sampler:
         partition_sizes: Sequence[int] | np.ndarray,
         keys: Mapping[int, Secret],
         peers: Sequence[int] | np.ndarray | None = None,
+        *,
+        rate: float | None = None,
+        small_peers: str = "refused",
     ) -> None:
         """Check the batch size against every peer's examples.
 
         Args:
             kind: a key of SAMPLINGS.
-            size: examples a step (expected, for poisson); ignored for full.
+            size: examples a step (expected, for poisson); ignored for full, and where there is a rate.
             partition_sizes: how many examples each peer holds, [m].
             keys: of each peer, by global id: its secret key, or the scenario's seed.
             peers: their global ids, [m]; by default 0 to m - 1.
+            rate: q in (0, 1], every peer's sampling rate; for poisson alone.
+            small_peers: what becomes of a peer that holds fewer examples than `size`: `refused`, or `full`: it takes
+                all it has in every step.
 
         Raises:
-            ScenarioError: kind or size is wrong, or a peer holds fewer examples than `size`.
+            ScenarioError: kind, size or rate is wrong, or a peer holds fewer examples than `size` and is refused.
         """
         SAMPLINGS.check(kind, "data.batch.sampling")
-        self.kind, self.keys = kind, keys
+        self.kind, self.size, self.keys, self.rate, self.small_peers = kind, size, keys, rate, small_peers
         self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
         self.peers = np.arange(len(self.partition_sizes)) if peers is None else np.asarray(peers, dtype=np.int64)
-        counts = self.partition_sizes.astype(np.float64)
-        self.size = _checked_size(kind, size, self.partition_sizes, self.peers) if kind != "full" else 0
-        self.normalizer = counts.copy() if kind == "full" else np.full_like(counts, self.size)
-        self.sampling_rate = self.normalizer / counts
-        if kind == "blocks":  # of J mod c of them one example more
-            self.sampling_rate = 1 / self.blocks(np.arange(len(counts)))
-            self.normalizer = counts * self.sampling_rate
-        self._steps = max(1, min(_BLOCK_STEPS, _BLOCK_EXAMPLES // max(1, self.size)))
-        self._block = _Block(-1, len(counts), self._steps)
+        self.sizes = self._sizes()
+        self.sampling_rate = self._rates()
+        self.normalizer = self.partition_sizes * self.sampling_rate
+        if kind in ("poisson", "uniform", "shuffle") and rate is None:
+            self.normalizer = self.sizes.astype(np.float64)
+        fixed = None if rate is not None else size
+        self._steps = max(1, min(_BLOCK_STEPS, _BLOCK_EXAMPLES // fixed)) if fixed else _RATE_STEPS
+        self._block = _Block(-1, len(self.sizes), self._steps)
+
+    def _sizes(self) -> np.ndarray:
+        if self.kind == "full" or self.rate is not None:
+            _check_rate(self.kind, self.rate)
+            return np.zeros_like(self.partition_sizes)
+        size = _checked_size(self.kind, self.size)
+        if self.small_peers != "full":
+            _check_nobody_is_short(size, self.kind, self.partition_sizes, self.peers)
+        return np.minimum(size, self.partition_sizes)
+
+    def _rates(self) -> np.ndarray:
+        if self.kind == "full" or self.rate is not None:
+            return np.full(len(self.partition_sizes), 1.0 if self.kind == "full" else self.rate)
+        if self.kind == "blocks":  # of J mod c of them one example more
+            return np.asarray(1 / self.blocks(np.arange(len(self.partition_sizes))))
+        return np.asarray(self.sizes / self.partition_sizes)
+
+    def like(self, *, partition_sizes: np.ndarray | None = None, keys: Mapping[int, Secret] | None = None) -> Sampler:
+        """Return a sampler of the same kind over other examples, or with other keys."""
+        return Sampler(
+            self.kind,
+            self.size,
+            self.partition_sizes if partition_sizes is None else partition_sizes,
+            self.keys if keys is None else keys,
+            self.peers,
+            rate=self.rate,
+            small_peers=self.small_peers,
+        )
 
     def afresh(self) -> Sampler:
         """Return a sampler of the same kind that draws what nobody drew before, by keys of the operating system's.
@@ -90,8 +126,7 @@ class Sampler:
         Privacy: a step that is taken again must draw its examples again. Were they the same, all the releases would
         share one coin of chance q, and averaging them would show who was drawn, which no sum of their ε covers.
         """
-        keys = {peer: os.urandom(KEY_BYTES) for peer in self.keys}
-        return Sampler(self.kind, self.size or None, self.partition_sizes, keys, self.peers)
+        return self.like(keys={peer: os.urandom(KEY_BYTES) for peer in self.keys})
 
     def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> LocalBatch:
         """Return the positions that some peers use in a step.
@@ -123,7 +158,7 @@ class Sampler:
 
     def blocks(self, rows: np.ndarray) -> np.ndarray:
         """Return into how many fixed batches each peer's examples fall, int64 [r]: floor(J / b)."""
-        return np.asarray(self.partition_sizes[rows] // max(1, self.size))
+        return np.asarray(self.partition_sizes[rows] // self.sizes[rows])
 
     def block(self, rows: np.ndarray, numbers: np.ndarray) -> LocalBatch:
         """Return one fixed batch of each peer: positions j, j + c, j + 2 c, ... below J for batch j of c."""
@@ -156,37 +191,52 @@ class Sampler:
 
     def _draw(self, number: int, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw one peer's block: how many examples in each of its steps, and their positions end to end."""
-        count = int(self.partition_sizes[row])
+        count, size = int(self.partition_sizes[row]), int(self.sizes[row])
         if self.kind == "shuffle":
-            return self._draw_epochs(number, row, count)
+            return self._draw_epochs(number, row, count, size)
         generator = self._generator("sampling", number, row)
         if self.kind == "poisson":
             return draw_poisson(generator, self._steps, count, float(self.sampling_rate[row]))
-        positions = draw_distinct(generator, self._steps, self.size, count)
-        return np.full(self._steps, self.size), positions.reshape(-1)
+        positions = draw_distinct(generator, self._steps, size, count)
+        return np.full(self._steps, size), positions.reshape(-1)
 
-    def _draw_epochs(self, number: int, row: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        steps = count // self.size
+    def _draw_epochs(self, number: int, row: int, count: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        steps = count // size
         first = number * self._steps
         epochs = np.arange(first // steps, (first + self._steps - 1) // steps + 1)
         orders = [self._generator("shuffle", int(epoch), row).permutation(count) for epoch in epochs]
-        batches = np.concatenate([order[: steps * self.size].reshape(steps, self.size) for order in orders])
+        batches = np.concatenate([order[: steps * size].reshape(steps, size) for order in orders])
         start = first - int(epochs[0]) * steps
         chosen = np.sort(batches[start : start + self._steps], axis=1)
-        return np.full(self._steps, self.size), chosen.reshape(-1)
+        return np.full(self._steps, size), chosen.reshape(-1)
 
 
-def _checked_size(kind: str, size: int | None, counts: np.ndarray, peers: np.ndarray) -> int:
+def _check_rate(kind: str, rate: float | None) -> None:
+    if rate is None:
+        return
+    if kind != "poisson":
+        raise ScenarioError(f"data.batch.rate={rate} is for sampling poisson; give {kind} a size, or use poisson")
+    if not isinstance(rate, int | float | np.floating) or isinstance(rate, bool) or not LEAST_RATE <= rate <= 1:
+        raise ScenarioError(f"data.batch.rate={rate} must be a number from {LEAST_RATE:g} to 1")
+
+
+def _checked_size(kind: str, size: int | None) -> int:
     if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
         raise ScenarioError(f"data.batch.size={size} must be a whole number >= 1 for sampling {kind}")
-    short = np.flatnonzero(counts < size)
-    if len(short):
-        row = int(short[0])
-        raise ScenarioError(
-            f"data.batch.size={size} must be at most {counts[row]}, what peer {peers[row]} holds: "
-            f"lower it, use fewer peers or more data, or sampling full"
-        )
     return int(size)
+
+
+def _check_nobody_is_short(size: int, kind: str, counts: np.ndarray, peers: np.ndarray) -> None:
+    short = int((counts < size).sum())
+    if not short:
+        return
+    row = int(counts.argmin())
+    holds = f"what the smallest peer, {peers[row]}, holds ({short} of {len(counts)} hold fewer than {size})"
+    rate = "a rate (data.batch.rate) in its place, " if kind == "poisson" else ""
+    raise ScenarioError(
+        f"data.batch.size={size} must be at most {counts[row]}, {holds}: lower it, use {rate}"
+        "data.batch.small_peers: full, fewer peers or more data"
+    )
 
 
 def draw_poisson(generator: np.random.Generator, steps: int, count: int, rate: float) -> tuple[np.ndarray, np.ndarray]:

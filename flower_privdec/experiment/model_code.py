@@ -49,7 +49,7 @@ def code_of(parts: Iterable[object]) -> Iterator[bytes]:
         if package in SHIPPED:
             continue
         path = _file(package)
-        if path is not None and any(path.is_relative_to(folder) for folder in _INSTALLED):
+        if is_installed(package):
             yield f"{package} {installed_version(package)}".encode()
             continue
         path = path if name == package else _file(name)
@@ -60,6 +60,15 @@ def code_of(parts: Iterable[object]) -> Iterator[bytes]:
         yield name.encode() + source
         found = set(_imported(source, name if path.name == "__init__.py" else name.rpartition(".")[0])) - known
         waiting, known = waiting | found, known | found
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module is one that its version tells: shipped with this package, compiled in, or installed."""
+    package = module.partition(".")[0]
+    path = _file(package)
+    if package in SHIPPED or package in sys.builtin_module_names:
+        return True
+    return path is not None and any(path.is_relative_to(folder) for folder in _INSTALLED)
 
 
 def _file(name: str) -> Path | None:

@@ -112,12 +112,23 @@ def _build_sampler(agreement: Agreement, examples: Examples, keys: Mapping[int, 
     scenario = agreement.scenario
     seeds = dict.fromkeys(peers.tolist(), scenario.seed)
     batch = scenario.data.batch
-    return Sampler(batch.sampling, batch.size, examples.sizes, seeds if scenario.private is None else keys, peers)
+    return Sampler(
+        batch.sampling,
+        batch.size,
+        examples.sizes,
+        seeds if scenario.private is None else keys,
+        peers,
+        rate=batch.rate,
+        small_peers=batch.small_peers,
+    )
 
 
 def drawings_of(sampler: Sampler) -> list[Drawing]:
-    """Return how each peer draws its examples, as what its steps release depends on it."""
+    """Return how each peer draws its examples, as what its steps release depends on it.
+
+    Privacy: a peer that takes all its examples in every step draws none, whatever its sampling is called.
+    """
     facts = zip(
         sampler.sampling_rate.tolist(), sampler.partition_sizes.tolist(), sampler.normalizer.tolist(), strict=True
     )
-    return [Drawing(sampler.kind, rate, size, batch) for rate, size, batch in facts]
+    return [Drawing(sampler.kind if rate < 1 else "full", rate, size, batch) for rate, size, batch in facts]

@@ -8,7 +8,7 @@ run, in whatever runtime, has the same keys and gives the same bits.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from flower_privdec import __version__
 from flower_privdec.data import Examples, PublicSet
 from flower_privdec.experiment.model_code import code_of, held_by, installed_version
+from flower_privdec.user_code import Given
 
 KEY_BYTES = 32
 
@@ -32,7 +33,7 @@ def environment(generator: str, device: torch.device) -> str:
 
 
 def shared_secret(
-    scenario: str, environment: str, public: PublicSet, initial: Tensor, module: nn.Module, parts: Iterable[object]
+    scenario: str, environment: str, public: PublicSet, initial: Tensor, module: nn.Module, parts: Sequence[object]
 ) -> bytes:
     """Return a hash of what all peers of a run have in common.
 
@@ -41,11 +42,14 @@ def shared_secret(
         environment: see the function of that name.
         public: the test set, which some algorithms look at.
         module, initial: the model, and its parameters before round 0, [d].
-        parts: what else of the run a user may have written: classes, functions, or objects of any class.
+        parts: what else of the run a user may have written: classes, functions, objects of any class, and what was
+            given in Python; of data that was given each peer hashes its own.
     """
     tested = fingerprint(public.x, public.y)
     model = hashlib.blake2b(initial.detach().cpu().numpy().data, digest_size=KEY_BYTES).digest()
-    code = code_of([*module.modules(), *parts])
+    named = [part for part in parts if not isinstance(part, Given)]
+    given = [part.content for part in parts if isinstance(part, Given) and part.tell is not None]
+    code = [*code_of([*module.modules(), *named]), *given]
     return _hash(scenario.encode(), environment.encode(), tested, model, *code, *held_by(module))
 
 

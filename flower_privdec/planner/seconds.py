@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,10 +59,12 @@ def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
     """Return the experiment with fewer examples a peer, and how many times fewer, where a table takes them all."""
     if experiment.algorithm.table is None:
         return experiment, 1.0
-    batch, sampler = experiment.scenario.data.batch, experiment.own.sampler
-    kept = max(2 * (batch.size or 1), min(FILLED, _affordable(experiment) // experiment.scenario.n_peers))
+    sampler = experiment.own.sampler
+    batch = 1 if sampler.kind == "full" else math.ceil(float(sampler.normalizer.max()))
+    kept = max(2 * batch, min(FILLED, _affordable(experiment) // experiment.scenario.n_peers))
     examples = replace(experiment.own.examples, parts=tuple(part[:kept] for part in experiment.own.examples.parts))
-    smaller = Sampler(batch.sampling, batch.size, examples.sizes, sampler.keys, sampler.peers)
+    size = None if sampler.kind == "full" else sampler.size or batch
+    smaller = Sampler(sampler.kind, size, examples.sizes, sampler.keys, sampler.peers, small_peers="full")
     own = replace(experiment.own, examples=examples, sampler=smaller)
     return replace(experiment, own=own), float(sampler.partition_sizes.max() / examples.sizes.max())
 

@@ -83,7 +83,7 @@ class Solver:
                 c_2=self.section.c_2,
                 factor=FACTORS[formula],
             )
-            return sigma * round(drawing.batch), Claim(budget)
+            return sigma * drawing.batch, Claim(budget)
         total, shape = paper.gdp_mu(budget, delta), self.schedule.noise_shape[active]
         if self.schedule.exponential is None:
             return paper.proposition_4(total, drawing.rate, shape), Claim(budget, total)

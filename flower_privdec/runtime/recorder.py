@@ -136,12 +136,13 @@ class Recorder:
         last: dict[str, Any] = json.loads((self.out / "metrics.jsonl").read_text().splitlines()[-1])
         return last
 
-    def finish(self, rows: dict[str, Tensor], spent: Spent) -> dict[str, Any]:
+    def finish(self, rows: dict[str, Tensor], spent: Spent, **said: str) -> dict[str, Any]:
         """Write the models and the summary, and return the summary.
 
         Args:
             rows: the final state's, at least those that others may see.
             spent: what the peers have spent and run.
+            said: what else the summary says of the run, by name.
         """
         metrics = self.last_metrics()
         scenario = self.agreement.scenario
@@ -162,6 +163,7 @@ class Recorder:
             "privacy": privacy_rows(scenario, spent),
             **({"budget_note": spent.note} if spent.note else {}),
             **self._not_covered(),
+            **said,
             "noise": "simulated: seeded and reproducible, not for deployment",
             "wall_seconds": round(self.seconds, 3),
             "peer_steps_per_second": round(steps / max(self.seconds, 1e-9), 1),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializeAsAny, Tag, WrapValidator, model_validator
+from pydantic import ConfigDict, Field, SerializeAsAny, Tag, WrapValidator, model_validator
 
 from flower_privdec.catalogue import ALGORITHMS, GRADIENT_TABLES
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.fields import OWN_OR_NAMED, Count, NonNegative, PerPeer, Section
-from flower_privdec.user_code import load_own
+from flower_privdec.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.words import one_line
 
 LocalSteps = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -50,7 +50,13 @@ class OwnAlgorithmSection(DescentSection):
     @property
     def name(self) -> str:
         """Return what the algorithm is called: where it lies."""
-        return self.module
+        return without_tokens(self.module)
+
+
+class AbsentAlgorithmSection(OwnAlgorithmSection):
+    """The section of an algorithm that was given as a Python object in another process: its keys are not known."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class SGDSection(GradientSection):
@@ -228,6 +234,8 @@ def own_section(module: object) -> type[OwnAlgorithmSection]:
     """
     if not isinstance(module, str):
         raise ScenarioError(f"algorithm.module={module!r} must be 'package.module:name'")
+    if is_given(module) and find_given(module) is None:
+        return AbsentAlgorithmSection
     own: Any = load_own(
         module,
         "algorithm.module",

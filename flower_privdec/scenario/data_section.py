@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
 from pydantic.types import Discriminator
@@ -15,6 +15,7 @@ from flower_privdec.scenario.fields import (
     Positive,
     Section,
 )
+from flower_privdec.user_code import is_given
 
 PEER = "{peer}"  # in data.root, for a peer's number
 
@@ -59,21 +60,38 @@ class BatchSection(Section):
     """How a peer draws its examples for a step.
 
     Attributes:
-        sampling: `poisson` draws each example by itself, with probability size / count, as the accountant's
+        sampling: `poisson` draws each example by itself, with probability rate, or size / count, as the accountant's
             amplification needs it; `uniform` exactly size distinct ones; `shuffle` runs through each epoch's
             permutation; `full` takes all; `blocks` is one of count // size fixed batches.
-        size: examples in a batch, on average for poisson; every sampling but full needs it.
+        size: examples in a batch, on average for poisson; every sampling but full needs it, or a rate.
+        rate: in place of size, of poisson alone: the probability of every example to be drawn, the same at every peer.
+            A peer of J examples then draws rate J on average, by which its sums are divided; privacy is amplified
+            alike at all peers, and a peer with few examples has the more noise in its mean.
+        small_peers: what becomes of a peer that holds fewer examples than size: it is refused; or full, it takes all
+            it holds in every step. Nothing is then amplified for it, so that it needs more noise for the same ε.
     """
 
     sampling: Annotated[str, catalogue.SAMPLINGS] = "poisson"
     size: Count | None = None
+    rate: Annotated[float, Field(ge=1e-9, le=1)] | None = None
+    small_peers: Literal["refused", "full"] = "refused"
 
     @model_validator(mode="after")
-    def _size_where_it_counts(self) -> BatchSection:
+    def _size_or_rate(self) -> BatchSection:
+        if self.rate is not None and self.sampling != "poisson":
+            raise ValueError(
+                f"rate belongs to sampling poisson, not to {self.sampling}: "
+                + ("remove it" if self.sampling == "full" else "give size, or use poisson")
+            )
         if self.sampling == "full" and self.size is not None:
             raise ValueError("sampling full takes every local example: remove size")
-        if self.sampling != "full" and self.size is None:
-            raise ValueError(f"sampling {self.sampling} needs size (examples a round): add it")
+        if self.size is not None and self.rate is not None:
+            raise ValueError("size and rate are two ways to say how much is drawn: give one")
+        if self.sampling != "full" and self.size is None and self.rate is None:
+            either = "size (examples a step) or rate" if self.sampling == "poisson" else "size (examples a step)"
+            raise ValueError(f"sampling {self.sampling} needs {either}: add it")
+        if self.small_peers == "full" and self.size is None:
+            raise ValueError("small_peers is for peers that hold fewer than size, and there is no size: remove it")
         return self
 
 
@@ -97,6 +115,7 @@ class DataSection(Section):
         root: the folder in which the data lie, or the .npz file, from where the command runs; nothing is downloaded.
             With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out.
         test: where the public test set lies, in place of root; needed where root has `{peer}`.
+        source: of data that are given in Python, the name under which a ledger counts them.
         classes: how many there are; left out, they are counted.
         vocabulary: how many tokens there are, where examples of your own are whole numbers 0..vocabulary-1; left out,
             they are numbers to reckon with.
@@ -109,6 +128,7 @@ class DataSection(Section):
     dataset: DatasetChoice
     root: PathText | None = None
     test: PathText | None = None
+    source: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
     vocabulary: Annotated[int, Field(ge=2)] | None = None
     samples: Count | None = None
@@ -120,6 +140,13 @@ class DataSection(Section):
     def each_its_own(self) -> bool:
         """Whether each peer has a file of its own, so that nothing is dealt out."""
         return self.root is not None and PEER in self.root
+
+    @model_validator(mode="after")
+    def _source_of_what_is_given(self) -> DataSection:
+        given = not isinstance(self.dataset, str) and is_given(self.dataset.module)
+        if self.source is not None and not given:
+            raise ValueError("source is for data that are given in Python, and these have a name: remove it")
+        return self
 
     @model_validator(mode="after")
     def _own_files(self) -> DataSection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, WithJsonSchema
@@ -11,6 +12,17 @@ class Section(BaseModel):
     """One mapping of the scenario file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, module) of every part of a section that is a user's own."""
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), f"{path}{name}"
+        if name == "module" and value is not None:
+            yield key, value
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Section):
+                yield from own_modules(each, f"{key}.")
 
 
 class OwnSection(Section):

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.fields import Section
+from flower_privdec.scenario.fields import own_modules
 from flower_privdec.scenario.findings import Places, explain
 from flower_privdec.scenario.plain_yaml import DEEPEST, LONGEST, Location, read_plain, write_yaml
 from flower_privdec.scenario.schema import Scenario
-from flower_privdec.user_code import load_own
+from flower_privdec.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.words import shown
 
 Model = TypeVar("Model", bound=BaseModel)
+UNNAMEABLE = "# Parts named __python__ were given as Python objects: nobody can run this file again without them.\n"
 SCENARIO = "a scenario is a mapping of sections (name, n_peers, data, ...)"
 
 
@@ -150,14 +151,23 @@ def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:
 
 
 def to_yaml(scenario: Scenario) -> str:
-    """Return the scenario with every default visible, as YAML that reads back to the same scenario."""
+    """Return the scenario with every default visible, as YAML that reads back to the same scenario.
+
+    Parts that were given as Python objects are there by names that hold in this process alone, and it says so.
+    """
     data = json.loads(scenario.model_dump_json(exclude_none=True))
-    return write_yaml(data)
+    given = any(is_given(module) for _, module in own_modules(scenario))
+    return (UNNAMEABLE if given else "") + write_yaml(data)
 
 
 def scenario_hash(scenario: Scenario) -> str:
     """Return a hash of everything that decides the run's results (not threads, memory, nor the planner's)."""
     return _hash_without(scenario, {"compute": {"threads", "memory_mib"}, "plan": True})
+
+
+def seedless_hash(scenario: Scenario) -> str:
+    """Return a hash of what runs have in common that repeat one experiment with other seeds, whatever their names."""
+    return _hash_without(scenario, {"name": True, "seed": True, "plan": True, "compute": {"threads", "memory_mib"}})
 
 
 def numbers_hash(scenario: Scenario) -> str:
@@ -166,28 +176,27 @@ def numbers_hash(scenario: Scenario) -> str:
     Names, paths and how often a run is looked at decide nothing, nor do generator and device, which `run_key` adds.
     """
     compute = {"threads", "memory_mib", "generator", "device"}
-    nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root", "test"}}
+    nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root", "test", "source"}}
     nothing["task"] = {"metrics"}
     if scenario.private is not None:
         nothing["privacy"] = {"ledger"}
     return _hash_without(scenario, nothing)
 
 
-def own_parts(scenario: Scenario) -> list[Any]:
-    """Return the classes and functions of the user's own that a scenario names, for what their code decides."""
-    return [load_own(module, key) for key, module in _own_modules(scenario, "")]
+def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
+    """Return the classes and functions of the user's own that a scenario names, for what their code decides.
 
+    Those that were given as objects are `Given`, once it is sure that they have not changed.
 
-def _own_modules(section: Section, path: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, module) of every part of a section that is a user's own."""
-    for name in type(section).model_fields:
-        value, key = getattr(section, name), f"{path}{name}"
-        if isinstance(value, Section):
-            yield from _own_modules(value, f"{key}.")
-        elif name == "module" and value is not None:
-            yield key, value
+    Args:
+        scenario: which names them.
+        metrics: with those by which models are tried, which decide what is written down and nothing else.
+    """
+    named = [pair for pair in own_modules(scenario) if metrics or not pair[0].startswith("task.metrics.")]
+    loaded = [(load_own(module, key), find_given(module)) for key, module in named]
+    return [part if given is None else given for part, given in loaded]
 
 
 def _hash_without(scenario: Scenario, excluded: Any) -> str:
     data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True))
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()

@@ -20,12 +20,14 @@ from flower_privdec.scenario.fields import (
     NonNegative,
     Positive,
     Section,
+    own_modules,
 )
 from flower_privdec.scenario.findings import Places, located
 from flower_privdec.scenario.model_section import ModelSection
 from flower_privdec.scenario.privacy_section import PrivacyChoice, PrivacySection
 from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.scenario.topology_section import TopologyChoice, TopologySection
+from flower_privdec.user_code import Given, find_given, is_given
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -154,6 +156,29 @@ class Scenario(Section):
     def located(self) -> AbstractContextManager[None]:
         """Return a context in which an error that begins with a key of the scenario gets the place it was given at."""
         return located(self._places, type(self))
+
+    _given: tuple[Given, ...] = PrivateAttr(default=())  # kept for as long as the scenario is
+
+    def model_post_init(self, context: Any) -> None:
+        """Keep the parts that were given as Python objects."""
+        found = (find_given(module) for _, module in own_modules(self))
+        self._given = tuple(part for part in found if part is not None)
+
+    @property
+    def given(self) -> tuple[Given, ...]:
+        """The parts that were given as Python objects."""
+        return self._given
+
+    @model_validator(mode="after")
+    def _given_data_are_counted_under_a_name(self) -> Scenario:
+        ledger = self.private is not None and self.private.ledger is not None
+        dataset = self.data.dataset
+        if ledger and self.data.source is None and not isinstance(dataset, str) and is_given(dataset.module):
+            raise ValueError(
+                "data.source is missing: name the source of the data that are given, the same name in every run over "
+                "them, under which privacy.ledger counts what is spent"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_number_a_peer(self) -> Scenario:

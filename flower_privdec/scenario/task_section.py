@@ -83,7 +83,7 @@ class TaskSection(Section):
     """
 
     loss: LossChoice = "cross-entropy"
-    metrics: Annotated[list[MetricChoice], Field(min_length=1)]
+    metrics: list[MetricChoice] = Field(default=["accuracy"], min_length=1)
 
     @model_validator(mode="before")
     @classmethod

@@ -14,7 +14,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash
 from flower_privdec.scenario.loading import read_text
 from flower_privdec.study.axes import Point
-from flower_privdec.study.measured import metric
+from flower_privdec.study.measured import kinds_of, metric
 from flower_privdec.study.spec import Part, Size, Study
 
 Labels = tuple[str, ...]
@@ -49,7 +49,8 @@ class Cell:
         """Return a guess at its cost, to estimate the time left: examples used and examples tried."""
         scenario = self.scenario
         evaluations = scenario.rounds / scenario.evaluation.every
-        batch = scenario.data.batch.size or 100
+        each = (scenario.data.samples or 10_000) / scenario.n_peers
+        batch = scenario.data.batch.size or (scenario.data.batch.rate or 1) * each
         tried = evaluations * (scenario.data.test_samples or 10_000) / 3  # forward only
         return scenario.n_peers * (scenario.rounds * (batch + 4) + tried)
 
@@ -112,13 +113,12 @@ def _check_fields(part: Part, cells: Sequence[Cell]) -> None:
 
 def _check_metrics(part: Part, cells: Sequence[Cell]) -> None:
     """Refuse a metric that no cell's task has."""
-    measured = {name for cell in cells for name in cell.scenario.task.kinds()}
-    for name in part.all_metrics():
-        if (of := metric(name).of) is not None and of not in measured:
-            raise ScenarioError(
-                f"part {part.name}: metric '{name}' needs {of}, which no cell measures ({', '.join(sorted(measured))} "
-                "they do): name one of these, or add it to task.metrics"
-            )
+    kinds = kinds_of(cell.scenario for cell in cells)
+    for where, name in part.all_metrics().items():
+        try:
+            metric(name, kinds)
+        except ScenarioError as error:
+            raise ScenarioError(f"part {part.name}, {where}: {error}") from error
 
 
 def has_field(scenario: Scenario, path: str) -> bool:

@@ -18,6 +18,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.runtime.flower.node import Node
 from flower_privdec.runtime.flower.own import Own, in_simulation
+from flower_privdec.runtime.flower.plainly import answering_plainly
 from flower_privdec.runtime.flower.records import Order, pack_messages, pack_peers, unpack_message
 from flower_privdec.runtime.run import Run
 from flower_privdec.runtime.spent import Spent
@@ -89,7 +90,8 @@ def train_relay(message: Message, context: Context) -> Message:
     Between two evaluations the answer holds what the exchange sends; at one, the rows that others may see, what was
     spent and run, and the node keeps a checkpoint of everything else for itself.
     """
-    order, own = Order.of(message.content), Own.of(context)
+    order = Order.of(message.content)
+    own = Own.of(context, order.folder)
     experiment = _experiment(own, order)
     node = Node(own, experiment, own.run_folder(experiment, order))
     state = node.state(context.state, order.begin)
@@ -164,7 +166,7 @@ def client_app() -> ClientApp:
     the node's own (`own`).
     """
     client = ClientApp()
-    client.query("place")(answer_place)
-    client.train("cohort")(train_cohort)
-    client.train("relay")(train_relay)
+    client.query("place")(answering_plainly(answer_place))
+    client.train("cohort")(answering_plainly(train_cohort))
+    client.train("relay")(answering_plainly(train_relay))
     return client

@@ -14,7 +14,6 @@ import torch
 from flower_privdec import __version__
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.runtime.flower.own import NODES
 from flower_privdec.runtime.flower.superlink import CONNECTION, LocalSuperLink, tail
 from flower_privdec.runtime.recorder import OnMetrics, Recorder
 from flower_privdec.scenario import Scenario, to_yaml
@@ -67,7 +66,7 @@ def flower_run(
         scenario: what to train; an experiment spares building it a second time.
         out: the run's folder.
         mode: "cohort" (one SuperNode hosts all peers) or "relay" (peers are dealt out to all SuperNodes).
-        n_supernodes: how many SuperNodes; by default one in cohort mode and one a peer in relay mode.
+        n_supernodes: how many SuperNodes; one in cohort mode, by default one a peer in relay mode.
         cpus, gpus: what each ClientApp gets; where the scenario computes on a GPU and gpus is 0, the
             ClientApps share one.
         resume: go on from the checkpoint in `out`.
@@ -86,7 +85,7 @@ def flower_run(
     Recorder(experiment, experiment.own, out, "flower", resume)  # refuses a folder that holds another run
     resources = {"num-supernodes": nodes, "client-resources-num-cpus": cpus, "client-resources-num-gpus": gpus}
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
-    with LocalSuperLink({NODES: str((out / "nodes").absolute())}) as superlink:
+    with LocalSuperLink() as superlink:
         _write_app(superlink.folder, experiment.scenario, config)
         _follow(superlink, resources, _Progress(out / "metrics.jsonl", resume, on_metrics))
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
@@ -100,6 +99,11 @@ def _check_nodes(experiment: Experiment, mode: str, n_supernodes: int | None) ->
         raise ScenarioError(f"mode={mode!r} must be one of cohort, relay")
     if n_supernodes is None:
         return 1 if mode == "cohort" else n_peers
+    if mode == "cohort" and n_supernodes > 1:
+        raise ScenarioError(
+            f"n_supernodes={n_supernodes} must be 1 in mode cohort, where one SuperNode hosts all peers: "
+            "choose mode relay, or leave it out"
+        )
     if not 1 <= n_supernodes <= n_peers:
         raise ScenarioError(
             f"n_supernodes={n_supernodes} must be 1 to n_peers={n_peers}: a SuperNode hosts at least one peer"

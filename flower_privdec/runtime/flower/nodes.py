@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping
 
@@ -10,7 +11,9 @@ from flwr.serverapp import Grid
 
 from flower_privdec.errors import RunError
 from flower_privdec.runtime.flower.client_app import PLACE
+from flower_privdec.runtime.flower.plainly import DEATHS
 
+DIED = "its process has ended (killed, or out of memory); give it more memory or fewer peers, and resume the run"
 QUERY_PLACE = "query.place"
 
 
@@ -95,6 +98,9 @@ def answered(replies: Iterable[Message], expected: Mapping[int, str]) -> dict[in
 
 
 def reason(text: str | None) -> str:
-    """Return the last line of what a node says went wrong, without the traceback before it."""
-    lines = [line.strip() for line in (text or "").rstrip("'>").splitlines() if line.strip()]
+    """Return the last line of what a node says went wrong, without the traceback before it and Flower's wrapping."""
+    wrapped = re.fullmatch(r"<class '([^']*)'>:<'(.*)'>", text or "", re.DOTALL)
+    if wrapped and wrapped[1].removeprefix("ray.exceptions.") in DEATHS:
+        return DIED
+    lines = [line.strip() for line in (wrapped[2] if wrapped else text or "").splitlines() if line.strip()]
     return lines[-1].removeprefix("Exception ClientAppException occurred. Message: ") if lines else "unknown"

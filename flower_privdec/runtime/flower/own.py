@@ -25,7 +25,6 @@ from flower_privdec.scenario.topology_section import TopologySection
 from flower_privdec.user_code import only_from
 
 SECRET_BYTES = 32
-NODES = "PRIVDEC_NODES"  # the environment variable that names the folder of a simulation's nodes
 GIVE = "start it with --node-config 'partition-id=I num-partitions=N ledger=\"FOLDER\" epsilon=E delta=D'"
 
 _in_process: ContextVar[bool] = ContextVar("in_process", default=False)
@@ -74,16 +73,18 @@ class Own:
     modules: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, context: Context) -> Own:
+    def of(cls, context: Context, run: str) -> Own:
         """Read a node's configuration.
+
+        Args:
+            run: the folder of the run, in which a simulation's nodes keep what is theirs unless told otherwise.
 
         Raises:
             RunError: when a deployed node does not say what it has to.
         """
         config = context.node_config
         if in_simulation():
-            named = config.get("folder") or os.environ.get(NODES)
-            return cls(True, Path(str(named)) if named else default_folder())
+            return cls(True, Path(str(config.get("folder") or Path(run) / "nodes")))
         missing = [key for key in ("ledger", "epsilon", "delta", "partition-id") if key not in config]
         if missing:
             raise RunError(f"this SuperNode's own {', '.join(missing)} must be given, whatever a server says: {GIVE}")
@@ -161,8 +162,3 @@ def _number(config: Mapping[str, Any], key: str) -> float:
         return float(config[key])
     except (TypeError, ValueError):
         raise RunError(f"{key}={config[key]!r} must be a number: {GIVE}") from None
-
-
-def default_folder() -> Path:
-    """Return where nodes of a simulation keep what is theirs, when nothing else is said."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "flower_privdec" / "nodes"

@@ -28,7 +28,7 @@ class Order:
         until: stop when so many rounds are done.
         peers: global ids of the peers the node hosts.
         base: the folder from which the scenario's relative paths start (simulation).
-        folder: where the run is kept (cohort mode, simulation).
+        folder: where the run is kept (simulation).
         resume: go on from the checkpoint in `folder` (cohort mode).
         begin: go on from the node's own checkpoint of this round; 0 to begin anew, -1 to go on as it is (relay mode).
     """

@@ -17,10 +17,11 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement
 from flower_privdec.runtime.flower.client_app import PLACE, SPENT, flat_record
 from flower_privdec.runtime.flower.records import message_key, row_key, unpack_rows
-from flower_privdec.runtime.flower.strategy import Serverless, log_metrics
+from flower_privdec.runtime.flower.strategy import Serverless, log, log_metrics
 from flower_privdec.runtime.recorder import Recorder
 from flower_privdec.runtime.spent import Spent
 
+NUMBERS = "the engine's to about 1e-6 in float32: each node adds in an order of its own"
 Number = TypeVar("Number", int, float)
 
 
@@ -36,6 +37,11 @@ class Relay(Serverless):
     round k and takes the local step of round k + 1. So a run costs one message an exchange, and one more an
     evaluation.
     """
+
+    def summary(self) -> None:
+        """Log what runs where, and how near its numbers are to the engine's."""
+        super().summary()
+        log.info("Numbers: %s", NUMBERS)
 
     def _hosts(self, n_nodes: int) -> int:
         return min(n_nodes, self.scenario.n_peers)
@@ -60,7 +66,7 @@ class Relay(Serverless):
         begin = self._round if server_round == 1 else -1
         messages = []
         for node, peers in self.nodes:
-            message = self._message(node, "train.relay", peers, until=until, begin=begin)
+            message = self._message(node, "train.relay", peers, folder=str(self.out), until=until, begin=begin)
             message.content.update(self._for(peers))
             messages.append(message)
         return messages
@@ -111,7 +117,7 @@ class Relay(Serverless):
         return metrics
 
     def _conclude(self) -> None:
-        self.recorder.finish(self.state.rows, self._spent)
+        self.recorder.finish(self.state.rows, self._spent, numbers=NUMBERS)
 
 
 def _joined(told: list[ConfigRecord], name: str, kind: type[Number]) -> list[Number]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import chdir
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,12 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.runtime.flower.cohort_run import CohortRun
+from flower_privdec.runtime.flower.plainly import failing_plainly
 from flower_privdec.runtime.flower.relay import Relay
 from flower_privdec.runtime.flower.strategy import Serverless
+from flower_privdec.runtime.flower.typed import typed_in
 from flower_privdec.scenario import Scenario, load_scenario
+from flower_privdec.words import did_you_mean
 
 MODES: dict[str, type[Serverless]] = {"cohort": CohortRun, "relay": Relay}
 
@@ -28,8 +31,8 @@ class Settings:
             current one, and `set` holds key=value settings laid over it, with semicolons between them.
         mode: "cohort" (one SuperNode hosts all peers) or "relay" (peers are dealt out to all SuperNodes).
         out: the run's folder; by default runs/NAME-RUN_ID.
-        base: the folder from which relative paths in the scenario, and `out`, start; by default the one
-            in which the SuperLink was started.
+        base: the folder from which relative paths in the scenario, and `out`, start; by default the one in which
+            `flwr run --stream` was typed, and where that is not known the one in which the SuperLink was started.
         resume: go on from the checkpoint in `out`.
     """
 
@@ -51,9 +54,8 @@ class Settings:
             ScenarioError: when a value is wrong.
         """
         given = {"mode": "cohort", "out": "", "base": "", "resume": False, "set": ""} | context.run_config
-        base = Path(str(given["base"]) or Path.cwd())
-        if given["mode"] not in MODES:
-            raise ScenarioError(f"mode={given['mode']!r} must be one of {', '.join(MODES)}")
+        base = (typed_in(folder) or Path.cwd()) / str(given["base"])
+        _check(given, base)
         overrides = [part for part in str(given["set"]).split(";") if part.strip()]
         file = _find(str(given.get("scenario", "")), folder, base).absolute()
         with chdir(base):  # from where a user's own modules are imported
@@ -63,12 +65,23 @@ class Settings:
             mode=str(given["mode"]),
             out=base / (str(given["out"]) or f"runs/{scenario.name}-{context.run_id}"),
             base=base,
-            resume=bool(given["resume"]),
+            resume=given["resume"] is True,
         )
 
     def strategy(self) -> Serverless:
         """Return the strategy of the mode."""
         return MODES[self.mode](self.scenario, self.out, base=self.base, resume=self.resume)
+
+
+def _check(given: Mapping[str, object], base: Path) -> None:
+    """Refuse a run-config that no run can go by."""
+    mode, resume = given["mode"], given["resume"]
+    if mode not in MODES:
+        raise ScenarioError(f"mode={mode!r} must be one of {', '.join(MODES)}{did_you_mean(mode, MODES)}")
+    if not isinstance(resume, bool):
+        raise ScenarioError(f"resume={resume!r} must be true or false, without quotes")
+    if not base.is_dir():
+        raise ScenarioError(f"base={given['base']!r} must be a folder; make {base}, or leave base out")
 
 
 def _find(path: str, folder: Path, base: Path) -> Path:
@@ -91,9 +104,10 @@ def server_app(folder: Path, on_finished: Callable[[Path], object] | None = None
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        settings = Settings.read(context, folder)
-        settings.strategy().start(grid)
-        if on_finished is not None:
-            on_finished(settings.out)
+        with failing_plainly():
+            settings = Settings.read(context, folder)
+            settings.strategy().start(grid)
+            if on_finished is not None:
+                on_finished(settings.out)
 
     return server

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,15 +27,11 @@ class LocalSuperLink:
     The user's own Flower configuration, app folder and SuperLink are neither read nor written. Runs use
     the Python environment of this process; Flower installs nothing.
 
-    Args:
-        environment: more of what stands in the environment of everything Flower starts here.
-
     Attributes:
         folder: a temporary folder; it goes with the SuperLink.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._extra = dict(environment or {})
+    def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="privdec-"))
         self.home = self.folder / "home"
         self.log = self.folder / "superlink.log"
@@ -110,7 +105,7 @@ class LocalSuperLink:
         }
         if len(str(self.folder)) < 40:  # Ray's sockets lie below, and a socket's path has 107 characters
             extra["RAY_TMPDIR"] = str(self.folder)
-        return os.environ | extra | self._extra
+        return os.environ | extra
 
     def _starts(self, port: int) -> bool:
         """Start the SuperLink and wait until it answers; return whether it does."""

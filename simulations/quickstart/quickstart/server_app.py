@@ -7,6 +7,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from flower_privdec.reporting.plots import save_run_plots
 from flower_privdec.runtime.flower.cohort_run import CohortRun
+from flower_privdec.runtime.flower.plainly import failing_plainly
 from flower_privdec.runtime.flower.relay import Relay
 from flower_privdec.runtime.flower.server_app import Settings
 
@@ -14,6 +15,7 @@ app = ServerApp()
 
 
 @app.main()
+@failing_plainly()
 def main(grid: Grid, context: Context) -> None:
     """Run the scenario that the run-config names."""
     run = Settings.read(context, folder=Path(__file__).resolve().parents[1])

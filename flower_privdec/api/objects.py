@@ -1,0 +1,196 @@
+"""Objects in place of names: what is given in Python becomes a part that a scenario names.
+
+A class or function that lies in a module is called by where it lies. Anything else, as what a notebook or a script
+defines, arrays and graphs, gets a name that holds in this process, for as long as a scenario uses it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import networkx as nx
+from torch import nn
+
+from flower_privdec.algorithms import Algorithm
+from flower_privdec.api.arrays import Arrays
+from flower_privdec.errors import ScenarioError
+from flower_privdec.experiment.object_code import tell
+from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.data_section import PEER
+from flower_privdec.scenario.fields import own_modules
+from flower_privdec.topology import Topology
+from flower_privdec.user_code import Given, give, is_given
+
+Data = dict[str, Any]
+
+
+def name_objects(data: Data) -> list[Given]:
+    """Put names in place of the objects in a scenario's data, which is changed.
+
+    Returns:
+        The parts that were given a name; it holds for as long as one keeps them.
+
+    Raises:
+        ScenarioError: an object that cannot stand where it does, or cannot be told from others.
+    """
+    namer = _Namer()
+    namer.name_section(data, "algorithm", namer.algorithm)
+    namer.name_section(data, "model", namer.model)
+    namer.name_section(data, "topology", namer.topology)
+    task, section = data.get("task"), data.get("data")
+    if isinstance(task, dict):
+        namer.name_section(task, "loss", namer.code, "task.")
+        if isinstance(task.get("metrics"), Sequence) and not isinstance(task["metrics"], str):
+            task["metrics"] = [namer.metric(each) for each in task["metrics"]]
+    if isinstance(section, dict):
+        namer.name_section(section, "dataset", namer.code, "data.")
+        namer.arrays(section)
+    return namer.kept
+
+
+class _Namer:
+    """Names objects, and keeps what was given a name."""
+
+    def __init__(self) -> None:
+        self.kept: list[Given] = []
+
+    def name_section(self, data: Data, key: str, name: Callable[[Any, str], str], path: str = "") -> None:
+        """Name the object of a section: the section itself, or its key `module`."""
+        section = data.get(key)
+        if section is None or isinstance(section, str):
+            return
+        lists = key == "topology" and isinstance(section, dict) and all(isinstance(peer, int) for peer in section)
+        if not isinstance(section, dict) or (section and lists):
+            data[key] = {"module": name(section, f"{path}{key}")}
+        elif "module" in section:
+            data[key] = {**section, "module": name(section["module"], f"{path}{key}.module")}
+
+    def code(self, value: Any, key: str) -> str:
+        """Name a class or a function."""
+        if isinstance(value, str):
+            return value
+        label = getattr(value, "__name__", type(value).__name__)
+        if not callable(value):
+            raise ScenarioError(f"{key} is a {label}: it must be something to call, or its name")
+        there = _where(value)
+        if there is not None:
+            return there
+        try:
+            content = tell(value)
+        except ScenarioError as error:
+            raise ScenarioError(
+                f"{key}={label}: {error}; give it numbers, text, arrays, functions and classes alone, or put it into a "
+                "module and name that"
+            ) from error
+        return self._keep(give(value, label, content, partial(tell, value)))
+
+    def algorithm(self, value: Any, key: str) -> str:
+        """Name an algorithm's class."""
+        if isinstance(value, Algorithm):
+            raise ScenarioError(
+                f"{key} is a {type(value).__name__} that is made already: give the class, with the keys of its section "
+                'beside it, as {"module": TheClass, "learning_rate": 0.1}'
+            )
+        return self.code(value, key)
+
+    def model(self, value: Any, key: str) -> str:
+        """Name a function that makes a model."""
+        if isinstance(value, nn.Module):
+            raise ScenarioError(
+                f"{key} is a {type(value).__name__} that is made already, and its first parameters are drawn by the "
+                "seed: give a function that makes it"
+            )
+        return self.code(value, key)
+
+    def topology(self, value: Any, key: str) -> str:
+        """Name a graph, or a function that makes it."""
+        if isinstance(value, str) or (callable(value) and not isinstance(value, Topology)):
+            return self.code(value, key)
+        if isinstance(value, nx.Graph):
+            graph = nx.freeze(value.copy())
+            content = tell((type(value).__name__, list(graph.nodes), list(graph.edges)))
+            return self._keep(give(_Always(graph), "graph", content, lambda: content))
+        return self._keep(give(_Always(value), "graph", tell(value), partial(tell, value)))
+
+    def metric(self, value: Any) -> Any:
+        """Name a metric, whose label is what it is called."""
+        if isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("module"), str)):
+            return value
+        section = dict(value) if isinstance(value, Mapping) else {"module": value}
+        function = section.get("module")
+        label = getattr(function, "__name__", type(function).__name__)
+        return {"name": label, **section, "module": self.code(function, "task.metrics")}
+
+    def arrays(self, section: Data) -> None:
+        """Name data that are given as `train` and `test`."""
+        if "train" not in section:
+            return
+        dataset = section.get("dataset")
+        if isinstance(dataset, dict) and is_given(dataset.get("module")):  # a base's, whose place these take
+            test = section.get("test")
+            section |= {"dataset": None, "root": None, "test": None if isinstance(test, str) else test}
+        for key in ("dataset", "root"):
+            if section.get(key) is not None:
+                raise ScenarioError(f"data.{key} names data, and data.train gives them: remove one of them")
+        arrays = Arrays.of(section.pop("train"), section.pop("test", None))
+        section["dataset"] = {"module": self._keep(give(arrays, "data", tell((arrays.train, arrays.test))))}
+        if arrays.each:
+            section |= {"root": PEER, "test": "test"}
+
+    def _keep(self, part: Given) -> str:
+        self.kept.append(part)
+        return part.target
+
+
+class _Always:
+    """A function of n_peers that gives one graph."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph = graph
+
+    def __call__(self, n_peers: int) -> Any:
+        return self.graph
+
+
+def _where(value: Any) -> str | None:
+    """Return where a class or function lies, `package.module:name`; None where it can be imported from nowhere."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    home = sys.modules.get(module or "")
+    if module == "__main__" or getattr(home, "__spec__", None) is None or getattr(home, name, None) is not value:
+        return None
+    return f"{module}:{name}"
+
+
+def check_given(scenario: Scenario) -> None:
+    """Refuse data that are given for more or fewer peers than there are.
+
+    Raises:
+        ScenarioError: naming both numbers.
+    """
+    for part in scenario.given:
+        arrays = part.value
+        if isinstance(arrays, Arrays) and arrays.each and len(arrays.train) != scenario.n_peers:
+            raise ScenarioError(
+                f"data.train lists data of {len(arrays.train)} peers for n_peers={scenario.n_peers}: give one of each, "
+                "or one pair (x, y) to deal out"
+            )
+
+
+def check_everywhere(scenario: Scenario, why: str) -> None:
+    """Refuse a scenario that other processes cannot run.
+
+    Args:
+        why: there are other processes.
+
+    Raises:
+        ScenarioError: naming the part that was given as an object.
+    """
+    for key, module in own_modules(scenario):
+        if is_given(module):
+            raise ScenarioError(
+                f"{key} was given as a Python object, and {why}, which cannot have it: put it into a module (data into "
+                "a file) and name that"
+            )
