@@ -13,12 +13,12 @@ import typer
 
 from flower_privdec import __version__
 from flower_privdec.errors import PrivdecError, RunError, ScenarioError, StoppedError
-from flower_privdec.typer_parts import Command, Group, saying_when_interrupted
+from flower_privdec.typer_parts import Command, CommandGroup, saying_when_interrupted
 from flower_privdec.words import printable
 
 app = typer.Typer(
     help="Private decentralized learning: peers train together, each with its own differential-privacy guarantee.",
-    cls=Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -250,7 +250,5 @@ def _leave_unless_a_bug(error: Exception) -> NoReturn:
         message = " ".join(say().split()).rstrip(".")
         _leave("error", f"{message}; `{command} --help` says what there is", getattr(error, "exit_code", 2))
     if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):
-        _leave(
-            "error", "memory ran out; `privdec plan` estimates what a run takes: use a smaller model, or fewer peers", 1
-        )
+        _leave("error", "memory ran out; use a smaller model or fewer peers (`privdec plan` estimates the need)", 1)
     raise error

@@ -26,7 +26,7 @@ class Command(TyperCommand):
         """Leave to typer what newer versions of click list a second time."""
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """The commands, of which each may be stopped by Ctrl-C."""
 
     def get_help(self, ctx: Any) -> str:

@@ -85,7 +85,7 @@ def scenario(tmp_path: Path, tiny_text: str, monkeypatch: pytest.MonkeyPatch) ->
     return path
 
 
-def _pressed(*_: object) -> None:
+def _pressed(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
