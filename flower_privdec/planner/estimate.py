@@ -127,6 +127,8 @@ def heterogeneity(experiment: Experiment, objective: Objective) -> float:
     options = section.model_dump(exclude={"kind"}, exclude_none=True)
     if section.kind == "sizes":
         options["sizes"] = (sizes / sizes.sum()).tolist()
+    if section.min_size is not None:
+        options["min_size"] = max(1, min(section.min_size, len(objective.y) // scenario.n_peers))
     try:
         parts = partition(objective.y.cpu().numpy(), scenario.n_peers, section.kind, scenario.seed, **options)
     except ScenarioError as error:
