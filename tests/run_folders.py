@@ -54,8 +54,10 @@ def privacy_row(peer: int, epsilon: float | str = 2.0, **changes: Any) -> dict[s
     return row | changes
 
 
-def summary_of(scenario: Scenario, privacy: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    last = metrics_line(scenario.rounds)
+def summary_of(
+    scenario: Scenario, privacy: list[dict[str, Any]] | None = None, accuracy: float = 0.9
+) -> dict[str, Any]:
+    last = metrics_line(scenario.rounds, accuracy=accuracy)
     return {
         "name": scenario.name,
         "algorithm": scenario.algorithm.name,
@@ -78,14 +80,15 @@ def make_run(
     done: int | None = None,
     epsilon: float | str = 2.0,
     privacy: list[dict[str, Any]] | None = None,
+    accuracy: float = 0.9,
 ) -> Path:
     """Make a run's folder; with `done`, one that has reached only that round."""
     scenario = small_scenario(*overrides)
     folder.mkdir(parents=True)
     (folder / "scenario.yaml").write_text(to_yaml(scenario), encoding="utf-8")
     rounds = range(10, (scenario.rounds if done is None else done) + 1, 10)
-    lines = [json.dumps(metrics_line(k, epsilon)) + "\n" for k in rounds]
+    lines = [json.dumps(metrics_line(k, epsilon, accuracy)) + "\n" for k in rounds]
     (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     if done is None:
-        (folder / "summary.json").write_text(json.dumps(summary_of(scenario, privacy)), encoding="utf-8")
+        (folder / "summary.json").write_text(json.dumps(summary_of(scenario, privacy, accuracy)), encoding="utf-8")
     return folder

@@ -13,8 +13,10 @@ from run_folders import make_run, privacy_row
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.reporting import plots
+from flower_privdec.reporting.console import print_comparison
+from flower_privdec.reporting.grouping import read_groups
 from flower_privdec.reporting.page import write_report
-from flower_privdec.reporting.run_folder import read_results
+from flower_privdec.reporting.wording import headline
 
 FETCHING = re.compile(r'(?:src|href|action|data)="(?!#)|url\((?!#)|@import|<(?:script|link|img|iframe|object|base)\b')
 
@@ -107,7 +109,7 @@ def test_several_runs_are_compared_in_one_table(tmp_path: Path) -> None:
     page = _Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     shown = " ".join(page.text)
     assert "3 runs compared" in shown
-    assert "best: small, mean model 90.0 %" in shown
+    assert "best with ε = 3: small (90.0 %); with no privacy: open (90.0 %)" in shown
     assert "algorithm local exchanges nothing" in shown
     assert "ε = ∞ (no privacy)" in shown
     assert "(picture: small)" in shown  # the same graph is drawn once
@@ -132,14 +134,90 @@ def test_a_line_being_written_is_left_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "a", done=20)
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"round": 30, "accu')
-    assert [m["round"] for m in read_results([folder])[0].metrics] == [10, 20]
+    assert [m["round"] for m in read_groups([folder])[0].runs[0].metrics] == [10, 20]
 
 
 def test_labels_differ_where_names_repeat(tmp_path: Path) -> None:
     a, b, c = make_run(tmp_path / "x" / "a"), make_run(tmp_path / "x" / "b"), make_run(tmp_path / "y" / "a")
-    assert [r.label for r in read_results([a, b])] == ["a", "b"]
-    assert [r.label for r in read_results([a, c])] == [str(a), str(c)]
-    assert [r.label for r in read_results([a, a])] == [f"{a} #1", f"{a} #2"]
+    assert [r.label for r in read_groups([a, b])] == ["a", "b"]
+    assert [r.label for r in read_groups([a, c])] == [str(a), str(c)]
+    assert [r.label for r in read_groups([a, a])] == [f"{a} #1", f"{a} #2"]
+
+
+def test_runs_that_differ_in_their_seeds_are_one_with_mean_and_band(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shares = {3: 0.88, 1: 0.90, 2: 0.95}
+    folders = [
+        make_run(tmp_path / str(seed), f"name=small-s{seed}", f"seed={seed}", accuracy=share)
+        for seed, share in shares.items()
+    ]
+    (group,) = groups = read_groups(folders)
+    assert (group.label, group.seeds, len(group.runs)) == ("small (3 seeds)", "1-3", 3)
+    deviation = 0.036055512754639896
+    assert group.summary["accuracy"] == pytest.approx(
+        {"mean_model": 0.91, "peer_mean": 0.89, "peer_min": 0.83, "peer_max": 0.94}
+    )
+    assert group.summary["spread"]["mean_model"] == pytest.approx(deviation)
+    assert "mean model 91.0 ± 3.6 % on the test set" in headline(group.summary)
+    print_comparison([group.summary])
+    assert "91.0 ± 3.6 %   89.0 ± 3.6 % (83.0–94.0)" in capsys.readouterr().out
+    accuracy, loss, *_ = plots.curves_of(groups)
+    with plots.drawing():
+        axes = plots.draw_curve(accuracy, groups).axes[0]  # type: ignore[union-attr]
+        assert axes.get_lines()[0].get_ydata() == pytest.approx([91.0] * 4)
+        ends = axes.collections[0].get_paths()[0].get_extents().intervaly
+        assert ends == pytest.approx([91 - 100 * deviation, 91 + 100 * deviation])
+        assert "band: their standard deviation" in axes.get_title("left")
+        assert len(plots.draw_curve(loss, groups).axes[0].collections) == 1  # type: ignore[union-attr]
+    text, page = _page(folders, tmp_path / "page.html")
+    assert "seeds" in page.text
+    assert all(str(folder) in text for folder in folders)
+
+
+def test_a_group_has_each_seed_once_and_one_scenario_in_one_runtime(tmp_path: Path) -> None:
+    first = make_run(tmp_path / "a")
+    others = [
+        make_run(tmp_path / "again"),
+        make_run(tmp_path / "other", "seed=2", "algorithm.learning_rate=0.5"),
+        make_run(tmp_path / "under-way", "seed=3", done=20),
+        make_run(tmp_path / "flower", "seed=4"),
+    ]
+    told = json.loads((others[3] / "summary.json").read_text()) | {"runtime": "flower"}
+    (others[3] / "summary.json").write_text(json.dumps(told))
+    assert [[run.folder for run in group.runs] for group in read_groups([first, *others])] == [
+        [folder] for folder in (first, *others)
+    ]
+
+
+def test_runs_of_unlike_budgets_stand_apart_and_each_has_its_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endless = [privacy_row(peer, "inf", delta=0.0) for peer in range(4)]
+    folders = [
+        make_run(tmp_path / "open", "privacy=none", epsilon="inf", privacy=endless, accuracy=0.97),
+        *(make_run(tmp_path / f"3-{seed}", f"seed={seed}", accuracy=0.9) for seed in (1, 2)),
+        make_run(tmp_path / "1", "privacy.epsilon=1.0", accuracy=0.8),
+        make_run(tmp_path / "better", "privacy.epsilon=1.0", "name=better", accuracy=0.85),
+        make_run(tmp_path / "paper", "privacy.calibration=paper", "algorithm.name=privsgp-vr", "name=paper"),
+    ]
+    summaries = write_report(folders, tmp_path / "page.html")
+    labels = ["small, ε = 1", "better, ε = 1", "paper, ε = 2", "small, ε = 3 (2 seeds)", "small, no privacy"]
+    assert [summary["label"] for summary in summaries] == labels
+    shown = " ".join(_Page((tmp_path / "page.html").read_text(encoding="utf-8")).text)
+    assert "best with ε = 1: better, ε = 1 (85.0 %); with ε = 2: paper, ε = 2 (90.0 %)" in shown
+    assert "with no privacy: small, no privacy (97.0 %)" in shown
+    print_comparison(summaries)
+    lines = capsys.readouterr().out.splitlines()
+    gaps = [lines[i + 1] == "" for i, line in enumerate(lines) if re.match(r" small, ε = 1| better| paper", line)]
+    assert gaps == [False, True, True]
+
+
+def test_peers_are_equal_where_the_same_is_said_of_them(tmp_path: Path) -> None:
+    rows = [privacy_row(peer, 1.99991 + 1e-6 * peer) for peer in range(4)]
+    _, page = _page([make_run(tmp_path / "a", privacy=rows)], tmp_path / "page.html")
+    assert "every peer: ε = 2.00 at δ = 0.001" in " ".join(page.text)
+    assert "0-3" not in page.text
 
 
 def _damage(folder: Path, what: str) -> Path:
@@ -214,10 +292,10 @@ def test_a_summary_is_returned_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_a_run_without_exchange_has_its_peers_accuracy_and_no_loss(tmp_path: Path) -> None:
-    (result,) = read_results([make_run(tmp_path / "a", "algorithm.name=local")])
-    accuracy, loss, *_ = plots.curves_of([result])
+    groups = read_groups([make_run(tmp_path / "a", "algorithm.name=local")])
+    accuracy, loss, *_ = plots.curves_of(groups)
     with plots.drawing():
-        figure = plots.draw_curve(accuracy, [result])
+        figure = plots.draw_curve(accuracy, groups)
         assert figure is not None
         assert figure.axes[0].get_lines()[0].get_ydata() == pytest.approx([88.0] * 4)
-        assert plots.draw_curve(loss, [result]) is None
+        assert plots.draw_curve(loss, groups) is None

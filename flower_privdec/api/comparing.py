@@ -169,7 +169,7 @@ def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
     if scenario.private is not None and scenario.private.ledger is not None:
         raise ScenarioError(f"{label}: privacy.ledger must be left out of a comparison: every run has its own")
     seeded = make_scenario(scenario, seed=seed)
-    parts = own_parts(seeded)
+    parts = own_parts(seeded, metrics=True)
     named = [part for part in parts if not isinstance(part, Given)]
     given = [part.target.encode() for part in parts if isinstance(part, Given)]
     key = hashlib.sha256(scenario_hash(seeded).encode())

@@ -10,8 +10,9 @@ from flower_privdec import __version__
 from flower_privdec.errors import ScenarioError
 from flower_privdec.reporting.console.views import comparison_row, graph_facts
 from flower_privdec.reporting.graph_view import NO_GRAPH, build_graph, connectivity, draw_topology, rounds_shown
+from flower_privdec.reporting.grouping import RunGroup, budget_name, read_groups
 from flower_privdec.reporting.plots import DASHES, curves_of, draw_curve, drawing, line_style, to_svg
-from flower_privdec.reporting.run_folder import Result, read_results
+from flower_privdec.reporting.run_folder import Result
 from flower_privdec.reporting.wording import (
     alike,
     budget,
@@ -21,45 +22,48 @@ from flower_privdec.reporting.wording import (
     headline,
     is_private,
     main_metric,
+    main_models,
     main_value,
     meaning,
     measured,
+    named_value,
     peers_range,
     shares_models,
 )
 from flower_privdec.scenario import to_yaml
 from flower_privdec.topology import Topology
-from flower_privdec.words import duration, epsilon_text, number, peer_ranges, setting
+from flower_privdec.words import duration, epsilon_text, number, setting
 
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
 MOST_EDGES = 2000  # in a round; more are a megabyte of lines
-PRIVACY_COLUMNS = ("epsilon", "claimed_epsilon", "delta", "unit", "adjacency", "calibration")
 
 
 def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
     """Write an HTML page about some runs, self-contained: curves and graphs are inline SVG.
+
+    Runs that differ in their seeds alone are shown as one, by mean and spread; runs of unlike budgets stand apart.
 
     Args:
         runs: folders that `privdec run` left, finished or under way.
         out: the page to write.
 
     Returns:
-        The runs' summaries, each with its label on the page.
+        A summary for each run, or for those shown as one, with its label on the page.
 
     Raises:
         ScenarioError: a folder that is not a run, or a page that cannot be written; nothing is written then.
     """
-    results = read_results(runs)
-    page = render(results)
+    groups = read_groups(runs)
+    page = render(groups)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
     except OSError as error:
         raise ScenarioError(f"--out {out}: cannot be written ({error}); give another path") from error
-    return [result.summary for result in results]
+    return [group.summary for group in groups]
 
 
-def render(results: Sequence[Result]) -> str:
+def render(groups: Sequence[RunGroup]) -> str:
     """Return the page about some runs."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
@@ -70,43 +74,53 @@ def render(results: Sequence[Result]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    single = len(results) == 1
+    single, n_runs = len(groups) == 1, sum(len(group.runs) for group in groups)
     return environment.get_template("report.html.j2").render(
-        title=results[0].label if single else f"{len(results)} runs compared",
-        subtitle=headline(results[0].summary) if single else _best(results),
-        cards=_cards(results[0].summary) if single else [],
-        curves=_curves(results),
-        keys=[_key(i) for i in range(len(results))],
-        comparison=[comparison_row(result.summary) for result in results],
-        runs=[_section(result, graph) for result, graph in zip(results, _graphs(results), strict=True)],
+        title=groups[0].label if single else f"{n_runs} runs compared",
+        subtitle=headline(groups[0].summary) if single else _best(groups),
+        cards=_cards(groups[0].summary) if single else [],
+        curves=_curves(groups),
+        keys=[_key(i) for i in range(len(groups))],
+        comparison=[comparison_row(group.summary) for group in groups],
+        budgets=_headings(groups),
+        runs=[_section(group, graph) for group, graph in zip(groups, _graphs(groups), strict=True)],
         version=__version__,
     )
 
 
-def _best(results: Sequence[Result]) -> str:
-    """Return the one-line result of a comparison: the best mean model, where one metric tells."""
-    known = [(score, result) for result in results if (score := _score(result)) is not None]
+def _headings(groups: Sequence[RunGroup]) -> list[str | None]:
+    """Return for each run the heading above it: its budget, where it is the first of several; else None."""
+    budgets = [group.budget for group in groups]
+    if len(set(budgets)) == 1:
+        return [None] * len(groups)
+    return [None if i and budgets[i - 1] == budget else budget_name(budget) for i, budget in enumerate(budgets)]
+
+
+def _best(groups: Sequence[RunGroup]) -> str:
+    """Return the one-line result of a comparison: the best run at each budget, where one metric tells."""
+    known = [(score, group) for group in groups if (score := _score(group)) is not None]
     if not known:
         return "no run has been evaluated yet"
-    if len({main_metric(result.summary)[0] for _, result in known}) > 1:
+    if len({main_metric(group.summary)[0] for _, group in known}) > 1:
         return "the runs have different metrics: see each"
-    best = _highest(known)
-    said = f"best: {best.label}, {headline(best.summary)}"
-    private = [(score, result) for score, result in known if is_private(result.summary)]
-    if not private or is_private(best.summary):
-        return said
-    best = _highest(private)
-    return f"{said}; best with privacy: {best.label}, {headline(best.summary)}"
+    budgets = dict.fromkeys(group.budget for _, group in known)
+    found = [_highest([pair for pair in known if pair[1].budget == budget]) for budget in budgets]
+    if len(found) == 1:
+        return f"best: {found[0].label}, {headline(found[0].summary)}"
+    return "best with " + "; with ".join(
+        f"{budget_name(group.budget)}: {group.label} ({named_value(group.summary, main_models(group.algorithm))})"
+        for group in found
+    )
 
 
-def _highest(scored: Sequence[tuple[float, Result]]) -> Result:
+def _highest(scored: Sequence[tuple[float, RunGroup]]) -> RunGroup:
     return max(scored, key=lambda pair: pair[0])[1]
 
 
-def _score(result: Result) -> float | None:
+def _score(group: RunGroup) -> float | None:
     """Return the value of the first metric, of which more is better, its negative where less is; None without any."""
-    name, kind = main_metric(result.summary)
-    value = main_value(result.scenario.algorithm.name, result.summary[name])
+    name, kind = main_metric(group.summary)
+    value = main_value(group.algorithm, group.summary[name])
     return value if value is None or kind["high"] else -value
 
 
@@ -136,32 +150,32 @@ def _epsilon_note(summary: dict[str, Any]) -> str:
     return budget(summary).partition(" at ")[2] or "so far"
 
 
-def _curves(results: Sequence[Result]) -> list[str]:
+def _curves(groups: Sequence[RunGroup]) -> list[str]:
     """Return each quantity's curves as SVG."""
     pictures = []
-    for curve in curves_of(results):
+    for curve in curves_of(groups):
         with drawing(salt=curve.name):
-            figure = draw_curve(curve, results)
+            figure = draw_curve(curve, groups)
             if figure is not None:
-                pictures.append(to_svg(figure, curve.title))
+                pictures.append(to_svg(figure, curve.heading(groups)))
     return pictures
 
 
-def _section(result: Result, graph: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page says about one run."""
-    summary = result.summary
+def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
+    """Return what the page says about one run, or about several that differ in their seeds."""
+    summary, (first, *others) = group.summary, group.runs
     facts = [
         ("algorithm", summary["algorithm"]),
         ("peers", str(summary["n_peers"])),
         ("rounds", f"{summary['rounds']:,}"),
-        ("seed", str(summary["seed"])),
+        ("seeds" if others else "seed", group.seeds),
     ]
-    if result.finished:
+    if first.finished:
         facts.append(("runtime", summary["runtime"]))
     return {
-        "label": result.label,
+        "label": group.label,
         "headline": headline(summary),
-        "finished": result.finished,
+        "finished": first.finished,
         "facts": facts,
         "guarantee": guarantee(summary),
         "meaning": meaning(summary),
@@ -169,31 +183,30 @@ def _section(result: Result, graph: dict[str, Any]) -> dict[str, Any]:
         "noise": summary.get("noise") if is_private(summary) else None,
         "privacy": _privacy_table(summary),
         "graph": graph,
-        "yaml": to_yaml(result.scenario),
-        "folder": str(result.folder),
+        "yaml": to_yaml(first.scenario),
+        "folders": [str(run.folder) for run in group.runs],
     }
 
 
-def _privacy_table(summary: dict[str, Any]) -> list[list[str]]:
+def _privacy_table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return a row for each group of peers with the same guarantee."""
-    return [
-        [
-            peer_ranges(peers),
+    return alike(
+        summary["privacy"],
+        lambda row: [
             epsilon_text(row["epsilon"]),
             setting(row["claimed_epsilon"]),
             setting(row["delta"]),
             *(str(row[key]) for key in ("unit", "adjacency", "calibration")),
-        ]
-        for peers, row in alike(summary["privacy"], PRIVACY_COLUMNS)
-    ]
+        ],
+    )
 
 
-def _graphs(results: Sequence[Result]) -> list[dict[str, Any]]:
+def _graphs(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """Return each run's graph: its facts and its picture, where an earlier run does not show the same one."""
     shown_with: dict[str, str] = {}
     graphs = []
-    for result in results:
-        facts, topology = _graph_facts(result)
+    for group in groups:
+        facts, topology = _graph_facts(group.runs[0])
         graph: dict[str, Any] = {"facts": facts, "svg": None, "panels": 0}
         graphs.append(graph)
         if topology is None:
@@ -203,7 +216,7 @@ def _graphs(results: Sequence[Result]) -> list[dict[str, Any]]:
         if key in shown_with:
             graph["facts"] += f" (picture: {shown_with[key]})"
             continue
-        shown_with[key] = result.label
+        shown_with[key] = group.label
         with drawing(salt=f"graph-{len(graphs)}"):
             svg = to_svg(draw_topology(topology), f"the graph {topology.name}")
         graph.update(svg=svg, panels=rounds)

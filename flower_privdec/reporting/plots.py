@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.reporting.run_folder import Result, read_result
+from flower_privdec.reporting.grouping import RunGroup
+from flower_privdec.reporting.run_folder import read_result
 from flower_privdec.reporting.wording import main_loss, main_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+SEEDS = "mean of the seeds; band: their standard deviation"
 INK, MUTED, GRID, PAPER = "#1f2328", "#59636e", "#d8dee4", "#fefefe"
 SERIES = ("#2563c9", "#c2410c", "#15803d", "#8b3fc4", "#c2307a", "#8a6100", "#0d9488", "#57606b")
 DASHES = {"-": "solid", "--": "dashed", ":": "dotted"}  # matplotlib's name: the name in CSS
@@ -56,6 +57,7 @@ class Curve:
     Attributes:
         name: of the file it is written to.
         title: what it shows.
+        spread: what the band of a single run shows; "" where it has none.
         value: reads it from a line of metrics.jsonl of a run of an algorithm, or None.
         band: reads the least and the most over the peers, where they are known.
         log: whether the axis is logarithmic.
@@ -66,8 +68,14 @@ class Curve:
     title: str
     value: Callable[[dict[str, Any], str], float | None]
     band: Callable[[dict[str, Any]], tuple[float | None, float | None]] | None = None
+    spread: str = ""
     log: bool = False
     share: bool = False
+
+    def heading(self, groups: Sequence[RunGroup]) -> str:
+        """Return the title of a picture of some runs, with what its bands show."""
+        spread = SEEDS if any(len(group.runs) > 1 for group in groups) else self.spread
+        return f"{self.title} ({spread})" if spread else self.title
 
 
 def _own_labels(metrics: dict[str, Any], models: str, which: str) -> float | None:
@@ -85,16 +93,17 @@ def metric_curve(name: str, kind: dict[str, Any]) -> Curve:
 
     return Curve(
         name,
-        f"Test {kind['title']} (line: mean model; band: the peers' models)",
+        f"Test {kind['title']} of the mean model",
         lambda m, algorithm: scaled(main_value(algorithm, m.get(name))),
         lambda m: (scaled(m[name]["peer_min"]), scaled(m[name]["peer_max"])),
+        "band: the peers' models",
         share=kind["share"],
     )
 
 
-def curves_of(results: Sequence[Result]) -> list[Curve]:
+def curves_of(groups: Sequence[RunGroup]) -> list[Curve]:
     """Return the curves that some runs may have: of their metrics, then of what every run has."""
-    kinds = {name: kind for result in results for name, kind in result.summary["metrics"].items()}
+    kinds = {name: kind for group in groups for name, kind in group.summary["metrics"].items()}
     return [*(metric_curve(name, kind) for name, kind in kinds.items()), *CURVES]
 
 
@@ -104,16 +113,18 @@ CURVES = (
     Curve("epsilon", "ε spent (largest of the peers)", lambda m, _: float(m["epsilon"])),
     Curve(
         "personalized",
-        "Accuracy on the peers' own labels, personalized models (band: the peers)",
+        "Accuracy on the peers' own labels, personalized models",
         lambda m, _: _own_labels(m, "personal_models", "mean"),
         lambda m: (_own_labels(m, "personal_models", "min") or 0.0, _own_labels(m, "personal_models", "max") or 0.0),
+        "band: the peers",
         share=True,
     ),
     Curve(
         "own-labels",
-        "Accuracy on the peers' own labels, mean model (band: the peers)",
+        "Accuracy on the peers' own labels, mean model",
         lambda m, _: _own_labels(m, "global_model", "mean"),
         lambda m: (_own_labels(m, "global_model", "min") or 0.0, _own_labels(m, "global_model", "max") or 0.0),
+        "band: the peers",
         share=True,
     ),
 )
@@ -141,17 +152,19 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_curve(curve: Curve, results: Sequence[Result], width: float = 6.0, height: float = 3.2) -> Figure | None:
-    """Draw one quantity of one or several runs over their rounds; None when no run has it.
+def draw_curve(curve: Curve, groups: Sequence[RunGroup], width: float = 6.0, height: float = 3.2) -> Figure | None:
+    """Draw one quantity of some runs over their rounds; None when no run has it.
 
+    Runs that differ in their seeds alone are one line, their mean, in a band of one standard deviation to either side.
     Call it within `drawing`.
     """
     figure = new_figure(width, height)
     axes = figure.add_subplot()
-    drawn = [_draw_run(axes, curve, result, i) for i, result in enumerate(results)]
+    seeds = any(len(group.runs) > 1 for group in groups)
+    drawn = [_draw_group(axes, curve, group, i, seeds=seeds) for i, group in enumerate(groups)]
     if not any(drawn):
         return None
-    axes.set_title(curve.title, loc="left", fontsize=10.5)
+    axes.set_title(curve.heading(groups), loc="left", fontsize=10.5)
     axes.set_xlabel("round")
     axes.margins(x=0.01)
     _set_scale(axes, curve)
@@ -163,24 +176,27 @@ def line_style(index: int) -> tuple[int, str]:
     return index % len(SERIES), tuple(DASHES)[index // len(SERIES) % len(DASHES)]
 
 
-def _draw_run(axes: Axes, curve: Curve, result: Result, index: int) -> bool:
-    """Draw a run's finite values and say whether there was one."""
-    algorithm = result.scenario.algorithm.name
-    values = [(m, curve.value(m, algorithm)) for m in result.metrics]
-    points = [(m, value) for m, value in values if value is not None and math.isfinite(value)]
-    if not points:
+def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds: bool) -> bool:
+    """Draw where every run of a group has a finite value, and say whether there is such a round.
+
+    Args:
+        seeds: whether the picture's bands are over seeds, not over the peers.
+    """
+    rounds, values = group.curve(curve.value)
+    if not rounds:
         return False
     series, dash = line_style(index)
-    rounds = [m["round"] for m, _ in points]
-    marker = "o" if len(points) == 1 else ""
-    axes.plot(rounds, [value for _, value in points], dash, color=SERIES[series], marker=marker)
-    if curve.band is not None:
-        bands = [
-            (math.nan if low is None else low, math.nan if high is None else high)
-            for low, high in map(curve.band, (m for m, _ in points))
-        ]
-        low, high = zip(*bands, strict=True)
-        axes.fill_between(rounds, low, high, color=SERIES[series], alpha=0.16, linewidth=0)
+    mean = values.mean(axis=0)
+    axes.plot(rounds, mean, dash, color=SERIES[series], marker="o" if len(rounds) == 1 else "")
+    if seeds and len(values) > 1:
+        deviation = values.std(axis=0, ddof=1)
+        low, high = mean - deviation, mean + deviation
+    elif not seeds and curve.band is not None:
+        lines = [curve.band(line) for line in group.runs[0].metrics if line["round"] in set(rounds)]
+        low, high = np.array(lines, dtype=float).T  # None is NaN
+    else:
+        return True
+    axes.fill_between(rounds, low, high, color=SERIES[series], alpha=0.16, linewidth=0)
     return True
 
 
@@ -254,10 +270,10 @@ def save_run_plots(out: Path) -> list[Path]:
         warning in the log, where matplotlib is not installed.
     """
     result = read_result(out)
-    written = []
+    alone, written = [RunGroup(result.scenario.name, (result,))], []
     try:
         with drawing():
-            figures = {curve.name: draw_curve(curve, [result]) for curve in curves_of([result])}
+            figures = {curve.name: draw_curve(curve, alone) for curve in curves_of(alone)}
             if result.metrics:
                 figures["generalization"] = draw_generalization(result.metrics[-1])
             for name, figure in figures.items():

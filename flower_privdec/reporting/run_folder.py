@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ class Result:
 
     Attributes:
         folder: where it lies.
-        label: what to call the run among others; unlike any other label.
         scenario: with every default visible.
         metrics: the lines of metrics.jsonl, in order of the rounds.
         summary: summary.json; of an unfinished run, the same keys as far as they are known, with
@@ -26,7 +24,6 @@ class Result:
     """
 
     folder: Path
-    label: str
     scenario: Scenario
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
@@ -53,21 +50,7 @@ def read_result(folder: Path) -> Result:
     metrics = _read_metrics(folder / "metrics.jsonl")
     summary = _read_summary(folder / "summary.json") or _unfinished(scenario, metrics)
     summary["metrics"] = scenario.task.described()
-    return Result(folder, scenario.name, scenario, metrics, summary)
-
-
-def read_results(folders: Sequence[Path]) -> list[Result]:
-    """Read several runs and give each a label: its name, or its folder where names repeat."""
-    results = [read_result(folder) for folder in folders]
-    for naming in (lambda r: r.scenario.name, lambda r: r.folder.resolve().name, lambda r: str(r.folder)):
-        labels = [naming(result) for result in results]
-        if len(set(labels)) == len(labels):
-            break
-    labels = labels if len(set(labels)) == len(labels) else [f"{label} #{i}" for i, label in enumerate(labels, 1)]
-    return [
-        replace(result, label=label, summary=result.summary | {"label": label})
-        for result, label in zip(results, labels, strict=True)
-    ]
+    return Result(folder, scenario, metrics, summary)
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:

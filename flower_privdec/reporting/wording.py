@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flower_privdec.catalogue import ALONE
-from flower_privdec.words import NOTHING, epsilon_text, memory, number, percent, setting
+from flower_privdec.words import NOTHING, epsilon_text, memory, number, peer_ranges, percent, setting
 
 
 def shares_models(algorithm: str) -> bool:
@@ -26,20 +26,31 @@ def main_value(algorithm: str, values: dict[str, float | None] | None) -> float 
 
     The mean of models that were never exchanged is a model that nobody has.
     """
-    if values is None:
-        return None
-    return values["mean_model" if shares_models(algorithm) else "peer_mean"]
+    return None if values is None else values[main_models(algorithm)]
 
 
-def measured(value: float | None, kind: dict[str, Any]) -> str:
-    """Return a metric's value: a share in percent, else a number."""
-    return percent(value) if kind["share"] else number(value)
+def main_models(algorithm: str) -> str:
+    """Return whose value of a metric counts, as it is named in a summary; see `main_value`."""
+    return "mean_model" if shares_models(algorithm) else "peer_mean"
 
 
-def named_value(summary: dict[str, Any], value: float | None) -> str:
-    """Return a value of a run's first metric, which is named where it is not the accuracy: `R² 0.453`."""
+def measured(value: float | None, kind: dict[str, Any], deviation: float | None = None) -> str:
+    """Return a metric's value, a share in percent, else a number; with a deviation over seeds, `92.3 ± 0.4 %`."""
+    if value is None or deviation is None:
+        return percent(value) if kind["share"] else number(value)
+    return f"{100 * value:.1f} ± {percent(deviation)}" if kind["share"] else f"{number(value)} ± {number(deviation)}"
+
+
+def named_value(summary: dict[str, Any], models: str) -> str:
+    """Return a run's first metric of some models, named where it is not the accuracy: `R² 0.453`.
+
+    Args:
+        models: as the summary names them, `mean_model` or `peer_mean`.
+    """
     name, kind = main_metric(summary)
-    return measured(value, kind) if name == "accuracy" else f"{kind['title']} {measured(value, kind)}"
+    value = summary[name] and summary[name][models]
+    said = measured(value, kind, summary.get("spread", {}).get(models))
+    return said if name == "accuracy" else f"{kind['title']} {said}"
 
 
 def other_metrics(summary: dict[str, Any]) -> str | None:
@@ -59,7 +70,7 @@ def peers_values(summary: dict[str, Any]) -> str:
     values = summary[main_metric(summary)[0]]
     if not values:
         return NOTHING
-    return f"{named_value(summary, values['peer_mean'])} ({peers_range(summary).removesuffix(' %')})"
+    return f"{named_value(summary, 'peer_mean')} ({peers_range(summary).removesuffix(' %')})"
 
 
 def peers_range(summary: dict[str, Any]) -> str:
@@ -91,16 +102,16 @@ def sent(summary: dict[str, Any]) -> str | None:
     return f"{many} ({memory(traffic['bytes'])}) a round from an active peer to each receiver"
 
 
-def alike(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[tuple[list[int], dict[str, Any]]]:
-    """Put together the peers whose rows agree on some keys.
+def alike(rows: Sequence[dict[str, Any]], say: Callable[[dict[str, Any]], Sequence[str]]) -> list[tuple[str, ...]]:
+    """Put together the peers of whom the same is said, down to the last digit that is shown.
 
     Returns:
-        For each distinct row, in order of its first peer: the peers' ids, and the row.
+        For each distinct saying, in order of its first peer: the peers as ranges, and what is said of them.
     """
-    found: dict[str, tuple[list[int], dict[str, Any]]] = {}
+    found: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
-        found.setdefault(repr([row.get(key) for key in keys]), ([], row))[0].append(row["peer"])
-    return list(found.values())
+        found.setdefault(tuple(say(row)), []).append(row["peer"])
+    return [(peer_ranges(peers), *said) for said, peers in found.items()]
 
 
 def epsilon_range(summary: dict[str, Any]) -> str:
@@ -130,7 +141,8 @@ def guarantee(summary: dict[str, Any]) -> str:
         return _guarantee_so_far(summary)
     if not is_private(summary):
         return "ε = ∞ (no privacy)"
-    who = "every peer: " if len(alike(rows, ("epsilon", "delta"))) == 1 else "over the peers: "
+    same = alike(rows, lambda row: (epsilon_text(row["epsilon"]), setting(row["delta"])))
+    who = "every peer: " if len(same) == 1 else "over the peers: "
     facts = ", ".join(
         f"{key}: {' / '.join(sorted({str(row[key]) for row in rows}))}" for key in ("unit", "adjacency", "calibration")
     )
@@ -175,8 +187,7 @@ def meaning(summary: dict[str, Any]) -> str:
 def headline(summary: dict[str, Any]) -> str:
     """Say the result of a run in one line."""
     whose = "mean model" if shares_models(summary["algorithm"]) else "peers' models alone, on average"
-    value = main_value(summary["algorithm"], summary[main_metric(summary)[0]])
-    result = f"{whose} {named_value(summary, value)} on the test set"
+    result = f"{whose} {named_value(summary, main_models(summary['algorithm']))} on the test set"
     if not summary.get("finished", True):
         done = f"{summary['rounds_done']} of {summary['rounds']} rounds"
         return f"unfinished, {done}: {result} so far, {budget(summary)}"

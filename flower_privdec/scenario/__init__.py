@@ -7,6 +7,7 @@ from flower_privdec.scenario.loading import (
     own_parts,
     parse_scenario,
     scenario_hash,
+    seedless_hash,
     to_yaml,
 )
 from flower_privdec.scenario.schema import Scenario
@@ -19,5 +20,6 @@ __all__ = [
     "own_parts",
     "parse_scenario",
     "scenario_hash",
+    "seedless_hash",
     "to_yaml",
 ]

@@ -307,6 +307,11 @@ def scenario_hash(scenario: Scenario) -> str:
     return _hash_without(scenario, {"compute": {"threads", "memory_mib"}, "plan": True})
 
 
+def seedless_hash(scenario: Scenario) -> str:
+    """Return a hash of what runs have in common that repeat one experiment with other seeds, whatever their names."""
+    return _hash_without(scenario, {"name": True, "seed": True, "plan": True, "compute": {"threads", "memory_mib"}})
+
+
 def numbers_hash(scenario: Scenario) -> str:
     """Return a hash of what decides the numbers of a run's trajectory, beside data and machine.
 
@@ -320,12 +325,17 @@ def numbers_hash(scenario: Scenario) -> str:
     return _hash_without(scenario, nothing)
 
 
-def own_parts(scenario: Scenario) -> list[Any]:
+def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
     """Return the classes and functions of the user's own that a scenario names, for what their code decides.
 
     Those that were given as objects are `Given`, once it is sure that they have not changed.
+
+    Args:
+        scenario: which names them.
+        metrics: with those by which models are tried, which decide what is written down and nothing else.
     """
-    loaded = [(load_own(module, key), find_given(module)) for key, module in own_modules(scenario)]
+    named = [pair for pair in own_modules(scenario) if metrics or not pair[0].startswith("task.metrics.")]
+    loaded = [(load_own(module, key), find_given(module)) for key, module in named]
     return [part if given is None else given for part, given in loaded]
 
 

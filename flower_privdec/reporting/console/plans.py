@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import RenderableType
@@ -10,18 +10,8 @@ from rich.table import Table
 
 from flower_privdec.reporting.console.views import _console, _facts, _print_json, _table, as_text, graph_facts
 from flower_privdec.reporting.wording import alike
-from flower_privdec.words import NOTHING, duration, epsilon_text, memory, number, peer_ranges, setting
+from flower_privdec.words import NOTHING, duration, epsilon_text, memory, number, setting
 
-PEER_COLUMNS = (
-    "sigma",
-    "noise_multiplier",
-    "epsilon",
-    "epsilon_after_quarters",
-    "delta",
-    "claimed_epsilon",
-    "mu_total",
-    "mu_0",
-)
 OPTIONAL = {"claimed_epsilon": ("claimed ε", setting), "mu_total": ("μ_tot", number), "mu_0": ("μ_0", number)}
 SYMBOLS = {
     "smoothness": "L",
@@ -99,17 +89,21 @@ def _peers(plan: dict[str, Any]) -> Table:
     for key in shown:
         constant = key == "mu_0" and all(row["mu_bar"] is not None for row in peers)
         table.add_column("μ̄" if constant else OPTIONAL[key][0], justify="right")
-    for ids, row in alike(peers, PEER_COLUMNS):
-        sigma = [number(value) for value in row["sigma"]]
-        table.add_row(
-            peer_ranges(ids),
-            number(row["noise_multiplier"]),
-            sigma[0] if len(set(sigma)) == 1 else ", ".join(sigma),
-            ", ".join(map(epsilon_text, row["epsilon_after_quarters"])),
-            setting(row["delta"]),
-            *(OPTIONAL[key][1](row[key]) for key in shown),
-        )
+    for cells in alike(peers, lambda row: _cells(row, shown)):
+        table.add_row(*cells)
     return table
+
+
+def _cells(row: dict[str, Any], shown: Sequence[str]) -> list[str]:
+    """Return what is said of a peer, with those optional columns that are shown."""
+    sigma = [number(value) for value in row["sigma"]]
+    return [
+        number(row["noise_multiplier"]),
+        sigma[0] if len(set(sigma)) == 1 else ", ".join(sigma),
+        ", ".join(map(epsilon_text, row["epsilon_after_quarters"])),
+        setting(row["delta"]),
+        *(OPTIONAL[key][1](row[key]) for key in shown),
+    ]
 
 
 def _optimum(plan: dict[str, Any]) -> list[tuple[str, RenderableType | None]]:

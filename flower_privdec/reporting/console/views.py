@@ -105,7 +105,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     """Print what a finished run reached, at which ε, and where its files lie."""
     console = _console()
     loss = main_loss(summary["algorithm"], summary["loss"])
-    average = named_value(summary, summary[main_metric(summary)[0]]["peer_mean"])
+    average = named_value(summary, "peer_mean")
     pace = f"{number(summary['peer_steps_per_second'])} peer steps per second"
     network = f"{summary['n_peers']} peers, {summary['rounds']:,} rounds, {summary['runtime']}"
     console.show()
@@ -138,14 +138,15 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
 
 
 def print_comparison(summaries: Sequence[dict[str, Any]]) -> None:
-    """Print one row a run; on a narrow terminal only what matters most."""
+    """Print one row a run, those of unlike budgets apart; on a narrow terminal only what matters most."""
     console = _console()
     rows = [comparison_row(summary) for summary in summaries]
     shown = [name for name in rows[0] if console.width >= NARROW or name in ESSENTIAL]
     table = _table([(name, "left" if name in ("run", "algorithm") else "right") for name in shown])
     table.columns[0].overflow, table.columns[0].no_wrap = "fold", False
-    for row in rows:
-        table.add_row(*(row[name] for name in shown))
+    budgets = [summary.get("budget") for summary in summaries]
+    for row, budget, following in zip(rows, budgets, [*budgets[1:], None], strict=True):
+        table.add_row(*(row[name] for name in shown), end_section=following not in (budget, None))
     console.show(table)
 
 
@@ -159,9 +160,7 @@ def comparison_row(summary: dict[str, Any]) -> dict[str, str]:
         "peers": str(summary["n_peers"]),
         "rounds": done,
         "ε": epsilon_range(summary),
-        "mean model": named_value(summary, values["mean_model"])
-        if values and shares_models(summary["algorithm"])
-        else NOTHING,
+        "mean model": named_value(summary, "mean_model") if values and shares_models(summary["algorithm"]) else NOTHING,
         "peers' models": peers_values(summary),
         "loss": number(main_loss(summary["algorithm"], summary["loss"])),
         "consensus": number(summary["consensus_distance"]),
