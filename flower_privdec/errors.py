@@ -19,4 +19,8 @@ class RunError(PrivdecError):
     """A run that had started could not go on."""
 
 
+class StoppedError(PrivdecError):
+    """The user pressed Ctrl-C; the message says how to go on."""
+
+
 RAISED_BY_USERS = (Exception, SystemExit)  # what a user's own code may raise: anything, sys.exit too, but not Ctrl-C

@@ -147,6 +147,16 @@ class Scenario(Section):
     compute: ComputeSection = ComputeSection()
     plan: PlanSection | None = None
 
+    _places: Places = PrivateAttr(default_factory=Places)
+
+    def given_at(self, places: Places) -> None:
+        """Remember where the values were given."""
+        self._places = places
+
+    def located(self) -> AbstractContextManager[None]:
+        """Return a context in which an error that begins with a key of the scenario gets the place it was given at."""
+        return located(self._places, type(self))
+
     _given: tuple[Given, ...] = PrivateAttr(default=())  # kept for as long as the scenario is
 
     def model_post_init(self, context: Any) -> None:
@@ -169,16 +179,6 @@ class Scenario(Section):
                 "them, under which privacy.ledger counts what is spent"
             )
         return self
-
-    _places: Places = PrivateAttr(default_factory=Places)
-
-    def given_at(self, places: Places) -> None:
-        """Remember where the values were given."""
-        self._places = places
-
-    def located(self) -> AbstractContextManager[None]:
-        """Return a context in which an error that begins with a key of the scenario gets the place it was given at."""
-        return located(self._places, type(self))
 
     @model_validator(mode="after")
     def _one_number_a_peer(self) -> Scenario:
