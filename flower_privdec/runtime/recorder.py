@@ -23,7 +23,7 @@ from flower_privdec.files import write_atomically
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger_format import Head
 from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from flower_privdec.runtime.spent import Spent, json_number, privacy_rows
+from flower_privdec.runtime.spent import Spent, json_number, privacy_rows, shortfall
 from flower_privdec.scenario import scenario_hash, to_yaml
 
 OnMetrics = Callable[[dict[str, Any]], None]
@@ -146,6 +146,7 @@ class Recorder:
         """
         metrics = self.last_metrics()
         scenario = self.agreement.scenario
+        note = spent.note or shortfall(self.agreement.participation, spent.rounds_run, scenario.rounds)
         steps = sum(spent.rounds_run) * self.agreement.algorithm.steps_per_round
         summary = {
             "name": scenario.name,
@@ -161,7 +162,7 @@ class Recorder:
             **({"personalized": metrics["personalized"]} if "personalized" in metrics else {}),
             "traffic": traffic(self.agreement.algorithm, rows),
             "privacy": privacy_rows(scenario, spent),
-            **({"budget_note": spent.note} if spent.note else {}),
+            **({"budget_note": note} if note else {}),
             **self._not_covered(),
             **said,
             "noise": "simulated: seeded and reproducible, not for deployment",
