@@ -10,7 +10,19 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flower_privdec"
 FLOORS = [
-    *("errors", "words", "files", "catalogue", "user_code", "rows", "tasks", "scenario", "topology", "participation"),
+    *(
+        "errors",
+        "words",
+        "files",
+        "machine",
+        "catalogue",
+        "user_code",
+        "rows",
+        "tasks",
+        "scenario",
+        "topology",
+        "participation",
+    ),
     *("mixing", "data", "models", "gradients", "privacy", "algorithms", "experiment", "runtime", "reporting"),
     *("planner", "study", "api", "bench", "testing", "flwr_apps", "cli", "__main__"),
 ]

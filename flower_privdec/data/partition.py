@@ -19,7 +19,7 @@ from flower_privdec.catalogue import PARTITIONS
 from flower_privdec.data.readers import require
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
-from flower_privdec.words import one_line
+from flower_privdec.words import one_line, shown
 
 
 def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options: Any) -> list[np.ndarray]:
@@ -79,14 +79,14 @@ def _counts(sizes: Sequence[float], n_peers: int, total: int) -> np.ndarray:
     """Turn counts, or shares of the whole, into counts; a share's is exact to less than one example."""
     numeric = isinstance(sizes, Sequence | np.ndarray) and all(_is_number(size) and size > 0 for size in sizes)
     if not numeric or len(sizes) != n_peers:
-        raise ScenarioError(f"data.partition.sizes={sizes} must be {n_peers} numbers > 0, one for each peer")
+        raise ScenarioError(f"data.partition.sizes={shown(sizes)} must be {n_peers} numbers > 0, one for each peer")
     values = np.array(sizes, dtype=np.float64)
     if values.sum() <= 1 + 1e-9:
         ends = np.minimum(np.floor(np.cumsum(values) * total + 1e-6), total)
         return np.diff(ends.astype(np.int64), prepend=np.int64(0)).astype(np.int64)
     if values.sum() > total or bool((values != np.rint(values)).any()):
         raise ScenarioError(
-            f"data.partition.sizes={list(sizes)} must be shares that sum to at most 1, or whole counts that "
+            f"data.partition.sizes={shown(list(sizes))} must be shares that sum to at most 1, or whole counts that "
             f"sum to at most {total}, the number of training examples"
         )
     return values.astype(np.int64)

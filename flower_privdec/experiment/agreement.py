@@ -20,6 +20,7 @@ from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.schema import placed
 from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.tasks.losses import Loss, resolve_loss
 from flower_privdec.tasks.metrics import METRICS, Metric
@@ -54,6 +55,7 @@ class Agreement:
     learning_rate: LearningRate
 
     @staticmethod
+    @placed
     def of(scenario: Scenario) -> Agreement:
         """Build what a scenario says to everybody.
 
@@ -105,6 +107,7 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+@placed
 def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | None, Participation]:
     """Return the graph's mixing weights (None for an algorithm that exchanges nothing) and who is active."""
     participation = build_participation(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -19,11 +22,16 @@ from flower_privdec.scenario.fields import (
     Section,
     own_modules,
 )
+from flower_privdec.scenario.findings import Places, located
 from flower_privdec.scenario.model_section import ModelSection
 from flower_privdec.scenario.privacy_section import PrivacyChoice, PrivacySection
 from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.scenario.topology_section import TopologyChoice, TopologySection
 from flower_privdec.user_code import Given, find_given, is_given
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+MOST_PEERS, MOST_ROUNDS = 1_000_000, 1_000_000_000
 
 
 class ParticipationSection(Section):
@@ -72,7 +80,7 @@ class ComputeSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "float64"] = "float32"
-    threads: Count = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     generator: Literal["auto", "fast", "torch"] = "auto"
     memory_mib: Annotated[int, Field(ge=16)] = 1024
 
@@ -145,8 +153,8 @@ class Scenario(Section):
     name: Name
     seed: Seed = 1
     seeds: SeedsSection | None = None
-    n_peers: Count
-    rounds: Count
+    n_peers: Annotated[int, Field(ge=1, le=MOST_PEERS)]
+    rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)]
     data: DataSection
     features: FeaturesSection | None = None
     task: TaskSection = Field(default_factory=lambda: TaskSection.model_validate({}))
@@ -181,6 +189,16 @@ class Scenario(Section):
                 "them, under which privacy.ledger counts what is spent"
             )
         return self
+
+    _places: Places = PrivateAttr(default_factory=Places)
+
+    def given_at(self, places: Places) -> None:
+        """Remember where the values were given."""
+        self._places = places
+
+    def located(self) -> AbstractContextManager[None]:
+        """Return a context in which an error that begins with a key of the scenario gets the place it was given at."""
+        return located(self._places, type(self))
 
     @model_validator(mode="after")
     def _one_number_a_peer(self) -> Scenario:
@@ -237,3 +255,16 @@ class Scenario(Section):
     def private(self) -> PrivacySection | None:
         """Return the privacy section, or None when there is no privacy."""
         return self.privacy if isinstance(self.privacy, PrivacySection) else None
+
+
+def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Put the place before what a function finds to be wrong with the scenario that its first argument is or has."""
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        first: Any = args[0]
+        scenario: Scenario = first if isinstance(first, Scenario) else first.scenario
+        with scenario.located():
+            return function(*args, **kwargs)
+
+    return call
