@@ -125,10 +125,11 @@ def _for_flower(runtime: Runtime, **options: Any) -> dict[str, Any]:
 
 @command()
 def show(scenario: ScenarioFile, settings: Settings = None) -> None:
-    """Print a scenario with every default visible."""
-    from flower_privdec.scenario import load_scenario, to_yaml
+    """Print a scenario with every default: as a value, or as a comment where it follows from something else."""
+    from flower_privdec.reporting.scenario_view import complete_yaml
+    from flower_privdec.scenario import load_scenario
 
-    typer.echo(to_yaml(load_scenario(scenario, settings or ())), nl=False)
+    typer.echo(complete_yaml(load_scenario(scenario, settings or ())), nl=False)
 
 
 @command("list")

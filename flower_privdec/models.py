@@ -280,10 +280,11 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = MODELS.bind(
 )
 
 
-def model_options(name: str) -> list[str]:
-    """Return the options of a model by name."""
+def model_options(name: str) -> dict[str, Any]:
+    """Return the options of a model by name, with their defaults."""
     parameters = inspect.signature(_BUILDERS[name]).parameters.values()
-    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
 
 
 def _named(

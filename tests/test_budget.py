@@ -12,11 +12,13 @@ import pytest
 from flower_privdec import cli
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
+from flower_privdec.participation import Everybody, UniformParticipation
 from flower_privdec.planner import make_plan
 from flower_privdec.privacy.alternatives import epsilon_of_runs
 from flower_privdec.privacy.ledger_file import paid_until, runs_in
 from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.run import Run, run
+from flower_privdec.runtime.spent import shortfall
 from flower_privdec.scenario import Scenario, to_yaml
 
 Build = Callable[..., Experiment]
@@ -203,3 +205,25 @@ def test_a_run_goes_on_where_another_run_has_spent_the_rest_since(build: Build, 
     resumed.close()
     assert {row["rounds_run"] for row in summary["privacy"]} == {paid}
     assert paid == 6 or f"allows steps in the first {paid} of 6 rounds only" in summary["budget_note"]
+
+
+@pytest.mark.parametrize(
+    ("ran", "said"),
+    [
+        ([5, 5, 5, 5], None),
+        ([4, 5, 5, 4], "the budget of peers 0, 3 ends after 4 of their 5 rounds"),
+        ([0, 1, 2, 5], "the budget of peers 0-2 ends after 0 to 2 of their 5 rounds"),
+    ],
+)
+def test_rounds_that_a_budget_did_not_reach_are_told(ran: list[int], said: str | None) -> None:
+    note = shortfall(Everybody(4), ran, 5)
+    assert note is None if said is None else str(note).startswith(said)
+
+
+def test_rounds_in_which_a_peer_takes_no_part_are_no_shortfall() -> None:
+    participation = UniformParticipation(6, 2, seed=3)
+    planned = np.sum([participation.active(k) for k in range(20)], axis=0)
+    assert shortfall(participation, planned.tolist(), 20) is None
+    planned[4] -= 1
+    note = shortfall(participation, planned.tolist(), 20)
+    assert str(note).startswith(f"the budget of peers 4 ends after {planned[4]} of their {planned[4] + 1} rounds")

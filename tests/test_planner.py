@@ -213,15 +213,17 @@ def test_sound_settings_are_not_warned_of(build: Build) -> None:
     experiment = build("rounds=40", "data.samples=1440", "data.batch.size=90")
     assert privacy_warnings(experiment) == []
     assert network_warnings(experiment, {"joint_connectivity": 2}) == []
-    assert cost_warnings(None, 0.1) == []
+    assert cost_warnings(None, 1000.0, 0.1) == []
+    assert cost_warnings(None, 0.3, 0.9) == []  # a third of nothing
+    assert cost_warnings(None, None, 0.9) == []
 
 
 def test_network_and_cost_are_warned_of(build: Build) -> None:
     partial = build("participation={kind: uniform, fraction: 0.5}")
     assert "2 of 4 peers are active" in network_warnings(partial, {"joint_connectivity": 2})[0]
     assert "raise it" in network_warnings(build(), {"joint_connectivity": 9})[0]
-    large, slow = cost_warnings("it is too large", 0.9)
-    assert slow == "evaluation takes 90 % of the time; raise evaluation.every"
+    large, slow = cost_warnings("it is too large", 100.0, 0.9)
+    assert slow == "evaluation takes 90 % of the time, about 1 min 30 s; raise evaluation.every"
     assert large == "a run would be refused here: it is too large"
 
 

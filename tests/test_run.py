@@ -72,10 +72,20 @@ def test_no_privacy_says_that_epsilon_has_no_bound(scenario, tmp_path, capsys):
     assert not (out / "ledger").exists()
 
 
-def test_given_noise_stops_at_the_budget(scenario, tmp_path):
+def test_given_noise_stops_at_the_budget_and_the_last_lines_say_so(scenario, tmp_path, capsys):
     out = tmp_path / "run"
     assert privdec("run", scenario, "--out", out, "--set", "privacy.noise_multiplier=0.9") == 0
     summary = json.loads((out / "summary.json").read_text())
+    ran = {row["rounds_run"] for row in summary["privacy"]}
+    assert len(ran) == 1
+    assert 0 < max(ran) < 8
+    said = f"the budget of peers 0-3 ends after {max(ran)} of their 8 rounds, and they train no more: raise"
+    assert summary["budget_note"].startswith(said)
+    assert said in " ".join(capsys.readouterr().out.splitlines()[-2:])
+    assert privdec("plan", scenario, "--set", "privacy.noise_multiplier=0.9") == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert privdec("report", out, "--out", tmp_path / "page.html") == 0
+    assert said in (tmp_path / "page.html").read_text()
     assert all(2 < row["epsilon"] <= 3 for row in summary["privacy"])
     for path in (out / "ledger").rglob("*.jsonl"):
         _, payments = read_chain(path)

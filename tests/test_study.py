@@ -289,6 +289,16 @@ def test_a_metric_of_ones_own_is_measured_as_it_says(study_at: Callable[..., Pat
     assert columns(result)[1] == "best test mistakes of the run"
 
 
+def test_seeds_vary_what_the_scenario_does_not_fix(study_at: Callable[..., Path]) -> None:
+    data = yaml.safe_load(MINIMAL) | {"seeds": [5, 6]}
+    fixed = study_at(yaml.safe_dump(data | {"settings": ["seeds.data=1"]}, sort_keys=False))
+    assert [cell.scenario.all_seeds() for cell in cells_of(fixed)[:2]] == [
+        {"data": 1, "model": seed, "run": seed} for seed in (5, 6)
+    ]
+    with pytest.raises(ScenarioError, match=r"part budgets: seeds data, model and run are all given in the scenario"):
+        cells_of(study_at(yaml.safe_dump(data | {"settings": ["seeds={data: 1, model: 1, run: 2}"]}, sort_keys=False)))
+
+
 # --- verdicts
 
 

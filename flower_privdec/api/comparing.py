@@ -107,6 +107,7 @@ def compare(
     cells = [_cell(label, each, seed) for label, each in variants.items() for seed in _distinct(seeds)]
     if jobs < 1:
         raise ScenarioError(f"jobs={jobs} must be >= 1")
+    _check_seeds(cells)
     for each in variants.values() if jobs > 1 else ():
         check_everywhere(each, f"jobs={jobs} are processes")
     readings = _readings(variants.values(), metrics)
@@ -163,6 +164,14 @@ def _distinct(seeds: Sequence[int]) -> Sequence[int]:
     if not seeds or len(set(seeds)) < len(seeds):
         raise ScenarioError(f"seeds={list(seeds)} must be at least one, each once")
     return seeds
+
+
+def _check_seeds(cells: Sequence[Cell]) -> None:
+    if len({(cell.labels, cell.key) for cell in cells}) < len(cells):
+        raise ScenarioError(
+            "seeds data, model and run are all given in the scenario, so that another seed changes nothing; leave out "
+            "those that should vary"
+        )
 
 
 def _cell(label: str, scenario: Scenario, seed: int) -> Cell:

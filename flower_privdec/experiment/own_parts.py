@@ -62,7 +62,9 @@ class OwnParts:
         scenario = agreement.scenario
         peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
         check_steps(scenario, len(peers))
-        examples = read_examples(scenario.data, scenario.seed, scenario.n_peers, peers, root, agreement.loss.targets)
+        examples = read_examples(
+            scenario.data, scenario.seed_of("data"), scenario.n_peers, peers, root, agreement.loss.targets
+        )
         if scenario.features is not None:
             examples = replace(examples, x=apply_features(examples.x, scenario.features))
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
@@ -110,7 +112,7 @@ def public_name(agreement: Agreement, generator: str) -> RunName:
 def _build_sampler(agreement: Agreement, examples: Examples, keys: Mapping[int, bytes], peers: np.ndarray) -> Sampler:
     """Return the sampler, keyed by the run where there is privacy; else by the seed, whatever is run with it."""
     scenario = agreement.scenario
-    seeds = dict.fromkeys(peers.tolist(), scenario.seed)
+    seeds = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
     batch = scenario.data.batch
     return Sampler(
         batch.sampling,

@@ -12,12 +12,13 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.planner.peers import ledger_spending, noise_std
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.protection import Protection
-from flower_privdec.runtime.spent import budget_note, json_number
-from flower_privdec.words import epsilon_text, number, peer_ranges, setting
+from flower_privdec.runtime.spent import budget_note, json_number, shortfall
+from flower_privdec.words import duration, epsilon_text, number, peer_ranges, setting
 
 WEAK_EPSILON = 10.0
 HOPELESS_SIGNAL = 1.5  # in trials, digits at 2.4 reached 38 %, at 1.1 no more than 22 %, near chance
 LARGEST_EVALUATION_SHARE = 0.3
+WORTH_A_WORD = 10.0  # seconds of evaluation; less is nobody's trouble, whatever its share
 DEARER = 1.01  # how much more ε than under Poisson sampling is worth a word
 
 
@@ -62,10 +63,22 @@ def privacy_warnings(experiment: Experiment) -> list[str]:
 
 
 def ledger_warnings(experiment: Experiment) -> list[str]:
-    """Return where what other runs have spent ends the run's steps before its plan does."""
+    """Return where a budget, or what other runs have spent of it, ends the run's steps before its plan does."""
     spending = ledger_spending(experiment)
     note = None if spending is None else budget_note(spending, experiment.algorithm.steps_per_round)
+    note = note or _ends_early(experiment)
     return [] if note is None else [note]
+
+
+def _ends_early(experiment: Experiment) -> str | None:
+    """Say where noise that is given uses the budget up before the last round."""
+    protection, rounds = experiment.own.protection, experiment.scenario.rounds
+    if protection is None:
+        return None
+    ends = np.array([account.spends[-1].to_step if account.spends else 0 for account in protection.accounts])
+    active = np.stack([experiment.participation.active(k) for k in range(rounds)])
+    begun = np.arange(rounds)[:, None] * protection.steps_per_round < ends
+    return shortfall(experiment.participation, (active & begun).sum(axis=0).tolist(), rounds)
 
 
 def _claims(plan: Protection, spent: list[float]) -> list[str]:
@@ -154,11 +167,15 @@ def algorithm_warnings(experiment: Experiment) -> list[str]:
     return experiment.algorithm.cautions(active, scenario.n_peers, scenario.rounds, server=server)
 
 
-def cost_warnings(shortage: str | None, evaluation_share: float) -> list[str]:
+def cost_warnings(shortage: str | None, seconds: float | None, evaluation_share: float) -> list[str]:
     """Return what to know about memory and time."""
     found = []
     if shortage is not None:
         found.append(f"a run would be refused here: {shortage}")
-    if evaluation_share > LARGEST_EVALUATION_SHARE:
-        found.append(f"evaluation takes {100 * evaluation_share:.0f} % of the time; raise evaluation.every")
+    evaluation = evaluation_share * (seconds or 0.0)
+    if evaluation_share > LARGEST_EVALUATION_SHARE and evaluation > WORTH_A_WORD:
+        found.append(
+            f"evaluation takes {100 * evaluation_share:.0f} % of the time, about {duration(evaluation)}; "
+            "raise evaluation.every"
+        )
     return found

@@ -56,6 +56,6 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
             *ledger_warnings(experiment),
             *network_warnings(experiment, topology),
             *algorithm_warnings(experiment),
-            *cost_warnings(missing, evaluation_share),
+            *cost_warnings(missing, seconds, evaluation_share),
         ],
     }

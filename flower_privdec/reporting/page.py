@@ -13,6 +13,7 @@ from flower_privdec.reporting.graph_view import NO_GRAPH, build_graph, connectiv
 from flower_privdec.reporting.grouping import RunGroup, budget_name, read_groups
 from flower_privdec.reporting.plots import DASHES, curves_of, draw_curve, drawing, line_style, to_svg
 from flower_privdec.reporting.run_folder import Result
+from flower_privdec.reporting.scenario_view import complete_yaml
 from flower_privdec.reporting.wording import (
     alike,
     budget,
@@ -30,7 +31,6 @@ from flower_privdec.reporting.wording import (
     peers_range,
     shares_models,
 )
-from flower_privdec.scenario import to_yaml
 from flower_privdec.topology import Topology
 from flower_privdec.words import duration, epsilon_text, number, setting
 
@@ -180,10 +180,11 @@ def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
         "guarantee": guarantee(summary),
         "meaning": meaning(summary),
         "claim": claim(summary),
+        "warning": summary.get("budget_note"),
         "noise": summary.get("noise") if is_private(summary) else None,
         "privacy": _privacy_table(summary),
         "graph": graph,
-        "yaml": to_yaml(first.scenario),
+        "yaml": complete_yaml(first.scenario),
         "folders": [str(run.folder) for run in group.runs],
     }
 

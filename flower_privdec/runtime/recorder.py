@@ -26,7 +26,7 @@ from flower_privdec.privacy.ledger_format import Head
 from flower_privdec.runtime.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
 from flower_privdec.runtime.folder_lock import FolderLock
 from flower_privdec.runtime.metrics_file import append_metrics, keep_metrics_until, read_metrics
-from flower_privdec.runtime.spent import Spent, json_number, privacy_rows
+from flower_privdec.runtime.spent import Spent, json_number, privacy_rows, shortfall
 from flower_privdec.scenario import scenario_hash, to_yaml
 
 OnMetrics = Callable[[dict[str, Any]], None]
@@ -158,6 +158,7 @@ class Recorder:
         scenario = self.agreement.scenario
         known = [record for record in read_metrics(self.out) if record["round"] == scenario.rounds]
         metrics = known[-1] if known else self.record(rows, scenario.rounds, spent.epsilons)
+        note = spent.note or shortfall(self.agreement.participation, spent.rounds_run, scenario.rounds)
         steps = sum(spent.rounds_run) * self.agreement.algorithm.steps_per_round
         summary = {
             "name": scenario.name,
@@ -166,6 +167,7 @@ class Recorder:
             "n_peers": scenario.n_peers,
             "rounds": scenario.rounds,
             "seed": scenario.seed,
+            **({} if scenario.seeds is None else {"seeds": scenario.all_seeds()}),
             "metrics": scenario.task.described(),
             **{name: metrics[name] for name in scenario.task.described()},
             "loss": metrics["loss"],
@@ -173,7 +175,7 @@ class Recorder:
             **({"personalized": metrics["personalized"]} if "personalized" in metrics else {}),
             "traffic": traffic(self.agreement.algorithm, rows),
             "privacy": privacy_rows(scenario, spent),
-            **({"budget_note": spent.note} if spent.note else {}),
+            **({"budget_note": note} if note else {}),
             **self._not_covered(),
             **said,
             "noise": "simulated: seeded and reproducible, not for deployment",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import BudgetError
+from flower_privdec.participation import Participation
 from flower_privdec.privacy.ledger import Spending
 from flower_privdec.privacy.protection import UNLIMITED
 from flower_privdec.scenario import Scenario
@@ -137,6 +139,28 @@ def budget_note(spending: Spending, steps_per_round: int) -> str | None:
         f"{peer_ranges(short)} allows steps in the first {some} of {spending.steps // steps_per_round} rounds only; "
         "after them they train no more and go on exchanging"
     )
+
+
+def shortfall(participation: Participation, ran: Sequence[int], rounds: int) -> str | None:
+    """Say which peers' budgets end before the rounds in which they take part, or return None where none does.
+
+    Args:
+        ran: in how many of these rounds each peer, of all in order, takes its private steps.
+    """
+    planned = np.sum([participation.active(round_index) for round_index in range(rounds)], axis=0)
+    short = [peer for peer, (count, wanted) in enumerate(zip(ran, planned, strict=True)) if count < wanted]
+    if not short:
+        return None
+    taken, wanted = (_span(values[peer] for peer in short) for values in (ran, planned))
+    return (
+        f"the budget of peers {peer_ranges(short)} ends after {taken} of their {wanted} rounds, and they train no "
+        "more: raise privacy.epsilon or the noise, or plan fewer rounds"
+    )
+
+
+def _span(counts: Iterable[int]) -> str:
+    known = sorted(counts)
+    return f"{known[0]:,}" if known[0] == known[-1] else f"{known[0]:,} to {known[-1]:,}"
 
 
 def _already(spending: Spending) -> str:

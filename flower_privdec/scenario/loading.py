@@ -167,7 +167,8 @@ def scenario_hash(scenario: Scenario) -> str:
 
 def seedless_hash(scenario: Scenario) -> str:
     """Return a hash of what runs have in common that repeat one experiment with other seeds, whatever their names."""
-    return _hash_without(scenario, {"name": True, "seed": True, "plan": True, "compute": {"threads", "memory_mib"}})
+    nothing = {"name": True, "plan": True, "compute": {"threads", "memory_mib"}}
+    return _hash_without(scenario.model_copy(update={"seed": 0, "seeds": None}), nothing)
 
 
 def numbers_hash(scenario: Scenario) -> str:
@@ -199,4 +200,5 @@ def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
 
 def _hash_without(scenario: Scenario, excluded: Any) -> str:
     data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True))
+    data |= {"seed": None, "seeds": scenario.all_seeds()}  # whoever says them
     return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()

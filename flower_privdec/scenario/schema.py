@@ -110,12 +110,31 @@ class PlanSection(Section):
     dataset_size: Count | None = None
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class SeedsSection(Section):
+    """A seed for each kind of draws; one that is left out is the scenario's `seed`.
+
+    Attributes:
+        data: which examples are taken and how they are dealt out to the peers.
+        model: the initial parameters.
+        run: all that happens then: graphs that are drawn, who is active, batches and noise. With privacy, batches and
+            noise follow from everything that decides the run's numbers, the other two seeds too.
+    """
+
+    data: Seed | None = None
+    model: Seed | None = None
+    run: Seed | None = None
+
+
 class Scenario(Section):
     """One experiment, complete.
 
     Attributes:
         name: what to call the run; its results go to runs/NAME unless `--out` says otherwise.
-        seed: decides partition, batches without privacy, the model's initial parameters and graphs that are drawn.
+        seed: of all that is drawn, where seeds says no other.
+        seeds: one for each kind of draws, so that one of them can vary and the others stay.
         n_peers: how many peers train; 1 only for local and dp-sgd.
         rounds: K.
         data: which data, and how they are dealt out and drawn.
@@ -132,7 +151,8 @@ class Scenario(Section):
     """
 
     name: Name
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
+    seed: Seed = 1
+    seeds: SeedsSection | None = None
     n_peers: Annotated[int, Field(ge=1, le=MOST_PEERS)]
     rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)]
     data: DataSection
@@ -221,6 +241,15 @@ class Scenario(Section):
                 "one peer has nobody to exchange with; use algorithm local, or more peers"
             )
         return self
+
+    def seed_of(self, draws: Literal["data", "model", "run"]) -> int:
+        """Return the seed of one kind of draws."""
+        own: int | None = getattr(self.seeds, draws, None)
+        return self.seed if own is None else own
+
+    def all_seeds(self) -> dict[str, int]:
+        """Return the seed of every kind of draws."""
+        return {"data": self.seed_of("data"), "model": self.seed_of("model"), "run": self.seed_of("run")}
 
     @property
     def private(self) -> PrivacySection | None:

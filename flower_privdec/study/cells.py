@@ -85,6 +85,7 @@ def _expand_part(
         own = [line for point in place for line in point.settings]
         for repetition in repetitions:
             cells.append(_cell(part, place, text, base, [*common, *own, *settings, name, *repetition]))
+    _check_repetitions(part, cells, len(repetitions))
     _check_fields(part, cells)
     _check_metrics(part, cells)
     return cells
@@ -100,6 +101,14 @@ def _check_count(part: Part, count: int) -> None:
     if count > MOST_CELLS:
         raise ScenarioError(
             f"part {part.name}: {count:,} cells must be at most {MOST_CELLS:,}; use fewer points, axes or seeds"
+        )
+
+
+def _check_repetitions(part: Part, cells: Sequence[Cell], count: int) -> None:
+    if len({cell.key for cell in cells[:count]}) < count:
+        raise ScenarioError(
+            f"part {part.name}: seeds data, model and run are all given in the scenario, so that another seed changes "
+            "nothing; leave out those that the study's seeds should vary"
         )
 
 

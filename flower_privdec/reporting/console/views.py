@@ -124,7 +124,6 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
                 ),
                 ("privacy", guarantee(summary)),
                 ("", meaning(summary)),
-                ("budget", summary.get("budget_note")),
                 ("not covered", summary.get("evaluation_private")),
                 ("claimed", claim(summary)),
                 ("traffic", sent(summary)),
@@ -135,6 +134,9 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
             ]
         )
     )
+    if "budget_note" in summary:
+        console.show()
+        console.show(f"warning: {summary['budget_note']}", style="yellow")
 
 
 def print_comparison(summaries: Sequence[dict[str, Any]]) -> None:
