@@ -109,6 +109,10 @@ def check_model(module: nn.Module, where: str = "model") -> None:
     if not list(module.parameters()):
         raise ScenarioError(f"{where} has no parameters to train")
     for path, parameter in module.named_parameters():
+        if not parameter.is_floating_point():
+            raise ScenarioError(
+                f"{where} has a parameter of {parameter.dtype} ({path}): it must be of floating numbers"
+            )
         if not parameter.requires_grad:
             raise ScenarioError(f"{where} has a frozen parameter ({path}): register it as a buffer")
 
@@ -327,6 +331,10 @@ def _check_output(module: nn.Module, where: str, shape: Shape, n_classes: int, n
     except RAISED_BY_USERS as error:  # the user's own forward may raise anything
         raise ScenarioError(f"{where} cannot take inputs of shape {list(shape)}: {one_line(error)}") from error
     if not isinstance(output, Tensor):
-        raise ScenarioError(f"{where} returns {type(output).__name__}: it must be one tensor [2, {n_classes}]")
+        raise ScenarioError(
+            f"{where} returns {type(output).__name__} for 2 examples: it must be one tensor [2, {n_classes}]"
+        )
+    if not output.is_floating_point():
+        raise ScenarioError(f"{where} returns {output.dtype}: it must be floating numbers, through which gradients go")
     if output.shape != (2, n_classes):
         raise ScenarioError(f"{where} turns 2 examples into {list(output.shape)}: it must be [2, {n_classes}]")

@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -166,3 +167,10 @@ def _import(path: str, where: str) -> ModuleType:
         ) from error
     except Exception as error:  # a user's module may raise anything
         raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}") from error
+
+
+def raised_at(error: BaseException) -> str:
+    """Return an error's kind and the line of code that raised it, and nothing that it says, which may tell of data."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{place}"

@@ -14,7 +14,7 @@ import torch
 import user_parts
 
 from flower_privdec import cli, testing
-from flower_privdec.errors import ScenarioError
+from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.model_code import code_of
 from flower_privdec.planner import make_plan
@@ -185,6 +185,115 @@ def test_only_what_is_allowed_is_imported() -> None:
         with only_from([]), pytest.raises(ScenarioError, match="its owner has to allow it"):
             load_own("user_models:residual", "model.module")
     assert load_own("user_parts:hub", "topology.module")
+
+
+# --- what a user's code raises ---
+
+RAISED = {
+    "builds": ("def part():\n    raise KeyError('a\\nb')\n", "could not be built with {}: KeyError: 'a"),
+    "leaves": ("import sys\ndef part():\n    sys.exit(3)\n", "could not be built with {}: SystemExit: 3"),
+    "none": ("def part():\n    pass\n", "must be a torch.nn.Module, not NoneType"),
+    "tuple": ("(self.out(x.flatten(1)),)", "returns tuple: it must be one tensor [2, 10]"),
+    "whole": ("self.out(x.flatten(1)).long()", "returns torch.int64: it must be floating numbers"),
+    "complex": ("self.out(x.flatten(1)) * 1j", "returns torch.complex"),
+    "few": ("self.out(x.flatten(1))[:, :3]", "turns 2 examples into [2, 3]: it must be [2, 10]"),
+    "exits": ("__import__('sys').exit(4)", "cannot take inputs of shape [1, 8, 8]: SystemExit: 4"),
+    "raises": ("{}[('x' * 9000)]", "cannot take inputs of shape [1, 8, 8]: KeyError: 'xxx"),
+    "reads": ("self.out(x.flatten(1)) * x.sum().item()", "cannot be clipped example by example: RuntimeError"),
+}
+FORWARD = """\
+from torch import nn
+class part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(64, 10)
+    def forward(self, x):
+        return {}
+"""
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_whatever_a_model_does_is_one_line_status_2_and_leaves_nothing(
+    name: str,
+    tiny_text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, message = RAISED[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "s.yaml").write_text(tiny_text)
+    (tmp_path / f"my_{name}.py").write_text(source if "def part" in source else FORWARD.format(source))
+    with pytest.raises(SystemExit) as left:
+        cli.main(["run", "s.yaml", "--set", f"model={{module: 'my_{name}:part'}}"])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert said.startswith("error: --set: model")
+    assert said.count("\n") == 1
+    assert message in said
+    assert len(said) < 700
+    assert not (tmp_path / "runs").exists()
+
+
+LATE = """\
+import sys
+from torch import nn
+class Late(nn.Module):
+    calls = 0
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(64, 10)
+    def forward(self, x):
+        Late.calls += 1
+        if Late.calls > {}:
+            {}
+        return self.out(x.flatten(1)).cummax(1)[0]
+def part():
+    return Late()
+"""
+
+
+@pytest.mark.parametrize("what", ["sys.exit(3)", "raise KeyError('secret')"])
+@pytest.mark.parametrize("after", [6, 9])
+def test_a_forward_that_fails_later_ends_the_run_in_one_line(
+    what: str,
+    after: int,
+    tiny_text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "s.yaml").write_text(tiny_text)
+    (tmp_path / "my_late.py").write_text(LATE.format(after, what))
+    sys.modules.pop("my_late", None)
+    importlib.invalidate_caches()
+    with pytest.raises(SystemExit) as left:
+        cli.main(["run", "s.yaml", "--set", "model={module: 'my_late:part'}"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert left.value.code == 1
+    assert said.startswith("error: ")
+    assert "forward" in said
+    assert ("secret" in said) == ("public test set" in said and "secret" in what)
+
+
+def test_what_an_own_algorithm_raises_in_a_round_is_told_by_its_place(build: Build, tmp_path: Path) -> None:
+    with pytest.raises(
+        RunError, match=r"round 1: algorithm.module='user_parts:Stumbling' raised LookupError \(.*, line"
+    ):
+        run(build("algorithm={module: 'user_parts:Stumbling', learning_rate: 0.1}", "privacy=none"), tmp_path / "run")
+
+
+def test_a_plan_names_the_gradient_kernel_and_why(build: Build) -> None:
+    wanted = {
+        "model.name=softmax": "stacked (stacks of linear layers: closed form, all peers at once), because",
+        "model={module: 'user_models:convolutional'}": "factored (models proved to keep examples apart",
+        "model={module: 'user_models:nosy'}": "vmap (any model: torch.func, a few examples at a time), because",
+    }
+    for setting, said in wanted.items():
+        assert make_plan(build(setting, "rounds=1"))["gradients"].startswith(said)
 
 
 # --- a run's name depends on it ---

@@ -45,6 +45,16 @@ class HeavyBall(SGP):
         state.rows["x"] += speed
 
 
+class Stumbling(HeavyBall):
+    """It raises in its second round."""
+
+    def descend(self, cohort: Cohort, state: State) -> None:
+        """Move, or not."""
+        if state.round_index == 1:
+            raise LookupError(str(state.rows["x"]))
+        super().descend(cohort, state)
+
+
 class Undeclared(HeavyBall):
     """It says nothing of what it releases."""
 

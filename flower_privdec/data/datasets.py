@@ -137,7 +137,8 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
         raise ScenarioError(f"data.classes={section.classes} counts classes, and the task takes {targets}: remove it")
     else:
         n_classes = split.labels.shape[1]
-    _check_labels(split.labels, n_classes, f"{where}: the test set")
+    blamed = where if section.classes is None else f"data.classes={section.classes}"
+    _check_labels(split.labels, n_classes, f"{blamed}: the test set")
     rows = _chosen(len(split.labels), section.test_samples, seed, "test_samples", name_of(section))
     y = torch.from_numpy(split.labels[rows])
     return PublicSet(name_of(section), split.read(rows), y, n_classes, source.n_tokens)
@@ -232,8 +233,10 @@ def _chosen(total: int, count: int | None, seed: int, key: str, name: str) -> Ro
 
 def _where(section: DataSection, key: str, root: str | None) -> str:
     """Return which key says where the data come from, and what it says."""
-    own = section.dataset
-    return f"{key}={root}" if isinstance(own, str) else f"data.dataset.module={own.module!r}"
+    dataset = section.dataset
+    if not isinstance(dataset, str):
+        return f"data.dataset.module={dataset.module!r}"
+    return f"data.dataset={dataset}" if root is None else f"{key}={root}"
 
 
 def _count_classes(labels: np.ndarray, where: str) -> int:
@@ -252,5 +255,5 @@ def _check_labels(labels: np.ndarray, n_classes: int, what: str) -> None:
     if labels.ndim == 1 and labels.max() >= n_classes:
         raise ScenarioError(
             f"{what} has label {labels.max()}, and there are {n_classes} classes, 0 to {n_classes - 1}: "
-            "mend the file, or give data.classes"
+            "mend the data, or data.classes"
         )

@@ -124,9 +124,9 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's kind and the first line of what it says."""
+    """Return an error's kind and the first line of what it says, cut at 200 characters."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def inputs_like(x: Tensor, params: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.protocol import (
     LabelledInputs,
@@ -154,8 +154,11 @@ class RowKernel(ABC):
         self._module.to(params)
         per_example = _LOGIT_TENSORS * x[:1].numel() * x.element_size()
         parts = row_chunks(x.shape[0], per_example, self._memory)
-        with torch.no_grad():
-            rows = [torch.cat([self._outputs(row, x[part]) for part in parts]) for row in params]
+        try:
+            with torch.no_grad():
+                rows = [torch.cat([self._outputs(row, x[part]) for part in parts]) for row in params]
+        except RAISED_BY_USERS as error:
+            raise RunError(f"model: its forward fails on the public test set: {reason(error)}") from error
         self._release()
         return torch.stack(rows)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.memory import memory_need, shortage, table_bytes
+from flower_privdec.gradients import explain_kernel
 from flower_privdec.planner.checks import (
     algorithm_warnings,
     cost_warnings,
@@ -29,6 +30,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
             paper's formulas say (claimed_epsilon, mu_total, mu_0, mu_bar; None where there is none);
         ledger: where the scenario names one, its folder, the largest ε of any peer before and after this run;
         optimal_rounds and all that `planner.optimum` says of it;
+        gradients: which kernel computes them, and why that one;
         memory_bytes, memory (its parts), tables (bytes of each kind, for privsgp-vr) and table (the one used);
         seconds (None where the run does not fit into memory), topology (None when nothing is exchanged),
         warnings; infinite ε is the string "inf".
@@ -37,7 +39,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
     section, need, missing = scenario.algorithm, memory_need(experiment), shortage(experiment)
     seconds, evaluation_share = (None, 0.0) if missing else estimate_seconds(experiment)
     topology = None if experiment.mixing is None else connectivity(experiment.mixing)
-    table = experiment.algorithm.table
+    table, public = experiment.algorithm.table, experiment.public
     return {
         "name": scenario.name,
         "algorithm": section.name,
@@ -45,6 +47,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "peers": peer_rows(experiment),
         "ledger": ledger_facts(experiment),
         **optimum(experiment),
+        "gradients": explain_kernel(experiment.module, public.input_shape, public.n_tokens),
         "memory_bytes": need.total,
         "memory": asdict(need),
         "tables": table_bytes(experiment) if table else None,

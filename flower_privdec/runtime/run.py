@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger_format import Head
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import OnMetrics, Recorder
 from flower_privdec.runtime.spent import Spent, check_budget, epsilons, ledger_folder
+from flower_privdec.scenario.fields import own_modules
+from flower_privdec.user_code import raised_at
 
 
 class Run:
@@ -70,11 +73,26 @@ class Run:
         until = min(scenario.rounds, (state.round_index // every + 1) * every)
         started = time.perf_counter()
         while state.round_index < until:
-            self.engine.round()
+            self._round()
         self.recorder.seconds += time.perf_counter() - started
         metrics = self.recorder.record(state.rows, state.round_index, epsilons(self.cohort, state.round_index))
         self.recorder.save(state, self._head)
         return metrics
+
+    def _round(self) -> None:
+        """Run a round; what a user's own part raises in it is told in a line."""
+        try:
+            self.engine.round()
+        except PrivdecError:
+            raise
+        except RAISED_BY_USERS as error:
+            own = [f"{key}={module!r}" for key, module in own_modules(self.experiment.scenario)]
+            if not own:
+                raise
+            raise RunError(
+                f"round {self.round_index}: {' or '.join(own)} raised {raised_at(error)}; what it said is withheld, "
+                "for it may tell of data: mend the code, then go on with --resume"
+            ) from error
 
     def finish(self) -> dict[str, Any]:
         """Write models and summary of a run whose rounds are done; return the summary."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from flower_privdec.catalogue import Choice
 from flower_privdec.errors import ScenarioError
@@ -16,6 +17,7 @@ from flower_privdec.scenario.algorithm_sections import OwnAlgorithmSection, own_
 from flower_privdec.scenario.plain_yaml import Location
 from flower_privdec.words import did_you_mean, shown
 
+SECTION = "a section, as {key: value}"
 TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -27,8 +29,12 @@ TYPES = {
     "bool_type": "true or false",
     "list_type": "a list, as [1, 2]",
     "dict_type": "a mapping, as {key: value}",
-    "model_type": "a section, as {key: value}",
-    "model_attributes_type": "a section, as {key: value}",
+    "model_type": SECTION,
+    "model_attributes_type": SECTION,
+}
+CHOICES: dict[Location, str] = {
+    ("privacy",): "none, or a section with epsilon and delta",
+    ("data", "dataset"): "a name that `privdec list` has, or a section with module",
 }
 
 
@@ -131,6 +137,14 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [model for inner in getattr(annotation, "__args__", ()) for model in _sections_of(inner)]
 
 
+def _belongs(loc: Location, root: type[BaseModel]) -> str:
+    """Return the end of an error about a key that other forms of its section have."""
+    known = root.model_fields.get(str(loc[0]))
+    forms = _sections_of(known.annotation) if known and len(loc) > 2 else []
+    takers = [str(tag) for form in forms if loc[-1] in form.model_fields for tag in _tags(form)]
+    return f"; it belongs to {', '.join(takers)}" if takers else ""
+
+
 def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
     """Return the end of an error about a key that stands in another section."""
     for name, known in root.model_fields.items():
@@ -148,7 +162,7 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         known = list(_model_at(error["loc"][:-1], root, data).model_fields)
-        hint = did_you_mean(loc[-1], known) or _elsewhere(str(loc[-1]), root)
+        hint = did_you_mean(loc[-1], known) or _belongs(error["loc"], root) or _elsewhere(str(loc[-1]), root)
         return f"unknown key '{name}'{hint} (valid keys: {', '.join(known)})"
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
@@ -162,19 +176,25 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
         if not loc or message.startswith(f"{name}."):
             return message
         return f"{name}={shown(error['input'])} {message}" if message.startswith("must") else f"{name}: {message}"
-    return f"{name}={shown(error['input'])} must be {_rule(error, loc)}"
+    asked = _model_at(loc[:-1], root, data).model_fields.get(str(loc[-1])) if loc else None
+    return f"{name}={shown(error['input'])} must be {_rule(error, loc, asked)}"
 
 
-def _rule(error: Any, loc: Location) -> str:
+def _rule(error: Any, loc: Location, known: FieldInfo | None) -> str:
     """Say what a value must be, and what to do where that does not."""
     kind, context = error["type"], error.get("ctx", {})
-    if loc == ("privacy",):
-        return "none, or a section with epsilon and delta"
-    if error["input"] is None:
-        return f"{TYPES.get(kind, 'given')}: leave the key out for its default"
-    if kind == "literal_error":
+    if kind == "literal_error" and loc != ("privacy",):
         hint = did_you_mean(error["input"], re.findall(r"'([^']+)'", context["expected"]))
         return f"one of {context['expected']}{hint}"
+    if loc in CHOICES:
+        return CHOICES[loc]
+    if error["input"] is None:
+        wanted = known is not None and known.is_required()
+        return f"{TYPES.get(kind, 'given')}: {'give one' if wanted else 'leave the key out for its default'}"
+    if isinstance(error["input"], str) and known is not None and TYPES.get(kind) == SECTION:
+        keys = [key for form in _sections_of(known.annotation) for key in ("name", "kind") if key in form.model_fields]
+        said = shown(error["input"])[1:-1]
+        return f"{SECTION}: write {{{keys[0]}: {said}}}" if keys else SECTION
     if kind in TYPES:
         return TYPES[kind]
     rule = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", ">=")

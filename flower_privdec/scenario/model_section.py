@@ -60,6 +60,8 @@ class ModelSection(Section):
     def _options_of_the_model(self) -> ModelSection:
         if (self.name is None) == (self.module is None):
             raise ValueError("give either a model's name, or module: package.module:factory")
+        if self.module is not None and ":" not in self.module:
+            raise ValueError(f"module={self.module!r} must be 'package.module:factory'")
         if self.module is None and self.arguments:
             raise ValueError("arguments belong to a module of your own: remove them, or give module")
         given, own = set(self._given()), MODEL_OPTIONS.get(self.name or "", ())

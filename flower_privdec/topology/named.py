@@ -112,12 +112,12 @@ def _static(name: str, graph: Any) -> Topology:
     return StaticTopology(name, n_peers, False, edge_array(pairs, n_peers, symmetric=True))
 
 
-def _draw_connected(name: str, seed: int, draw: Callable[[int], Any], remedy: str) -> Topology:
+def _draw_connected(name: str, seed: int, draw: Callable[[int], Any], blamed: str, remedy: str) -> Topology:
     for attempt in range(DRAWS):
         graph = draw(int(keyed_generator(seed, f"topology-{name}", attempt).integers(2**31)))
         if nx.is_connected(graph):
             return _static(name, graph)
-    raise ScenarioError(f"topology.name={name}: {DRAWS} draws and none was connected; {remedy}")
+    raise ScenarioError(f"{blamed} on topology {name}: {DRAWS} draws and none was connected; {remedy}")
 
 
 def _directed_exponential(name: str, n_peers: int, seed: int) -> Topology:
@@ -172,7 +172,10 @@ def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = 4) -> T
         raise ScenarioError(f"topology.degree={degree} must be < n_peers={n_peers}: a peer has only that many others")
     if degree * n_peers % 2:
         raise ScenarioError(f"topology.degree={degree} times n_peers={n_peers} must be even; change one of them by 1")
-    return _draw_connected(name, seed, lambda key: nx.random_regular_graph(degree, n_peers, seed=key), "raise degree")
+    blamed = f"topology.degree={degree}"
+    return _draw_connected(
+        name, seed, lambda key: nx.random_regular_graph(degree, n_peers, seed=key), blamed, "raise it"
+    )
 
 
 def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = 0.5) -> Topology:
@@ -180,7 +183,8 @@ def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = 0.5
     threshold = math.log(n_peers) / n_peers
     remedy = f"raise it well above ln(n)/n = {threshold:.2g}"
     check_probability(n_peers, p, remedy)
-    return _draw_connected(name, seed, lambda key: nx.fast_gnp_random_graph(n_peers, p, seed=key), remedy)
+    blamed = f"topology.probability={p}"
+    return _draw_connected(name, seed, lambda key: nx.fast_gnp_random_graph(n_peers, p, seed=key), blamed, remedy)
 
 
 def _small_world(name: str, n_peers: int, seed: int, *, degree: int = 4, rewire: float = 0.1) -> Topology:
@@ -190,8 +194,9 @@ def _small_world(name: str, n_peers: int, seed: int, *, degree: int = 4, rewire:
             f"topology.degree={degree} on topology small-world must be even and < n_peers={n_peers}: "
             "half of it to each side of the ring"
         )
+    blamed = f"topology.rewire={rewire}"
     return _draw_connected(
-        name, seed, lambda key: nx.watts_strogatz_graph(n_peers, degree, rewire, seed=key), "lower rewire"
+        name, seed, lambda key: nx.watts_strogatz_graph(n_peers, degree, rewire, seed=key), blamed, "lower it"
     )
 
 

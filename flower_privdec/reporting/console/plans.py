@@ -161,6 +161,7 @@ def _cost(plan: dict[str, Any]) -> list[tuple[str, str | None]]:
     seconds = plan["seconds"]
     return [
         ("memory", f"about {memory(plan['memory_bytes'])}: {', '.join(parts)}"),
+        ("gradients", plan["gradients"]),
         ("tables", _tables(plan)),
         (
             "time",
