@@ -19,7 +19,6 @@ from flower_privdec.words import printable
 app = typer.Typer(
     help="Private decentralized learning: peers train together, each with its own differential-privacy guarantee.",
     cls=CommandGroup,
-    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     suggest_commands=False,  # click does
@@ -40,6 +39,13 @@ class Runtime(StrEnum):
 
     engine = "engine"
     flower = "flower"
+
+
+class Device(StrEnum):
+    """Where numbers are computed."""
+
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 class FlowerMode(StrEnum):
@@ -205,7 +211,7 @@ def study(
 @command()
 def bench(
     workloads: Annotated[list[str] | None, typer.Argument(metavar="[W1 W2 W3 W4 FedDeper]", help="Which.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[Device, typer.Option(help="Where to time it.")] = Device.cpu,
     rounds: Annotated[int, typer.Option(min=3, help="Timed rounds of each variant.")] = 15,
     extras: Annotated[bool, typer.Option("--all", help="Also Opacus, vmap, gloo, relay and scaling.")] = False,
     as_json: Json = False,
@@ -213,7 +219,7 @@ def bench(
     """Measure the engine against a plain loop over peers, side by side in one process."""
     from flower_privdec import bench as benchmark
 
-    benchmark.main(workloads or [], device=device, rounds=rounds, extras=extras, as_json=as_json)
+    benchmark.main(workloads or [], device=device.value, rounds=rounds, extras=extras, as_json=as_json)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -221,8 +227,11 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that has no ε
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "" in arguments:
+        _leave("error", "an argument is empty: give it a value, or leave it out", 2)
     try:
-        result: Any = app(arguments, prog_name="privdec", standalone_mode=False)
+        result: Any = app(arguments or ["--help"], prog_name="privdec", standalone_mode=False)
     except StoppedError as error:
         _leave("interrupted", str(error), 130)
     except PrivdecError as error:

@@ -64,8 +64,8 @@ def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wan
 def _array_split(arrays: dict[str, np.ndarray], part: str, where: str, wanted: Wanted) -> Split:
     x, name = arrays[f"x_{part}"], f"{where}: x_{part}"
     labels = read_targets(arrays[f"y_{part}"], wanted.targets, f"{where}: y_{part}")
-    if x.dtype.kind not in "buif" or x.ndim < 2:
-        raise ScenarioError(f"{name} is {x.dtype} {list(x.shape)}: it must be numbers of shape [examples, ...]")
+    if x.dtype.kind not in "buif" or x.ndim < 2 or 0 in x.shape[1:]:
+        raise ScenarioError(f"{name} is {x.dtype} {list(x.shape)}: it must be numbers, [examples, features...]")
     if len(x) != len(labels):
         raise ScenarioError(f"{name} has {len(x)} rows for {len(labels)} labels: there must be one for each")
     if wanted.n_tokens is not None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from flower_privdec.errors import ScenarioError
 from flower_privdec.tasks.kinds import TARGETS, Targets
 
+MOST_CLASSES = 10**9
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -32,6 +34,8 @@ def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
     right = labels.ndim == 1 and len(labels) > 0 and labels.dtype.kind in "buif"
     if not right or (labels.dtype.kind == "f" and not bool((labels == np.rint(labels)).all())):
         raise ScenarioError(f"{name} is {labels.dtype} {list(labels.shape)}: it must be whole numbers of shape [N]")
+    if bool((np.abs(labels.astype(np.float64)) > MOST_CLASSES).any()):  # infinity, too
+        raise ScenarioError(f"{name} holds {labels.max()}: a label must be less than {MOST_CLASSES:,}; renumber them")
     whole = labels.astype(np.int64)
     if whole.min() < minimum:
         raise ScenarioError(f"{name} holds {whole.min()}: labels are 0..C-1, or -1 and +1 for two classes")

@@ -128,7 +128,7 @@ def _save(topology: Topology, out: Path) -> None:
             out.parent.mkdir(parents=True, exist_ok=True)
             draw_topology(topology).savefig(out, dpi=150, facecolor="white")
         except OSError as error:
-            raise ScenarioError(f"--out {out}: cannot be written ({error}); give another path") from error
+            raise ScenarioError(f"--out {out}: cannot be written ({error.strerror}); give another path") from error
 
 
 def draw_topology(topology: Topology) -> Figure:

@@ -59,7 +59,7 @@ def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise ScenarioError(f"--out {out}: cannot be written ({error}); give another path") from error
+        raise ScenarioError(f"--out {out}: cannot be written ({error.strerror}); give another path") from error
     return [group.summary for group in groups]
 
 

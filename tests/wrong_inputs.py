@@ -1,0 +1,466 @@
+"""Wrong inputs and what is said of each, for tests: the value, the rule and, where that is not the same, the remedy."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+SETTINGS = {  # laid over the tiny scenario of two rounds
+    "name=3": "name=3 must be text (quote it)",
+    "name=''": "name='' must be a name, not a path: at most 100 bytes on one line,",
+    "name=../../evil": "name='../../evil' must be a name, not a path: at most 100 bytes on one",
+    "name=a/b": "name='a/b' must be a name, not a path: at most 100 bytes on one line,",
+    "name=.hidden": "name='.hidden' must be a name, not a path: at most 100 bytes on one line,",
+    "name=-x": "name='-x' must be a name, not a path: at most 100 bytes on one line,",
+    "name=" + "x" * 101: "must be a name, not a path: at most 100 bytes",
+    "name=[a]": "name=['a'] must be text (quote it)",
+    'name="a\\nb"': "name='a\\nb' must be a name, not a path: at most 100 bytes on one line,",
+    "seed=-1": "seed=-1 must be >= 0",
+    "seed=1.5": "seed=1.5 must be a whole number",
+    "seed=x": "seed='x' must be a whole number",
+    "seed=9223372036854775808": "'9223372036854775808' must be less than 2^63; write a number so large as",
+    "seed=true": "seed=True must be a whole number",
+    "seed=null": "seed=None must be a whole number: leave the key out for its default",
+    "n_peers=0": "n_peers=0 must be >= 1",
+    "n_peers=-4": "n_peers=-4 must be >= 1",
+    "n_peers=1": "n_peers=1 must be >= 2 on the graph directed-exponential: one peer has",
+    "n_peers=2.5": "n_peers=2.5 must be a whole number",
+    "n_peers=four": "n_peers='four' must be a whole number",
+    "n_peers=1000000000000": "n_peers=1000000000000 must be <= 1000000",
+    "n_peers=241": "n_peers=241 must be 1 to 240, the number of training examples: lower it",
+    "n_peers=[4]": "n_peers=[4] must be a whole number",
+    "rounds=0": "rounds=0 must be >= 1",
+    "rounds=-1": "rounds=-1 must be >= 1",
+    "rounds=1e3": "rounds=1000.0 must be a whole number",
+    "rounds=1000000000000": "rounds=1000000000000 must be <= 1000000000",
+    "rounds=.inf": "rounds=inf must be a whole number",
+    "rounds=": "rounds=None must be a whole number: give one",
+    "data=digits": "data='digits' must be a section, as {key: value}",
+    "data.dataset=digit": "data.dataset='digit' must be one of 'digits', 'breast-cancer', 'mnist',",
+    "data.dataset=3": "data.dataset=3 must be a name that `privdec list` has, or a section with",
+    "data.dataset={modul: a}": "unknown key 'data.dataset.modul'; did you mean 'module'?",
+    "data.dataset=null": "data.dataset=None must be a name that `privdec list` has, or a section",
+    "data.samples=0": "data.samples=0 must be >= 1",
+    "data.samples=2000": "data.samples=2000 must be 1 to 1440, what digits has: change it or leave",
+    "data.samples=x": "data.samples='x' must be a whole number",
+    "data.test_samples=-1": "data.test_samples=-1 must be >= 1",
+    "data.test_samples=358": "data.test_samples=358 must be 1 to 357, what digits has: change it or",
+    "data.classes=1": "data.classes=1 must be >= 2",
+    "data.classes=5": "data.classes=5: the test set has label 9, and there are 5 classes, 0 to",
+    "data.classes=1000000000000": "model.name='softmax': one copy of its 65,000,000,000,000 parameters needs",
+    "data.vocabulary=50": "data.vocabulary is for tokens of your own, and digits is known: remove it",
+    "data.root=''": "data.root='' must be text that is not empty",
+    "data.test=3": "data.test=3 must be text (quote it)",
+    "data.partition=iid": "data.partition='iid' must be a section, as {key: value}: write {kind: iid}",
+    "data.partition.kind=idd": "data.partition.kind='idd' must be one of 'iid', 'dirichlet', 'shards',",
+    "data.partition.kind=dirichlet": "data.partition: kind dirichlet needs alpha: add it",
+    "data.partition={kind: dirichlet, alpha: 0}": "data.partition.alpha=0 must be > 0",
+    "data.partition={kind: dirichlet, alpha: .nan}": "data.partition.alpha=nan must be a finite number",
+    "data.partition={kind: dirichlet, alpha: .inf}": "data.partition.alpha=inf must be a finite number",
+    "data.partition.alpha=1": "data.partition: alpha belongs to kind dirichlet, not to iid: remove it",
+    "data.partition={kind: shards}": "data.partition: kind shards needs shards_per_peer: add it",
+    "data.partition={kind: shards, shards_per_peer: 61}": "data.partition.shards_per_peer=61 must be 1 to 60, what a",
+    "data.partition={kind: pathological, classes_per_peer: 11}": "data.partition.classes_per_peer=11 must be 1 to 10,",
+    "data.partition={kind: sizes, sizes: []}": "data.partition.sizes=[] must be 4 numbers > 0, one for each peer",
+    "data.partition={kind: sizes, sizes: [1, 2, 3]}": "data.partition.sizes=[1.0, 2.0, 3.0] must be 4 numbers > 0,",
+    "data.partition={kind: sizes, sizes: [100, 100, 100, 100]}": "data.partition.sizes=[100.0, 100.0, 100.0, 100.0]",
+    "data.partition={kind: sizes, sizes: [0.5, 0.5, 0.5, 0.5]}": "data.partition.sizes=[0.5, 0.5, 0.5, 0.5] must be",
+    "data.partition={kind: sizes, sizes: [-1, 1, 1, 1]}": "data.partition.sizes.0=-1 must be > 0",
+    "data.batch.size=0": "data.batch.size=0 must be >= 1",
+    "data.batch.size=61": "data.batch.size=61 must be at most 60, what the smallest peer, 0, holds",
+    "data.batch.size=x": "data.batch.size='x' must be a whole number",
+    "data.batch={sampling: poison, size: 4}": "data.batch.sampling='poison' must be one of 'poisson', 'uniform',",
+    "data.batch={sampling: full, size: 4}": "data.batch: sampling full takes every local example: remove size",
+    "data.batch={sampling: uniform}": "data.batch: sampling uniform needs size (examples a step): add it",
+    "data.batch={sampling: blocks, size: 4}": "data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr)",
+    "data.batch.rte=0.1": "unknown key 'data.batch.rte'; did you mean 'rate'?",
+    "features={kind: scatering}": "features.kind='scatering' must be one of 'scattering'; did you mean",
+    "features={kind: scattering, scales: 0}": "features.scales=0 must be >= 1",
+    "features={kind: scattering, scales: 9}": "features.scales=9 must be <= 8",
+    "features={kind: scattering, scales: 4}": "features.scales=4 needs images of more than 16 pixels a side and these",
+    "features=3": "features=3 must be a section, as {key: value}",
+    "features={scales: 2}": "'features.kind' is missing; add it",
+    "task.loss=mse": "data.dataset=digits has classes and the task's loss takes numbers: set",
+    "task.loss=crossentropy": "task.loss='crossentropy' must be one of 'cross-entropy', 'logistic',",
+    "task.metrics=[]": "task.metrics=[] must be a list that is not empty",
+    "task.metrics=[acuracy]": "task.metrics.0='acuracy' must be one of 'accuracy', 'balanced-accuracy',",
+    "task.metrics=[rmse]": "task: rmse is a metric of numbers, and loss cross-entropy is for classes:",
+    "task.metrics=[accuracy, accuracy]": "task: metrics names one of accuracy twice: keep one",
+    "task.loss={module: 'nowhere:loss'}": "task.loss.module='nowhere:loss': there is no module nowhere; it must be",
+    "model=softmax": "model='softmax' must be a section, as {key: value}: write {name: softmax}",
+    "model={}": "model: give either a model's name, or module: package.module:factory",
+    "model.name=sofmax": "model.name='sofmax' must be one of 'linear', 'softmax', 'mlp', 'cnn',",
+    "model.name=text": "model.name='text' is for tokens: use linear or mlp for numbers, or give",
+    "model={name: mlp, hidden: [0]}": "model.hidden.0=0 must be >= 1",
+    "model={name: mlp, hidden: 100}": "model.hidden=100 must be a list, as [1, 2]",
+    "model={name: mlp, hidden: [1000000000000]}": "model.name='mlp': one copy of its 75,000,000,000,010 parameters",
+    "model={name: mlp, activation: relux}": "model.activation='relux' must be one of 'relu' or 'tanh'; did you mean",
+    "model={name: mlp, channels: [4]}": "model: channels belongs to cnn, cnn-small, cnn-dyn-d2p, cnn-pdsl,",
+    "model={name: mlp, arguments: {a: 1}}": "model: arguments belong to a module of your own: remove them, or give",
+    "model={name: cnn, channels: [4, 4, 4, 4]}": "model.channels=[4, 4, 4, 4] has 4 poolings of 2 x 2, too many for",
+    "model={name: cnn, kernel: 0}": "model.kernel=0 must be >= 1",
+    "model={name: cnn, kernel: 1000000000}": "model.name='cnn' has more parameters than can be counted; use a smaller",
+    "model={name: resnet18-gn, width: 30}": "model.width=30 must be a multiple of model.groups=32: change one of them",
+    "model={name: resnet18-gn, groups: 0}": "model.groups=0 must be >= 1",
+    "model.bias=maybe": "model.bias='maybe' must be true or false",
+    "model.init=random": "model.init='random' must be one of 'default' or 'zeros'",
+    "model={name: mlp, module: 'a:b'}": "model: give either a model's name, or module: package.module:factory",
+    "model={module: a}": "model: module='a' must be 'package.module:factory'",
+    "model={module: 'nowhere:factory'}": "model.module='nowhere:factory': there is no module nowhere; it must be",
+    "model={module: 'os:getcwd'}": "model.module='os:getcwd' must be a torch.nn.Module, not str",
+    "model={module: 'os:getcwdx'}": "model.module='os:getcwdx': os has no getcwdx; did you mean 'getcwd'?",
+    "model={module: 'os:sep'}": "model.module='os:sep': sep is of type str and must be a function that",
+    "model={module: 3}": "model.module=3 must be text (quote it)",
+    "algorithm=privsgp": "algorithm='privsgp' must be a section, as {key: value}: write {name:",
+    "algorithm.name=privsg": "algorithm.name='privsg' must be one of sgp, privsgp, d-psgd, dp2-sgd,",
+    "algorithm.name=null": "algorithm.name='None' must be one of sgp, privsgp, d-psgd, dp2-sgd,",
+    "algorithm={learning_rate: 1}": "'algorithm.name' is missing; add it",
+    "algorithm.learning_rate=0": "algorithm.learning_rate=0 must be > 0 and finite (for every peer)",
+    "algorithm.learning_rate=-1": "algorithm.learning_rate=-1 must be > 0 and finite (for every peer)",
+    "algorithm.learning_rate=.nan": "algorithm.learning_rate=nan must be > 0 and finite (for every peer)",
+    "algorithm.learning_rate=.inf": "algorithm.learning_rate=inf must be > 0 and finite (for every peer)",
+    "algorithm.learning_rate=[1, 2]": "algorithm.learning_rate lists 2 numbers for n_peers=4: give one a peer",
+    "algorithm.learning_rate=[]": "algorithm.learning_rate=[] must be a number, or a list with one number",
+    "algorithm.learning_rate=fast": "algorithm.learning_rate='fast' must be a number, or a list with one",
+    "algorithm.learning_rate=1e-300": "algorithm.learning_rate, over the batch size, times privacy.clip_norm is",
+    "algorithm.learning_rate_decay=2": "algorithm.learning_rate_decay=2 must be <= 1",
+    "algorithm.lr=1": "unknown key 'algorithm.lr'; did you mean 'learning_rate'?",
+    "algorithm.local_steps=2": "unknown key 'algorithm.local_steps'; it belongs to scaffold, fedavg,",
+    "algorithm={name: fedavg, learning_rate: 0.1, local_steps: 0}": "algorithm.local_steps=0 must be >= 1",
+    "algorithm={name: fedavg, learning_rate: 0.1, local_steps: 1000000000000}": "algorithm.local_steps=1000000000000",
+    "algorithm={name: feddeper, learning_rate: 0.1, mixing_rate: 0.1}": "algorithm: mixing_rate=0.1 must be in [1/2,",
+    "algorithm={name: feddeper, learning_rate: 0.1, rho: 1}": "algorithm.rho=1 must be < 1",
+    "algorithm={name: scaffold, learning_rate: 0.1}": "algorithm.name=scaffold on topology directed-exponential must",
+    "algorithm={name: dp-sgd, learning_rate: 0.1}": "n_peers=4 must be 1 for dp-sgd, the centralized reference; use",
+    "algorithm={name: dyn-d2p, learning_rate: 0.1, rho_mu: 0.5}": "algorithm.rho_mu=0.5 must be >= 1",
+    "algorithm={name: privsgp-vr, learning_rate: 0.1, table: blocks}": "data.batch.sampling: blocks and",
+    "algorithm={name: privsgp-vr, learning_rate: 0.1, table: densee}": "algorithm.table='densee' must be one of",
+    "algorithm={name: adp2-sgd, learning_rate: 0.1}": "algorithm.name=adp2-sgd on topology directed-exponential with",
+    "algorithm={name: d-psgd, learning_rate: 0.1, momentum: 0.9}": "unknown key 'algorithm.momentum'",
+    "algorithm={module: 'nowhere:A', learning_rate: 1}": "algorithm.module='nowhere:A': there is no module nowhere;",
+    "topology=ring": "topology='ring' must be a section, as {key: value}: write {name: ring}",
+    "topology.name=rng": "topology.name='rng' must be one of 'directed-exponential',",
+    "topology.degree=3": "topology.degree is no option of directed-exponential: it takes none",
+    "topology={name: random-regular, degree: 4}": "topology.degree=4 must be < n_peers=4: a peer has only that many",
+    "topology={name: random-regular, degree: 1}": "topology.degree=1 must be >= 2",
+    "topology={name: random-regular, degree: 0}": "topology.degree=0 must be >= 1",
+    "topology={name: small-world, degree: 3}": "topology.degree=3 on topology small-world must be even and <",
+    "topology={name: erdos-renyi, probability: 0}": "topology.probability=0 must be > 0",
+    "topology={name: erdos-renyi, probability: 1.5}": "topology.probability=1.5 must be <= 1",
+    "topology={name: erdos-renyi, probability: 0.0001}": "topology.probability=0.0001 on topology erdos-renyi: 200",
+    "topology={name: erdos-renyi, p: 0.5}": "unknown key 'topology.p'; did you mean 'probability'?",
+    "topology={name: torus, rows: 3}": "n_peers=4 on topology torus with rows=3 must be rows x cols, both >= 2;",
+    "topology={name: edge-list}": "topology.file is missing: edge-list reads its edges from a text file; add",
+    "topology={name: edge-list, file: nowhere.txt}": "topology.file=nowhere.txt cannot be read (No such file or",
+    "topology={name: random-edges, edges: 7}": "topology.edges=7 must be <= 6, the undirected edges of complete",
+    "topology={name: random-edges, supergraph: directed-ring}": "topology.supergraph=directed-ring must be undirected",
+    "topology.weights=metropolis": "topology.weights=metropolis on topology directed-exponential must have an",
+    "topology.weights=fair": "topology.weights='fair' must be one of 'auto', 'column-stochastic',",
+    "topology={module: 'nowhere:graph'}": "topology.module='nowhere:graph': there is no module nowhere; it must be",
+    "topology={name: server, degree: 2}": "topology.degree is no option of server: it takes none",
+    "participation=all": "participation='all' must be a section, as {key: value}: write {kind: all}",
+    "participation.kind=some": "participation.kind='some' must be one of 'all' or 'uniform'",
+    "participation.kind=uniform": "participation: kind uniform needs fraction, kind all takes none",
+    "participation.fraction=0.5": "participation: kind uniform needs fraction, kind all takes none",
+    "participation={kind: uniform, fraction: 0}": "participation.fraction=0 must be > 0",
+    "participation={kind: uniform, fraction: 2}": "participation.fraction=2 must be <= 1",
+    "participation={kind: uniform, fraction: 0.01}": "participation.kind=uniform leaves 1 peer of 4 active, so nobody",
+    "privacy=maybe": "privacy='maybe' must be none, or a section with epsilon and delta",
+    "privacy=null": "privacy=None must be none, or a section with epsilon and delta",
+    "privacy={}": "'privacy.delta' is missing; add it",
+    "privacy.epsilon=0": "privacy.epsilon=0 must be > 0 and finite (for every peer)",
+    "privacy.epsilon=-1": "privacy.epsilon=-1 must be > 0 and finite (for every peer)",
+    "privacy.epsilon=.inf": "privacy.epsilon=inf must be > 0 and finite (for every peer)",
+    "privacy.epsilon=.nan": "privacy.epsilon=nan must be > 0 and finite (for every peer)",
+    "privacy.epsilon=1e-9": "privacy.epsilon=1e-09 cannot be met within 0.5 %: at delta=0.001 ε jumps",
+    "privacy.epsilon=[1, 2]": "privacy.epsilon lists 2 numbers for n_peers=4: give one a peer",
+    "privacy.epsilon=[1, 2, 3, x]": "privacy.epsilon=[1, 2, 3, 'x'] must be a number, or a list with one",
+    "privacy.epsilon=three": "privacy.epsilon='three' must be a number, or a list with one number for",
+    "privacy.delta=0": "privacy.delta=0 must be > 0 and finite (for every peer)",
+    "privacy.delta=1": "privacy.delta=1 must be < 1 (well below one over the number of examples)",
+    "privacy.delta=2": "privacy.delta=2 must be < 1 (well below one over the number of examples)",
+    "privacy.delta=1e-310": "privacy.delta=1e-310 must be at least 1e-300; use about one over 10 times",
+    "privacy.delta=null": "privacy.delta=None must be a number, or a list with one number for each",
+    "privacy.clip_norm=0": "privacy.clip_norm=0 must be > 0 and finite (for every peer)",
+    "privacy.clip_norm=1e40": "privacy.clip_norm is 1e+40 in some step and must be between 1e-15 and",
+    "privacy.noise_multiplier=-1": "privacy.noise_multiplier=-1 must be >= 0",
+    "privacy={epsilon: 3, delta: 1e-3, noise_multiplier: 0}": "privacy.epsilon=3 is below what a peer's first step",
+    "privacy={delta: 1e-3}": "privacy: give epsilon (a budget the noise is solved for),",
+    "privacy.calibration=exact": "privacy.calibration='exact' must be one of 'rigorous' or 'paper'",
+    "privacy={epsilon: 3, delta: 1e-3, calibration: paper, noise_multiplier: 1}": "privacy: calibration paper",
+    "privacy.c_2=0": "privacy.c_2=0 must be > 0",
+    "privacy.schedule={rho_c: 0.5}": "privacy.schedule.rho_c=0.5 must be >= 1",
+    "privacy.schedule={rho_c: 2, noise: [1]}": "privacy.schedule: give rho_c and rho_mu, or the lists clip_norms and",
+    "privacy.schedule={noise: [1, 2, 3]}": "privacy.schedule.noise lists 3 values for rounds=2: give one a round, or",
+    "privacy.schedule={clip_norms: []}": "privacy.schedule.clip_norms lists 0 values for rounds=2: give one a",
+    "privacy.schedule={noise: [0]}": "privacy.schedule.noise.0=0 must be > 0",
+    "privacy.ledger=''": "privacy.ledger='' must be text that is not empty",
+    "privacy.ledger=s.yaml": "s.yaml cannot be made (File exists); give another ledger folder",
+    "evaluation.every=0": "evaluation.every=0 must be >= 1",
+    "evaluation.evry=2": "unknown key 'evaluation.evry'; did you mean 'every'?",
+    "evaluation.peer_samples=0": "evaluation.peer_samples=0 must be >= 1",
+    "evaluation.private=shown": "evaluation.private='shown' must be one of 'withheld' or 'ignored'",
+    "compute.device=gpu": "compute.device='gpu' must be one of 'auto', 'cpu' or 'cuda'; did you mean",
+    "compute.dtype=float16": "compute.dtype='float16' must be one of 'float32' or 'float64'; did you",
+    "compute.threads=0": "compute.threads=0 must be >= 1",
+    "compute.threads=100000": "compute.threads=100000 must be <= 1024",
+    "compute.generator=numpy": "compute.generator='numpy' must be one of 'auto', 'fast' or 'torch'",
+    "compute.memory_mib=1": "compute.memory_mib=1 must be >= 16",
+    "plan.smoothness=0": "plan.smoothness=0 must be > 0",
+    "plan.dimension=0": "plan.dimension=0 must be >= 1",
+    "plan=3": "plan=3 must be a section, as {key: value}",
+    "nonsense=1": "unknown key 'nonsense'",
+    "epsilon=1": "unknown key 'epsilon'; did you mean 'privacy.epsilon'?",
+    "nonsense": "must read key.path=value, as in --set privacy.epsilon=1",
+    "=1": "must read key.path=value, as in --set privacy.epsilon=1",
+    "a..b=1": "must read key.path=value, as in --set privacy.epsilon=1",
+    "rounds=[": "not valid YAML (expected the node content, but found '<stream end>');",
+    "rounds={1: 2}": "the key '1' must be a word; quote it",
+    "rounds=&a [*a]": "not valid YAML (the alias *a stands in what it names); quote the value",
+    "rounds=!!set {a}": "the tag 'tag:yaml.org,2002:set' is not taken: write text, numbers, lists",
+    'name="\\x07"': "'\\x07' holds the control character '\\x07'; take it out",
+    "rounds=" + "9" * 5000: "cannot be read as what it looks like; quote it",
+    "rounds=1e400": "'1e400' is beyond the largest number there is, 1.8e308; lower it",
+    "privacy=" + "[" * 40: "not valid YAML (more than 32 levels deep); quote the value",
+}
+
+GRAPH = "topology={{name: edge-list, file: {}}}"
+EDGES: dict[str, tuple[bytes | None, str]] = {
+    "word": (b"0 1\n1 x\n", "line 2: '1 x' must be two peer ids, `sender receiver`"),
+    "loop": (b"0 0\n", "line 1: peer 0 sends to itself; leave it out"),
+    "far": (b"0 9\n", "line 1: peer 9 must be < n_peers=4; ids start at 0"),
+    "three": (b"0 1 2\n", "line 1: '0 1 2' must be two peer ids"),
+    "nothing": (b"# nothing\n", "has no edges; write one `sender receiver` pair per line"),
+    "apart": (b"0 1\n2 3\n", "can never agree: peers 2, 3 can never hear from peer 0; add edges"),
+    "negative": (b"0 -1\n", "line 1: '0 -1' must be two peer ids"),
+    "digits": (b"0 " + b"9" * 5000, "must be two peer ids"),
+    "bytes": (b"\xff\xfe", "cannot be read (not UTF-8 text); name a text file of edges"),
+    "absent": (None, "cannot be read (No such file or directory); name a text file of edges"),
+}
+
+TEXTS: dict[str, tuple[str, str]] = {  # whole scenario files, with {} where the tiny scenario stands
+    "nothing": ("", "a scenario is a mapping of sections (name, n_peers, data, ...), not None"),
+    "a word": ("hello", "not 'hello'"),
+    "a list": ("- 1", "not [1]"),
+    "an open bracket": ("{}x: [1", "s.yaml:11: not valid YAML"),
+    "a tab": ("\tname: x", "s.yaml:1: not valid YAML (found character"),
+    "a key twice": ("{}name: again", "s.yaml:11: key 'name' stands twice; keep one"),
+    "a number as key": ("{}1: 2", "s.yaml:11: the key '1' must be a word; quote it"),
+    "a list as key": ("{}[1]: 2", "must be a word; quote it"),
+    "two documents": ("{}---\nx: 1", "s.yaml:11: not valid YAML (but found another document)"),
+    "an alias bomb": (
+        "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
+        + "".join(
+            f"{key}: &{key} [{', '.join([f'*{below}'] * 10)}]\n"
+            for below, key in zip("abcdefgh", "bcdefghi", strict=True)
+        ),
+        "s.yaml:6: not valid YAML (with its aliases more than 1,000,000 values",
+    ),
+    "itself": ("a: &a [*a]", "s.yaml:1: not valid YAML (the alias *a stands in what it names)"),
+    "depth": ("a: " + "[" * 10_000, "more than 32 levels deep"),
+    "a control character": ("{}x: \x07", "s.yaml:11: not valid YAML (special characters are not allowed)"),
+    "an object": ("{}x: !!python/object/apply:os.system [ls]", "s.yaml:11: the tag"),
+    "length": ("#" * 2_000_000, "has more than 1,048,576 characters; give a shorter one"),
+    "many keys": ("".join(f"k{i}: 1\n" for i in range(300)), "s.yaml:1: unknown key 'k0'"),
+    "an unknown section": ("{}private: {epsilon: 1}", "s.yaml:11: unknown key 'private'; did you mean 'privacy'?"),
+    "no name": ("n_peers: 4", "'name' is missing; add it (and "),
+    "another language": ('{"name": "x"', "not valid YAML"),
+}
+
+COMMANDS: dict[tuple[str, ...], str] = {
+    (
+        "run",
+        "nowhere.yaml",
+    ): "nowhere.yaml: cannot be read as a scenario file (No such file or directory); give the path",
+    ("run", "folder"): "folder: cannot be read as a scenario file (Is a directory); give the path",
+    ("run", "bytes.yaml"): "bytes.yaml: cannot be read as a scenario file (not UTF-8 text)",
+    ("run", "/dev/zero"): "/dev/zero: has more than 1,048,576 characters; give a shorter one",
+    ("run", ""): "an argument is empty: give it a value, or leave it out",
+    ("run", "s.yaml", "--out", ""): "an argument is empty",
+    ("plan", "nowhere.yaml"): "nowhere.yaml: cannot be read as a scenario file",
+    ("show", "nowhere.yaml"): "nowhere.yaml: cannot be read as a scenario file",
+    ("topology", "nowhere.yaml"): "nowhere.yaml: cannot be read as a scenario file",
+    ("plan", "s.yaml", "--set", "n_peers=0"): "--set: n_peers=0 must be >= 1",
+    ("plan", "s.yaml", "--json", "--set", "x"): "--set x: must read key.path=value",
+    ("plan", "s.yaml", "--set", "n_peers=241"): "--set: n_peers=241 must be 1 to 240, the number of training examples",
+    ("plan", "s.yaml", "--set", "plan={heterogeneity: -1}"): "plan.heterogeneity=-1 must be >= 0",
+    ("show", "s.yaml", "--set", "privacy.epsilon=-1"): "privacy.epsilon=-1 must be > 0",
+    ("run", "s.yaml", "--resume"): "runs/tiny holds no checkpoint to resume from; leave --resume out",
+    ("run", "s.yaml", "--out", "text"): "text is not a folder; give another --out",
+    ("run", "s.yaml", "--out", "text/run"): "cannot be made (Not a directory); give another ledger folder",
+    (
+        "run",
+        "s.yaml",
+        "--set",
+        "privacy=none",
+        "--out",
+        "text/run",
+    ): "cannot be written to (Not a directory); give another",
+    ("run", "s.yaml", "--mode", "relay"): "--mode relay is for --runtime flower: add that, or leave --mode out",
+    ("run", "s.yaml", "--supernodes", "2"): "--supernodes 2 is for --runtime flower",
+    ("run", "s.yaml", "--cpus", "2"): "--cpus 2 is for --runtime flower",
+    ("run", "s.yaml", "--gpus", "1"): "--gpus 1.0 is for --runtime flower",
+    ("run", "s.yaml", "--gpus", "-1"): "'--gpus'",
+    ("run", "s.yaml", "--cpus", "x"): "'--cpus'",
+    ("run", "s.yaml", "--runtime", "cloud"): "'--runtime'",
+    ("run", "s.yaml", "--nope"): "No such option",
+    ("run",): "Missing argument",
+    ("run", "s.yaml", "t.yaml"): "unexpected extra argument (t.yaml)",
+    ("run", "s.yaml", "--set"): "'--set' requires an argument",
+    ("rum",): "No such command 'rum'. Did you mean 'run'",
+    ("--nope",): "No such option",
+    ("list", "more"): "unexpected extra argument (more)",
+    ("topology", "s.yaml", "--out", "x.gif"): "--out x.gif: must end in .png, .svg, .pdf; rename it",
+    ("topology", "s.yaml", "--out", "text/x.png"): "--out text/x.png: cannot be written",
+    (
+        "topology",
+        "s.yaml",
+        "--set",
+        "n_peers=5000",
+        "--out",
+        "x.png",
+    ): "a picture of 5,000 peers and 5,000 edges would show",
+    (
+        *("topology", "s.yaml", "--set", "n_peers=1000", "--set", "topology.name=complete", "--out", "x.png"),
+    ): "a picture of 1,000 peers and 999,000 edges would show nothing; draw at most",
+    (
+        *("topology", "s.yaml", "--set", "n_peers=20000", "--set", "topology.name=erdos-renyi"),
+    ): "topology.name=erdos-renyi has about 2e+08 edges with n_peers=20000, and at most 4,000,000 can be listed; take",
+    (
+        *("topology", "s.yaml", "--set", "n_peers=100000", "--set", "topology.name=bipartite"),
+    ): "topology.name=bipartite has about 5e+09 edges",
+    (
+        *("topology", "s.yaml", "--set", "n_peers=20000", "--set", "topology={name: erdos-renyi, probability: 0.0003}"),
+    ): "topology.probability=0.0003 leaves about 49.5 of n_peers=20000 without an edge",
+    ("report",): "Missing argument",
+    ("report", "nowhere"): "nowhere: is not a folder; give a folder that `privdec run` left",
+    ("report", "folder"): "folder: has no scenario.yaml, so it is not a run",
+    ("report", "text"): "text: is not a folder",
+    ("report", "broken"): "broken/scenario.yaml:1: not valid YAML",
+    ("study",): "name a study; `privdec study --list` lists them",
+    ("study", "nosuch"): "study 'nosuch' must be one of",
+    ("study", "bytes.yaml"): "bytes.yaml: cannot be read as a study (not UTF-8 text)",
+    ("study", "s.yaml"): "s.yaml:2: unknown key 'seed'; did you mean 'seeds'?",
+    ("study", "dyn-d2p", "--size", "huge"): "--size huge: study dyn-d2p has the sizes laptop, paper; name one",
+    ("study", "dyn-d2p", "--jobs", "-1"): "'--jobs'",
+    ("bench", "W9"): "workload='W9' must be one of W1, W2, W3, W4, FedDeper",
+    ("bench", "--device", "tpu"): "'--device'",
+    ("bench", "--rounds", "0"): "'--rounds'",
+}
+
+
+def arrays(**others: Any) -> bytes:
+    """Return an .npz file of 60 and 12 examples of three classes, some of its arrays others; None leaves one out."""
+    x, y = np.linspace(-1, 1, 240, dtype=np.float32).reshape(60, 4), np.arange(60) % 3
+    whole = {"x_train": x, "y_train": y, "x_test": x[:12], "y_test": y[:12]} | others
+    file = io.BytesIO()
+    np.savez(file, **{name: value for name, value in whole.items() if value is not None})
+    return file.getvalue()
+
+
+def zipped(x_train: bytes, change: Callable[[bytearray], None] = lambda content: None) -> bytes:
+    """Return such a file with other bytes as its x_train.npy, or with its own where they are none, and then changed."""
+    file, whole = io.BytesIO(), zipfile.ZipFile(io.BytesIO(arrays()))
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in whole.namelist():
+            archive.writestr(name, x_train if x_train and name == "x_train.npy" else whole.read(name))
+    content = bytearray(file.getvalue())
+    change(content)
+    return bytes(content)
+
+
+def npy(shape: str, descr: str = "<f4") -> bytes:
+    """Return the beginning of an .npy file that promises an array."""
+    header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(64)
+
+
+def _set_all(signature: bytes, offset: int, value: int, content: bytearray) -> None:
+    at = content.find(signature)
+    while at >= 0:
+        content[at + offset] = value
+        at = content.find(signature, at + 4)
+
+
+def _encrypted(content: bytearray) -> None:
+    _set_all(b"PK\x03\x04", 6, 1, content)
+    _set_all(b"PK\x01\x02", 8, 1, content)
+
+
+def _oddly_compressed(content: bytearray) -> None:
+    _set_all(b"PK\x03\x04", 8, 97, content)
+    _set_all(b"PK\x01\x02", 10, 97, content)
+
+
+def _flipped(content: bytearray) -> None:
+    content[200] ^= 255
+
+
+ARCHIVES: dict[str, tuple[bytes | None, str]] = {
+    "absent": (None, "data.root=d.npz is no file: dataset npz needs the path of an .npz with x_train"),
+    "empty": (b"", "cannot be read as .npz (BadZipFile: File is not a zip file): save the arrays anew"),
+    "text": (b"hello", "cannot be read as .npz"),
+    "one array": (npy("(4,)"), "cannot be read as .npz (a single array)"),
+    "pickle": (b"\x80\x04K\x03.", "cannot be read as .npz"),
+    "no member": (b"PK\x05\x06" + bytes(18), "lacks x_test, y_test: it must hold x_test, y_test"),
+    "cut": (arrays()[:-100], "cannot be read as .npz"),
+    "encrypted": (zipped(b"", _encrypted), "is encrypted, password required"),
+    "oddly compressed": (zipped(b"", _oddly_compressed), "That compression method is not supported"),
+    "a flipped byte": (zipped(b"", _flipped), "Bad CRC-32"),
+    "10^15 rows": (zipped(npy("(10**15, 4)".replace("10**15", str(10**15)))), "promises [1000000000000000, 4] float32"),
+    "10^30 rows": (zipped(npy(f"({10**30},)")), "and has fewer bytes: save plain numbers"),
+    "rows below none": (zipped(npy("(-5, 4)")), "has the shape [-5, 4]: save it anew"),
+    "half a row": (zipped(npy("(2.5,)")), "shape is not valid"),
+    "code": (zipped(npy("__import__('os').system('touch pwned')")), "cannot be read as .npz"),
+    "no array": (zipped(b"xx"), "cannot be read as .npz"),
+    "another version": (
+        zipped(b"\x93NUMPY\x09\x00" + bytes(90)),
+        "is of version (9, 0) of .npy and must be 1.0 or 2.0",
+    ),
+    "objects": (zipped(npy("(4,)", "|O")), "x_train holds Python objects: save plain numbers"),
+    "an endless header": (zipped(b"\x93NUMPY\x02\x00\xff\xff\xff\xffx"), "cannot be read as .npz"),
+    "an unknown type": (zipped(npy("(4,)", "zzz")), "descr is not a valid dtype descriptor"),
+    "infinite labels": (
+        arrays(y_train=np.full(60, np.inf)),
+        "y_train holds inf: a label must be less than 1,000,000,000",
+    ),
+    "labels that are no number": (arrays(y_train=np.full(60, np.nan)), "it must be whole numbers of shape [N]"),
+    "half labels": (arrays(y_train=np.full(60, 0.5)), "it must be whole numbers of shape [N]"),
+    "labels below none": (arrays(y_train=np.arange(60) - 5), "y_train holds -5: labels are 0..C-1"),
+    "endless labels": (arrays(y_train=np.full(60, 1e300)), "y_train holds 1e+300: a label must be less than"),
+    "unsigned labels": (arrays(y_train=np.full(60, 2**64 - 1, np.uint64)), "a label must be less than 1,000,000,000"),
+    "labels far apart": (arrays(y_test=np.arange(12) * 10**6), "they must be 0..C-1, none missing, C >= 2; renumber"),
+    "word labels": (arrays(y_train=np.array(["a"] * 60)), "y_train is <U1 [60]: it must be whole numbers"),
+    "flat labels": (arrays(y_train=np.zeros((60, 2), int)), "y_train is int64 [60, 2]: it must be whole numbers"),
+    "no labels": (arrays(y_train=None), "lacks y_train: it must hold x_train, y_train"),
+    "few labels": (arrays(y_train=np.arange(5) % 3), "x_train has 60 rows for 5 labels: there must be one for each"),
+    "a missing class": (arrays(y_test=np.array([0, 2] * 6)), "has labels 0, 2: they must be 0..C-1, none missing"),
+    "one class": (arrays(y_test=np.zeros(12, int)), "has labels 0: they must be 0..C-1"),
+    "a class too many": (arrays(y_train=np.arange(60) % 7), "has label 6, and there are 3 classes, 0 to 2: mend"),
+    "signs": (arrays(y_train=np.array([-1, 3] * 30)), "with -1 the only other label is +1; renumber"),
+    "no test set": (arrays(x_test=np.zeros((0, 4)), y_test=np.zeros(0, int)), "y_test is int64 [0]"),
+    "no training set": (arrays(x_train=np.zeros((0, 4)), y_train=np.zeros(0, int)), "y_train is int64 [0]"),
+    "no features": (
+        arrays(x_train=np.zeros((60, 0)), x_test=np.zeros((12, 0))),
+        "it must be numbers, [examples, features",
+    ),
+    "flat features": (arrays(x_train=np.zeros(60)), "x_train is float64 [60]: it must be numbers"),
+    "other features": (
+        arrays(x_train=np.zeros((60, 5))),
+        "shape [5] and test examples of shape [4]: they must be equal",
+    ),
+    "features that are no number": (
+        arrays(x_train=np.full((60, 4), np.nan)),
+        "x_train holds NaN or infinity in float32",
+    ),
+    "infinite features": (arrays(x_test=np.full((12, 4), np.inf)), "every feature must be finite; mend it"),
+    "features beyond float32": (arrays(x_train=np.full((60, 4), 1e300)), "x_train holds NaN or infinity in float32"),
+    "complex features": (arrays(x_train=np.zeros((60, 4), complex)), "x_train is complex128"),
+    "dates": (arrays(x_train=np.zeros((60, 4), "M8[s]")), "x_train is datetime64[s]"),
+    "words": (arrays(x_train=np.full((60, 4), "x")), "x_train is <U1"),
+}
