@@ -189,16 +189,16 @@ FEATURES = Choice(
 )
 MODELS = Choice(
     {
-        "linear": "softmax regression, or one output for a margin loss (bias)",
-        "softmax": "linear by the name it has with cross-entropy (bias)",
-        "mlp": "fully connected (hidden, activation)",
-        "cnn": "convolutions, 2 x 2 max pooling, fully connected (channels, kernel, hidden, activation, pool)",
+        "linear": "softmax regression, or one output for a margin loss",
+        "softmax": "linear by the name it has with cross-entropy",
+        "mlp": "fully connected",
+        "cnn": "convolutions, 2 x 2 max pooling, fully connected",
         "cnn-small": "two 3x3 convolutions of 16 and 32 channels, fully connected 64",
         "cnn-dyn-d2p": "Dyn-D2P's shallow CNN: two convolutions and two linear layers (sizes not in the paper)",
         "cnn-pdsl": "PDSL's CNN for MNIST: two 3x3 convolutions with pooling and one linear layer",
         "cnn-feddeper": "FedDeper's CNN for MNIST: 32 and 64 3x3 filters, fully connected 1024 and 512",
-        "resnet18-gn": "ResNet-18 with GroupNorm for small images (groups, width)",
-        "text": "mean of the embeddings of tokens, of which 0 pads, fully connected (width, hidden, activation)",
+        "resnet18-gn": "ResNet-18 with GroupNorm for small images",
+        "text": "mean of the embeddings of tokens, of which 0 pads, fully connected",
     }
 )
 ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})

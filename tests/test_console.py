@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.errors import ScenarioError
 from flower_privdec.reporting import console, wording
 from flower_privdec.reporting.console.progress import PLAIN_LINES, scalars
-from flower_privdec.reporting.console.views import adjacency_picture, comparison_row, parts
+from flower_privdec.reporting.console.views import _table, adjacency_picture, comparison_row, parts
 
 
 @given(st.floats(min_value=1e-6, max_value=1e8))
@@ -218,3 +219,30 @@ def test_adjacency_picture_marks_who_hears_whom() -> None:
         "2 · ● ·     2 · · ·",
     ]
     assert len(adjacency_picture(3, [[(0, 1)]] * 2, width=9)) == 9
+
+
+@pytest.mark.parametrize("width", [40, 60, 79, 80, 120])
+def test_a_bar_fits_its_terminal_and_cuts_no_number(width: int) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, highlight=False)
+    scenario = small_scenario("name=a-run-with-quite-a-long-name-of-its-own", "rounds=4000")
+    with console.progress(scenario, Path("nowhere"), console=screen) as show:
+        show(metrics_line(2000, 1.5, 0.5))
+        show(metrics_line(4000, 3.0, 0.75))
+    text: str = screen.file.getvalue()  # type: ignore[attr-defined]
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", text).splitlines()
+    lines = [line for line in shown if line.strip()]
+    assert max(map(len, lines)) <= width
+    bar = next(line for line in reversed(lines) if "4000/4000" in line)
+    assert bar.rstrip().endswith("done")
+    assert ("0:00" in bar) == (width >= 80)
+
+
+def test_a_table_on_a_narrow_terminal_folds_and_loses_nothing() -> None:
+    table = _table([("peers", "left"), ("noise multiplier", "right"), ("ε after each quarter", "right")])
+    table.add_row("0-3, 5, 7-12", "4.24", "1.31, 1.98, 2.52, 3.00")
+    screen = Console(file=io.StringIO(), width=48)
+    screen.print(table)
+    said = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in said
+    for word in ("0-3,", "7-12", "multiplier", "quarter", "4.24", "1.31,", "3.00"):
+        assert word in said

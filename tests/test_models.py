@@ -153,7 +153,7 @@ def test_own_module_with_wrong_shapes(factory: str) -> None:
 
 
 def test_own_module_that_fails_or_returns_no_tensor(factory: str) -> None:
-    with pytest.raises(ScenarioError, match=r"returns tuple: it must be one tensor \[2, 3\]"):
+    with pytest.raises(ScenarioError, match=r"returns tuple for 2 examples: it must be one tensor \[2, 3\]"):
         build_model(f"{factory}:strange", (4,), 3, seed=1, arguments={"answer": "pair"})
     with pytest.raises(ScenarioError, match=r"cannot take inputs of shape \[4\]: KeyError: 'other'"):
         build_model(f"{factory}:strange", (4,), 3, seed=1, arguments={"answer": "other"})

@@ -265,7 +265,7 @@ def test_many_peers_cut_off_are_counted_not_listed() -> None:
             "erdos-renyi",
             6,
             {"probability": 0.02},
-            r"topology\.name=erdos-renyi: 200 draws and none was connected; raise it",
+            r"probability=0\.02 on topology erdos-renyi: 200 draws and none was connected; raise it",
         ),
         (
             "erdos-renyi",

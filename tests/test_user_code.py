@@ -193,7 +193,7 @@ RAISED = {
     "builds": ("def part():\n    raise KeyError('a\\nb')\n", "could not be built with {}: KeyError: 'a"),
     "leaves": ("import sys\ndef part():\n    sys.exit(3)\n", "could not be built with {}: SystemExit: 3"),
     "none": ("def part():\n    pass\n", "must be a torch.nn.Module, not NoneType"),
-    "tuple": ("(self.out(x.flatten(1)),)", "returns tuple: it must be one tensor [2, 10]"),
+    "tuple": ("(self.out(x.flatten(1)),)", "returns tuple for 2 examples: it must be one tensor [2, 10]"),
     "whole": ("self.out(x.flatten(1)).long()", "returns torch.int64: it must be floating numbers"),
     "complex": ("self.out(x.flatten(1)) * 1j", "returns torch.complex"),
     "few": ("self.out(x.flatten(1))[:, :3]", "turns 2 examples into [2, 3]: it must be [2, 10]"),

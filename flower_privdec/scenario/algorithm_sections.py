@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, SerializeAsAny, Tag, WrapValidator, model_validator
 
-from flower_privdec.catalogue import ALGORITHMS, GRADIENT_TABLES
+from flower_privdec.catalogue import ALGORITHMS, GRADIENT_TABLES, Choice
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.fields import OWN_OR_NAMED, Count, NonNegative, PerPeer, Section
 from flower_privdec.user_code import find_given, is_given, load_own, without_tokens
@@ -224,6 +224,15 @@ NamedSection = Annotated[
     | FedDeperSection,
     Field(discriminator="name"),
 ]
+
+
+def algorithm_options(name: str) -> dict[str, Any]:
+    """Return the keys that an algorithm has beside those of all, with their defaults; None of what others decide."""
+    for form in get_args(get_args(NamedSection)[0]):
+        if name in next(part for part in form.model_fields["name"].metadata if isinstance(part, Choice)):
+            own = {key: field for key, field in form.model_fields.items() if key not in GradientSection.model_fields}
+            return {key: field.get_default() for key, field in own.items()}
+    raise KeyError(name)
 
 
 def own_section(module: object) -> type[OwnAlgorithmSection]:

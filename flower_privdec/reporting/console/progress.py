@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 from rich.text import Text
 
 from flower_privdec.errors import ScenarioError
@@ -21,6 +22,7 @@ from flower_privdec.words import duration, epsilon_text, number
 
 Metrics = dict[str, Any]
 PLAIN_LINES = 10
+NARROW_BAR = 80  # columns
 
 
 class _View(Protocol):
@@ -86,12 +88,17 @@ class _Clock:
 
 
 def counting_bar(console: Console) -> Progress:
-    """Return a bar of what is done of how much, the time that took, and the task's field `left`."""
+    """Return a bar of what is done of how much, the time that took, and the task's field `left`.
+
+    On a narrow terminal a long description is cut, and the time is left out.
+    """
+    narrow = console.width < NARROW_BAR
+    room = Column(no_wrap=True, overflow="ellipsis", max_width=console.width // 3 if narrow else None)
     return Progress(
-        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.description}", markup=False, table_column=room),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        *([] if narrow else [TimeElapsedColumn()]),
         TextColumn("{task.fields[left]}"),
         console=console,
         disable=not console.is_terminal,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from flower_privdec import catalogue
+from flower_privdec.models import model_options
 from flower_privdec.reporting.wording import (
     claim,
     epsilon_range,
@@ -31,6 +32,8 @@ from flower_privdec.reporting.wording import (
     sent,
     shares_models,
 )
+from flower_privdec.scenario.algorithm_sections import algorithm_options
+from flower_privdec.topology import topology_options
 from flower_privdec.words import NOTHING, duration, number
 
 PLAIN_WIDTH = 130
@@ -89,7 +92,7 @@ def _table(columns: Sequence[tuple[str, str]]) -> Table:
     """Return an empty table; each column is a heading and `left` or `right`."""
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for heading, side in columns:
-        table.add_column(heading, justify="right" if side == "right" else "left", no_wrap=True)
+        table.add_column(heading, justify="right" if side == "right" else "left", overflow="fold")
     return table
 
 
@@ -249,16 +252,16 @@ def _adjacency_block(n_peers: int, edges: Sequence[Sequence[int]], round_index: 
 
 
 def parts() -> dict[str, dict[str, str]]:
-    """Return everything a scenario can name, with one line each."""
+    """Return everything a scenario can name, with one line each that says what keys it takes."""
     return {
-        "algorithms": dict(catalogue.ALGORITHMS.lines),
+        "algorithms": _lines(catalogue.ALGORITHMS, algorithm_options),
         "tables": dict(catalogue.GRADIENT_TABLES.lines),
-        "topologies": dict(catalogue.TOPOLOGIES.lines),
+        "topologies": _lines(catalogue.TOPOLOGIES, topology_options),
         "weights": dict(catalogue.WEIGHTS.lines),
         "participations": dict(catalogue.PARTICIPATIONS.lines),
         "losses": dict(catalogue.LOSSES.lines),
         "metrics": dict(catalogue.METRICS.lines),
-        "models": dict(catalogue.MODELS.lines),
+        "models": _lines(catalogue.MODELS, model_options),
         "activations": dict(catalogue.ACTIVATIONS.lines),
         "inits": dict(catalogue.INITS.lines),
         "datasets": dict(catalogue.DATASETS.lines),
@@ -266,6 +269,19 @@ def parts() -> dict[str, dict[str, str]]:
         "samplings": dict(catalogue.SAMPLINGS.lines),
         "features": dict(catalogue.FEATURES.lines),
     }
+
+
+def _lines(choice: catalogue.Choice, options: Callable[[str], Mapping[str, Any]]) -> dict[str, str]:
+    """Return the line on each name, with the keys that it takes and their defaults, where these are known before."""
+    lines = {}
+    for name, line in choice.lines.items():
+        said = [key if value is None else f"{key}: {_plain(value)}" for key, value in options(name).items()]
+        lines[name] = f"{line} ({', '.join(said)})" if said else line
+    return lines
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def print_parts(as_json: bool) -> None:
