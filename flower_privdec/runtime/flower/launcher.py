@@ -6,6 +6,7 @@ import json
 import os
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from flower_privdec import __version__
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.runtime.flower.superlink import CONNECTION, LocalSuperLink, tail
+from flower_privdec.runtime.flower.superlink import CONNECTION, INSTALL, LocalSuperLink, tail
 from flower_privdec.runtime.recorder import OnMetrics, Recorder
 from flower_privdec.scenario import Scenario, to_yaml
 
@@ -76,9 +77,11 @@ def flower_run(
         The summary, as written to summary.json.
 
     Raises:
-        ScenarioError: when the input is wrong; nothing was started or written.
+        ScenarioError: when the input is wrong, or Flower's simulation is not installed; nothing was started or written.
         RunError: when the run failed.
     """
+    if find_spec("ray") is None:
+        raise ScenarioError(f"Flower's simulation needs ray, which is not installed: {INSTALL}")
     experiment = scenario if isinstance(scenario, Experiment) else Experiment.build(scenario)
     nodes = _check_nodes(experiment, mode, n_supernodes)
     gpus = _check_resources(experiment, nodes, cpus, gpus)
