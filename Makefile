@@ -29,7 +29,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n logical --maxprocesses 4
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP_INSTALL) -e '.[docs]'

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from flower_privdec.errors import PrivdecError, RunError, ScenarioError
+from flower_privdec import __version__
+from flower_privdec.errors import PrivdecError, RunError, ScenarioError, StoppedError
+from flower_privdec.typer_parts import Command, CommandGroup, saying_when_interrupted
+from flower_privdec.words import printable
 
 app = typer.Typer(
     help="Private decentralized learning: peers train together, each with its own differential-privacy guarantee.",
+    cls=CommandGroup,
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     suggest_commands=False,  # click does
     rich_markup_mode=None,
 )
+command = partial(app.command, cls=Command)
 
 ScenarioFile = Annotated[
     Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML), or the name of one that comes along.")
@@ -44,7 +51,23 @@ class FlowerMode(StrEnum):
     relay = "relay"
 
 
-@app.command()
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"privdec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    pass
+
+
+@command()
 def run(
     scenario: ScenarioFile,
     out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME")] = None,
@@ -74,7 +97,12 @@ def run(
     loaded = load_scenario(scenario, settings or ())
     folder = out or Path("runs") / loaded.name
     experiment = Experiment.build(loaded)
-    with console.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
+    kept = saying_when_interrupted(
+        "nothing was kept yet; run the same command again",
+        f"the same command with --resume goes on from {folder}",
+        chosen=(folder / "checkpoint").exists,
+    )
+    with kept, console.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
         if runtime is Runtime.engine:
             from flower_privdec.runtime.run import run as run_engine
 
@@ -99,7 +127,7 @@ def _for_flower(runtime: Runtime, **options: Any) -> dict[str, Any]:
     return given
 
 
-@app.command()
+@command()
 def show(scenario: ScenarioFile, settings: Settings = None) -> None:
     """Print a scenario with every default: as a value, or as a comment where it follows from something else."""
     from flower_privdec.reporting.scenario_view import complete_yaml
@@ -108,7 +136,7 @@ def show(scenario: ScenarioFile, settings: Settings = None) -> None:
     typer.echo(complete_yaml(load_scenario(scenario, settings or ())), nl=False)
 
 
-@app.command("list")
+@command("list")
 def list_parts(as_json: Json = False) -> None:
     """List everything a scenario can name: algorithms, topologies, models, datasets and more."""
     from flower_privdec.reporting import console
@@ -116,7 +144,7 @@ def list_parts(as_json: Json = False) -> None:
     console.print_parts(as_json)
 
 
-@app.command()
+@command()
 def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = False) -> None:
     """Say what a run would cost: noise, ε over the rounds, memory and time; run nothing."""
     from flower_privdec import planner
@@ -127,7 +155,7 @@ def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = Fals
     console.print_plan(planner.make_plan(Experiment.build(load_scenario(scenario, settings or ()))), as_json)
 
 
-@app.command()
+@command()
 def topology(
     scenario: ScenarioFile,
     settings: Settings = None,
@@ -141,7 +169,7 @@ def topology(
     console.print_topology(graph_view.describe(load_scenario(scenario, settings or ()), out), as_json)
 
 
-@app.command()
+@command()
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `privdec run` left.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
@@ -154,7 +182,7 @@ def report(
     typer.echo(f"report: {out}")
 
 
-@app.command()
+@command()
 def study(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A study, or the path of its file.")] = None,
     size: Annotated[str | None, typer.Option(help="One of the study's sizes.", show_default="its first")] = None,
@@ -166,19 +194,19 @@ def study(
     list_studies: Annotated[bool, typer.Option("--list", help="List the studies and their parts.")] = False,
 ) -> None:
     """Run a grid of scenarios, a paper's or your own, and publish tables, plots and whether its claims show."""
-    from flower_privdec.study import command
+    from flower_privdec.study import command as studies
 
     if list_studies:
-        command.print_studies()
+        studies.print_studies()
     elif name is None:
         raise typer.BadParameter("name a study; `privdec study --list` lists them", param_hint="NAME")
     elif dry_run:
-        command.print_cells(name, size, only or (), settings or ())
+        studies.print_cells(name, size, only or (), settings or ())
     else:
-        command.run_study(name, size=size, out=out, jobs=jobs, only=only or (), settings=settings or ())
+        studies.run_study(name, size=size, out=out, jobs=jobs, only=only or (), settings=settings or ())
 
 
-@app.command()
+@command()
 def bench(
     workloads: Annotated[list[str] | None, typer.Argument(metavar="[W1 W2 W3 W4 FedDeper]", help="Which.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -193,21 +221,39 @@ def bench(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: 0 done, 1 the run failed, 2 the input is wrong (nothing was written)."""
+    """Run the command line: 0 done, 1 the run failed, 2 the input is wrong (nothing was written), 130 Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that has no ε
     try:
-        result: Any = app(arguments, standalone_mode=False)
+        result: Any = app(arguments, prog_name="privdec", standalone_mode=False)
+    except StoppedError as error:
+        _leave("interrupted", str(error), 130)
     except PrivdecError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1 if isinstance(error, RunError) else 2)
-    except KeyboardInterrupt:
-        typer.echo("interrupted: the same `privdec study`, or `privdec run ... --resume`, goes on from here", err=True)
-        sys.exit(130)
+        _leave("error", str(error), 1 if isinstance(error, RunError) else 2)
     except typer.Exit as leaving:
         sys.exit(leaving.exit_code)
+    except OSError as error:
+        _leave("error", f"{error.filename or 'a file'}: {error.strerror or error}; mend that, then try again", 1)
     except Exception as error:
-        show = getattr(error, "show", None)  # click's usage errors know how to print themselves
-        if show is None:
-            raise
-        show()
-        sys.exit(getattr(error, "exit_code", 2))
+        _leave_unless_a_bug(error)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _leave(kind: str, message: str, status: int) -> NoReturn:
+    """Say in one line why, and end."""
+    typer.echo(f"{kind}: {printable(message)}", err=True)
+    sys.exit(status)
+
+
+def _leave_unless_a_bug(error: Exception) -> NoReturn:
+    """End with one line where the command line was wrong or memory ran out; anything else is a bug, and is shown."""
+    say = getattr(error, "format_message", None)  # of a usage error of click's, typer's own copy of it included
+    if say is not None:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "privdec"
+        message = " ".join(say().split()).rstrip(".")
+        _leave("error", f"{message}; `{command} --help` says what there is", getattr(error, "exit_code", 2))
+    if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):
+        _leave("error", "memory ran out; use a smaller model or fewer peers (`privdec plan` estimates the need)", 1)
+    raise error

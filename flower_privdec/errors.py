@@ -17,3 +17,10 @@ class BudgetError(PrivdecError):
 
 class RunError(PrivdecError):
     """A run that had started could not go on."""
+
+
+class StoppedError(PrivdecError):
+    """The user pressed Ctrl-C; the message says how to go on."""
+
+
+RAISED_BY_USERS = (Exception, SystemExit)  # what a user's own code may raise: anything, sys.exit too, but not Ctrl-C

@@ -15,7 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from flower_privdec.catalogue import ACTIVATIONS, INITS, MODELS
-from flower_privdec.errors import PrivdecError, ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
+from flower_privdec.machine import check_room
 from flower_privdec.rows import keyed_generator
 from flower_privdec.user_code import load_own
 from flower_privdec.words import one_line
@@ -54,12 +55,15 @@ def build_model(
     shape = tuple(int(size) for size in input_shape)
     if not shape or min(shape) < 1 or n_classes < 1:
         raise ScenarioError(f"input_shape={list(shape)} and n_classes={n_classes} must be positive")
+    where = f"model.{'module' if ':' in name else 'name'}={name!r}"
     factory = _own(name, arguments or {}) if ":" in name else _named(name, shape, n_classes, n_tokens, options)
+    if ":" not in name:
+        _check_room(factory, where)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(keyed_generator(seed, "model").integers(2**63)))
         module = factory()
-        check_model(module, name)
-        _check_output(module, name, shape, n_classes, n_tokens)  # lazy layers draw their parameters here
+        check_model(module, where)
+        _check_output(module, where, shape, n_classes, n_tokens)  # lazy layers draw their parameters here
     if init == "zeros":
         with torch.no_grad():
             for parameter in module.parameters():
@@ -67,33 +71,46 @@ def build_model(
     return module
 
 
-def check_model(module: nn.Module, name: str = "model") -> None:
+def _check_room(factory: Callable[[], nn.Module], where: str) -> None:
+    """Count the parameters of a model without making them, and refuse more than fit into memory.
+
+    Raises:
+        ScenarioError: with the count.
+    """
+    try:
+        with torch.device("meta"):
+            count = parameter_count(factory())
+    except RuntimeError as error:  # more than a size can count
+        raise ScenarioError(f"{where} has more parameters than can be counted; use a smaller one") from error
+    check_room(4 * count, f"{where}: one copy of its {count:,} parameters", "use a smaller model")
+
+
+def check_model(module: nn.Module, where: str = "model") -> None:
     """Refuse a model whose gradient for one example depends on the others or on unkeyed random numbers.
 
     Raises:
         ScenarioError: batch normalisation, running statistics, dropout, frozen parameters or none at all.
     """
     if not isinstance(module, nn.Module):
-        raise ScenarioError(f"model {name!r} must be a torch.nn.Module, not {type(module).__name__}")
+        raise ScenarioError(f"{where} must be a torch.nn.Module, not {type(module).__name__}")
     for path, part in module.named_modules():
         kind = type(part).__name__
         if isinstance(part, _BatchNorm) and not isinstance(part, _InstanceNorm):
             raise ScenarioError(
-                f"model {name!r} uses {kind} ({path}), which mixes the examples of a batch, so that none "
+                f"{where} uses {kind} ({path}), which mixes the examples of a batch, so that none "
                 "can be clipped alone: use torch.nn.GroupNorm"
             )
         if isinstance(part, _InstanceNorm) and part.track_running_stats:
-            raise ScenarioError(f"model {name!r} uses {kind} ({path}) with running statistics: use GroupNorm")
+            raise ScenarioError(f"{where} uses {kind} ({path}) with running statistics: use GroupNorm")
         if isinstance(part, _DropoutNd) and part.p > 0:
             raise ScenarioError(
-                f"model {name!r} uses {kind} ({path}), whose random numbers are not keyed by peer and round: "
-                "leave it out"
+                f"{where} uses {kind} ({path}), whose random numbers are not keyed by peer and round: leave it out"
             )
     if not list(module.parameters()):
-        raise ScenarioError(f"model {name!r} has no parameters to train")
+        raise ScenarioError(f"{where} has no parameters to train")
     for path, parameter in module.named_parameters():
         if not parameter.requires_grad:
-            raise ScenarioError(f"model {name!r} has a frozen parameter ({path}): register it as a buffer")
+            raise ScenarioError(f"{where} has a frozen parameter ({path}): register it as a buffer")
 
 
 def parameter_count(module: nn.Module) -> int:
@@ -156,14 +173,17 @@ def _cnn(
         layers += [nn.MaxPool2d(2)] if pool else []
         size, height, width = count, height // (1 + pool), width // (1 + pool)
     if min(height, width) < 1:
-        raise ScenarioError(f"input_shape={list(shape)} is too small for {len(channels)} poolings of 2 x 2")
+        raise ScenarioError(
+            f"model.channels={list(channels)} has {len(channels)} poolings of 2 x 2, too many for images of "
+            f"{shape[1]} x {shape[2]} pixels: give fewer, or set model.pool to false"
+        )
     return nn.Sequential(*layers, nn.Flatten(), *_dense(size * height * width, hidden, n_classes, activation))
 
 
 def _resnet18_gn(shape: Shape, n_classes: int, *, groups: int = 32, width: int = 64) -> nn.Module:
     channels = _image(shape)[0]
     if width % groups:
-        raise ScenarioError(f"width={width} must be a multiple of groups={groups}")
+        raise ScenarioError(f"model.width={width} must be a multiple of model.groups={groups}: change one of them")
     layers: list[nn.Module] = [_conv_norm(channels, width, 3, 1, groups), nn.ReLU()]
     size = width
     for stage in range(4):
@@ -224,7 +244,7 @@ def _dense(size: int, hidden: Sequence[int], n_classes: int, activation: str) ->
     layers: list[nn.Module] = []
     for width in hidden:
         if width < 1:
-            raise ScenarioError(f"hidden={list(hidden)} must be positive widths")
+            raise ScenarioError(f"model.hidden={list(hidden)} must be positive widths")
         layers += [nn.Linear(size, width), _activation(activation)]
         size = width
     return [*layers, nn.Linear(size, n_classes)]
@@ -238,8 +258,8 @@ def _activation(name: str) -> nn.Module:
 def _image(shape: Shape) -> Shape:
     if len(shape) != 3:
         raise ScenarioError(
-            f"input_shape={list(shape)} must be [channels, height, width] for a convolutional model: "
-            "use linear or mlp for plain features"
+            f"model.name: a convolutional model takes images [channels, height, width], and examples here are "
+            f"{list(shape)}: use linear or mlp"
         )
     return shape
 
@@ -278,7 +298,7 @@ def _named(
     valid = model_options(name)
     for option in options:
         if option not in valid:
-            raise ScenarioError(f"model {name!r} has no option {option!r}: its options are {', '.join(valid)}")
+            raise ScenarioError(f"model.{option} is no option of {name}: its options are {', '.join(valid)}")
     tokens = () if n_tokens is None else (n_tokens,)
     return partial(_BUILDERS[name], shape, n_classes, *tokens, **options)
 
@@ -291,7 +311,7 @@ def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
             made: nn.Module = function(**arguments)
         except PrivdecError:
             raise
-        except Exception as error:  # a user's own function may raise anything
+        except RAISED_BY_USERS as error:  # a user's own function may raise anything
             raise ScenarioError(
                 f"model.module={target!r} could not be built with {dict(arguments)}: {one_line(error)}"
             ) from error
@@ -300,14 +320,13 @@ def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
     return build
 
 
-def _check_output(module: nn.Module, name: str, shape: Shape, n_classes: int, n_tokens: int | None) -> None:
+def _check_output(module: nn.Module, where: str, shape: Shape, n_classes: int, n_tokens: int | None) -> None:
     try:
         with torch.no_grad():
             output = module(torch.zeros(2, *shape, dtype=torch.float32 if n_tokens is None else torch.int64))
-    except Exception as error:  # the user's own forward may raise anything
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ScenarioError(f"model {name!r} cannot take inputs of shape {list(shape)}: {reason}") from error
+    except RAISED_BY_USERS as error:  # the user's own forward may raise anything
+        raise ScenarioError(f"{where} cannot take inputs of shape {list(shape)}: {one_line(error)}") from error
     if not isinstance(output, Tensor):
-        raise ScenarioError(f"model {name!r} returns {type(output).__name__}: it must be one tensor [2, {n_classes}]")
+        raise ScenarioError(f"{where} returns {type(output).__name__}: it must be one tensor [2, {n_classes}]")
     if output.shape != (2, n_classes):
-        raise ScenarioError(f"model {name!r} turns 2 examples into {list(output.shape)}: it must be [2, {n_classes}]")
+        raise ScenarioError(f"{where} turns 2 examples into {list(output.shape)}: it must be [2, {n_classes}]")

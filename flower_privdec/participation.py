@@ -89,9 +89,11 @@ def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float 
         raise ScenarioError(f"n_peers={n_peers} must be >= 1")
     if kind == "all":
         if fraction is not None:
-            raise ScenarioError(f"fraction={fraction} has no place in participation all; use kind uniform")
+            raise ScenarioError(
+                f"participation.fraction={fraction} has no place in participation all; use kind uniform"
+            )
         return Everybody(n_peers)
     if fraction is None or not 0 < fraction <= 1:
-        raise ScenarioError(f"fraction={fraction} must be in (0, 1] for participation uniform")
+        raise ScenarioError(f"participation.fraction={fraction} must be in (0, 1] for kind uniform")
     count = math.ceil(round(fraction * n_peers, 9))  # 0.07 * 100 is a hair above 7 in floating point
     return UniformParticipation(n_peers, max(count, 1), seed)

@@ -128,7 +128,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path: Path)
         (r"seeds=\[1, 1\] must be", (base,), {"seeds": [1, 1]}),
         (r"seed=-1 must be >= 0", (base,), {"seeds": [-1]}),
         (r"jobs=0 must be >= 1", (base,), {"jobs": 0}),
-        (r"metrics: 'acuracy' must be one of .*; did you mean 'accuracy'", (base,), {"metrics": ["acuracy"]}),
+        (r"metric 'acuracy' must be one of .*; did you mean 'accuracy'", (base,), {"metrics": ["acuracy"]}),
         (
             r"privacy\.ledger must be left out of a comparison",
             (fp.make_scenario(base, {"privacy.ledger": str(tmp_path / "ledger")}),),

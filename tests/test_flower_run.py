@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import flower_privdec as fp
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.flower.keeper import family
@@ -102,3 +103,17 @@ def test_flwr_run_takes_the_repository_and_the_quickstart(tmp_path: Path, nothin
     assert [(app / "pyproject.toml").read_bytes() for app in apps] == pyprojects
     assert_same_models(tmp_path / "0", tmp_path / "1")
     assert os.listdir(tmp_path / "0" / "ledger")
+
+
+def test_python_runs_by_flower_and_stops_there(tiny: Tiny, tmp_path: Path, nothing_left: list[Path]) -> None:
+    """A callback that stops a run leaves no process, and what the engine would have recorded until then."""
+    scenario = tiny("rounds=4000", "evaluation.every=4")
+    stopped = fp.run(scenario, out=tmp_path / "run", runtime="flower", on_metrics=lambda metrics: True)
+    assert not stopped.finished
+    assert 0 < stopped.summary["rounds_done"] < 4000
+    done = stopped.metrics[-1]["round"]
+    engine = fp.run(scenario, on_metrics=lambda metrics: metrics["round"] == done)
+    for ours, theirs in zip(stopped.metrics, engine.metrics, strict=True):
+        assert ours | {"seconds": 0} == theirs | {"seconds": 0}
+    assert (tmp_path / "run" / "checkpoint").is_file()
+    assert not stopped.model(0).training

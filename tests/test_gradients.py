@@ -451,7 +451,7 @@ def test_the_module_is_left_as_it_was(name: str) -> None:
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (nn.Linear(2, 2), {"kind": "ghost"}, "gradients='ghost' must be one of auto, stacked"),
+        (nn.Linear(2, 2), {"kind": "ghost"}, "kind='ghost' must be one of auto, stacked"),
         (nn.Conv2d(1, 1, 1), {"kind": "stacked"}, "needs a Sequential"),
         (nn.LayerNorm(3), {"kind": "factored"}, "does not fit this model: LayerNorm has parameters"),
         (nn.Linear(2, 2), {"loss": "hinges"}, "did you mean 'hinge'"),

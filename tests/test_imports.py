@@ -10,9 +10,21 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "flower_privdec"
 FLOORS = [
-    *("errors", "words", "files", "catalogue", "user_code", "rows", "tasks", "scenario", "topology", "participation"),
+    *(
+        "errors",
+        "words",
+        "files",
+        "machine",
+        "catalogue",
+        "user_code",
+        "rows",
+        "tasks",
+        "scenario",
+        "topology",
+        "participation",
+    ),
     *("mixing", "data", "models", "gradients", "privacy", "algorithms", "experiment", "runtime", "reporting"),
-    *("planner", "study", "api", "bench", "testing", "flwr_apps", "cli", "__main__"),
+    *("planner", "study", "api", "bench", "testing", "flwr_apps", "typer_parts", "cli", "__main__"),
 ]
 FLOWER = {"flwr", "ray", "grpc"}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

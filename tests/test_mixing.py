@@ -405,7 +405,7 @@ def test_spectral_gaps_of_random_rounds_are_their_product_over_the_horizon() -> 
         ("random-edges", "doubly-stochastic", 1.0, "all in- and out-degrees the same"),
         ("directed-exponential", "doubly-stochastic", 0.5, "must have participation all, not uniform"),
         ("ring", "server", 1.0, "weights=server on topology ring must be on topology server"),
-        ("ring", "metropolis", 0.05, "participation=uniform leaves 1 peer of 12 active"),
+        ("ring", "metropolis", 0.05, "participation.kind=uniform leaves 1 peer of 12 active"),
     ],
 )
 def test_weights_a_graph_does_not_have_are_refused(name: str, weights: str, fraction: float, message: str) -> None:

@@ -163,14 +163,14 @@ def test_own_module_that_fails_or_returns_no_tensor(factory: str) -> None:
     ("name", "shape", "options", "message"),
     [
         ("mpl", (4,), {}, "did you mean 'mlp'"),
-        ("mlp", (4,), {"hiden": [3]}, "no option 'hiden': its options are hidden, activation"),
+        ("mlp", (4,), {"hiden": [3]}, "model.hiden is no option of mlp: its options are hidden, activation"),
         ("mlp", (4,), {"activation": "gelu"}, "relu, tanh"),
         ("mlp", (4,), {"hidden": [0]}, "positive widths"),
-        ("linear", (4,), {"shape": 3}, "no option 'shape'"),
+        ("linear", (4,), {"shape": 3}, "model.shape is no option of linear"),
         ("linear", (4,), {"init": "ones"}, "init='ones' must be one of default, zeros"),
         ("cnn-small", (4,), {}, "use linear or mlp"),
-        ("cnn-small", (1, 3, 3), {}, "too small"),
-        ("resnet18-gn", (3, 8, 8), {"groups": 3}, "multiple of groups=3"),
+        ("cnn-small", (1, 3, 3), {}, "too many for images of 3 x 3 pixels"),
+        ("resnet18-gn", (3, 8, 8), {"groups": 3}, "multiple of model.groups=3"),
         ("linear", (), {}, "must be positive"),
     ],
 )

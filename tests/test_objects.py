@@ -549,3 +549,10 @@ def test_given_parts_keep_the_laws_of_privacy() -> None:
     testing.assert_sensitivity(experiment, 4, example=3)
     testing.assert_noise(experiment, 4)
     testing.assert_nothing_else_leaves(experiment)
+
+
+def test_a_metric_decides_no_noise_and_makes_other_cells(tmp_path: Path) -> None:
+    both = [given(task={"metrics": [inside(METRIC.replace("2", by))]}, rounds=2) for by in ("2", "4")]
+    assert len(set(ids(*both))) == 1
+    rows = [fp.compare(each, seeds=[1], folder=tmp_path / "cells").rows[0]["part"]["mean"] for each in both]
+    assert rows[0] == pytest.approx(2 * rows[1])

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flower_privdec.data import PARTITIONS, partition
+from flower_privdec.data.partition import _dirichlet
 from flower_privdec.errors import ScenarioError
 
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 60))
@@ -159,8 +160,40 @@ def test_pathological_leaves_out_a_class_that_nobody_drew() -> None:
 
 
 @pytest.mark.usefixtures("label_partitions")
+@given(least=st.integers(1, 20), seed=st.integers(0, 2**40), alpha=st.sampled_from([0.02, 0.1, 1.0]))
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_with_a_least_size_nobody_holds_less_and_as_few_as_can_be_are_moved(
+    least: int, seed: int, alpha: float
+) -> None:
+    """Nobody who drew enough gains, nobody gives away what takes it below another, and everything is dealt out."""
+    parts = partition(LABELS, 30, "dirichlet", seed, alpha=alpha, min_size=least)
+    check_lawful(parts, 30, len(LABELS))
+    assert sum(map(len, parts)) == len(LABELS)
+    drawn = [np.sort(part) for part in _dirichlet(LABELS, 30, seed, alpha)]
+    moved = 0
+    most = max(map(len, parts))
+    for before, after in zip(drawn, parts, strict=True):
+        assert len(after) >= least
+        kept = np.intersect1d(before, after)
+        if len(before) < least:
+            assert len(after) == least
+            assert len(kept) == len(before)
+            moved += least - len(before)
+        else:
+            assert len(kept) == len(after) >= min(len(before), most - 1)
+    assert same(parts, drawn) == (moved == 0)
+    assert same(parts, partition(LABELS, 30, "dirichlet", seed, alpha=alpha, min_size=least))
+
+
+@pytest.mark.usefixtures("label_partitions")
+def test_a_least_size_moves_nothing_where_all_hold_enough() -> None:
+    wide = partition(LABELS, 7, "dirichlet", 1, alpha=100.0)
+    assert same(wide, partition(LABELS, 7, "dirichlet", 1, alpha=100.0, min_size=40))
+
+
+@pytest.mark.usefixtures("label_partitions")
 def test_empty_peer_is_named() -> None:
-    refused("leaves peer", "no example", "larger alpha", n_peers=60, kind="dirichlet", alpha=0.01)
+    refused("leaves peer", "no example", "min_size, a larger alpha", n_peers=60, kind="dirichlet", alpha=0.01)
     refused("leaves peer 1", labels=np.arange(9), n_peers=2, kind="sizes", sizes=[0.5, 0.01])
 
 
@@ -172,6 +205,10 @@ WRONG: list[tuple[str, dict[str, Any], list[str]]] = [
     ("dirichlet", {"alpha": 0.0}, ["alpha=0.0 must be > 0"]),
     ("dirichlet", {"alpha": float("nan")}, ["alpha=nan"]),
     ("dirichlet", {"alpha": "high"}, ["alpha=high"]),
+    ("dirichlet", {"alpha": 1.0, "min_size": 86}, ["min_size=86 must be 1 to 85"]),
+    ("dirichlet", {"alpha": 1.0, "min_size": 0}, ["min_size=0 must be 1 to 85"]),
+    ("dirichlet", {"alpha": 1.0, "min_size": 1.5}, ["min_size=1.5 must be a whole number"]),
+    ("iid", {"min_size": 3}, ["data.partition.min_size is no option of kind iid"]),
     ("shards", {"shards_per_peer": 0}, ["shards_per_peer=0", "1 to 85"]),
     ("shards", {"shards_per_peer": 86}, ["shards_per_peer=86", "1 to 85"]),
     ("shards", {"shards_per_peer": 1.5}, ["shards_per_peer=1.5", "whole number"]),

@@ -168,7 +168,7 @@ def test_a_run_that_does_not_fit_is_refused_before_it_starts(
     with pytest.raises(SystemExit) as leaving:
         cli.main(["run", str(file), "--out", str(out), "--set", vr("dense")])
     assert leaving.value.code == 2
-    assert "error: algorithm.table='dense' needs about" in capsys.readouterr().err
+    assert "algorithm.table='dense' needs about" in capsys.readouterr().err
     assert not out.exists()
     monkeypatch.setattr(memory, "available_bytes", lambda _device: 1000)
     with pytest.raises(ScenarioError, match=r"n_peers=1 with models of 650 parameters need .* use fewer peers"):

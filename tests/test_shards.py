@@ -21,8 +21,9 @@ from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import traffic
 from flower_privdec.runtime.run import run
 from flower_privdec.study.cells import expand
-from flower_privdec.study.results import metric
+from flower_privdec.study.measured import metric
 from flower_privdec.study.spec import load_study
+from flower_privdec.tasks.kinds import METRIC_KINDS
 
 DEPER = ["algorithm.name=feddeper", "algorithm.local_steps=3", "topology.name=server", "privacy=none"]
 OWN_LABELS = ["data.partition={kind: pathological, classes_per_peer: 2}", "n_peers=5"]
@@ -223,13 +224,13 @@ def test_growth_is_what_the_personalized_models_do_without_gradients(build, grap
 
 
 def test_a_study_can_look_at_the_best_or_the_late_accuracy_of_a_run():
-    values = [0.1, 0.9, 0.5, 0.6, 0.7, 0.8, 0.6, 0.7, 0.6, 0.8]
-    assert metric("accuracy").over(values) == 0.8
-    assert metric("best-accuracy").over(values) == 0.9
-    assert metric("late-accuracy").over(values) == pytest.approx(0.7)
-    assert metric("personalized.personal_models.mean").share
+    values, kinds = [0.1, 0.9, 0.5, 0.6, 0.7, 0.8, 0.6, 0.7, 0.6, 0.8], {"accuracy": METRIC_KINDS["accuracy"]}
+    assert metric("accuracy", kinds).over(values) == 0.8
+    assert metric("best-accuracy", kinds).over(values) == 0.9
+    assert metric("late-accuracy", kinds).over(values) == pytest.approx(0.7)
+    assert metric("personalized.personal_models.mean", kinds).share
     line = {"personalized": {"personal_models": {"mean": 0.4}}}
-    assert metric("personalized.personal_models.mean").read(line, "feddeper") == 0.4
+    assert metric("personalized.personal_models.mean", kinds).read(line, "feddeper") == 0.4
 
 
 def test_the_feddeper_study_is_complete_in_both_sizes():

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import date
 from io import StringIO
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from flower_privdec.study.publish import Made, publish
 from flower_privdec.study.results import Estimate, PartResult, collect
 from flower_privdec.study.runner import missing_cells, run_cells
 from flower_privdec.study.spec import Part
-from flower_privdec.study.tabulate import budgets_text, row, to_csv
+from flower_privdec.study.tabulate import budgets_text, columns, row, to_csv
 from flower_privdec.words import epsilon_text
 
 BASE = """
@@ -160,13 +159,8 @@ def test_settings_are_laid_over_in_order_and_equal_scenarios_are_one_cell(study_
         ({"checks": [{"kind": "ordered", "axs": "epsilon"}]}, ("parts.0.checks.0.axs", "did you mean 'axis'")),
         ({"checks": [{"kind": "ordered", "axis": "eps"}]}, ("axis 'eps'", "epsilon, algorithm")),
         ({"checks": [{"kind": "best", "axis": "epsilon", "label": "7"}]}, ("'7' must be a label of axis epsilon (",)),
-        ({"metrics": ["acuracy"]}, ("parts.0.metrics.0='acuracy'", "did you mean 'accuracy'")),
-        ({"metrics": ["accuracy.peer_maxx"]}, ("did you mean 'accuracy.peer_max'",)),
-        ({"pivot": {"rows": "epsilon", "columns": "algorithm", "metric": "privacy"}}, ("parts.0.pivot.metric",)),
-        ({"figures": [{"kind": "curves", "metric": "los"}]}, ("parts.0.figures.0.metric", "did you mean 'loss'")),
         ({"checks": [{"kind": "ordered", "axis": "epsilon", "metric": 7}]}, ("parts.0.checks.0.metric=7",)),
         ({"checks": [{"kind": "above", "baseline": {}}]}, ("parts.0.checks.0.baseline",)),
-        ({"axes": {"day": {"key": "rounds", "values": [date(2020, 1, 1)]}}}, ("axes.day.values", "quote a date")),
         ({"sizes": {"laptop": {"seeds": [1, 1]}}}, ("parts.0.sizes.laptop.seeds", "must differ")),
         ({"pivot": {"rows": "foo", "columns": "epsilon"}}, ("pivot", "'foo'")),
         ({"figures": [{"kind": "final", "title": "t"}]}, ("figures.0", "needs x")),
@@ -253,8 +247,56 @@ def test_a_grid_too_large_and_a_column_of_no_scenario_are_refused(study_at: Call
         cells_of(study_at(MINIMAL, axes=axes))
     with pytest.raises(ScenarioError, match=r"fields.0='algorithm.learning_rat' must be a key of a scenario"):
         cells_of(study_at(MINIMAL, fields=["algorithm.learning_rat"]))
-    with pytest.raises(ScenarioError, match=r"part budgets: metric 'late-rmse' needs rmse, which no cell measures"):
-        cells_of(study_at(MINIMAL, figures=[{"kind": "curves", "metric": "late-rmse"}]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"metrics": ["acuracy"]},
+            "part main, metrics.0: metric 'acuracy' must be one of accuracy, .*'accuracy'",
+        ),
+        ({"metrics": ["loss", "accuracy.peer_maxx"]}, "part main, metrics.1: .*did you mean 'accuracy.peer_max'"),
+        ({"metrics": ["late-rmse"]}, "metrics.0: metric 'late-rmse' must be one of accuracy, loss"),
+        ({"figures": [{"kind": "curves", "metric": "los"}]}, "figures.0.metric: .*did you mean 'loss'"),
+        ({"checks": [{"kind": "ordered", "axis": "epsilon", "metric": "x"}]}, "checks.0.metric: metric 'x' must"),
+        ({"pivot": {"rows": "epsilon", "columns": "algorithm", "metric": "privacy"}}, "pivot.metric: metric 'privacy'"),
+    ],
+)
+def test_a_wrong_metric_is_refused_before_anything_runs(
+    study_at: Callable[..., Path], tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    path = study_at(**changes)
+    with pytest.raises(ScenarioError, match=said):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "cells").exists()
+
+
+def test_a_metric_of_ones_own_is_measured_as_it_says(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    own = "task.metrics=[accuracy, {module: user_parts:mistakes, better: lower, share: true}]"
+    checks = [{"kind": "best", "axis": "epsilon", "label": "1", "metric": "mistakes"}]
+    figures = [{"kind": "curves", "metric": "late-mistakes"}]
+    path = study_at(MINIMAL, settings=[own], metrics=["best-mistakes"], checks=checks, figures=figures)
+    for cell in cells_of(path):
+        epsilon = cell.scenario.private.epsilon  # type: ignore[union-attr]
+        fake_run(tmp_path, cell, {2: 0.1, 4: 0.5})
+        lines = [metrics_line(k, 1.0) | {"mistakes": {"mean_model": epsilon / 10 / k}} for k in (2, 4)]
+        (folder_of(tmp_path, cell.key) / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    result = collect(part_of(path), None, cells_of(path), tmp_path)
+    assert verdicts(result)[0].cases[0].numbers == "best first: 1 2.5 %, 3 7.5 %"
+    assert [row(result, group)[1] for group in result.groups] == ["2.5 %", "7.5 %"]
+    assert columns(result)[1] == "best test mistakes of the run"
+
+
+def test_seeds_vary_what_the_scenario_does_not_fix(study_at: Callable[..., Path]) -> None:
+    data = yaml.safe_load(MINIMAL) | {"seeds": [5, 6]}
+    fixed = study_at(yaml.safe_dump(data | {"settings": ["seeds.data=1"]}, sort_keys=False))
+    assert [cell.scenario.all_seeds() for cell in cells_of(fixed)[:2]] == [
+        {"data": 1, "model": seed, "run": seed} for seed in (5, 6)
+    ]
+    with pytest.raises(ScenarioError, match=r"part budgets: seeds data, model and run are all given in the scenario"):
+        cells_of(study_at(yaml.safe_dump(data | {"settings": ["seeds={data: 1, model: 1, run: 2}"]}, sort_keys=False)))
 
 
 # --- verdicts

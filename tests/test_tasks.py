@@ -269,7 +269,7 @@ def test_targets_of_both_halves_are_alike(build: Build, arrays: Arrays) -> None:
         (["task.metrics=[rmse]"], "rmse is a metric of numbers, and loss cross-entropy is for classes: use accuracy"),
         (["task={loss: hinge, metrics: [log-loss]}"], "log-loss needs log-odds"),
         (["task.metrics=[accuracy, accuracy]"], "accuracy twice"),
-        (["task.metrics=[]"], "at least 1"),
+        (["task.metrics=[]"], "a list that is not empty"),
         (["model.width=3"], "width belongs to resnet18-gn, text, not to softmax"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.planner import make_plan
 from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.events import Release
+from flower_privdec.runtime.run import run
 from flower_privdec.scenario import Scenario
 
 Build = Callable[..., Experiment]
@@ -93,7 +95,7 @@ def test_a_plan_of_a_table_takes_a_rate(build: Build) -> None:
         ("{sampling: poisson, rate: 0}", "data.batch.rate=0 must be >= 0.000000001"),
         ("{sampling: poisson, rate: 1.01}", "data.batch.rate=1.01 must be <= 1"),
         ("{sampling: poisson, rate: .nan}", "data.batch.rate=nan must be"),
-        ("{sampling: poisson, rate: 10 %}", "data.batch.rate='10 %' must be number"),
+        ("{sampling: poisson, rate: 10 %}", "data.batch.rate='10 %' must be a number"),
         ("{sampling: poisson, rate: 0.1, small_peers: full}", "there is no size: remove it"),
         ("{sampling: full, small_peers: full}", "there is no size: remove it"),
         ("{sampling: poisson, size: 4, small_peers: all}", "data.batch.small_peers='all' must be one of 'refused' or"),
@@ -115,3 +117,29 @@ def test_a_batch_that_is_too_large_names_the_smallest_peer_and_what_helps(build:
     assert "data.batch.small_peers: full" in said
     assert ("data.batch.rate" in said) == (kind == "poisson")
     build(UNEVEN, f"data.batch.sampling={kind}", "data.batch.size=25", "data.batch.small_peers=full")
+
+
+HETEROGENEOUS = [
+    "n_peers=30",
+    "data={dataset: digits, partition: {kind: dirichlet, alpha: 0.1}, batch: {sampling: poisson, rate: 0.1}}",
+]
+
+
+@pytest.mark.usefixtures("label_partitions")
+@pytest.mark.parametrize("least", [None, 10])
+def test_the_usual_heterogeneous_job_runs(tiny: Tiny, tmp_path: Path, least: int | None) -> None:
+    """30 peers, Dirichlet 0.1, Poisson batches: as drawn, with peers of an example or two, or with a least size."""
+    extra = [] if least is None else [f"data.partition.min_size={least}"]
+    experiment = Experiment.build(tiny(*HETEROGENEOUS, *extra, "rounds=3"))
+    sizes = experiment.own.examples.sizes
+    assert sizes.sum() == 1440
+    assert sizes.min() < 5 if least is None else sizes.min() == least
+    assert sizes.max() > 100
+    summary = run(experiment, tmp_path / "run", lean=True)
+    assert all(2.9 < row["epsilon"] <= 3.0 for row in summary["privacy"])
+    make_plan(experiment)
+
+
+def test_a_least_size_belongs_to_dirichlet(tiny: Tiny) -> None:
+    with pytest.raises(ScenarioError, match="min_size belongs to kind dirichlet, not to iid: remove it"):
+        tiny("data.partition.min_size=3")

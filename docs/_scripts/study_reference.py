@@ -7,8 +7,9 @@ from scenario_reference import table
 
 from flower_privdec.study.axes import Axis, Point
 from flower_privdec.study.forms import Above, Best, Figure, Ordered, Pivot, Speedup
-from flower_privdec.study.measured import METRICS
+from flower_privdec.study.measured import ALWAYS, readings_of
 from flower_privdec.study.spec import Part, PartSize, Size, Study
+from flower_privdec.tasks.kinds import METRIC_KINDS
 
 SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
     "": (Study,),
@@ -30,5 +31,6 @@ def study_reference() -> str:
         lines += [f"## {place}", ""] if place else []
         for section in sections:
             lines += table(section, f"{place}." if place else "")
-    metrics = [f"| `{name}` | {metric.title} |" for name, metric in METRICS.items()]
+    usual = readings_of("accuracy", METRIC_KINDS["accuracy"]) | ALWAYS
+    metrics = [f"| `{name}` | {metric.title} |" for name, metric in usual.items()]
     return "\n".join([*lines, "## Metrics", "", "| name | what it is |", "|---|---|", *metrics, ""])

@@ -12,7 +12,7 @@ from flower_privdec.algorithms.local import DPSGD, Local
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP, PrivSGP
 from flower_privdec.algorithms.state import Edges, State
-from flower_privdec.errors import PrivdecError, ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.scenario.algorithm_sections import AlgorithmSection, OwnAlgorithmSection
 from flower_privdec.user_code import load_own
 from flower_privdec.words import one_line
@@ -59,7 +59,7 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
         algorithm: Algorithm = own(section)
     except PrivdecError:
         raise
-    except Exception as error:  # a user's own class may raise anything
+    except RAISED_BY_USERS as error:  # a user's own class may raise anything
         raise ScenarioError(f"{where} could not be built: {one_line(error)}") from error
     check_algorithm(algorithm, where)
     return algorithm

@@ -134,8 +134,8 @@ class ADP2SGD(Algorithm):
         """Return the mixing over pairs and who wakes, instead of the scenario's participation."""
         if topology.directed or topology.name == "server" or participation.kind != "all":
             raise ScenarioError(
-                f"adp2-sgd on topology {topology.name} with participation {participation.kind} must have an "
-                "undirected graph and participation all: one peer wakes at a time and averages with a neighbour"
+                f"algorithm.name=adp2-sgd on topology {topology.name} with participation {participation.kind} must "
+                "have an undirected graph and participation all: one peer wakes at a time and averages with a neighbour"
             )
         waking = Waking(topology.n_peers, seed)
         return Mixing(WakingEdges(topology, waking), "metropolis"), waking

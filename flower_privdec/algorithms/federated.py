@@ -156,7 +156,9 @@ class Scaffold(FedAvg):
     ) -> tuple[Mixing, Participation]:
         """Refuse any graph but the server's: c is one vector that all peers agree on."""
         if topology.name != "server":
-            raise ScenarioError(f"scaffold on topology {topology.name} must be on topology server: c is common to all")
+            raise ScenarioError(
+                f"algorithm.name=scaffold on topology {topology.name} must be on topology server: c is common to all"
+            )
         return super().exchange(topology, weights, participation, seed)
 
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:

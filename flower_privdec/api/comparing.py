@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,11 @@ from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.scenario import Scenario, own_parts, scenario_hash
 from flower_privdec.study.cache import folder_of, is_finished
 from flower_privdec.study.cells import Cell
-from flower_privdec.study.measured import METRICS, Reading, readings_of
+from flower_privdec.study.measured import Reading, kinds_of, metric
 from flower_privdec.study.results import Estimate
 from flower_privdec.study.runner import missing_cells, run_cells
 from flower_privdec.user_code import Given
-from flower_privdec.words import NOTHING, did_you_mean, epsilon_text, number, setting
+from flower_privdec.words import NOTHING, epsilon_text, number, setting
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
 SHARED = ("learning_rate", "learning_rate_decay")  # keys of every algorithm's section
@@ -107,6 +107,7 @@ def compare(
     cells = [_cell(label, each, seed) for label, each in variants.items() for seed in _distinct(seeds)]
     if jobs < 1:
         raise ScenarioError(f"jobs={jobs} must be >= 1")
+    _check_seeds(cells)
     for each in variants.values() if jobs > 1 else ():
         check_everywhere(each, f"jobs={jobs} are processes")
     readings = _readings(variants.values(), metrics)
@@ -165,11 +166,19 @@ def _distinct(seeds: Sequence[int]) -> Sequence[int]:
     return seeds
 
 
+def _check_seeds(cells: Sequence[Cell]) -> None:
+    if len({(cell.labels, cell.key) for cell in cells}) < len(cells):
+        raise ScenarioError(
+            "seeds data, model and run are all given in the scenario, so that another seed changes nothing; leave out "
+            "those that should vary"
+        )
+
+
 def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
     if scenario.private is not None and scenario.private.ledger is not None:
         raise ScenarioError(f"{label}: privacy.ledger must be left out of a comparison: every run has its own")
     seeded = make_scenario(scenario, seed=seed)
-    parts = own_parts(seeded)
+    parts = own_parts(seeded, metrics=True)
     named = [part for part in parts if not isinstance(part, Given)]
     given = [part.target.encode() for part in parts if isinstance(part, Given)]
     key = hashlib.sha256(scenario_hash(seeded).encode())
@@ -178,19 +187,11 @@ def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
     return Cell("comparison", (label,), seed, seeded, key.hexdigest())
 
 
-def _readings(scenarios: Iterable[Scenario], metrics: Sequence[str] | None) -> dict[str, Reading]:
+def _readings(scenarios: Collection[Scenario], metrics: Sequence[str] | None) -> dict[str, Reading]:
     """Return what is read of each run, by its name."""
-    tasks = [scenario.task for scenario in scenarios]
-    first = next(iter(tasks[0].kinds()))
-    known = dict(METRICS)
-    for task in tasks:
-        for name, kind in task.kinds().items():
-            known |= readings_of(name, kind)
-    chosen = metrics or (first, f"peer-{first}", "consensus")
-    for name in chosen:
-        if name not in known:
-            raise ScenarioError(f"metrics: {name!r} must be one of {', '.join(known)}{did_you_mean(name, known)}")
-    return {name: known[name] for name in chosen}
+    first = next(name for scenario in scenarios for name in scenario.task.kinds())
+    kinds = kinds_of(scenarios)
+    return {name: metric(name, kinds) for name in metrics or (first, f"peer-{first}", "consensus")}
 
 
 def _finished(label: str, cells: Sequence[Cell], cache: Path) -> list[Result]:

@@ -82,18 +82,19 @@ class Examples:
         return np.array([len(part) for part in self.parts], dtype=np.int64)
 
 
-def open_dataset(section: DataSection, root: str | None, targets: Targets) -> Source:
+def open_dataset(section: DataSection, root: str | None, targets: Targets, key: str = "data.root") -> Source:
     """Return a dataset of which nothing has been read.
 
     Args:
         section: names one of DATASETS, or a user's own function, see `read_own`.
         root: the folder that torchvision's layout is in, or the .npz file; the embedded datasets need none.
         targets: what the task's loss takes.
+        key: of the scenario, which says where the data lie.
 
     Raises:
         ScenarioError: the name, or the root, is wrong, or it has other targets or no tokens; with the remedy.
     """
-    name, wanted = section.dataset, Wanted(targets, section.vocabulary)
+    name, wanted = section.dataset, Wanted(targets, section.vocabulary, key)
     if not isinstance(name, str):
         return read_own(name.module, root, name.arguments, wanted)
     DATASETS.check(name, "data.dataset")
@@ -127,16 +128,16 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
     Raises:
         ScenarioError: the name, a path or a number is wrong; the message has the remedy.
     """
-    root = section.root if section.test is None else section.test
-    source = open_dataset(section, root, targets)
+    key, root = ("data.root", section.root) if section.test is None else ("data.test", section.test)
+    source, where = open_dataset(section, root, targets, key), _where(section, key, root)
     split = source.test()
     if targets == "classes":
-        n_classes = section.classes or source.n_classes or _count_classes(split.labels, root)
+        n_classes = section.classes or source.n_classes or _count_classes(split.labels, where)
     elif section.classes is not None:
         raise ScenarioError(f"data.classes={section.classes} counts classes, and the task takes {targets}: remove it")
     else:
         n_classes = split.labels.shape[1]
-    _check_labels(split.labels, n_classes, f"the test set in {root}")
+    _check_labels(split.labels, n_classes, f"{where}: the test set")
     rows = _chosen(len(split.labels), section.test_samples, seed, "test_samples", name_of(section))
     y = torch.from_numpy(split.labels[rows])
     return PublicSet(name_of(section), split.read(rows), y, n_classes, source.n_tokens)
@@ -188,7 +189,7 @@ def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
             f"data.root={root} has training targets of shape {list(examples.y.shape[1:])} and test targets of shape "
             f"{list(public.y.shape[1:])}: they must be equal; mend the file"
         )
-    _check_labels(examples.y.numpy(), public.n_classes, f"the training set in {root}")
+    _check_labels(examples.y.numpy(), public.n_classes, f"data.root={root}: the training set")
 
 
 def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarray, targets: Targets) -> Examples:
@@ -229,13 +230,19 @@ def _chosen(total: int, count: int | None, seed: int, key: str, name: str) -> Ro
     return np.sort(keyed_generator(seed, f"data.{key}").choice(total, count, replace=False, shuffle=False))
 
 
-def _count_classes(labels: np.ndarray, root: str | None) -> int:
+def _where(section: DataSection, key: str, root: str | None) -> str:
+    """Return which key says where the data come from, and what it says."""
+    own = section.dataset
+    return f"{key}={root}" if isinstance(own, str) else f"data.dataset.module={own.module!r}"
+
+
+def _count_classes(labels: np.ndarray, where: str) -> int:
     """Return C, where the test set has every label of 0..C-1."""
     classes = np.unique(labels)
     count = max(2, len(classes))
     if classes[-1] == 0 or not np.isin(classes, np.arange(count)).all():
         raise ScenarioError(
-            f"the test set in {root} has labels {readers.some(classes)}: they must be 0..C-1, none missing, C >= 2; "
+            f"{where}: the test set has labels {readers.some(classes)}: they must be 0..C-1, none missing, C >= 2; "
             "renumber them, or say how many classes there are by data.classes"
         )
     return count

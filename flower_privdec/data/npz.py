@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import zipfile
-import zlib
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.data.archive import read_members
 from flower_privdec.data.readers import (
     PLAIN_PIXELS,
     Rows,
@@ -38,38 +37,22 @@ def read_npz(root: str | None, wanted: Wanted) -> Source:
     """
     if root is None or not Path(root).is_file():
         raise ScenarioError(
-            f"data.root={root} is no file: dataset npz needs the path of an .npz with x_train, y_train, x_test, y_test"
+            f"{wanted.key}={root} is no file: dataset npz needs the path of an .npz with x_train, y_train, x_test and "
+            "y_test"
         )
     train, test = (partial(_read_half, root, part, wanted) for part in ("train", "test"))
     return Source(train, test, targets=wanted.targets, n_tokens=wanted.n_tokens)
 
 
 def _read_half(root: str, part: str, wanted: Wanted) -> Split:
-    arrays = _open_npz(root, part)
+    where = f"{wanted.key}={root}"
+    forms = [[f"{part}_{kind}" for kind in _JPEG], [f"{kind}_{part}" for kind in _ARRAYS]]
+    arrays = read_members(root, forms, where)
     if f"{part}_jpeg" not in arrays:
-        return from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, root, wanted)
-    if wanted != Wanted():
-        raise ScenarioError(
-            f"data.root={root} holds JPEG images with classes: they are no tokens, and need a loss of classes"
-        )
-    return _binary_labels(_jpeg_split(arrays, part, root), root)
-
-
-def _open_npz(root: str, part: str) -> dict[str, np.ndarray]:
-    """Return the arrays of one half in one of the two forms; never unpickles."""
-    damaged = f"data.root={root} cannot be read as .npz: "
-    try:
-        file = np.load(root, allow_pickle=False)
-        if not isinstance(file, np.lib.npyio.NpzFile):
-            raise ScenarioError(damaged + "it holds a single array; save several with numpy.savez")
-        with file:
-            jpeg, plain = [f"{part}_{kind}" for kind in _JPEG], [f"{kind}_{part}" for kind in _ARRAYS]
-            names = jpeg if f"{part}_jpeg" in file.files else plain
-            if missing := [name for name in names if name not in file.files]:
-                raise ScenarioError(f"data.root={root} lacks {', '.join(missing)}: it must hold {', '.join(names)}")
-            return {name: np.asarray(file[name]) for name in names}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ScenarioError(damaged + one_line(error)) from error
+        return from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, where, wanted)
+    if wanted.n_tokens is not None or wanted.targets != "classes":
+        raise ScenarioError(f"{where} holds JPEG images with classes: they are no tokens, and need a loss of classes")
+    return _binary_labels(_jpeg_split(arrays, part, where), where)
 
 
 def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wanted) -> Split:
@@ -78,9 +61,9 @@ def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wan
     return _binary_labels(split, where) if wanted.targets == "classes" else split
 
 
-def _array_split(arrays: dict[str, np.ndarray], part: str, root: str, wanted: Wanted) -> Split:
-    x, name = arrays[f"x_{part}"], f"x_{part} in {root}"
-    labels = read_targets(arrays[f"y_{part}"], wanted.targets, f"y_{part} in {root}")
+def _array_split(arrays: dict[str, np.ndarray], part: str, where: str, wanted: Wanted) -> Split:
+    x, name = arrays[f"x_{part}"], f"{where}: x_{part}"
+    labels = read_targets(arrays[f"y_{part}"], wanted.targets, f"{where}: y_{part}")
     if x.dtype.kind not in "buif" or x.ndim < 2:
         raise ScenarioError(f"{name} is {x.dtype} {list(x.shape)}: it must be numbers of shape [examples, ...]")
     if len(x) != len(labels):
@@ -102,19 +85,19 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
     return tensor
 
 
-def _jpeg_split(arrays: dict[str, np.ndarray], part: str, root: str) -> Split:
+def _jpeg_split(arrays: dict[str, np.ndarray], part: str, where: str) -> Split:
     stream, offset = arrays[f"{part}_jpeg"], arrays[f"{part}_offset"]
-    labels = class_labels(arrays[f"{part}_label"], f"{part}_label in {root}", minimum=-1)
+    labels = class_labels(arrays[f"{part}_label"], f"{where}: {part}_label", minimum=-1)
     right = stream.dtype == np.uint8 and stream.ndim == 1 and offset.dtype.kind in "ui" and offset.ndim == 1
     if not right or len(offset) != len(labels) + 1:
         raise ScenarioError(
-            f"{part}_jpeg in {root} must be one row of bytes (uint8) with {len(labels) + 1} offsets for its "
+            f"{where}: {part}_jpeg must be one row of bytes (uint8) with {len(labels) + 1} offsets for its "
             f"{len(labels)} labels: got {stream.dtype} {list(stream.shape)} and {len(offset)} offsets"
         )
     offset = offset.astype(np.int64)
     if offset[0] < 0 or offset[-1] > len(stream) or bool((np.diff(offset) <= 0).any()):
-        raise ScenarioError(f"{part}_offset in {root} must increase from >= 0 to <= {len(stream)}: mend the file")
-    return Split(labels, lambda rows: _decode(stream, offset, rows, f"{part}_jpeg in {root}"))
+        raise ScenarioError(f"{where}: {part}_offset must increase from >= 0 to <= {len(stream)}: mend the file")
+    return Split(labels, lambda rows: _decode(stream, offset, rows, f"{where}: {part}_jpeg"))
 
 
 def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Tensor:
@@ -127,20 +110,20 @@ def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Te
             with pillow.open(io.BytesIO(stream[offset[row] : offset[row + 1]].tobytes()), formats=["JPEG"]) as image:
                 pixels = np.asarray(image.convert("RGB"))
         except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
-            raise ScenarioError(f"image {row} of {name} is no JPEG: {one_line(error)}; mend the file") from error
+            raise ScenarioError(f"{name}: image {row} is no JPEG: {one_line(error)}; mend the file") from error
         if images is None:
             images = np.empty((len(chosen), *pixels.shape), np.uint8)
         if pixels.shape != images.shape[1:]:
-            raise ScenarioError(f"image {row} of {name} is {pixels.shape}: all must be {images.shape[1:]}")
+            raise ScenarioError(f"{name}: image {row} is {pixels.shape}: all must be {images.shape[1:]}")
         images[position] = pixels
     return scale_pixels(channels_first(torch.from_numpy(images)), PLAIN_PIXELS)
 
 
-def _binary_labels(split: Split, root: str) -> Split:
+def _binary_labels(split: Split, where: str) -> Split:
     """Map labels -1 and +1 to 0 and 1."""
     if split.labels.min() >= 0:
         return split
     if not np.isin(split.labels, (-1, 1)).all():
         classes = np.unique(split.labels)
-        raise ScenarioError(f"labels {some(classes)} in {root}: with -1 the only other label is +1; renumber")
+        raise ScenarioError(f"{where}: it has labels {some(classes)}: with -1 the only other label is +1; renumber")
     return Split((split.labels > 0).astype(np.int64), split.read)

@@ -11,7 +11,7 @@ import numpy as np
 from flower_privdec.data.npz import from_arrays
 from flower_privdec.data.readers import Source, Split
 from flower_privdec.data.targets import Wanted
-from flower_privdec.errors import PrivdecError, ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.user_code import load_own
 from flower_privdec.words import one_line
 
@@ -43,7 +43,7 @@ def _read_half(target: str, arguments: Mapping[str, Any], wanted: Wanted, part: 
         made = load_own(target, "data.dataset.module")(part, **arguments)
     except PrivdecError:
         raise
-    except Exception as error:  # a user's own function may raise anything
+    except RAISED_BY_USERS as error:  # a user's own function may raise anything
         raise ScenarioError(f"{where} fails on {part!r} with {dict(arguments)}: {one_line(error)}") from error
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise ScenarioError(f"{where} must return x and y for {part!r}, a pair of arrays")
@@ -51,4 +51,4 @@ def _read_half(target: str, arguments: Mapping[str, Any], wanted: Wanted, part: 
         x, y = (np.asarray(half) for half in made)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors elsewhere
         raise ScenarioError(f"{where} returns for {part!r} what are no arrays: {one_line(error)}") from error
-    return from_arrays(x, y, part, target, wanted)
+    return from_arrays(x, y, part, where, wanted)

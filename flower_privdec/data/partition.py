@@ -19,7 +19,7 @@ from flower_privdec.catalogue import PARTITIONS
 from flower_privdec.data.readers import require
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows import keyed_generator
-from flower_privdec.words import one_line
+from flower_privdec.words import one_line, shown
 
 
 def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options: Any) -> list[np.ndarray]:
@@ -30,8 +30,9 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
         n_peers: number of peers.
         kind: a key of PARTITIONS.
         seed: the scenario's seed; the same seed gives the same partition.
-        options: `alpha` > 0 for dirichlet; `shards_per_peer` for shards; `classes_per_peer` for pathological;
-            `sizes` for sizes: whole counts, or shares of all examples when they sum to at most 1.
+        options: `alpha` > 0 for dirichlet, which also takes `min_size`; `shards_per_peer` for shards;
+            `classes_per_peer` for pathological; `sizes` for sizes: whole counts, or shares of all examples when
+            they sum to at most 1.
 
     Returns:
         For each peer the rows it holds, int64, sorted; none is held twice, no peer is empty. `iid`,
@@ -78,23 +79,48 @@ def _counts(sizes: Sequence[float], n_peers: int, total: int) -> np.ndarray:
     """Turn counts, or shares of the whole, into counts; a share's is exact to less than one example."""
     numeric = isinstance(sizes, Sequence | np.ndarray) and all(_is_number(size) and size > 0 for size in sizes)
     if not numeric or len(sizes) != n_peers:
-        raise ScenarioError(f"data.partition.sizes={sizes} must be {n_peers} numbers > 0, one for each peer")
+        raise ScenarioError(f"data.partition.sizes={shown(sizes)} must be {n_peers} numbers > 0, one for each peer")
     values = np.array(sizes, dtype=np.float64)
     if values.sum() <= 1 + 1e-9:
         ends = np.minimum(np.floor(np.cumsum(values) * total + 1e-6), total)
         return np.diff(ends.astype(np.int64), prepend=np.int64(0)).astype(np.int64)
     if values.sum() > total or bool((values != np.rint(values)).any()):
         raise ScenarioError(
-            f"data.partition.sizes={list(sizes)} must be shares that sum to at most 1, or whole counts that "
+            f"data.partition.sizes={shown(list(sizes))} must be shares that sum to at most 1, or whole counts that "
             f"sum to at most {total}, the number of training examples"
         )
     return values.astype(np.int64)
 
 
-def _dirichlet(labels: np.ndarray, n_peers: int, seed: int, alpha: float) -> list[np.ndarray]:
+def _dirichlet(
+    labels: np.ndarray, n_peers: int, seed: int, alpha: float, min_size: int | None = None
+) -> list[np.ndarray]:
     if not _is_number(alpha) or alpha <= 0:
         raise ScenarioError(f"data.partition.alpha={alpha} must be > 0: 100 is near iid, 0.1 is skewed")
-    return _by_flwr("DirichletPartitioner", labels, n_peers, seed, alpha=float(alpha), min_partition_size=0)
+    most = len(labels) // n_peers
+    if min_size is not None and not 1 <= _whole("data.partition.min_size", min_size) <= most:
+        raise ScenarioError(
+            f"data.partition.min_size={min_size} must be 1 to {most}, what a peer gets on average: lower it"
+        )
+    parts = _by_flwr("DirichletPartitioner", labels, n_peers, seed, alpha=float(alpha), min_partition_size=0)
+    return parts if min_size is None else _filled_up(parts, min_size, seed)
+
+
+def _filled_up(parts: list[np.ndarray], least: int, seed: int) -> list[np.ndarray]:
+    """Give peers that hold too little what they lack: random examples, each of the peer that then holds most.
+
+    A partition that Flower's partitioner would draw anew until nobody holds too little may never come; this one keeps
+    what was drawn, of all other peers, and moves as few examples as can be.
+    """
+    generator = keyed_generator(seed, "partition filled up")
+    held = [generator.permutation(part).tolist() for part in parts]
+    sizes = np.array([len(part) for part in held])
+    for peer in np.flatnonzero(sizes < least).tolist():
+        while sizes[peer] < least:
+            giver = int(sizes.argmax())
+            held[peer].append(held[giver].pop())
+            sizes[peer], sizes[giver] = sizes[peer] + 1, sizes[giver] - 1
+    return [np.array(part) for part in held]
 
 
 def _shards(labels: np.ndarray, n_peers: int, seed: int, shards_per_peer: int) -> list[np.ndarray]:
@@ -154,13 +180,13 @@ _KINDS: dict[str, Callable[..., list[np.ndarray]]] = PARTITIONS.bind(
 
 
 def _check_options(kind: str, options: dict[str, Any]) -> None:
-    wanted = list(inspect.signature(_KINDS[kind]).parameters)[3:]
+    wanted = dict(list(inspect.signature(_KINDS[kind]).parameters.items())[3:])
     for key in options:
         if key not in wanted:
             hint = f"it takes {', '.join(wanted)}" if wanted else "it takes no options"
             raise ScenarioError(f"data.partition.{key} is no option of kind {kind}: {hint}")
-    for key in wanted:
-        if key not in options:
+    for key, parameter in wanted.items():
+        if key not in options and parameter.default is parameter.empty:
             raise ScenarioError(f"data.partition.{key} is missing: kind {kind} needs it")
 
 
@@ -168,7 +194,8 @@ def _check_nobody_is_empty(parts: list[np.ndarray], kind: str) -> None:
     empty = [peer for peer, part in enumerate(parts) if len(part) == 0]
     if empty:
         more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
-        remedy = "a larger alpha or fewer peers" if kind == "dirichlet" else "larger sizes, more data or fewer peers"
+        drawn = kind == "dirichlet"
+        remedy = "min_size, a larger alpha or fewer peers" if drawn else "larger sizes, more data or fewer peers"
         raise ScenarioError(f"data.partition.kind={kind} leaves peer {empty[0]}{more} no example: use {remedy}")
 
 

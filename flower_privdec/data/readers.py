@@ -154,19 +154,19 @@ _IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("
 _CIFAR = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta")
 
 
-def read_mnist(root: str | None, _wanted: Wanted) -> Source:
+def read_mnist(root: str | None, wanted: Wanted) -> Source:
     """Read MNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
-    return _torchvision("MNIST", root, "MNIST/raw", _IDX, MNIST_PIXELS)
+    return _torchvision("MNIST", root, "MNIST/raw", _IDX, MNIST_PIXELS, wanted.key)
 
 
-def read_fashion_mnist(root: str | None, _wanted: Wanted) -> Source:
+def read_fashion_mnist(root: str | None, wanted: Wanted) -> Source:
     """Read FashionMNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
-    return _torchvision("FashionMNIST", root, "FashionMNIST/raw", _IDX, FASHION_PIXELS)
+    return _torchvision("FashionMNIST", root, "FashionMNIST/raw", _IDX, FASHION_PIXELS, wanted.key)
 
 
-def read_cifar10(root: str | None, _wanted: Wanted) -> Source:
+def read_cifar10(root: str | None, wanted: Wanted) -> Source:
     """Read cifar-10-batches-py/ under `root` (torchvision unpickles it, after its checksums): [3, 32, 32]."""
-    return _torchvision("CIFAR10", root, "cifar-10-batches-py", _CIFAR, CIFAR10_PIXELS)
+    return _torchvision("CIFAR10", root, "cifar-10-batches-py", _CIFAR, CIFAR10_PIXELS, wanted.key)
 
 
 def _torchvision(
@@ -175,35 +175,34 @@ def _torchvision(
     folder: str,
     files: tuple[str, ...],
     constants: tuple[tuple[float, ...], tuple[float, ...]],
+    key: str,
 ) -> Source:
     def half(train: bool) -> Split:
         if root is None:
-            raise ScenarioError(
-                f"data.root is missing: {kind} is read from ROOT/{folder}; give that root, or use digits"
-            )
+            raise ScenarioError(f"{key} is missing: {kind} is read from ROOT/{folder}; give that root, or use digits")
         for file in files:
             if not (Path(root) / folder / file).is_file():
                 raise ScenarioError(
-                    f"data.root={root} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
+                    f"{key}={root} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
                     f"{kind}; point it there (from where the command runs), or use digits, which needs no file"
                 )
-        return _torchvision_split(kind, root, train, constants)
+        return _torchvision_split(kind, root, train, constants, key)
 
     return Source(lambda: half(True), lambda: half(False), 10)
 
 
 def _torchvision_split(
-    kind: str, root: str, train: bool, constants: tuple[tuple[float, ...], tuple[float, ...]]
+    kind: str, root: str, train: bool, constants: tuple[tuple[float, ...], tuple[float, ...]], key: str
 ) -> Split:
     datasets = require("torchvision.datasets", f"data.dataset={kind}", "pip install torchvision")
     try:
         data = getattr(datasets, kind)(root, train=train, download=False)
     except (RuntimeError, OSError, ValueError, AssertionError, KeyError, IndexError, EOFError) as error:
-        raise ScenarioError(f"data.root={root} holds a damaged {kind}: {one_line(error)}; unpack it afresh") from error
-    labels = class_labels(np.asarray(data.targets), f"{kind}'s labels in {root}")
+        raise ScenarioError(f"{key}={root} holds a damaged {kind}: {one_line(error)}; unpack it afresh") from error
+    labels = class_labels(np.asarray(data.targets), f"{key}={root}: {kind}'s labels")
     if len(labels) != len(data.data) or labels.max() > 9:
         raise ScenarioError(
-            f"data.root={root} holds a damaged {kind}: {len(data.data)} images, {len(labels)} labels up to "
+            f"{key}={root} holds a damaged {kind}: {len(data.data)} images, {len(labels)} labels up to "
             f"{labels.max()}, and it must have one label of 0..9 for each; unpack it afresh"
         )
     images = channels_first(torch.as_tensor(data.data))

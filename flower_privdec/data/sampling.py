@@ -235,7 +235,7 @@ def _check_nobody_is_short(size: int, kind: str, counts: np.ndarray, peers: np.n
     rate = "a rate (data.batch.rate) in its place, " if kind == "poisson" else ""
     raise ScenarioError(
         f"data.batch.size={size} must be at most {counts[row]}, {holds}: lower it, use {rate}"
-        "data.batch.small_peers: full, fewer peers or more data"
+        "data.batch.small_peers: full, data.partition.min_size, fewer peers or more data"
     )
 
 

@@ -19,10 +19,12 @@ class Wanted:
     Attributes:
         targets: what y is.
         n_tokens: x holds whole numbers 0..n_tokens-1; None where it holds numbers to reckon with.
+        key: of the scenario, which says where the data lie.
     """
 
     targets: Targets = "classes"
     n_tokens: int | None = None
+    key: str = "data.root"
 
 
 def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:

@@ -20,6 +20,7 @@ from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import Participation, build_participation
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.schema import placed
 from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.tasks.losses import Loss, resolve_loss
 from flower_privdec.tasks.metrics import METRICS, Metric
@@ -54,6 +55,7 @@ class Agreement:
     learning_rate: LearningRate
 
     @staticmethod
+    @placed
     def of(scenario: Scenario) -> Agreement:
         """Build what a scenario says to everybody.
 
@@ -63,7 +65,7 @@ class Agreement:
         device = resolve_device(scenario.compute.device)
         algorithm = build_algorithm(scenario.algorithm)
         mixing, participation = build_exchange(scenario, algorithm)
-        public = read_public(scenario.data, scenario.seed, scenario.task.targets)
+        public = read_public(scenario.data, scenario.seed_of("data"), scenario.task.targets)
         loss, metrics = _build_task(scenario.task, public)
         if scenario.features is not None:
             if public.n_tokens is not None:
@@ -105,15 +107,16 @@ def resolve_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+@placed
 def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | None, Participation]:
     """Return the graph's mixing weights (None for an algorithm that exchanges nothing) and who is active."""
     participation = build_participation(
-        scenario.participation.kind, scenario.n_peers, scenario.seed, fraction=scenario.participation.fraction
+        scenario.participation.kind, scenario.n_peers, scenario.seed_of("run"), fraction=scenario.participation.fraction
     )
     if algorithm.weights is None:
         return None, participation
     section = scenario.topology
-    topology = build_topology(section.name, scenario.n_peers, seed=scenario.seed, **section.options())
+    topology = build_topology(section.name, scenario.n_peers, seed=scenario.seed_of("run"), **section.options())
     weights: str = section.weights
     if section.name == "server":
         weights = "server"
@@ -126,7 +129,7 @@ def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | N
             f"topology.weights='column-stochastic' does not keep the mean of {algorithm.name}: "
             "use auto, metropolis or doubly-stochastic, or a push-sum algorithm such as privsgp"
         )
-    return algorithm.exchange(topology, weights, participation, scenario.seed)
+    return algorithm.exchange(topology, weights, participation, scenario.seed_of("run"))
 
 
 def _build_task(task: TaskSection, public: PublicSet) -> tuple[Loss, tuple[Metric, ...]]:
@@ -168,7 +171,7 @@ def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int, n
         section.name or str(section.module),
         input_shape,
         outputs,
-        seed=scenario.seed,
+        seed=scenario.seed_of("model"),
         init=section.init,
         n_tokens=n_tokens,
         **section.options(),

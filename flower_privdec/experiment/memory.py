@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,13 +11,15 @@ from torch import Tensor, nn
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.protocol import inputs_like
+from flower_privdec.machine import HEADROOM, available_bytes, check_room
+from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.algorithm_sections import steps_per_round
 from flower_privdec.words import memory
 
 if TYPE_CHECKING:
     from flower_privdec.experiment.view import Experiment
 
-CGROUP = Path("/sys/fs/cgroup")
-HEADROOM = 0.9  # how much of the free memory a run may plan with
+STEP_BYTES = 100  # of every step of every peer, at the peak: clip norms, noise and what is made of them
 CHECKPOINT_COPIES = 2  # of the state, while it is written: its tensors' bytes, and the file's
 
 
@@ -49,6 +48,18 @@ class MemoryNeed:
     def total(self) -> int:
         """Return the sum of all parts."""
         return self.state + self.table + self.data + self.batch + self.checkpoint
+
+
+def check_steps(scenario: Scenario, peers: int) -> None:
+    """Refuse so many rounds that the noise of every step of every peer does not fit into memory.
+
+    Raises:
+        ScenarioError: with the estimate.
+    """
+    if scenario.private is not None:
+        steps = scenario.rounds * steps_per_round(scenario.algorithm)
+        what = f"rounds={scenario.rounds}: the noise and clip norms of {steps:,} steps of {peers:,} peers"
+        check_room(STEP_BYTES * steps * peers, what, "take fewer rounds, local steps or peers")
 
 
 def memory_need(experiment: Experiment) -> MemoryNeed:
@@ -103,25 +114,6 @@ def table_bytes(experiment: Experiment) -> dict[str, int | None]:
 def _chosen_table_bytes(experiment: Experiment) -> int:
     table = experiment.algorithm.table
     return 0 if table is None else table_bytes(experiment)[table] or 0
-
-
-def available_bytes(device: torch.device) -> int:
-    """Return how much memory is free on a device, within the limits of this process's control group."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError, IndexError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    with suppress(OSError, ValueError, IndexError):  # "max" is no number: no limit
-        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, max(0, limit - used + _reclaimable()))
-    return free
-
-
-def _reclaimable() -> int:
-    lines = (CGROUP / "memory.stat").read_text().splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def _fits(experiment: Experiment, rows: int, table: int) -> bool:

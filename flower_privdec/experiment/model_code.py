@@ -14,6 +14,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from flower_privdec.errors import RAISED_BY_USERS
+
 SHIPPED = ("torch", "flower_privdec", "builtins")  # packages whose code the environment's versions tell
 _INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -73,7 +75,7 @@ def _file(name: str) -> Path | None:
     """Return the file a Python module is in; None where there is no such module or no source."""
     try:
         spec = None if name in sys.modules else find_spec(name)
-    except (ImportError, ValueError):
+    except RAISED_BY_USERS:  # to look into a package imports it
         spec = None
     origin = getattr(sys.modules.get(name), "__file__", None) or (spec.origin if spec else None) or ""
     return Path(origin).resolve() if origin.endswith(".py") and Path(origin).is_file() else None
@@ -81,7 +83,11 @@ def _file(name: str) -> Path | None:
 
 def _imported(source: bytes, package: str) -> Iterator[str]:
     """Yield the names of all modules that a source may import, also inside functions."""
-    for node in ast.walk(ast.parse(source)):
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # one that is named somewhere, and imported never
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

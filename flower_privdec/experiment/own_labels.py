@@ -53,7 +53,7 @@ def try_on_shards(
     personal = np.stack([_hits(agreement, *pair) for pair in zip(models, wanted, strict=True)])
     found["personal_models"] = _spread(_accuracy(held, personal, counts))
     if last:
-        shards = _growing(held, agreement.scenario.seed)
+        shards = _growing(held, agreement.scenario.seed_of("data"))
         found["generalization"] = {
             name: {str(extra): _spread(_accuracy(more, hits, counts))["mean"] for extra, more in enumerate(shards)}
             for name, hits in (("personal_models", personal), ("global_model", common))

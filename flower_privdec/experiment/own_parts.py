@@ -11,6 +11,7 @@ from flower_privdec.data import Examples, Sampler, read_examples
 from flower_privdec.data.datasets import check_fit
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.memory import check_steps
 from flower_privdec.experiment.number_range import check_number_range
 from flower_privdec.experiment.run_key import environment, own_keys, run_id, shared_secret
 from flower_privdec.privacy.declared import Drawing
@@ -18,6 +19,7 @@ from flower_privdec.privacy.ledger_format import RunName
 from flower_privdec.privacy.protection import Protection, build_protection
 from flower_privdec.rows import resolve_generator
 from flower_privdec.scenario import numbers_hash, own_parts
+from flower_privdec.scenario.schema import placed
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class OwnParts:
     deployed: bool = False
 
     @staticmethod
+    @placed
     def of(
         agreement: Agreement, peers: np.ndarray | None = None, secret: bytes | None = None, root: str | None = None
     ) -> OwnParts:
@@ -58,7 +61,10 @@ class OwnParts:
         """
         scenario = agreement.scenario
         peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
-        examples = read_examples(scenario.data, scenario.seed, scenario.n_peers, peers, root, agreement.loss.targets)
+        check_steps(scenario, len(peers))
+        examples = read_examples(
+            scenario.data, scenario.seed_of("data"), scenario.n_peers, peers, root, agreement.loss.targets
+        )
         if scenario.features is not None:
             examples = replace(examples, x=apply_features(examples.x, scenario.features))
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
@@ -106,7 +112,7 @@ def public_name(agreement: Agreement, generator: str) -> RunName:
 def _build_sampler(agreement: Agreement, examples: Examples, keys: Mapping[int, bytes], peers: np.ndarray) -> Sampler:
     """Return the sampler, keyed by the run where there is privacy; else by the seed, whatever is run with it."""
     scenario = agreement.scenario
-    seeds = dict.fromkeys(peers.tolist(), scenario.seed)
+    seeds = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
     batch = scenario.data.batch
     return Sampler(
         batch.sampling,

@@ -17,6 +17,7 @@ from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.privacy.ledger import CohortLedger
 from flower_privdec.rows import build_noise
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.schema import placed
 
 Budget = tuple[float, float]  # ε and δ
 
@@ -49,6 +50,7 @@ class Experiment(Agreement):
         """Return the view of those who hold these own parts."""
         return cls(**{field.name: getattr(agreement, field.name) for field in fields(Agreement)}, own=own)
 
+    @placed
     def cohort(self, ledger_dir: Path | None = None, budget: Budget | None = None, start: int = 0) -> Cohort:
         """Return the cohort of the peers hosted here.
 

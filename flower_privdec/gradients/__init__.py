@@ -61,15 +61,15 @@ def build_kernel(
             that does not fit the model.
     """
     if kind not in KERNELS:
-        raise ScenarioError(f"gradients={kind!r} must be one of {', '.join(KERNELS)}")
+        raise ScenarioError(f"kind={kind!r} must be one of {', '.join(KERNELS)}")
     if memory_bytes < 1:
         raise ScenarioError(f"memory_bytes={memory_bytes} must be > 0")
     check_model(module)
     resolved, layers = resolve_loss(loss), None if n_tokens else parse_stack(module, input_shape)
     if n_tokens is not None and kind in ("stacked", "factored"):
-        raise ScenarioError(f"gradients={kind!r} does not fit tokens, which are looked up: use auto")
+        raise ScenarioError(f"kind={kind!r} does not fit tokens, which are looked up: use auto")
     if kind == "stacked" and layers is None:
-        raise ScenarioError("gradients='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto")
+        raise ScenarioError("kind='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto")
     if kind in ("auto", "stacked") and layers is not None:
         return StackedKernel(module, layers, resolved, memory_bytes)
     if kind in ("auto", "factored") and n_tokens is None:
@@ -77,7 +77,7 @@ def build_kernel(
             return FactoredKernel(module, prove(module, input_shape), resolved, input_shape, memory_bytes)
         except Unproved as why:
             if kind == "factored":
-                raise ScenarioError(f"gradients='factored' does not fit this model: {why}; use auto") from None
+                raise ScenarioError(f"kind='factored' does not fit this model: {why}; use auto") from None
     if kind == "loop":
         return LoopKernel(module, resolved, n_tokens)
     return VmapKernel(module, resolved, input_shape, memory_bytes, n_tokens)

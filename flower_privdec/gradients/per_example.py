@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.protocol import LabelledInputs, inputs_like, reason, row_chunks, unknown_tokens
 from flower_privdec.gradients.rows import Piece, RowKernel, Stored, masked
@@ -60,9 +60,9 @@ class VmapKernel(RowKernel):
             with torch.random.fork_rng(devices=[]), no_own_rules():
                 y = self._loss.blank(self._outputs(row, x[:1]))
                 self._gradients(row, x, y.expand(2, *y.shape[1:]))
-        except Exception as error:  # the user's forward may raise anything
+        except RAISED_BY_USERS as error:  # the user's forward may raise anything
             raise ScenarioError(
-                f"the model cannot be clipped example by example: {reason(error)}; write "
+                f"model: it cannot be clipped example by example: {reason(error)}; write "
                 "its forward with torch operations alone (torch.where for a choice, no .item(), no random numbers, no "
                 "change of buffers), so that it takes one example [1, ...] to [1, outputs] under torch.func.vmap"
             ) from None
@@ -101,7 +101,7 @@ class VmapKernel(RowKernel):
         gradients, failure, unknown = {}, None, unknown_tokens(x, self._n_tokens)
         try:
             gradients = self._gradients(point, x if unknown is None else masked(x, unknown), y)
-        except Exception as error:
+        except RAISED_BY_USERS as error:
             failure = type(error).__name__
         if failure is not None:  # raised here, an error that does not carry the other one along
             raise RunError(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import Node
 
+from flower_privdec.errors import RAISED_BY_USERS
 from flower_privdec.gradients.layers import is_supported
 from flower_privdec.gradients.operations import FUNCTIONS, LAYERS, METHODS, Call, Kind, Rule, Unproved, Value, judge
 from flower_privdec.gradients.protocol import is_plain, reason
@@ -86,7 +87,7 @@ def _trace(module: nn.Module) -> fx.GraphModule:
             if getattr(part, "inplace", False):
                 vars(part).update(inplace=False)
         graph = fx.GraphModule(root, _Tracer().trace(root))
-    except Exception as error:  # the user's forward runs here, on stand-ins: it may raise anything
+    except RAISED_BY_USERS as error:  # the user's forward runs here, on stand-ins: it may raise anything
         raise Unproved(f"its forward cannot be traced ({reason(error)})") from None
     if sum(node.op == "placeholder" for node in graph.graph.nodes) != 1:
         raise Unproved("its forward takes other than one argument")
@@ -124,7 +125,7 @@ class _Checker(fx.Interpreter):
             return self._judged(n)
         except Unproved:
             raise
-        except Exception as error:
+        except RAISED_BY_USERS as error:
             raise Unproved(f"{self._name(n)} fails on random examples ({reason(error)})") from None
 
     def _judged(self, n: Node) -> Any:
@@ -202,7 +203,7 @@ def _check_outputs(module: nn.Module, graph: fx.GraphModule, input_shape: Sequen
             parameter.copy_(moved[name])
     try:
         expected = [_results(twin, x, moved) for _ in range(2)]
-    except Exception as error:  # the user's forward again
+    except RAISED_BY_USERS as error:  # the user's forward again
         raise Unproved(f"its forward fails on random examples ({reason(error)})") from None
     own = dict(graph.named_parameters())
     found = _results(graph, x, {name: own.get(name, parameter) for name, parameter in moved.items()})

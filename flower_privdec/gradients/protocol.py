@@ -123,7 +123,7 @@ def is_plain(module: nn.Module) -> bool:
     return not replaced and not any(getattr(module, hooks) for hooks in _HOOKS)
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Return an error's kind and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

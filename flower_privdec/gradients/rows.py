@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.protocol import (
     LabelledInputs,
@@ -97,9 +97,9 @@ class RowKernel(ABC):
         """
         try:
             self._module = copy.deepcopy(run).requires_grad_(False)
-        except Exception as error:  # a user's module may hold anything
+        except RAISED_BY_USERS as error:  # a user's module may hold anything
             raise ScenarioError(
-                f"the model cannot be copied: {reason(error)}; keep no tensors in it that were computed, nor locks or "
+                f"model: it cannot be copied: {reason(error)}; keep no tensors in it that were computed, nor locks or "
                 "files (for weight norm use torch.nn.utils.parametrizations)"
             ) from None
         self._layout = layout(module)

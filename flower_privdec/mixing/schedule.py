@@ -81,22 +81,22 @@ class Mixing:
             )
         if weights == "server" and topology.name != "server":
             raise ScenarioError(
-                f"weights=server on topology {topology.name} must be on topology server; set topology.name"
+                f"topology.weights=server on topology {topology.name} must be on topology server; set topology.name"
             )
         if weights == "metropolis" and topology.directed:
             raise ScenarioError(
-                f"weights=metropolis on topology {topology.name} must have an undirected graph; "
+                f"topology.weights=metropolis on topology {topology.name} must have an undirected graph; "
                 "use a push-sum algorithm (column-stochastic weights), or an undirected topology"
             )
         if weights == "doubly-stochastic" and topology.directed and kind != "all":
             raise ScenarioError(
-                f"weights=doubly-stochastic on topology {topology.name} must have participation all, "
+                f"topology.weights=doubly-stochastic on topology {topology.name} must have participation all, "
                 f"not {kind}: an absent peer unbalances what others send and receive; use push-sum"
             )
         for phase in range(topology.period or 1):
             self._build(phase, np.ones(self.n_peers, dtype=bool))
         if weights != "server" and max(int(self.active(k).sum()) for k in range(8)) < 2:
             raise ScenarioError(
-                f"participation={kind} leaves 1 peer of {self.n_peers} active, so nobody ever exchanges; "
+                f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so nobody ever exchanges; "
                 "raise fraction so that at least 2 are active"
             )

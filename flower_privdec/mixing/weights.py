@@ -103,7 +103,7 @@ def _doubly_stochastic(edges: EdgeArray, n_peers: int) -> npt.NDArray[np.float64
     out_degree, in_degree = _degrees(edges, n_peers)
     if not np.array_equal(out_degree, in_degree):
         raise ScenarioError(
-            "weights=doubly-stochastic on a directed graph must have everybody active, for an absent peer "
+            "topology.weights=doubly-stochastic on a directed graph must have everybody active, for an absent peer "
             "unbalances what others send and receive; use column-stochastic with push-sum"
         )
     largest = int(out_degree.max())
@@ -132,7 +132,7 @@ def _require_symmetric(edges: EdgeArray, n_peers: int) -> None:
         alone = np.setdiff1d(there, back)
         sender, receiver = divmod(int(alone[0]), n_peers)
         raise ScenarioError(
-            f"weights=metropolis must have an undirected graph, but {sender} -> {receiver} has no reverse; "
+            f"topology.weights=metropolis must have an undirected graph, but {sender} -> {receiver} has no reverse; "
             "use column-stochastic with push-sum, or an undirected topology"
         )
 
@@ -141,7 +141,7 @@ def _require_regular(edges: EdgeArray, n_peers: int) -> None:
     degrees = np.concatenate(_degrees(edges, n_peers))
     if degrees.min() != degrees.max():
         raise ScenarioError(
-            f"weights=doubly-stochastic must have all in- and out-degrees the same, and they are "
+            f"topology.weights=doubly-stochastic must have all in- and out-degrees the same, and they are "
             f"{degrees.min()} to {degrees.max()}; use metropolis (undirected graphs) or push-sum"
         )
 

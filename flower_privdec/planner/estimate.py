@@ -84,7 +84,7 @@ def public_sample(experiment: Experiment) -> Objective:
     public, module = experiment.public, experiment.module
     size = SAMPLE_NUMBERS // outputs_per_example(module, public.x)
     size = min(len(public.y), max(LEAST_SAMPLE, min(MOST_SAMPLE, size)))
-    rows = keyed_generator(experiment.scenario.seed, "plan sample").permutation(len(public.y))[:size]
+    rows = keyed_generator(experiment.scenario.seed_of("data"), "plan sample").permutation(len(public.y))[:size]
     x = inputs_like(public.x[rows], experiment.initial)
     return Objective(module, experiment.loss, x, public.y[rows].to(x.device))
 
@@ -109,7 +109,9 @@ def smoothness(experiment: Experiment, objective: Objective) -> float:
     Raises:
         ScenarioError: where the Hessian vanishes at x0, as of a hinge loss.
     """
-    start = keyed_generator(experiment.scenario.seed, "plan direction").standard_normal(experiment.initial.numel())
+    start = keyed_generator(experiment.scenario.seed_of("model"), "plan direction").standard_normal(
+        experiment.initial.numel()
+    )
     found = objective.curvature(torch.as_tensor(start).to(experiment.initial))
     if not found > 0:
         raise ScenarioError("plan.smoothness is missing and the loss has no curvature at x0 to estimate it by: add it")
@@ -127,8 +129,12 @@ def heterogeneity(experiment: Experiment, objective: Objective) -> float:
     options = section.model_dump(exclude={"kind"}, exclude_none=True)
     if section.kind == "sizes":
         options["sizes"] = (sizes / sizes.sum()).tolist()
+    if section.min_size is not None:
+        options["min_size"] = max(1, min(section.min_size, len(objective.y) // scenario.n_peers))
     try:
-        parts = partition(objective.y.cpu().numpy(), scenario.n_peers, section.kind, scenario.seed, **options)
+        parts = partition(
+            objective.y.cpu().numpy(), scenario.n_peers, section.kind, scenario.seed_of("data"), **options
+        )
     except ScenarioError as error:
         raise ScenarioError(f"plan.heterogeneity is missing and cannot be estimated ({error}): add it") from error
     if min(map(len, parts)) < 2:

@@ -74,7 +74,7 @@ def delta(releases: Iterable[Release], epsilon: float) -> float:
         ScenarioError: when ε < 0.
     """
     if not epsilon >= 0:
-        raise ScenarioError(f"epsilon={epsilon} must be >= 0")
+        raise ScenarioError(f"privacy.epsilon={epsilon} must be >= 0")
     merged = canonical(releases)
     if not merged:
         return 0.0
@@ -89,9 +89,11 @@ def delta(releases: Iterable[Release], epsilon: float) -> float:
 def check_delta(delta: float) -> None:
     """Refuse a δ outside (0, 1), or so small that numbers run out."""
     if not 0 < delta < 1:
-        raise ScenarioError(f"delta={delta} must be in (0, 1); use about one over 10 times the number of examples")
+        raise ScenarioError(f"privacy.delta={delta} must be in (0, 1); use about one over 10 times the examples")
     if delta < LEAST_DELTA:
-        raise ScenarioError(f"delta={delta} must be at least {LEAST_DELTA:g}; use about one over 10 times the examples")
+        raise ScenarioError(
+            f"privacy.delta={delta} must be at least {LEAST_DELTA:g}; use about one over 10 times the examples"
+        )
 
 
 @lru_cache(maxsize=8192)

@@ -46,7 +46,7 @@ def scale_for_budget(
     """
     accounting.check_delta(delta)
     if not (epsilon > 0 and math.isfinite(epsilon)):
-        raise ScenarioError(f"epsilon={epsilon} must be finite and > 0; for no privacy say privacy: none")
+        raise ScenarioError(f"privacy.epsilon={epsilon} must be finite and > 0; for no privacy say privacy: none")
     question = _question(make_releases, epsilon, delta)
     key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
     folder = Path(cache_dir) if cache_dir is not None else cache_folder()
@@ -123,7 +123,7 @@ def max_steps(release: Release, epsilon: float, delta: float, *, limit: int = 10
     """
     accounting.check_delta(delta)
     if not epsilon > 0:
-        raise ScenarioError(f"epsilon={epsilon} must be > 0")
+        raise ScenarioError(f"privacy.epsilon={epsilon} must be > 0")
 
     def fits(steps: int) -> bool:
         return accounting.epsilon([release.times(steps)], delta) <= epsilon
@@ -148,12 +148,12 @@ def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
     ends = bracket(excess, 0.0, math.log(2), math.log(SCALE_LIMIT))
     if ends is None:
         rule = "needs more noise than any" if excess(0.0) > 0 else "is more than these releases can spend at any noise"
-        raise ScenarioError(f"epsilon={budget} {rule}; change the budget, the rounds or the sampling")
+        raise ScenarioError(f"privacy.epsilon={budget} {rule}; change the budget, the rounds or the sampling")
     for log_scale, value in reversed(narrow(excess, *ends, _near_the_aim, 1e-7)):
         if _near_the_aim(value):
             return math.exp(log_scale)
     raise ScenarioError(
-        f"epsilon={budget} cannot be met within 0.5 %: at delta={delta} ε jumps over it as the noise grows "
+        f"privacy.epsilon={budget} cannot be met within 0.5 %: at delta={delta} ε jumps over it as the noise grows "
         "(is delta above an example's chance to be used at all?); lower delta or change epsilon"
     )
 

@@ -91,7 +91,7 @@ def proposition_4(mu_total: float, rate: float, noise_shape: np.ndarray) -> floa
     largest = float((1 / (scale * noise_shape)).max())
     if largest > 1:
         raise ScenarioError(
-            f"calibration paper: Proposition 4 needs every μ_k <= 1 and the largest here is {largest:.4g}; "
+            f"privacy.calibration=paper: Proposition 4 needs every μ_k <= 1 and the largest here is {largest:.4g}; "
             "lower privacy.epsilon, take more rounds, or use calibration rigorous"
         )
     return scale

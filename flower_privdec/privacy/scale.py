@@ -52,7 +52,7 @@ class Solver:
         """
         if budget is not None and None in mechanism.kinds:
             raise ScenarioError(
-                f"algorithm {self.algorithm.name!r} declares no releases, so its ε is ∞ and no noise keeps "
+                f"algorithm.name={self.algorithm.name!r} declares no releases, so its ε is ∞ and no noise keeps "
                 f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none"
             )
         if self.section.noise_multiplier is not None:

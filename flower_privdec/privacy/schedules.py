@@ -67,7 +67,7 @@ def _one_each(clip: float | Sequence[float], n_peers: int) -> np.ndarray:
     """Return the first round's clip norm of every peer."""
     if np.ndim(clip) and np.size(clip) != n_peers:
         raise ScenarioError(
-            f"the algorithm's clip norm lists {np.size(clip)} numbers for n_peers={n_peers}: give one a peer"
+            f"algorithm: its clip norm lists {np.size(clip)} numbers for n_peers={n_peers}: give one a peer"
         )
     return np.broadcast_to(np.asarray(clip, dtype=np.float64), (n_peers,))
 

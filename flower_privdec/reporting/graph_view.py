@@ -12,7 +12,7 @@ from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.mixing import Mixing, spectral_gap
 from flower_privdec.reporting.plots import INK, MUTED, PAPER, SERIES, drawing, new_figure
 from flower_privdec.scenario import Scenario
-from flower_privdec.topology import Topology, joint_connectivity
+from flower_privdec.topology import CompleteTopology, Topology, joint_connectivity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +22,8 @@ PICTURES = (".png", ".svg", ".pdf")
 ROUNDS_SHOWN = 6
 LARGEST_LISTED = 32
 MOST_ARROWS = 1200
+MOST_MEASURED = 1024  # peers: the eigenvalues of a matrix of as many rows
+MOST_PEERS_DRAWN, MOST_EDGES_DRAWN = 2_000, 100_000
 NO_GRAPH = "algorithm {} exchanges nothing: there is no graph"
 
 
@@ -35,11 +37,12 @@ def connectivity(mixing: Mixing) -> dict[str, Any]:
 
     Returns:
         joint_connectivity: the smallest B such that any B consecutive rounds together are strongly
-            connected (everybody active), or None; spectral_gap: in [0, 1], per round.
+            connected (everybody active), or None; spectral_gap: in [0, 1], per round; None for more peers than
+            `MOST_MEASURED`.
     """
     return {
         "joint_connectivity": joint_connectivity(mixing.topology),
-        "spectral_gap": spectral_gap(mixing),
+        "spectral_gap": spectral_gap(mixing) if mixing.n_peers <= MOST_MEASURED else None,
     }
 
 
@@ -64,7 +67,12 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
     if mixing is None:
         return _no_graph(scenario)
     topology = mixing.topology
-    rounds = [topology.edges(k) for k in range(rounds_shown(topology))]
+    counts = [edge_count(topology, k) for k in range(rounds_shown(topology))]
+    if out is not None and (scenario.n_peers > MOST_PEERS_DRAWN or max(counts) > MOST_EDGES_DRAWN):
+        raise ScenarioError(
+            f"--out {out}: a picture of {scenario.n_peers:,} peers and {max(counts):,} edges would show nothing; draw "
+            f"at most {MOST_PEERS_DRAWN:,} peers and {MOST_EDGES_DRAWN:,} edges, or leave --out away"
+        )
     small = scenario.n_peers <= LARGEST_LISTED
     description = {
         "name": topology.name,
@@ -72,9 +80,9 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         "directed": topology.directed,
         "period": topology.period,
         "weights": mixing.weights,
-        "edges_per_round": [len(edges) for edges in rounds],
+        "edges_per_round": counts,
         **connectivity(mixing),
-        "edges": [edges.tolist() for edges in rounds] if small else None,
+        "edges": [topology.edges(k).tolist() for k in range(len(counts))] if small else None,
         "picture": None if out is None else str(out),
         "note": None,
     }
@@ -105,6 +113,13 @@ def _no_graph(scenario: Scenario) -> dict[str, Any]:
 def rounds_shown(topology: Topology) -> int:
     """Return how many rounds of a graph are looked at and drawn."""
     return min(topology.period or ROUNDS_SHOWN, ROUNDS_SHOWN)
+
+
+def edge_count(topology: Topology, round_index: int) -> int:
+    """Return how many edges a round has, (sender, receiver)."""
+    if isinstance(topology, CompleteTopology):  # without listing them
+        return topology.n_peers * (topology.n_peers - 1)
+    return len(topology.edges(round_index))
 
 
 def _save(topology: Topology, out: Path) -> None:

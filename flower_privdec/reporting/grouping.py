@@ -41,8 +41,11 @@ class RunGroup:
 
     @property
     def seeds(self) -> str:
-        """Return the runs' seeds: `1-3, 7`."""
-        return peer_ranges(run.scenario.seed for run in self.runs)
+        """Return the runs' seeds: `1-3, 7`, or of what differs: `run 1-3`."""
+        if all(run.scenario.seeds is None for run in self.runs):
+            return peer_ranges(run.scenario.seed for run in self.runs)
+        found = {name: {run.scenario.all_seeds()[name] for run in self.runs} for name in ("data", "model", "run")}
+        return "; ".join(f"{name} {peer_ranges(seeds)}" for name, seeds in found.items())
 
     @property
     def budget(self) -> float:
@@ -119,12 +122,12 @@ def read_groups(folders: Sequence[Path]) -> list[RunGroup]:
     groups: list[tuple[Any, list[Result]]] = []
     for result in map(read_result, folders):
         key = _key(result)
-        alike = [runs for known, runs in groups if known == key and _seed(result) not in map(_seed, runs)]
+        alike = [runs for known, runs in groups if known == key and _seeds(result) not in map(_seeds, runs)]
         if alike and result.finished:
             alike[0].append(result)
         else:
             groups.append((key, [result]))
-    together = [RunGroup("", tuple(sorted(runs, key=lambda run: run.scenario.seed))) for _, runs in groups]
+    together = [RunGroup("", tuple(sorted(runs, key=_seeds))) for _, runs in groups]
     return _labelled(sorted(together, key=lambda group: group.budget))
 
 
@@ -133,8 +136,8 @@ def _key(result: Result) -> tuple[Any, ...]:
     return seedless_hash(result.scenario), result.summary["runtime"], result.finished
 
 
-def _seed(result: Result) -> int:
-    return result.scenario.seed
+def _seeds(result: Result) -> list[int]:
+    return list(result.scenario.all_seeds().values())
 
 
 def _labelled(groups: Sequence[RunGroup]) -> list[RunGroup]:

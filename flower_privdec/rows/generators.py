@@ -35,9 +35,9 @@ def build_noise(generator: str, keys: Mapping[int, bytes], device: torch.device 
     """
     device = torch.device(device)
     if generator not in GENERATORS:
-        raise ScenarioError(f"generator={generator!r} must be one of {', '.join(GENERATORS)}")
+        raise ScenarioError(f"compute.generator={generator!r} must be one of {', '.join(GENERATORS)}")
     if generator == "fast" and device.type != "cpu":
-        raise ScenarioError(f"generator='fast' runs on a CPU, not {device}: set generator to torch or auto")
+        raise ScenarioError(f"compute.generator='fast' runs on a CPU, not {device}: set generator to torch or auto")
     if generator == "system":
         return SystemNoise()
     if resolve_generator(generator, device) == "torch":
@@ -46,7 +46,7 @@ def build_noise(generator: str, keys: Mapping[int, bytes], device: torch.device 
         return FastNoise(keys)
     except ImportError as error:
         raise ScenarioError(
-            "generator='fast' needs numba, which is not installed: pip install 'flower-privdec[fast]', "
+            "compute.generator='fast' needs numba, which is not installed: pip install 'flower-privdec[fast]', "
             "or set generator to torch"
         ) from error
 

@@ -155,6 +155,7 @@ class Recorder:
             "n_peers": scenario.n_peers,
             "rounds": scenario.rounds,
             "seed": scenario.seed,
+            **({} if scenario.seeds is None else {"seeds": scenario.all_seeds()}),
             "metrics": scenario.task.described(),
             **{name: metrics[name] for name in scenario.task.described()},
             "loss": metrics["loss"],

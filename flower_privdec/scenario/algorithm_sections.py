@@ -12,6 +12,7 @@ from flower_privdec.scenario.fields import OWN_OR_NAMED, Count, NonNegative, Per
 from flower_privdec.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.words import one_line
 
+LocalSteps = Annotated[int, Field(ge=1, le=1_000_000)]
 Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
@@ -150,7 +151,7 @@ class LocalStepsSection(GradientSection):
     """
 
     name: Annotated[str, ALGORITHMS.some("scaffold")]
-    local_steps: Count = 10
+    local_steps: LocalSteps = 10
 
 
 class FedAvgSection(GradientSection):
@@ -162,7 +163,7 @@ class FedAvgSection(GradientSection):
     """
 
     name: Annotated[str, ALGORITHMS.some("fedavg")]
-    local_steps: Count = 10
+    local_steps: LocalSteps = 10
     weighting: Literal["examples", "uniform"] = "examples"
 
 
@@ -176,7 +177,7 @@ class FedProxSection(GradientSection):
     """
 
     name: Annotated[str, ALGORITHMS.some("fedprox")]
-    local_steps: Count = 10
+    local_steps: LocalSteps = 10
     proximal: NonNegative = 0.01
     weighting: Literal["examples", "uniform"] = "examples"
 
@@ -193,7 +194,7 @@ class FedDeperSection(GradientSection):
     """
 
     name: Annotated[str, ALGORITHMS.some("feddeper", "feddeper*")]
-    local_steps: Count = 10
+    local_steps: LocalSteps = 10
     rho: Annotated[float, Field(ge=0, lt=1)] = 0.003
     mixing_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     any_mixing_rate: bool = False

@@ -28,6 +28,8 @@ class PartitionSection(Section):
             label, cuts, and deals out; `pathological` gives each peer a few classes; `sizes` is random shares of
             given sizes.
         alpha: of the Dirichlet distribution, small is skewed; for kind dirichlet alone.
+        min_size: the least examples a peer holds, for kind dirichlet alone: one that drew fewer is given random
+            examples of the peers that hold most; left out, what is drawn stays, and a peer without any is refused.
         shards_per_peer: for kind shards alone.
         classes_per_peer: for kind pathological alone.
         sizes: one count, or one share of the whole, for each peer; for kind sizes alone.
@@ -35,6 +37,7 @@ class PartitionSection(Section):
 
     kind: Annotated[str, catalogue.PARTITIONS] = "iid"
     alpha: Positive | None = None
+    min_size: Count | None = None
     shards_per_peer: Count | None = None
     classes_per_peer: Count | None = None
     sizes: list[Positive] | None = None
@@ -53,6 +56,8 @@ class PartitionSection(Section):
                 raise ValueError(f"{option} belongs to kind {kind}, not to {self.kind}: remove it")
             if not given and kind == self.kind:
                 raise ValueError(f"kind {kind} needs {option}: add it")
+        if self.min_size is not None and self.kind != "dirichlet":
+            raise ValueError(f"min_size belongs to kind dirichlet, not to {self.kind}: remove it")
         return self
 
 

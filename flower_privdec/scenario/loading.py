@@ -4,38 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from flower_privdec.catalogue import Choice
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.algorithm_sections import OwnAlgorithmSection, own_section
 from flower_privdec.scenario.fields import own_modules
+from flower_privdec.scenario.findings import Places, explain
 from flower_privdec.scenario.plain_yaml import DEEPEST, LONGEST, Location, read_plain, write_yaml
 from flower_privdec.scenario.schema import Scenario
 from flower_privdec.scenario.shipped import find_scenario
 from flower_privdec.user_code import find_given, is_given, load_own, without_tokens
-from flower_privdec.words import did_you_mean, shown
+from flower_privdec.words import shown
 
 Model = TypeVar("Model", bound=BaseModel)
-TYPES = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "text (quote it)",
-    "string_too_short": "text that is not empty",
-    "too_short": "a list that is not empty",
-    "bool_type": "true or false",
-    "list_type": "a list, as [1, 2]",
-    "dict_type": "a mapping, as {key: value}",
-    "model_type": "a section, as {key: value}",
-    "model_attributes_type": "a section, as {key: value}",
-}
 UNNAMEABLE = "# Parts named __python__ were given as Python objects: nobody can run this file again without them.\n"
 SCENARIO = "a scenario is a mapping of sections (name, n_peers, data, ...)"
 
@@ -77,136 +61,6 @@ def put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
     data[path[-1]] = value
 
 
-def _place(loc: Location, lines: Mapping[Location, int], overrides: Mapping[Location, str], where: str) -> str:
-    """Return `file:line: ` or `--set: ` for a location, by its nearest known parent."""
-    for path, name in overrides.items():
-        if loc and loc[: len(path)] == path[: len(loc)]:
-            return f"{name}: "
-    for end in range(len(loc), -1, -1):
-        if loc[:end] in lines:
-            return f"{where}:{lines[loc[:end]]}: "
-    return f"{where}: "
-
-
-def _clean(error: Any, data: Any) -> Location:
-    """Return where a finding lies, without what pydantic adds: which form of a section was meant."""
-    loc: Location = error["loc"]
-    path: list[int | str] = []
-    for i, part in enumerate(loc):
-        known = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
-        if known or (error["type"] == "missing" and i == len(loc) - 1):
-            path.append(part)
-        if known:
-            data = data[part]
-    return tuple(path)
-
-
-def _model_at(loc: Location, root: type[BaseModel], data: Any) -> type[BaseModel]:
-    """Return the section model in which pydantic's location lies."""
-    models: list[type[BaseModel]] = [root]
-    for part in loc:
-        field = models[0].model_fields.get(str(part))
-        data = data.get(part, data) if isinstance(data, dict) else data
-        if field:
-            found = _sections_of(field.annotation)
-        elif part in ("own", "named"):
-            found = [model for model in models if ("module" in model.model_fields) == (part == "own")]
-        else:
-            found = [model for model in models if part in _tags(model)]
-        models = found or models
-        if models[0] is OwnAlgorithmSection:
-            models = [own_section(data["module"])]
-    return models[0]
-
-
-def _tags(model: type[BaseModel]) -> Sequence[Any]:
-    """Return the names by which a form of a section is told from the others."""
-    field = model.model_fields.get("name") or model.model_fields.get("kind")
-    choices = [list(part) for part in field.metadata if isinstance(part, Choice)] if field else []
-    return choices[0] if choices else get_args(field.annotation) if field else ()
-
-
-def _sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """Return the section models a field may hold."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in getattr(annotation, "__args__", ()) for model in _sections_of(inner)]
-
-
-def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
-    """Return the end of an error about a key that stands in another section."""
-    for name, field in root.model_fields.items():
-        for section in _sections_of(field.annotation):
-            if key in section.model_fields:
-                return f"; did you mean '{path}{name}.{key}'?"
-            if found := _elsewhere(key, section, f"{path}{name}."):
-                return found
-    return ""
-
-
-def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> str:
-    """Say the value, the rule and the remedy of one of pydantic's findings."""
-    name = ".".join(map(str, loc)) or root.__name__.lower()
-    kind, context = error["type"], error.get("ctx", {})
-    if kind == "extra_forbidden":
-        known = list(_model_at(error["loc"][:-1], root, data).model_fields)
-        hint = did_you_mean(loc[-1], known) or _elsewhere(str(loc[-1]), root)
-        return f"unknown key '{name}'{hint} (valid keys: {', '.join(known)})"
-    if kind == "union_tag_invalid":
-        tags = re.findall(r"'([^']+)'", context["expected_tags"])
-        key, tag = f"{name}.{_unquoted(context['discriminator'])}", context["tag"]
-        return f"{key}='{tag}' must be one of {', '.join(tags)}{did_you_mean(tag, tags)}"
-    if kind in ("missing", "union_tag_not_found"):
-        name = name if kind == "missing" else f"{name}.{_unquoted(context['discriminator'])}"
-        return f"'{name}' is missing; add it"
-    if kind == "value_error":
-        message = str(context.get("error"))
-        if not loc or message.startswith(f"{name}."):
-            return message
-        return f"{name}={shown(error['input'])} {message}" if message.startswith("must") else f"{name}: {message}"
-    return f"{name}={shown(error['input'])} must be {_rule(error, loc)}"
-
-
-def _rule(error: Any, loc: Location) -> str:
-    """Say what a value must be, and what to do where that does not."""
-    kind, context = error["type"], error.get("ctx", {})
-    if loc == ("privacy",):
-        return "none, or a section with epsilon and delta"
-    if error["input"] is None:
-        return f"{TYPES.get(kind, 'given')}: leave the key out for its default"
-    if kind == "literal_error":
-        hint = did_you_mean(error["input"], re.findall(r"'([^']+)'", context["expected"]))
-        return f"one of {context['expected']}{hint}"
-    if kind in TYPES:
-        return TYPES[kind]
-    rule = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", ">=")
-    rule = rule.replace("less than or equal to", "<=").replace("greater than", ">").replace("less than", "<")
-    return str(rule)
-
-
-def _unquoted(text: str) -> str:
-    return text.strip("'")
-
-
-def _explain(
-    error: ValidationError,
-    root: type[BaseModel],
-    data: Any,
-    lines: Mapping[Location, int],
-    overrides: Mapping[Location, str],
-    where: str,
-) -> ScenarioError:
-    """Turn pydantic's findings into one line: the first, and how many more."""
-    findings = error.errors()
-    first = min(findings, key=lambda item: (item["type"] != "extra_forbidden", len(item["loc"]) == 0))
-    loc = _clean(first, data)
-    sentence = _sentence(first, loc, root, data)
-    if not loc:  # a rule across sections: its message begins with the key it blames
-        loc = tuple(re.split(r"[ =]", sentence)[0].split("."))
-    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-    return ScenarioError(_place(loc, lines, overrides, where) + sentence + more)
-
-
 def parse_model(root: type[Model], text: str, *, form: str, where: str, overrides: Iterable[str] = ()) -> Model:
     """Read a strict model from YAML text; see `parse_scenario`.
 
@@ -235,10 +89,14 @@ def validated(
     Raises:
         ScenarioError: with the place, the value, the rule and the remedy.
     """
+    places = Places(where, lines or {}, overrides or {})
     try:
-        return root.model_validate(data)
+        model = root.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, root, data, lines or {}, overrides or {}, where) from error
+        raise explain(error, root, data, places) from error
+    if isinstance(model, Scenario):
+        model.given_at(places)
+    return model
 
 
 def parse_scenario(text: str, *, where: str = "scenario", overrides: Iterable[str] = ()) -> Scenario:
@@ -310,7 +168,8 @@ def scenario_hash(scenario: Scenario) -> str:
 
 def seedless_hash(scenario: Scenario) -> str:
     """Return a hash of what runs have in common that repeat one experiment with other seeds, whatever their names."""
-    return _hash_without(scenario, {"name": True, "seed": True, "plan": True, "compute": {"threads", "memory_mib"}})
+    nothing = {"name": True, "plan": True, "compute": {"threads", "memory_mib"}}
+    return _hash_without(scenario.model_copy(update={"seed": 0, "seeds": None}), nothing)
 
 
 def numbers_hash(scenario: Scenario) -> str:
@@ -326,15 +185,21 @@ def numbers_hash(scenario: Scenario) -> str:
     return _hash_without(scenario, nothing)
 
 
-def own_parts(scenario: Scenario) -> list[Any]:
+def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
     """Return the classes and functions of the user's own that a scenario names, for what their code decides.
 
     Those that were given as objects are `Given`, once it is sure that they have not changed.
+
+    Args:
+        scenario: which names them.
+        metrics: with those by which models are tried, which decide what is written down and nothing else.
     """
-    loaded = [(load_own(module, key), find_given(module)) for key, module in own_modules(scenario)]
+    named = [pair for pair in own_modules(scenario) if metrics or not pair[0].startswith("task.metrics.")]
+    loaded = [(load_own(module, key), find_given(module)) for key, module in named]
     return [part if given is None else given for part, given in loaded]
 
 
 def _hash_without(scenario: Scenario, excluded: Any) -> str:
     data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True))
+    data |= {"seed": None, "seeds": scenario.all_seeds()}  # whoever says them
     return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -19,11 +22,16 @@ from flower_privdec.scenario.fields import (
     Section,
     own_modules,
 )
+from flower_privdec.scenario.findings import Places, located
 from flower_privdec.scenario.model_section import ModelSection
 from flower_privdec.scenario.privacy_section import PrivacyChoice, PrivacySection
 from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.scenario.topology_section import TopologyChoice, TopologySection
 from flower_privdec.user_code import Given, find_given, is_given
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+MOST_PEERS, MOST_ROUNDS = 1_000_000, 1_000_000_000
 
 
 class ParticipationSection(Section):
@@ -72,7 +80,7 @@ class ComputeSection(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "float64"] = "float32"
-    threads: Count = 1
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     generator: Literal["auto", "fast", "torch"] = "auto"
     memory_mib: Annotated[int, Field(ge=16)] = 1024
 
@@ -102,12 +110,31 @@ class PlanSection(Section):
     dataset_size: Count | None = None
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class SeedsSection(Section):
+    """A seed for each kind of draws; one that is left out is the scenario's `seed`.
+
+    Attributes:
+        data: which examples are taken and how they are dealt out to the peers.
+        model: the initial parameters.
+        run: all that happens then: graphs that are drawn, who is active, batches and noise. With privacy, batches and
+            noise follow from everything that decides the run's numbers, the other two seeds too.
+    """
+
+    data: Seed | None = None
+    model: Seed | None = None
+    run: Seed | None = None
+
+
 class Scenario(Section):
     """One experiment, complete.
 
     Attributes:
         name: what to call the run; its results go to runs/NAME unless `--out` says otherwise.
-        seed: decides partition, batches without privacy, the model's initial parameters and graphs that are drawn.
+        seed: of all that is drawn, where seeds says no other.
+        seeds: one for each kind of draws, so that one of them can vary and the others stay.
         n_peers: how many peers train; 1 only for local and dp-sgd.
         rounds: K.
         data: which data, and how they are dealt out and drawn.
@@ -124,9 +151,10 @@ class Scenario(Section):
     """
 
     name: Name
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
-    n_peers: Count
-    rounds: Count
+    seed: Seed = 1
+    seeds: SeedsSection | None = None
+    n_peers: Annotated[int, Field(ge=1, le=MOST_PEERS)]
+    rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)]
     data: DataSection
     features: FeaturesSection | None = None
     task: TaskSection = Field(default_factory=lambda: TaskSection.model_validate({}))
@@ -138,6 +166,16 @@ class Scenario(Section):
     evaluation: EvaluationSection = EvaluationSection()
     compute: ComputeSection = ComputeSection()
     plan: PlanSection | None = None
+
+    _places: Places = PrivateAttr(default_factory=Places)
+
+    def given_at(self, places: Places) -> None:
+        """Remember where the values were given."""
+        self._places = places
+
+    def located(self) -> AbstractContextManager[None]:
+        """Return a context in which an error that begins with a key of the scenario gets the place it was given at."""
+        return located(self._places, type(self))
 
     _given: tuple[Given, ...] = PrivateAttr(default=())  # kept for as long as the scenario is
 
@@ -204,7 +242,29 @@ class Scenario(Section):
             )
         return self
 
+    def seed_of(self, draws: Literal["data", "model", "run"]) -> int:
+        """Return the seed of one kind of draws."""
+        own: int | None = getattr(self.seeds, draws, None)
+        return self.seed if own is None else own
+
+    def all_seeds(self) -> dict[str, int]:
+        """Return the seed of every kind of draws."""
+        return {"data": self.seed_of("data"), "model": self.seed_of("model"), "run": self.seed_of("run")}
+
     @property
     def private(self) -> PrivacySection | None:
         """Return the privacy section, or None when there is no privacy."""
         return self.privacy if isinstance(self.privacy, PrivacySection) else None
+
+
+def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Put the place before what a function finds to be wrong with the scenario that its first argument is or has."""
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        first: Any = args[0]
+        scenario: Scenario = first if isinstance(first, Scenario) else first.scenario
+        with scenario.located():
+            return function(*args, **kwargs)
+
+    return call

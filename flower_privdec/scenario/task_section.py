@@ -12,10 +12,10 @@ from flower_privdec.tasks.kinds import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, 
 
 TAKEN = {  # what else stands beside metrics in a run's files
     *("round", "loss", "consensus_distance", "personalized", "epsilon", "seconds", "name", "algorithm", "runtime"),
-    *("n_peers", "rounds", "rounds_done", "seed", "metrics", "traffic", "privacy", "budget_note", "noise", "label"),
+    *("n_peers", "rounds", "rounds_done", "seed", "seeds", "metrics", "traffic", "privacy", "budget_note", "noise"),
     *("numbers", "budget", "spread", "n_runs"),
     *("evaluation_private", "wall_seconds", "peer_steps_per_second", "epsilon_so_far", "finished", "consensus"),
-    *("generalization", "own-labels"),
+    *("generalization", "own-labels", "label"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from flower_privdec.scenario.fields import Section
 from flower_privdec.words import setting
@@ -50,15 +50,6 @@ class Axis(Section):
         if not labels or len(set(labels)) < len(labels):
             raise ValueError(f"an axis needs points whose labels differ, not {labels}")
         return self
-
-    @field_validator("values")
-    @classmethod
-    def _plain_values(cls, values: list[Any] | None) -> list[Any] | None:
-        try:
-            json.dumps(values)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError("must be numbers, texts, lists and mappings alone; quote a date") from error
-        return values
 
     def all_points(self) -> list[Point]:
         """Return the points in order; numbers along a key are labelled and placed by themselves."""

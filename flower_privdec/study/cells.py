@@ -14,7 +14,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash
 from flower_privdec.scenario.loading import read_text
 from flower_privdec.study.axes import Point
-from flower_privdec.study.measured import metric
+from flower_privdec.study.measured import kinds_of, metric
 from flower_privdec.study.spec import Part, Size, Study
 
 Labels = tuple[str, ...]
@@ -85,6 +85,7 @@ def _expand_part(
         own = [line for point in place for line in point.settings]
         for repetition in repetitions:
             cells.append(_cell(part, place, text, base, [*common, *own, *settings, name, *repetition]))
+    _check_repetitions(part, cells, len(repetitions))
     _check_fields(part, cells)
     _check_metrics(part, cells)
     return cells
@@ -103,6 +104,14 @@ def _check_count(part: Part, count: int) -> None:
         )
 
 
+def _check_repetitions(part: Part, cells: Sequence[Cell], count: int) -> None:
+    if len({cell.key for cell in cells[:count]}) < count:
+        raise ScenarioError(
+            f"part {part.name}: seeds data, model and run are all given in the scenario, so that another seed changes "
+            "nothing; leave out those that the study's seeds should vary"
+        )
+
+
 def _check_fields(part: Part, cells: Sequence[Cell]) -> None:
     for i, path in enumerate(part.fields):
         if not any(has_field(cell.scenario, path) for cell in cells):
@@ -113,13 +122,12 @@ def _check_fields(part: Part, cells: Sequence[Cell]) -> None:
 
 def _check_metrics(part: Part, cells: Sequence[Cell]) -> None:
     """Refuse a metric that no cell's task has."""
-    measured = {name for cell in cells for name in cell.scenario.task.kinds()}
-    for name in part.all_metrics():
-        if (of := metric(name).of) is not None and of not in measured:
-            raise ScenarioError(
-                f"part {part.name}: metric '{name}' needs {of}, which no cell measures ({', '.join(sorted(measured))} "
-                "they do): name one of these, or add it to task.metrics"
-            )
+    kinds = kinds_of(cell.scenario for cell in cells)
+    for where, name in part.all_metrics().items():
+        try:
+            metric(name, kinds)
+        except ScenarioError as error:
+            raise ScenarioError(f"part {part.name}, {where}: {error}") from error
 
 
 def has_field(scenario: Scenario, path: str) -> bool:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from flower_privdec.study.forms import Above, Best, Check, Ordered, Speedup
-from flower_privdec.study.measured import metric
+from flower_privdec.study.measured import Reading
 from flower_privdec.study.results import Estimate, Group, PartResult
 from flower_privdec.words import number
 
@@ -64,8 +64,8 @@ def judge(check: Check, result: PartResult) -> Verdict:
 
 def wanted(check: Check, result: PartResult) -> str:
     """Say what a check looks for."""
-    name = metric(check.metric).title
-    better = "lower" if metric(check.metric).low else "higher"
+    name = result.metric(check.metric).title
+    better = "lower" if result.metric(check.metric).low else "higher"
     if isinstance(check, Ordered):
         return f"{name} in the order {' < '.join(check.order or result.axes[check.axis].labels())}"
     if isinstance(check, Best):
@@ -76,11 +76,11 @@ def wanted(check: Check, result: PartResult) -> str:
     return f"the same {name} in n times fewer rounds (within a factor of {check.within:g})"
 
 
-def value_text(name: str, estimate: Estimate | None, spread: bool = False) -> str:
+def value_text(measured: Reading, estimate: Estimate | None, spread: bool = False) -> str:
     """Return a metric's mean as text, a share in percent, with its standard deviation where asked for."""
     if estimate is None:
         return MISSING
-    if metric(name).share:
+    if measured.share:
         text, std = f"{100 * estimate.mean:.1f} %", f"{100 * (estimate.std or 0):.1f}"
     else:
         text, std = number(estimate.mean), number(estimate.std)
@@ -113,7 +113,7 @@ def _ordered(check: Ordered, result: PartResult) -> Verdict:
         steps = list(pairwise(known)) if len(known) == len(values) else []
         found += steps
         holds = all(b.mean > a.mean for a, b in steps) if steps else None
-        cases.append(Case(where, holds, _chain(check.metric, labels, values)))
+        cases.append(Case(where, holds, _chain(result.metric(check.metric), labels, values)))
     return Verdict(tuple(cases), _rising(found))
 
 
@@ -128,18 +128,18 @@ def _rising(steps: Sequence[tuple[Estimate, Estimate]]) -> str:
     return f"{text}, {clear} by more than the spread over seeds"
 
 
-def _chain(name: str, labels: Sequence[str], values: Sequence[Estimate | None]) -> str:
+def _chain(measured: Reading, labels: Sequence[str], values: Sequence[Estimate | None]) -> str:
     """Return `a: 45.4 % < b: 81.1 % > c: 80.0 %`."""
-    text = f"{labels[0]}: {value_text(name, values[0])}"
+    text = f"{labels[0]}: {value_text(measured, values[0])}"
     for label, (a, b) in zip(labels[1:], pairwise(values), strict=True):
         sign = "?" if a is None or b is None else "<" if b.mean > a.mean else ">" if b.mean < a.mean else "="
-        text += f" {sign} {label}: {value_text(name, b)}"
+        text += f" {sign} {label}: {value_text(measured, b)}"
     return text
 
 
 def _best(check: Best, result: PartResult) -> Iterator[Case]:
-    labels = result.axes[check.axis].labels()
-    sign = -1 if metric(check.metric).low else 1
+    labels, measured = result.axes[check.axis].labels(), result.metric(check.metric)
+    sign = -1 if measured.low else 1
     for where, values in _finals(check, labels, result):
         known = [value for value in values if value is not None]
         if len(known) < len(values):
@@ -147,13 +147,13 @@ def _best(check: Best, result: PartResult) -> Iterator[Case]:
             continue
         order = sorted(range(len(labels)), key=lambda i: -sign * known[i].mean)
         away = abs(order[0] - labels.index(check.label))
-        numbers = ", ".join(f"{labels[i]} {value_text(check.metric, known[i], spread=True)}" for i in order)
+        numbers = ", ".join(f"{labels[i]} {value_text(measured, known[i], spread=True)}" for i in order)
         yield Case(where, away <= check.reach, f"best first: {numbers}")
 
 
 def _above(check: Above, result: PartResult) -> Verdict:
-    cases = []
-    sign = -1 if metric(check.metric).low else 1
+    cases, measured = [], result.metric(check.metric)
+    sign = -1 if measured.low else 1
     fixed = {name: label for name, label in check.where.items() if name not in check.baseline}
     free = [name for name in result.axes if name not in check.baseline]
     low: list[str] = []
@@ -165,8 +165,8 @@ def _above(check: Above, result: PartResult) -> Verdict:
                 continue
             where = _name(result, outer | inner, fixed)
             holds = None if base is None or value is None else sign * (value.mean - base.mean) > 0
-            cases.append(Case(where, holds, value_text(check.metric, value, spread=True)))
-        low.append(f"{_name(result, outer, fixed)} {value_text(check.metric, base, spread=True)}".strip())
+            cases.append(Case(where, holds, value_text(measured, value, spread=True)))
+        low.append(f"{_name(result, outer, fixed)} {value_text(measured, base, spread=True)}".strip())
     return Verdict(tuple(cases), f"the baseline has {', '.join(low)}")
 
 
@@ -180,7 +180,7 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
         if len(known) < len(points):
             yield Case(where, None, MISSING)
             continue
-        low = metric(check.metric).low
+        low = result.metric(check.metric).low
         for level in check.levels or [_common_level(known, low)]:
             reached = [_rounds_to(level, *curve, low) for curve in known]
             for (a, first), (b, second) in pairwise(zip(points, reached, strict=True)):

@@ -9,7 +9,6 @@ import numpy as np
 
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure
 from flower_privdec.study.forms import Figure
-from flower_privdec.study.measured import metric
 from flower_privdec.study.results import Group, PartResult
 
 if TYPE_CHECKING:
@@ -31,18 +30,18 @@ def save_figure(figure: Figure, result: PartResult, path: Path) -> bool:
         if not drawn:
             return False
         _label(all_axes, figure, result)
-        canvas.suptitle(title_of(figure), x=0.01, ha="left", fontsize=10.5)
+        canvas.suptitle(title_of(figure, result), x=0.01, ha="left", fontsize=10.5)
         canvas.savefig(path, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
     return True
 
 
-def title_of(figure: Figure) -> str:
+def title_of(figure: Figure, result: PartResult) -> str:
     """Return what to write over a figure: its title, or its metric."""
-    return figure.title or metric(figure.metric).title.capitalize()
+    return figure.title or result.metric(figure.metric).title.capitalize()
 
 
 def _label(all_axes: np.ndarray, figure: Figure, result: PartResult) -> None:
-    measured = metric(figure.metric)
+    measured = result.metric(figure.metric)
     all_axes[0].set_ylabel(measured.title + (" (%)" if measured.share else ""))
     for axes in all_axes:
         axes.set_xlabel("round" if figure.x is None else result.axes[figure.x].title or figure.x)
@@ -75,7 +74,7 @@ def _draw_curve(axes: Axes, figure: Figure, group: Group, style: int, label: str
     if curves is None:
         return False
     rounds, values = curves
-    values = 100 * values if metric(figure.metric).share else values
+    values = 100 * values if group.metric(figure.metric).share else values
     series, dash = line_style(style)
     mean, std = values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else 0.0
     axes.plot(rounds, mean, dash, color=SERIES[series], label=label)
@@ -98,7 +97,7 @@ def _draw_finals(
         axes.set_xlim(-0.5, len(points) - 0.5)
     if not drawn:
         return False
-    scale = 100 if metric(figure.metric).share else 1
+    scale = 100 if result.metric(figure.metric).share else 1
     series, dash = line_style(style)
     axes.errorbar(
         [point.value if point.value is not None and numeric else i + beside for point, i, _ in drawn],

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from flower_privdec.scenario.fields import Section
-from flower_privdec.study.measured import MetricName
 
 Labelled = Annotated[dict[str, str], Field(default_factory=dict)]
 
@@ -27,7 +26,7 @@ class Figure(Section):
     """
 
     kind: Literal["curves", "final"]
-    metric: MetricName = "accuracy"
+    metric: str = "accuracy"
     x: str | None = None
     by: str | None = None
     panels: str | None = None
@@ -51,7 +50,7 @@ class Pivot(Section):
 
     rows: str
     columns: str
-    metric: MetricName = "accuracy"
+    metric: str = "accuracy"
 
 
 class Ordered(Section):
@@ -68,7 +67,7 @@ class Ordered(Section):
     kind: Literal["ordered"]
     axis: str
     order: list[str] | None = None
-    metric: MetricName = "accuracy"
+    metric: str = "accuracy"
     where: Labelled
 
 
@@ -88,7 +87,7 @@ class Best(Section):
     axis: str
     label: str
     reach: Annotated[int, Field(ge=0)] = 0
-    metric: MetricName = "accuracy"
+    metric: str = "accuracy"
     where: Labelled
 
 
@@ -104,7 +103,7 @@ class Above(Section):
 
     kind: Literal["above"]
     baseline: Annotated[dict[str, str], Field(min_length=1)]
-    metric: MetricName = "accuracy"
+    metric: str = "accuracy"
     where: Labelled
 
 
@@ -122,7 +121,7 @@ class Speedup(Section):
 
     kind: Literal["speedup"]
     axis: str
-    metric: MetricName = "loss"
+    metric: str = "loss"
     levels: list[float] | None = None
     within: Annotated[float, Field(gt=1)] = 1.25
     where: Labelled

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator
-
+from flower_privdec.errors import ScenarioError
 from flower_privdec.reporting.wording import main_loss, main_value
-from flower_privdec.tasks.kinds import METRIC_KINDS, MetricKind
+from flower_privdec.scenario import Scenario
+from flower_privdec.tasks.kinds import MetricKind
 from flower_privdec.words import did_you_mean
 
 
@@ -24,7 +24,6 @@ class Reading:
         share: whether it is a share, shown in percent.
         low: whether less is better.
         over: makes one number of the run's; the last by default.
-        of: the task's metric without which there is none.
     """
 
     title: str
@@ -32,7 +31,6 @@ class Reading:
     share: bool = False
     low: bool = False
     over: Callable[[Sequence[float]], float] = lambda values: values[-1]
-    of: str | None = None
 
 
 def _late(values: Sequence[float]) -> float:
@@ -51,8 +49,9 @@ def readings_of(name: str, kind: MetricKind) -> dict[str, Reading]:
         return lambda line, _: (line.get(name) or {}).get(which)
 
     def made(title: str, read: Callable[[dict[str, Any], str], float | None], **options: Any) -> Reading:
-        return Reading(title, read, share=kind.share, low=not kind.high, of=name, **options)
+        return Reading(title, read, share=kind.share, low=not kind.high, **options)
 
+    keys = ("mean_model", "peer_mean", "peer_min", "peer_max")
     return {
         name: made(f"test {kind.title}", mean),
         f"late-{name}": made(f"test {kind.title}, mean of the last fifth", mean, over=_late),
@@ -61,11 +60,23 @@ def readings_of(name: str, kind: MetricKind) -> dict[str, Reading]:
         f"worst-peer-{name}": made(
             f"test {kind.title} of the worst peer", peers("peer_min" if kind.high else "peer_max")
         ),
+        **{f"{name}.{key}": made(f"{kind.title} {key.replace('_', ' ')}", peers(key)) for key in keys},
     }
 
 
-METRICS = {
-    **{key: metric for name, kind in METRIC_KINDS.items() for key, metric in readings_of(name, kind).items()},
+def _key(path: str, *, share: bool) -> Reading:
+    """Return what stands at a dotted path of metrics.jsonl."""
+
+    def read(line: dict[str, Any], _algorithm: str) -> float | None:
+        value: Any = line
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return None if value is None else float(value)
+
+    return Reading(path.replace(".", " ").replace("_", " "), read, share=share, low=not share)
+
+
+ALWAYS = {
     "loss": Reading("test loss", lambda m, algorithm: main_loss(algorithm, m["loss"]), low=True),
     "own-labels": Reading(
         "accuracy of personalized models on their peers' own labels",
@@ -73,40 +84,37 @@ METRICS = {
         share=True,
     ),
     "consensus": Reading("consensus distance", lambda m, _: m["consensus_distance"], low=True),
+    **{path: _key(path, share=False) for path in ("loss.mean_model", "consensus_distance", "epsilon", "seconds")},
+    **{
+        path: _key(path, share=True)
+        for models in ("global_model", "personal_models")
+        for path in (f"personalized.{models}.{which}" for which in ("mean", "min", "max"))
+    },
 }
-_OWN_LABELS = tuple(f"personalized.{models}" for models in ("global_model", "personal_models"))
-KEYS = (
-    *(f"{name}.{key}" for name in METRIC_KINDS for key in ("mean_model", "peer_mean", "peer_min", "peer_max")),
-    *("loss.mean_model", "consensus_distance", "epsilon", "seconds"),
-    *(f"{models}.{key}" for models in _OWN_LABELS for key in ("mean", "min", "max")),
-)
 _BY_EXTRA_LABELS = re.compile(r"personalized\.generalization\.(global_model|personal_models)\.\d+")
 
 
-def _known(name: str) -> str:
-    names = (*METRICS, *KEYS)
-    if name not in names and not _BY_EXTRA_LABELS.fullmatch(name):
-        choice = f"{', '.join(METRIC_KINDS)}, loss, consensus or own-labels, or as late-accuracy or accuracy.peer_max"
-        raise ValueError(f"must be one of {choice}{did_you_mean(name, names)}")
-    return name
+def kinds_of(scenarios: Iterable[Scenario]) -> dict[str, MetricKind]:
+    """Return what is known of each metric by which some scenarios try models."""
+    return {name: kind for scenario in scenarios for name, kind in scenario.task.kinds().items()}
 
 
-MetricName = Annotated[str, AfterValidator(_known)]
+def metric(name: str, kinds: Mapping[str, MetricKind]) -> Reading:
+    """Return a metric by its name: one of a task, as late-accuracy, or a key of metrics.jsonl, as accuracy.peer_max.
 
+    Args:
+        kinds: the metrics of the task.
 
-def metric(name: str) -> Reading:
-    """Return a metric by its name, or the one at a dotted path of metrics.jsonl, as accuracy.peer_max."""
-    if name in METRICS:
-        return METRICS[name]
-
-    def read(line: dict[str, Any], _algorithm: str) -> float | None:
-        value: Any = line
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return None if value is None else float(value)
-
-    first = name.partition(".")[0]
-    kind = METRIC_KINDS.get(first)
-    share, low = (kind.share, not kind.high) if kind else (first == "personalized", first != "personalized")
-    title = name.replace(".", " ").replace("_", " ")
-    return Reading(title, read, share=share, low=low, of=first if kind else None)
+    Raises:
+        ScenarioError: it is none; the message says which there are.
+    """
+    known = ALWAYS | {key: reading for of, kind in kinds.items() for key, reading in readings_of(of, kind).items()}
+    if _BY_EXTRA_LABELS.fullmatch(name):
+        return _key(name, share=True)
+    if name not in known:
+        first = next(iter(kinds), "accuracy")
+        raise ScenarioError(
+            f"metric {name!r} must be one of {', '.join(kinds)}, loss, consensus, own-labels, or as late-{first}, "
+            f"best-{first}, peer-{first}, worst-peer-{first} or {first}.peer_max{did_you_mean(name, known)}"
+        )
+    return known[name]

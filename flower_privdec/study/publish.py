@@ -12,7 +12,6 @@ from flower_privdec import __version__
 from flower_privdec.errors import RunError
 from flower_privdec.study.claims import judge, wanted
 from flower_privdec.study.figures import save_figure, title_of
-from flower_privdec.study.measured import metric
 from flower_privdec.study.results import PartResult
 from flower_privdec.study.runner import Outcome
 from flower_privdec.study.spec import Study
@@ -99,7 +98,7 @@ def _section(result: PartResult, out: Path) -> str:
     blocks = [f"## {part.heading}", *([f"{WHOSE[part.asks]}: {part.claim}"] if part.claim else ()), *part.notes]
     if result.chosen:
         names = " and ".join(axis.title or name for name, axis in result.chosen.items())
-        better = metric(part.metrics[0]).title
+        better = result.metric(part.metrics[0]).title
         blocks.append(f"In every cell the {names} with the best {better} is chosen.")
     for check in part.checks:
         verdict = judge(check, result)
@@ -110,10 +109,10 @@ def _section(result: PartResult, out: Path) -> str:
     for i, figure in enumerate(part.figures):
         path = out / f"{part.name}-{i + 1}.svg"
         if save_figure(figure, result, path):
-            blocks.append(f"![{title_of(figure)}]({path.name})")
+            blocks.append(f"![{title_of(figure, result)}]({path.name})")
     if part.pivot:
         blocks.append(
-            f"{metric(part.pivot.metric).title.capitalize()}:\n\n{markdown(*pivot_table(part.pivot, result))}"
+            f"{result.metric(part.pivot.metric).title.capitalize()}:\n\n{markdown(*pivot_table(part.pivot, result))}"
         )
     table = markdown(columns(result), [row(result, group) for group in result.groups])
     blocks.append(f"<details><summary>All cells</summary>\n\n{table}\n\n</details>" if part.pivot else table)

@@ -16,8 +16,9 @@ from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.study.axes import Axis
 from flower_privdec.study.cache import folder_of, is_finished
 from flower_privdec.study.cells import Cell, Labels
-from flower_privdec.study.measured import metric
+from flower_privdec.study.measured import Reading, kinds_of, metric
 from flower_privdec.study.spec import Part
+from flower_privdec.tasks.kinds import MetricKind
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,14 @@ class Group:
         labels: the place.
         runs: the finished runs, in the order of the seeds.
         missing: how many more there should be.
+        kinds: the metrics of all places, some of which these runs may not have.
         chosen: the labels of the axes that were chosen from.
     """
 
     labels: Labels
     runs: tuple[Result, ...]
     missing: int
+    kinds: Mapping[str, MetricKind]
     chosen: Labels = ()
 
     @property
@@ -59,9 +62,13 @@ class Group:
         """Return whether every seed is there."""
         return self.missing == 0
 
+    def metric(self, name: str) -> Reading:
+        """Return what is known of a metric of the runs."""
+        return metric(name, self.kinds)
+
     def finals(self, name: str) -> list[float]:
         """Return a metric of each finished run that has it, after the last round unless it looks at more of them."""
-        found = metric(name)
+        found = self.metric(name)
         lines = [[found.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
         known = [[value for value in line if value is not None] for line in lines]
         return [found.over(values) for values in known if values]
@@ -72,9 +79,9 @@ class Group:
 
     def curves(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the rounds at which every run was tried [T], and a metric then [n_runs, T]; None without it."""
-        read = metric(name).read
         if not self.runs:
             return None
+        read = self.metric(name).read
         rounds = [line["round"] for line in self.runs[0].metrics]
         values = [[read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
         if any(value is None for row in values for value in row) or any(len(row) != len(rounds) for row in values):
@@ -116,6 +123,14 @@ class PartResult:
     cells: tuple[Cell, ...]
     seconds: float
 
+    def metric(self, name: str) -> Reading:
+        """Return what is known of a metric of the cells."""
+        return metric(name, self._kinds)
+
+    @cached_property
+    def _kinds(self) -> dict[str, MetricKind]:
+        return kinds_of(cell.scenario for cell in self.cells)
+
     @property
     def complete(self) -> bool:
         """Return whether every cell is finished."""
@@ -149,21 +164,22 @@ def collect(part: Part, size: str | None, cells: Sequence[Cell], cache: Path) ->
         if cell.key not in runs and is_finished(folder):
             runs[cell.key] = read_result(folder)
             seconds += float(json.loads((folder / "cell.json").read_text())["seconds"])
-    groups = []
+    groups, kinds = [], kinds_of(cell.scenario for cell in mine)
     for labels in dict.fromkeys(cell.labels for cell in mine):
         keys = [cell.key for cell in mine if cell.labels == labels]
         known = tuple(runs[key] for key in keys if key in runs)
-        groups.append(Group(labels, known, len(keys) - len(known)))
+        groups.append(Group(labels, known, len(keys) - len(known), kinds))
     axes = part.axes_at(size)
     chosen = {name: axis for name, axis in axes.items() if name in part.best_over}
     left = {name: axis for name, axis in axes.items() if name not in chosen}
-    return PartResult(part, left, chosen, _choose(part, list(axes), groups), tuple(mine), seconds)
+    first = metric(part.metrics[0], kinds)
+    return PartResult(part, left, chosen, _choose(part, list(axes), groups, first), tuple(mine), seconds)
 
 
-def _choose(part: Part, names: Sequence[str], groups: Sequence[Group]) -> tuple[Group, ...]:
+def _choose(part: Part, names: Sequence[str], groups: Sequence[Group], measured: Reading) -> tuple[Group, ...]:
     """Keep, of the places that differ along chosen axes alone, the one with the best first metric."""
     name = part.metrics[0]
-    sign = -1 if metric(name).low else 1
+    sign = -1 if measured.low else 1
     rivals: dict[Labels, list[Group]] = {}
     for group in groups:
         kept = tuple(label for axis, label in zip(names, group.labels, strict=True) if axis not in part.best_over)

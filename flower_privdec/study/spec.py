@@ -15,7 +15,6 @@ from flower_privdec.scenario.loading import parse_model, read_text
 from flower_privdec.scenario.shipped import shipped
 from flower_privdec.study.axes import Axis, Lines
 from flower_privdec.study.forms import Above, Best, Check, Figure, Ordered, Pivot, Speedup
-from flower_privdec.study.measured import MetricName
 
 FORM = "a study is a mapping (name, base, seeds, parts, ...)"
 Name = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]  # of a file or a folder
@@ -84,7 +83,7 @@ class Part(Section):
     best_over: Lines
     figures: Annotated[list[Figure], Field(default_factory=list)]
     pivot: Pivot | None = None
-    metrics: Annotated[list[MetricName], Field(min_length=1, default_factory=lambda: ["accuracy", "loss"])]
+    metrics: Annotated[list[str], Field(min_length=1, default_factory=lambda: ["accuracy", "loss"])]
     fields: Lines
     checks: Annotated[list[Check], Field(default_factory=list)]
 
@@ -139,10 +138,12 @@ class Part(Section):
         if name not in self.axes:
             raise ValueError(f"{where}: axis '{name}' must be one of this part's axes ({', '.join(self.axes)})")
 
-    def all_metrics(self) -> set[str]:
-        """Return every metric that it names."""
-        asked = [*self.figures, *self.checks, *([self.pivot] if self.pivot else ())]
-        return {*self.metrics, *(one.metric for one in asked)}
+    def all_metrics(self) -> dict[str, str]:
+        """Return every metric that it names, by where."""
+        found = {f"metrics.{i}": name for i, name in enumerate(self.metrics)}
+        found |= {f"figures.{i}.metric": figure.metric for i, figure in enumerate(self.figures)}
+        found |= {f"checks.{i}.metric": check.metric for i, check in enumerate(self.checks)}
+        return found | ({"pivot.metric": self.pivot.metric} if self.pivot else {})
 
     def axes_at(self, size: str | None) -> dict[str, Axis]:
         """Return the axes at a size."""

@@ -8,7 +8,6 @@ from io import StringIO
 
 from flower_privdec.study.claims import value_text
 from flower_privdec.study.forms import Pivot
-from flower_privdec.study.measured import metric
 from flower_privdec.study.results import Group, PartResult
 from flower_privdec.words import NOTHING, epsilon_text, setting
 
@@ -23,7 +22,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def pivot_table(pivot: Pivot, result: PartResult) -> tuple[list[str], list[list[str]]]:
     """Return one metric as a table of two axes; a third axis makes more rows."""
-    across = result.axes[pivot.columns]
+    across, measured = result.axes[pivot.columns], result.metric(pivot.metric)
     others = [name for name in result.axes if name != pivot.columns and name != pivot.rows]
     head = [result.axes[name].title or name for name in [*others, pivot.rows]]
     head += [f"{across.title or pivot.columns} {label}" for label in across.labels()]
@@ -32,7 +31,7 @@ def pivot_table(pivot: Pivot, result: PartResult) -> tuple[list[str], list[list[
         for label in result.axes[pivot.rows].labels():
             place = outer | {pivot.rows: label}
             groups = [result.at(place | {pivot.columns: column}) for column in across.labels()]
-            values = [value_text(pivot.metric, group.final(pivot.metric), spread=True) for group in groups]
+            values = [value_text(measured, group.final(pivot.metric), spread=True) for group in groups]
             rows.append([place[name] for name in [*others, pivot.rows]] + values)
     return head, rows
 
@@ -46,7 +45,7 @@ def columns(result: PartResult) -> list[str]:
     part = result.part
     names = [axis.title or name for name, axis in [*result.axes.items(), *result.chosen.items()]]
     names += [path.rpartition(".")[2].replace("_", " ") for path in part.fields]
-    names += [metric(name).title for name in part.metrics]
+    names += [result.metric(name).title for name in part.metrics]
     return names + (["ε (claimed)"] if _claims_epsilon(result) else []) + ["ε (exact)", "δ", "seeds"]
 
 
@@ -54,7 +53,7 @@ def row(result: PartResult, group: Group) -> list[str]:
     """Return what the table of all cells says of one place."""
     part = result.part
     cells = [*group.labels, *group.chosen, *(group.field(path) for path in part.fields)]
-    cells += [value_text(name, group.final(name), spread=True) for name in part.metrics]
+    cells += [value_text(result.metric(name), group.final(name), spread=True) for name in part.metrics]
     if _claims_epsilon(result):
         cells.append(budgets_text(group.budgets("claimed_epsilon"), setting))
     seeds = str(len(group.runs)) + ("" if group.complete else f" ({group.missing} missing)")

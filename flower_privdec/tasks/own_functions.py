@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.tasks.apart import no_own_rules
 from flower_privdec.tasks.kinds import MetricKind, Targets
 from flower_privdec.tasks.losses import Loss
@@ -73,7 +73,7 @@ def _withheld(target: str, call: Callable[[Tensor, Tensor], Tensor]) -> Callable
         found, failure = outputs, None
         try:
             found = call(outputs, targets)
-        except Exception as error:  # a user's own function may raise anything
+        except RAISED_BY_USERS as error:  # a user's own function may raise anything
             failure = type(error).__name__
         if failure is not None:  # raised here, an error that does not carry the other one along
             raise RunError(
@@ -96,7 +96,7 @@ def try_loss(loss: Loss, outputs: int) -> None:
             shape = list(vmap(one)(x, loss.blank(x)).shape[1:])
             if not shape:
                 vmap(grad(one))(x, loss.blank(x))
-    except Exception as error:  # a user's own function may raise anything
+    except RAISED_BY_USERS as error:  # a user's own function may raise anything
         raise ScenarioError(
             f"task.loss.module={loss.name!r} cannot be differentiated example by example: {one_line(error)}; write it "
             "with torch operations alone (torch.where for a choice, no .item()), from outputs and a target to a number"
@@ -124,7 +124,7 @@ def own_metric(target: str, name: str, kind: MetricKind) -> Metric:
 def _number(function: Callable[..., Any], target: str, outputs: Tensor, targets: Tensor) -> float:
     try:
         return float(function(outputs.clone(), targets.clone()))
-    except Exception as error:  # a user's own function may raise anything
+    except RAISED_BY_USERS as error:  # a user's own function may raise anything
         raise RunError(f"task.metrics.module={target!r} fails on the public test set: {one_line(error)}") from error
 
 

@@ -31,7 +31,7 @@ def check_topology(topology: Topology) -> None:
         cut_off = np.setdiff1d(np.arange(topology.n_peers), reached)
         if len(cut_off):
             raise ScenarioError(
-                f"topology={topology.name} can never agree: {_named(cut_off)} {sense} peer 0; "
+                f"topology.name={topology.name} can never agree: {_named(cut_off)} {sense} peer 0; "
                 "add edges until every peer reaches every other (the graph must be strongly connected)"
             )
 

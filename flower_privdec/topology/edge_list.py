@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from flower_privdec.errors import ScenarioError
+from flower_privdec.words import shown
+
+LONGEST = 64 << 20  # bytes
 
 
 def read_edge_list(path: str | Path, n_peers: int) -> list[tuple[int, int]]:
@@ -21,23 +24,31 @@ def read_edge_list(path: str | Path, n_peers: int) -> list[tuple[int, int]]:
         ScenarioError: a file that cannot be read, or a malformed line, named by its number.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        with Path(path).open("rb") as file:
+            content = file.read(LONGEST + 1)
+        lines = content.decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ScenarioError(f"file={path} cannot be read ({reason}); name a text file of edges") from None
+        raise ScenarioError(f"topology.file={path} cannot be read ({reason}); name a text file of edges") from None
+    if len(content) > LONGEST:
+        raise ScenarioError(f"topology.file={path} has more than {LONGEST >> 20} MiB: give a sparser graph")
     pairs = [
-        _pair(content.split(), f"file={path} line {number}", n_peers)
+        _pair(written.split(), f"topology.file={path} line {number}", n_peers)
         for number, line in enumerate(lines, start=1)
-        if (content := line.partition("#")[0].strip())
+        if (written := line.partition("#")[0].strip())
     ]
     if not pairs:
-        raise ScenarioError(f"file={path} has no edges; write one `sender receiver` pair per line")
+        raise ScenarioError(f"topology.file={path} has no edges; write one `sender receiver` pair per line")
     return pairs
 
 
+def _is_id(word: str) -> bool:
+    return word.isdecimal() and word.isascii() and len(word) < 19
+
+
 def _pair(words: list[str], where: str, n_peers: int) -> tuple[int, int]:
-    if len(words) != 2 or not all(word.isdecimal() and word.isascii() for word in words):
-        raise ScenarioError(f"{where}: {' '.join(words)!r} must be two peer ids, `sender receiver`")
+    if len(words) != 2 or not all(_is_id(word) for word in words):
+        raise ScenarioError(f"{where}: {shown(' '.join(words))} must be two peer ids, `sender receiver`")
     sender, receiver = (int(word) for word in words)
     if max(sender, receiver) >= n_peers:
         raise ScenarioError(f"{where}: peer {max(sender, receiver)} must be < n_peers={n_peers}; ids start at 0")

@@ -9,7 +9,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
-from flower_privdec.errors import PrivdecError, ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.topology.graphs import StaticTopology, Topology, edge_array
 from flower_privdec.user_code import load_own
 from flower_privdec.words import one_line
@@ -37,7 +37,7 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
         made = function(n_peers, **{**given, **arguments})
     except PrivdecError:
         raise
-    except Exception as error:  # a user's own function may raise anything
+    except RAISED_BY_USERS as error:  # a user's own function may raise anything
         raise ScenarioError(f"{where} could not be built with {dict(arguments)}: {one_line(error)}") from error
     return as_topology(made, n_peers, target, where)
 

@@ -25,6 +25,7 @@ from flower_privdec.topology.graphs import (
     edge_array,
     shift_edges,
 )
+from flower_privdec.topology.limits import check_edges, check_probability, check_size
 from flower_privdec.words import did_you_mean
 
 DRAWS = 200  # how often a random graph is drawn again before it is called hopeless
@@ -60,6 +61,7 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
         raise ScenarioError(f"n_peers=1 on topology {name}: a graph needs at least 2 peers; use algorithm local")
     if not own:
         _refuse_unknown_options(name, builder, options)
+        check_size(name, int(n_peers), options)
     return builder(name, int(n_peers), seed, **options)
 
 
@@ -90,17 +92,17 @@ def _refuse_unknown_options(name: str, builder: Callable[..., Topology], options
 
 def _whole(key: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ScenarioError(f"{key}={value!r} must be a whole number >= {least}")
+        raise ScenarioError(f"topology.{key}={value!r} must be a whole number >= {least}")
     if value < least:
-        raise ScenarioError(f"{key}={value} must be >= {least}")
+        raise ScenarioError(f"topology.{key}={value} must be >= {least}")
     return int(value)
 
 
 def _chance(key: str, value: object, *, zero: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ScenarioError(f"{key}={value!r} must be in {'[' if zero else '('}0, 1]")
+        raise ScenarioError(f"topology.{key}={value!r} must be in {'[' if zero else '('}0, 1]")
     if value == 0 and not zero:
-        raise ScenarioError(f"{key}={value} must be > 0: without edges nobody ever agrees")
+        raise ScenarioError(f"topology.{key}={value} must be > 0: without edges nobody ever agrees")
     return float(value)
 
 
@@ -115,7 +117,7 @@ def _draw_connected(name: str, seed: int, draw: Callable[[int], Any], remedy: st
         graph = draw(int(keyed_generator(seed, f"topology-{name}", attempt).integers(2**31)))
         if nx.is_connected(graph):
             return _static(name, graph)
-    raise ScenarioError(f"topology={name}: {DRAWS} draws and none was connected; {remedy}")
+    raise ScenarioError(f"topology.name={name}: {DRAWS} draws and none was connected; {remedy}")
 
 
 def _directed_exponential(name: str, n_peers: int, seed: int) -> Topology:
@@ -167,16 +169,17 @@ def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols:
 def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = 4) -> Topology:
     degree = _whole("degree", degree, 1 if n_peers == 2 else 2)
     if degree >= n_peers:
-        raise ScenarioError(f"degree={degree} must be < n_peers={n_peers}: a peer has only that many others")
+        raise ScenarioError(f"topology.degree={degree} must be < n_peers={n_peers}: a peer has only that many others")
     if degree * n_peers % 2:
-        raise ScenarioError(f"degree={degree} times n_peers={n_peers} must be even; change one of them by 1")
+        raise ScenarioError(f"topology.degree={degree} times n_peers={n_peers} must be even; change one of them by 1")
     return _draw_connected(name, seed, lambda key: nx.random_regular_graph(degree, n_peers, seed=key), "raise degree")
 
 
 def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = 0.5) -> Topology:
     p = _chance("probability", probability)
     threshold = math.log(n_peers) / n_peers
-    remedy = f"raise probability={p} well above ln(n)/n = {threshold:.2g}"
+    remedy = f"raise it well above ln(n)/n = {threshold:.2g}"
+    check_probability(n_peers, p, remedy)
     return _draw_connected(name, seed, lambda key: nx.fast_gnp_random_graph(n_peers, p, seed=key), remedy)
 
 
@@ -184,7 +187,7 @@ def _small_world(name: str, n_peers: int, seed: int, *, degree: int = 4, rewire:
     degree, rewire = _whole("degree", degree, 2), _chance("rewire", rewire, zero=True)
     if degree % 2 or degree >= n_peers:
         raise ScenarioError(
-            f"degree={degree} on topology small-world must be even and < n_peers={n_peers}: "
+            f"topology.degree={degree} on topology small-world must be even and < n_peers={n_peers}: "
             "half of it to each side of the ring"
         )
     return _draw_connected(
@@ -196,9 +199,9 @@ def _edge_list(
     name: str, n_peers: int, seed: int, *, file: str | Path | None = None, directed: bool = True
 ) -> Topology:
     if file is None:
-        raise ScenarioError("topology=edge-list must name its file; set topology.file")
+        raise ScenarioError("topology.file is missing: edge-list reads its edges from a text file; add it")
     if not isinstance(directed, bool):
-        raise ScenarioError(f"directed={directed!r} must be true or false")
+        raise ScenarioError(f"topology.directed={directed!r} must be true or false")
     pairs = read_edge_list(file, n_peers)
     return StaticTopology(name, n_peers, directed, edge_array(pairs, n_peers, symmetric=not directed))
 
@@ -210,12 +213,14 @@ def _random_edges(
     graph = build_topology(supergraph, n_peers, seed=seed, **options)
     if graph.directed or graph.period != 1:
         raise ScenarioError(
-            f"supergraph={supergraph} must be undirected and the same every round; take complete or ring"
+            f"topology.supergraph={supergraph} must be undirected and the same every round; take complete or ring"
         )
+    if isinstance(graph, CompleteTopology):
+        check_edges(n_peers * (n_peers - 1.0), supergraph, n_peers)
     topology = RandomEdges(graph, count, seed)
     if count > len(topology.candidates):
         raise ScenarioError(
-            f"edges={count} must be <= {len(topology.candidates)}, the undirected edges of {supergraph}"
+            f"topology.edges={count} must be <= {len(topology.candidates)}, the undirected edges of {supergraph}"
         )
     return topology
 

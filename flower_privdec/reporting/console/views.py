@@ -175,7 +175,8 @@ def graph_facts(graph: dict[str, Any]) -> str:
     rounds = graph["joint_connectivity"]
     joined = "not jointly connected in the rounds looked at" if rounds is None else f"jointly connected in {rounds}"
     unit = "" if rounds is None else " round" if rounds == 1 else " rounds"
-    return f"{joined}{unit}, spectral gap {number(graph['spectral_gap'])}"
+    gap = graph["spectral_gap"]
+    return f"{joined}{unit}, spectral gap {'not measured: too many peers' if gap is None else number(gap)}"
 
 
 def print_topology(description: dict[str, Any], as_json: bool) -> None:

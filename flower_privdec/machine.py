@@ -1,0 +1,49 @@
+"""How much memory is free on this machine, so that what cannot fit is refused before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.words import memory
+
+CGROUP = Path("/sys/fs/cgroup")
+HEADROOM = 0.9  # how much of the free memory may be planned with
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return how much memory is free on a device, within the limits of this process's control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError, IndexError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError, IndexError):  # "max" is no number: no limit
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, max(0, limit - used + _reclaimable()))
+    return free
+
+
+def _reclaimable() -> int:
+    lines = (CGROUP / "memory.stat").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def check_room(needed: int, what: str, remedy: str) -> None:
+    """Refuse what does not fit into this machine's free memory.
+
+    Args:
+        needed: in bytes.
+        what: takes them, beginning with the key that decides it.
+
+    Raises:
+        ScenarioError: naming what is needed and what is free.
+    """
+    free = available_bytes(torch.device("cpu"))
+    if needed > HEADROOM * free:
+        raise ScenarioError(f"{what} needs about {memory(needed)}, and {memory(free)} are free; {remedy}")

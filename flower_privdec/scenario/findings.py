@@ -1,0 +1,197 @@
+"""Say in one line, with its place, what is wrong in a scenario: what pydantic found, and what turns out later."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from flower_privdec.catalogue import Choice
+from flower_privdec.errors import ScenarioError
+from flower_privdec.scenario.algorithm_sections import OwnAlgorithmSection, own_section
+from flower_privdec.scenario.plain_yaml import Location
+from flower_privdec.words import did_you_mean, shown
+
+TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text (quote it)",
+    "string_too_short": "text that is not empty",
+    "too_short": "a list that is not empty",
+    "bool_type": "true or false",
+    "list_type": "a list, as [1, 2]",
+    "dict_type": "a mapping, as {key: value}",
+    "model_type": "a section, as {key: value}",
+    "model_attributes_type": "a section, as {key: value}",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where the values of a scenario were given.
+
+    Attributes:
+        where: what to call the text: a path; empty where there is none.
+        lines: on which line of it each key stands.
+        overrides: what was laid over it, and what to call that.
+    """
+
+    where: str = ""
+    lines: Mapping[Location, int] = field(default_factory=dict)
+    overrides: Mapping[Location, str] = field(default_factory=dict)
+
+    def of(self, loc: Location) -> str:
+        """Return `file:line: ` or `--set: ` for a location, by its nearest known parent."""
+        for path, name in self.overrides.items():
+            if loc and loc[: len(path)] == path[: len(loc)]:
+                return f"{name}: "
+        for end in range(len(loc), 0, -1):
+            if loc[:end] in self.lines:
+                return f"{self.where}:{self.lines[loc[:end]]}: "
+        return f"{self.where}: " if self.where else ""
+
+    def __eq__(self, other: object) -> bool:
+        """Two scenarios are equal wherever they were written."""
+        return isinstance(other, Places)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def key_of(sentence: str) -> Location:
+    """Return the key that a sentence begins with."""
+    return tuple(re.split(r"[ =:,]", sentence, maxsplit=1)[0].strip("'").split("."))
+
+
+@contextmanager
+def located(places: Places, root: type[BaseModel]) -> Iterator[None]:
+    """Put the place before what is found to be wrong inside with a scenario that was read without error.
+
+    Args:
+        root: the scenario's form: an error that begins with one of its keys is about that key.
+    """
+    try:
+        yield
+    except ScenarioError as error:
+        sentence = str(error)
+        key = key_of(sentence)
+        place = places.of(key) if key[0] in root.model_fields else ""
+        if not place:
+            raise
+        raise ScenarioError(place + sentence) from error
+
+
+def _clean(error: Any, data: Any) -> Location:
+    """Return where a finding lies, without what pydantic adds: which form of a section was meant."""
+    loc: Location = error["loc"]
+    path: list[int | str] = []
+    for i, part in enumerate(loc):
+        known = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
+        if known or (error["type"] == "missing" and i == len(loc) - 1):
+            path.append(part)
+        if known:
+            data = data[part]
+    return tuple(path)
+
+
+def _model_at(loc: Location, root: type[BaseModel], data: Any) -> type[BaseModel]:
+    """Return the section model in which pydantic's location lies."""
+    models: list[type[BaseModel]] = [root]
+    for part in loc:
+        field = models[0].model_fields.get(str(part))
+        data = data.get(part, data) if isinstance(data, dict) else data
+        if field:
+            found = _sections_of(field.annotation)
+        elif part in ("own", "named"):
+            found = [model for model in models if ("module" in model.model_fields) == (part == "own")]
+        else:
+            found = [model for model in models if part in _tags(model)]
+        models = found or models
+        if models[0] is OwnAlgorithmSection:
+            models = [own_section(data["module"])]
+    return models[0]
+
+
+def _tags(model: type[BaseModel]) -> Sequence[Any]:
+    """Return the names by which a form of a section is told from the others."""
+    field = model.model_fields.get("name") or model.model_fields.get("kind")
+    choices = [list(part) for part in field.metadata if isinstance(part, Choice)] if field else []
+    return choices[0] if choices else get_args(field.annotation) if field else ()
+
+
+def _sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """Return the section models a field may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in getattr(annotation, "__args__", ()) for model in _sections_of(inner)]
+
+
+def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
+    """Return the end of an error about a key that stands in another section."""
+    for name, known in root.model_fields.items():
+        for section in _sections_of(known.annotation):
+            if key in section.model_fields:
+                return f"; did you mean '{path}{name}.{key}'?"
+            if found := _elsewhere(key, section, f"{path}{name}."):
+                return found
+    return ""
+
+
+def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> str:
+    """Say the value, the rule and the remedy of one of pydantic's findings."""
+    name = ".".join(map(str, loc)) or root.__name__.lower()
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "extra_forbidden":
+        known = list(_model_at(error["loc"][:-1], root, data).model_fields)
+        hint = did_you_mean(loc[-1], known) or _elsewhere(str(loc[-1]), root)
+        return f"unknown key '{name}'{hint} (valid keys: {', '.join(known)})"
+    if kind == "union_tag_invalid":
+        tags = re.findall(r"'([^']+)'", context["expected_tags"])
+        key, tag = f"{name}.{_unquoted(context['discriminator'])}", context["tag"]
+        return f"{key}='{tag}' must be one of {', '.join(tags)}{did_you_mean(tag, tags)}"
+    if kind in ("missing", "union_tag_not_found"):
+        name = name if kind == "missing" else f"{name}.{_unquoted(context['discriminator'])}"
+        return f"'{name}' is missing; add it"
+    if kind == "value_error":
+        message = str(context.get("error"))
+        if not loc or message.startswith(f"{name}."):
+            return message
+        return f"{name}={shown(error['input'])} {message}" if message.startswith("must") else f"{name}: {message}"
+    return f"{name}={shown(error['input'])} must be {_rule(error, loc)}"
+
+
+def _rule(error: Any, loc: Location) -> str:
+    """Say what a value must be, and what to do where that does not."""
+    kind, context = error["type"], error.get("ctx", {})
+    if loc == ("privacy",):
+        return "none, or a section with epsilon and delta"
+    if error["input"] is None:
+        return f"{TYPES.get(kind, 'given')}: leave the key out for its default"
+    if kind == "literal_error":
+        hint = did_you_mean(error["input"], re.findall(r"'([^']+)'", context["expected"]))
+        return f"one of {context['expected']}{hint}"
+    if kind in TYPES:
+        return TYPES[kind]
+    rule = error["msg"].removeprefix("Input should be ").replace("greater than or equal to", ">=")
+    rule = rule.replace("less than or equal to", "<=").replace("greater than", ">").replace("less than", "<")
+    return str(rule)
+
+
+def _unquoted(text: str) -> str:
+    return text.strip("'")
+
+
+def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Places) -> ScenarioError:
+    """Turn pydantic's findings into one line: the first, and how many more."""
+    findings = error.errors()
+    first = min(findings, key=lambda item: (item["type"] != "extra_forbidden", len(item["loc"]) == 0))
+    loc = _clean(first, data)
+    sentence = _sentence(first, loc, root, data)
+    more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+    place = places.of(loc or key_of(sentence))  # a rule across sections begins with the key it blames
+    return ScenarioError(place + sentence + more)

@@ -1,0 +1,72 @@
+"""What typer's commands lack: their arguments' help, brackets without backslashes, and words for Ctrl-C."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, get_type_hints
+
+from typer.core import TyperCommand, TyperGroup
+
+from flower_privdec.errors import StoppedError
+
+
+class Command(TyperCommand):
+    """A command whose help is whole, whichever versions of typer and click print it."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help."""
+        helps = _argument_helps(self.callback)
+        for parameter in self.params:
+            if not getattr(parameter, "help", None) and parameter.name in helps:
+                parameter.help = helps[parameter.name]
+        return _plain(super().get_help(ctx))
+
+    def format_arguments(self, ctx: Any, formatter: Any) -> None:
+        """Leave to typer what newer versions of click list a second time."""
+
+
+class CommandGroup(TyperGroup):
+    """The commands, of which each may be stopped by Ctrl-C."""
+
+    def get_help(self, ctx: Any) -> str:
+        """Return the help."""
+        return _plain(super().get_help(ctx))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command.
+
+        Raises:
+            StoppedError: Ctrl-C was pressed, which typer would end without a word.
+        """
+        with saying_when_interrupted("run the same command again"):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def saying_when_interrupted(*remedies: str, chosen: Callable[[], int] = lambda: 0) -> Iterator[None]:
+    """Turn Ctrl-C into a line that says how to go on.
+
+    Args:
+        remedies: what may be done then.
+        chosen: says which of them, when it happens.
+
+    Raises:
+        StoppedError: with that line.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise StoppedError(remedies[chosen()]) from error
+
+
+def _plain(text: str) -> str:
+    return text.replace("\\[", "[")
+
+
+def _argument_helps(function: Callable[..., Any] | None) -> dict[str, str]:
+    """Return what the function's annotations say of its parameters."""
+    hints = get_type_hints(function, include_extras=True) if function else {}
+    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    found = {name: getattr(note, "help", None) for name, each in notes.items() for note in each}
+    return {name: text for name, text in found.items() if text}

@@ -1,0 +1,150 @@
+"""The command line itself: help, version, completion, wrong options, Ctrl-C, and terminals of every kind."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flower_privdec import __version__, cli
+from flower_privdec.runtime.engine import Engine
+from flower_privdec.words import printable
+
+COMMANDS = ("run", "show", "list", "plan", "topology", "report", "study", "bench")
+
+
+def privdec(*arguments: object) -> int:
+    """Run the command line in this process and return its exit status."""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main([str(argument) for argument in arguments])
+    assert isinstance(leaving.value.code, int)
+    return leaving.value.code
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_is_plain_whole_and_fits_sixty_columns(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert privdec(command, flag) == 0
+    said = capsys.readouterr().out
+    assert "\\" not in said
+    assert "\x1b" not in said
+    assert max(map(len, said.splitlines())) <= 60
+    if command in ("run", "plan"):
+        assert "A scenario file (YAML)." in said
+
+
+def test_version_module_and_completion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert privdec("--version") == 0
+    assert capsys.readouterr().out == f"privdec {__version__}\n"
+    env = {**os.environ, "_PRIVDEC_COMPLETE": "complete_bash", "COMP_WORDS": "privdec to", "COMP_CWORD": "1"}
+    completed = subprocess.run(
+        [sys.executable, "-m", "flower_privdec"], env=env, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert completed.stdout.split() == ["topology"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rum"], "No such command 'rum'. Did you mean 'run'"),
+        (["run"], "Missing argument"),
+        (["run", "a.yaml", "b.yaml"], "unexpected extra argument"),
+        (["run", "a.yaml", "--nope"], "No such option"),
+        (["run", "a.yaml", "--out"], "requires an argument"),
+        (["run", "a.yaml", "--cpus", "x"], "'--cpus'"),
+        (["run", "a.yaml", "--cpus", "0"], "'--cpus'"),
+        (["run", "a.yaml", "--runtime", "nowhere"], "'--runtime'"),
+        (["bench", "--rounds", "1"], "'--rounds'"),
+        (["study"], "--list"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert privdec(*arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert message in said
+    assert "--help` says what there is" in said
+
+
+@pytest.fixture
+def scenario(tmp_path: Path, tiny_text: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a scenario file in the folder where the command runs."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "s.yaml"
+    path.write_text(tiny_text)
+    return path
+
+
+def _pressed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_ctrl_c_says_how_to_go_on(
+    scenario: Path, kept: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = (Engine, "round") if kept else ("flower_privdec.runtime.run.Run.__init__",)
+    monkeypatch.setattr(*place, _pressed)
+    assert privdec("run", "s.yaml") == 130
+    said = capsys.readouterr().err
+    wanted = "the same command with --resume goes on from runs/tiny" if kept else "nothing was kept yet"
+    assert said.splitlines()[-1].startswith(f"interrupted: {wanted}")
+    assert (scenario.parent / "runs").exists() == kept
+    monkeypatch.undo()
+    monkeypatch.chdir(scenario.parent)
+    assert privdec("run", "s.yaml", *(["--resume"] if kept else [])) == 0
+
+
+def test_ctrl_c_elsewhere_is_one_line_too(
+    scenario: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flower_privdec.planner.make_plan", _pressed)
+    assert privdec("plan", scenario) == 130
+    assert capsys.readouterr().err == "interrupted: run the same command again\n"
+
+
+def test_memory_that_runs_out_is_one_line(
+    scenario: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")):
+
+        def fail(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr("flower_privdec.planner.make_plan", fail)
+        assert privdec("plan", scenario) == 1
+        assert capsys.readouterr().err.startswith("error: memory ran out; use a smaller model")
+
+
+def test_a_bug_is_not_hidden(scenario: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("flower_privdec.planner.make_plan", fail)
+    with pytest.raises(KeyError):
+        cli.main(["plan", str(scenario)])
+
+
+def test_a_terminal_without_greek_gets_what_it_can_show(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert privdec("list") == 0
+    stream.flush()
+    assert b"\\xb5" in stream.buffer.getvalue() or b"\\u" in stream.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+def test_an_error_cannot_write_elsewhere_on_the_terminal() -> None:
+    assert printable("a\x1b[2J\nb") == "a\\x1b[2J\\nb"
+    assert len(printable("x" * 10**6)) < 3000
