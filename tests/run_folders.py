@@ -66,6 +66,7 @@ def summary_of(
         "rounds": scenario.rounds,
         "seed": scenario.seed,
         "metrics": scenario.task.described(),
+        **{name: last.get(name, last["accuracy"]) for name in scenario.task.kinds()},
         **{key: last[key] for key in ("accuracy", "loss", "consensus_distance")},
         "privacy": privacy or [privacy_row(peer) for peer in range(scenario.n_peers)],
         "noise": "simulated: seeded and reproducible",

@@ -331,7 +331,7 @@ def test_a_folder_that_is_no_run_or_damaged_is_refused_in_one_line(tmp_path: Pat
     with pytest.raises(fp.ScenarioError, match="cannot be read as a checkpoint"):
         fp.load_run(folder).model()
     (folder / "metrics.jsonl").write_text("{\n{}\n")
-    with pytest.raises(fp.ScenarioError, match="is not a line of JSON"):
+    with pytest.raises(fp.ScenarioError, match="is no record of an evaluation"):
         fp.load_run(folder)
     with pytest.raises(fp.ScenarioError, match="is not a folder"):
         fp.load_run(tmp_path / "absent")

@@ -226,7 +226,7 @@ def test_the_reference_of_studies_says_what_every_key_means() -> None:
 
 def test_the_reference_says_the_rules_that_the_schema_has() -> None:
     rows = {line.split(" | ")[0].strip("| `"): line for line in made.PARTS["scenario"]().splitlines()}
-    assert "| **required** | ≥ 1 |" in rows["n_peers"]
+    assert "| **required** | ≥ 1, ≤ 1e+06 |" in rows["n_peers"]
     assert "number or list of numbers | 1.0 | > 0 |".replace("1.0", "`1.0`") in rows["privacy.clip_norm"]
     assert "| `1` | ≥ 0, < 2^63 |" in rows["seed"]
     assert "`iid`, `dirichlet`" in rows["data.partition.kind"]

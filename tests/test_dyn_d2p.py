@@ -206,7 +206,7 @@ def test_less_noise_late_is_paid_for_with_more_noise_early(build):
         (["privacy.schedule={rho_c: 0.5}"], r"privacy.schedule.rho_c=0.5 must be >= 1"),
         (["privacy.schedule={noise: [1, 2, 3, 4, 5, 6, 7]}"], "noise lists 7 values for rounds=6: give one a round"),
         (["privacy.schedule={clip_norms: []}"], "clip_norms lists 0 values for rounds=6"),
-        (["privacy.schedule={clip_norms: 2.0}"], "privacy.schedule.clip_norms=2.0 must be list"),
+        (["privacy.schedule={clip_norms: 2.0}"], "privacy.schedule.clip_norms=2.0 must be a list"),
         (["privacy.schedule={noise: [1.0, -1.0]}"], r"privacy.schedule.noise.1=-1.0 must be > 0"),
         (["privacy.schedule={noise: [1.0], rho_c: 2.0}"], "give rho_c and rho_mu, or the lists"),
     ],

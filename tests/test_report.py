@@ -241,8 +241,8 @@ def _damage(folder: Path, what: str) -> Path:
         ("no folder", "missing: is not a folder"),
         ("no scenario", r"has no scenario\.yaml, so it is not a run"),
         ("no scenario of ours", r"scenario\.yaml:2: unknown key 'nonsense'"),
-        ("metrics", r"metrics\.jsonl:1: is not a line of JSON"),
-        ("summary", r"summary\.json: is not JSON"),
+        ("metrics", r"metrics\.jsonl:1: is no record of an evaluation"),
+        ("summary", r"summary\.json: is damaged"),
     ],
 )
 def test_what_is_not_a_run_is_refused_and_nothing_written(tmp_path: Path, what: str, message: str) -> None:

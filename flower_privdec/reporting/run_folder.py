@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from flower_privdec.errors import ScenarioError
+from flower_privdec.runtime.metrics_file import read_metrics
 from flower_privdec.scenario import Scenario, load_scenario
+from flower_privdec.words import one_line
+
+NEEDED = (
+    *("name", "algorithm", "runtime", "n_peers", "rounds", "seed", "loss", "consensus_distance", "privacy"),
+    *("wall_seconds", "peer_steps_per_second"),
+)
 
 
 @dataclass(frozen=True)
@@ -47,32 +54,26 @@ def read_result(folder: Path) -> Result:
             f"{folder}: has no scenario.yaml, so it is not a run; give a folder that `privdec run` left"
         )
     scenario = load_scenario(folder / "scenario.yaml")
-    metrics = _read_metrics(folder / "metrics.jsonl")
-    summary = _read_summary(folder / "summary.json") or _unfinished(scenario, metrics)
+    metrics = read_metrics(folder)
+    summary = _read_summary(folder / "summary.json", scenario) or _unfinished(scenario, metrics)
     summary["metrics"] = scenario.task.described()
     return Result(folder, scenario, metrics, summary)
 
 
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl; a last line that is being written is left for the next time."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    metrics = []
-    for i, line in enumerate(lines):
-        try:
-            metrics.append(json.loads(line))
-        except ValueError as error:
-            if i < len(lines) - 1:
-                raise ScenarioError(f"{path}:{i + 1}: is not a line of JSON ({error}); the file is damaged") from error
-    return metrics
-
-
-def _read_summary(path: Path) -> dict[str, Any] | None:
+def _read_summary(path: Path, scenario: Scenario) -> dict[str, Any] | None:
+    """Return what a finished run says of itself; None of one that has not come so far."""
     if not path.is_file():
         return None
     try:
-        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ScenarioError(f"{path}: is not JSON ({error}); the file is damaged: run again") from error
+        summary = json.loads(path.read_bytes())
+        missing = [key for key in [*NEEDED, *scenario.task.kinds()] if key not in summary]
+        if not isinstance(summary, dict) or missing:
+            raise ValueError(f"it lacks {', '.join(missing)}" if missing else "it is no mapping")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ScenarioError(
+            f"{path}: is damaged ({one_line(error)}); `privdec run {path.parent}/scenario.yaml --out {path.parent} "
+            "--resume` writes it again"
+        ) from error
     return {**summary, "finished": True}
 
 

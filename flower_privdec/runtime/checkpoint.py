@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from flower_privdec.algorithms import Edges, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.files import write_atomically
 from flower_privdec.privacy.ledger_format import RunName
+from flower_privdec.words import one_line, peer_ranges, shown
 
 EDGE = "edge."  # before the names of edges, to tell them from rows
 
@@ -58,8 +60,13 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "at": state.at,
         "peers": state.peers.tolist(),
         "edges": {name: [edges.own.tolist(), edges.other.tolist()] for name, edges in state.edges.items()},
+        "tensors": _layout(tensors),
     }
     write_atomically(path, save(tensors, {"privdec": json.dumps(facts)}))
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    return {name: [str(tensor.dtype), *tensor.shape] for name, tensor in sorted(tensors.items())}
 
 
 def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.device) -> Checkpoint:
@@ -70,7 +77,7 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
         run: what that run is called here and now.
 
     Raises:
-        ScenarioError: when the file is no checkpoint, or the run could not go on from it with the same numbers.
+        ScenarioError: when the file is no whole checkpoint, or the run could not go on from it with the same numbers.
     """
     facts, rows = _read(path, device)
     if facts["scenario"] != scenario:
@@ -92,6 +99,32 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
     return Checkpoint(_state(facts, rows), scenario, made, facts["seconds"], facts["head"], facts["transport"])
 
 
+def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: Iterable[str] = ("x",)) -> None:
+    """Refuse the state of other peers, or of a round that a run does not have.
+
+    Args:
+        path: where it was read from.
+        peers: global ids of those hosted here.
+        rounds: of the run.
+        rows: names of those that there must be.
+
+    Raises:
+        ScenarioError: naming what is wrong.
+    """
+    if missing := [name for name in rows if name not in state.rows]:
+        raise ScenarioError(f"{path}: lacks {missing}; restore it from a copy, or start anew with another --out")
+    if not np.array_equal(state.peers, peers):
+        raise ScenarioError(
+            f"{path}: holds the peers {peer_ranges(state.peers.tolist())}, and here are {peer_ranges(peers.tolist())}; "
+            "resume where it was made, or start anew with another --out"
+        )
+    if state.round_index > rounds:
+        raise ScenarioError(
+            f"{path}: is of round {state.round_index} of rounds={rounds}; restore it from a copy, or start anew with "
+            "another --out"
+        )
+
+
 def read_state(path: Path) -> State:
     """Read the state out of a checkpoint, whoever made it, to look at; a run goes on from `load_checkpoint`.
 
@@ -106,11 +139,56 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
         with safe_open(path, framework="pt", device=str(device)) as file:
             facts = json.loads(file.metadata()["privdec"])
             rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        _check_facts(facts, rows)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ScenarioError(
-            f"{path}: cannot be read as a checkpoint ({error}); start anew with another --out"
+            f"{path}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or start anew with "
+            "another --out"
         ) from error
     return facts, rows
+
+
+def _check_facts(facts: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what `save_checkpoint` never writes.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: saying what.
+    """
+    for name, rule in _RULES.items():
+        if not rule(facts[name]):
+            raise ValueError(f"its {name} is {shown(facts[name], 40)}")
+    RunName(**facts["run"])
+    if facts["tensors"] != _layout(tensors):
+        raise ValueError("its tensors are not those that were written")
+    peers = facts["peers"]
+    if sorted(set(peers)) != peers or any(len(t) != len(peers) for n, t in tensors.items() if not n.startswith(EDGE)):
+        raise ValueError(f"its peers are {shown(peers, 40)}, or have rows of another number")
+    if {EDGE + name for name in facts["edges"]} != {name for name in tensors if name.startswith(EDGE)}:
+        raise ValueError("its edges are not those of its tensors")
+    if any(not len(own) == len(other) == len(tensors[EDGE + name]) for name, (own, other) in facts["edges"].items()):
+        raise ValueError("its edges are not as many as their values")
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_count, value))
+
+
+_RULES: dict[str, Callable[[Any], bool]] = {
+    "scenario": lambda value: isinstance(value, str),
+    "run": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
+    "seconds": lambda value: isinstance(value, int | float) and 0 <= value < math.inf,
+    "head": lambda value: value is None or (len(value) == 2 and _count(value[0]) and isinstance(value[1], str)),
+    "transport": lambda value: _counts(list(value.values())),
+    "round_index": _count,
+    "at": _count,
+    "peers": _counts,
+    "edges": lambda value: all(len(pair) == 2 and all(map(_counts, pair)) for pair in value.values()),
+    "tensors": lambda value: isinstance(value, dict),
+}
 
 
 def _state(facts: dict[str, Any], rows: dict[str, Tensor]) -> State:

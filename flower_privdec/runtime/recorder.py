@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.algorithms import Algorithm, Exchange, State
-from flower_privdec.errors import ScenarioError
+from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
 from flower_privdec.experiment.evaluation import evaluate, shows_private
@@ -22,12 +23,14 @@ from flower_privdec.experiment.own_parts import public_name
 from flower_privdec.files import write_atomically
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger_format import Head
-from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from flower_privdec.runtime.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
+from flower_privdec.runtime.folder_lock import FolderLock
+from flower_privdec.runtime.metrics_file import append_metrics, keep_metrics_until, read_metrics
 from flower_privdec.runtime.spent import Spent, json_number, privacy_rows, shortfall
 from flower_privdec.scenario import scenario_hash, to_yaml
 
 OnMetrics = Callable[[dict[str, Any]], None]
-LEAN_SECONDS = 60.0
+CHECKPOINT, LEAN_SECONDS = "checkpoint", 60.0
 
 
 class Recorder:
@@ -65,13 +68,19 @@ class Recorder:
         self.run = public_name(agreement, agreement.scenario.compute.generator) if own is None else own.run
         self._saved = time.monotonic()
         self.scenario_hash = scenario_hash(agreement.scenario)
-        self.checkpoint = self._previous(resume)
+        self._lock = FolderLock(out)
+        self._lock.check()
+        self.checkpoint, self._read_from = self._previous(resume), _identity(self.out / CHECKPOINT)
         self.seconds = self.checkpoint.seconds if self.checkpoint else 0.0
 
     def _previous(self, resume: bool) -> Checkpoint | None:
-        path = self.out / "checkpoint"
+        path = self.out / CHECKPOINT
         if resume and path.exists():
-            return load_checkpoint(path, self.scenario_hash, self.run, self.agreement.device)
+            peers = np.arange(self.agreement.scenario.n_peers) if self.own is None else self.own.peers
+            checkpoint = load_checkpoint(path, self.scenario_hash, self.run, self.agreement.device)
+            rows = () if self.own is None else ("x",)  # who holds no peers keeps what they show, and nothing before
+            check_state(path, checkpoint.state, peers, self.agreement.scenario.rounds, rows)
+            return checkpoint
         if (self.out / "scenario.yaml").exists():
             remedy = "give --resume to go on with it, or another --out" if path.exists() else "give another --out"
             raise ScenarioError(f"{self.out} already holds a run; {remedy}")
@@ -87,31 +96,34 @@ class Recorder:
         Args:
             initial: makes the state before round 0.
             head: of the ledger.
+
+        Raises:
+            ScenarioError: when another run writes to the folder, or has since it was looked at.
+            RunError: when the disk fails.
         """
-        if self.checkpoint is not None:
-            state = self.checkpoint.state
-            self._forget_metrics_after(state.round_index)
-            return state
-        state = initial()
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.save(state, head)
-        write_atomically(self.out / "scenario.yaml", to_yaml(self.agreement.scenario).encode())
+        state = initial() if self.checkpoint is None else self.checkpoint.state
+        self._lock.take()
+        if _identity(self.out / CHECKPOINT) != self._read_from:
+            raise ScenarioError(f"{self.out}: another run has written to it just now; run the same command again")
+        with _writing(self.out):
+            if self.checkpoint is not None:
+                keep_metrics_until(self.out, state.round_index)
+                return state
+            self.save(state, head)
+            write_atomically(self.out / "scenario.yaml", to_yaml(self.agreement.scenario).encode())
         return state
 
-    def _forget_metrics_after(self, round_index: int) -> None:
-        path = self.out / "metrics.jsonl"
-        with suppress(FileNotFoundError):
-            lines = [line for line in path.read_text().splitlines() if json.loads(line)["round"] <= round_index]
-            write_atomically(path, "".join(line + "\n" for line in lines).encode())
+    def close(self) -> None:
+        """Let go of the folder."""
+        self._lock.release()
 
     def save(self, state: State, head: Head | None) -> None:
         """Write a checkpoint of a state between two rounds, with the ledger's head."""
         if self.lean and time.monotonic() - self._saved < LEAN_SECONDS:
             return
-        save_checkpoint(
-            self.out / "checkpoint",
-            Checkpoint(state, self.scenario_hash, self.run, self.seconds, head),
-        )
+        checkpoint = Checkpoint(state, self.scenario_hash, self.run, self.seconds, head)
+        with _writing(self.out):
+            save_checkpoint(self.out / CHECKPOINT, checkpoint)
         self._saved = time.monotonic()
 
     def record(self, rows: dict[str, Tensor], round_index: int, epsilons: Sequence[float]) -> dict[str, Any]:
@@ -127,14 +139,13 @@ class Recorder:
             "epsilon": json_number(max(epsilons)),
             "seconds": round(self.seconds, 3),
         }
-        with (self.out / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        with _writing(self.out):
+            append_metrics(self.out, metrics)
         return metrics
 
     def last_metrics(self) -> dict[str, Any]:
         """Return the latest line of metrics.jsonl."""
-        last: dict[str, Any] = json.loads((self.out / "metrics.jsonl").read_text().splitlines()[-1])
-        return last
+        return read_metrics(self.out)[-1]
 
     def finish(self, rows: dict[str, Tensor], spent: Spent, **said: str) -> dict[str, Any]:
         """Write the models and the summary, and return the summary.
@@ -144,9 +155,10 @@ class Recorder:
             spent: what the peers have spent and run.
             said: what else the summary says of the run, by name.
         """
-        metrics = self.last_metrics()
         scenario = self.agreement.scenario
         note = spent.note or shortfall(self.agreement.participation, spent.rounds_run, scenario.rounds)
+        known = [record for record in read_metrics(self.out) if record["round"] == scenario.rounds]
+        metrics = known[-1] if known else self.record(rows, scenario.rounds, spent.epsilons)
         steps = sum(spent.rounds_run) * self.agreement.algorithm.steps_per_round
         summary = {
             "name": scenario.name,
@@ -170,9 +182,11 @@ class Recorder:
             "wall_seconds": round(self.seconds, 3),
             "peer_steps_per_second": round(steps / max(self.seconds, 1e-9), 1),
         }
-        if not self.lean:
-            self._save_models(rows)
-        write_atomically(self.out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+        with _writing(self.out):
+            if not self.lean:
+                self._save_models(rows)
+            write_atomically(self.out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+        self.close()
         return summary
 
     def _not_covered(self) -> dict[str, str]:
@@ -186,6 +200,27 @@ class Recorder:
         facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))
         content = save(model_tensors(self.agreement, rows), {"privdec": facts})
         write_atomically(self.out / "model.safetensors", content)
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Say in one line that the disk fails."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or out} could not be written ({error.strerror or error}); nothing that was kept is lost: "
+            "make room, then run the same command with --resume"
+        ) from error
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from one that has taken its place; None where there is none."""
+    try:
+        known = path.stat()
+    except OSError:
+        return None
+    return known.st_ino, known.st_mtime_ns
 
 
 def model_tensors(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, Tensor]:

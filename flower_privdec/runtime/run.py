@@ -82,7 +82,8 @@ class Run:
         return self.recorder.finish(self.engine.state.rows, spent)
 
     def close(self) -> None:
-        """Let go of the ledgers."""
+        """Let go of the folder and of the ledgers."""
+        self.recorder.close()
         if self.cohort.ledger is not None:
             self.cohort.ledger.close()
 

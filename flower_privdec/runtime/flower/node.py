@@ -14,7 +14,7 @@ from flower_privdec.algorithms import State
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
-from flower_privdec.runtime.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from flower_privdec.runtime.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
 from flower_privdec.runtime.flower.own import Own
 from flower_privdec.runtime.flower.records import pack_state, unpack_state
 from flower_privdec.scenario import scenario_hash
@@ -89,7 +89,9 @@ class Node:
         if not path.exists():
             raise RunError(f"{path} is not there, and the run is to go on from it; start anew with another out")
         head = scenario_hash(experiment.scenario)
-        return load_checkpoint(path, head, experiment.own.run, experiment.device).state
+        state = load_checkpoint(path, head, experiment.own.run, experiment.device).state
+        check_state(path, state, self.peers, experiment.scenario.rounds)
+        return state
 
     def keep(self, state: State, cohort: Cohort) -> None:
         """Write a checkpoint of everything, for this node alone; forget all but the one before."""

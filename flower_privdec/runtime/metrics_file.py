@@ -1,0 +1,59 @@
+"""The lines of metrics.jsonl, one an evaluation: written one by one, and read back whatever ended the writing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.files import write_atomically
+from flower_privdec.words import one_line
+
+NAME = "metrics.jsonl"
+
+
+def append_metrics(folder: Path, metrics: dict[str, Any]) -> None:
+    """Write one line at the end."""
+    with (folder / NAME).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(metrics) + "\n")
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines, without a last one that is not whole: its writing is under way, or was broken off.
+
+    Raises:
+        ScenarioError: a line before the last is no record of an evaluation; with its number.
+    """
+    path = folder / NAME
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(_record(line))
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                break
+            raise ScenarioError(
+                f"{path}:{number}: is no record of an evaluation ({one_line(error)}); the file is damaged: delete the "
+                "line, whose numbers are lost"
+            ) from error
+    return found
+
+
+def keep_metrics_until(folder: Path, round_index: int) -> None:
+    """Forget the evaluations after so many rounds, and a line that was broken off.
+
+    Raises:
+        ScenarioError: see `read_metrics`.
+    """
+    if (folder / NAME).is_file():
+        kept = [record for record in read_metrics(folder) if record["round"] <= round_index]
+        write_atomically(folder / NAME, "".join(json.dumps(record) + "\n" for record in kept).encode())
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    record = json.loads(line)
+    if not isinstance(record, dict) or type(record.get("round")) is not int:
+        raise ValueError("it has no round")
+    return record
