@@ -151,12 +151,12 @@ def _follow(superlink: LocalSuperLink, resources: dict[str, int | float], progre
             progress.poll()
             time.sleep(0.1)
         progress.poll()
-        _check_completed(superlink, log)
+        _check_completed(superlink, log, progress.path.with_name("flower.log"))
     finally:
         process.kill()
         process.wait()
-        with suppress(OSError):
-            (progress.path.parent / "flower.log").write_bytes(log.read_bytes())
+        with suppress(OSError):  # a run that failed at once may have left no folder
+            progress.path.with_name("flower.log").write_bytes(log.read_bytes())
 
 
 class _Progress:
@@ -181,11 +181,15 @@ class _Progress:
                 self.on_metrics(metrics)
 
 
-def _check_completed(superlink: LocalSuperLink, log: Path) -> None:
+def _check_completed(superlink: LocalSuperLink, log: Path, kept: Path) -> None:
     """Ask the SuperLink how the run ended, for `flwr run` does not say.
 
+    Args:
+        log: of the run.
+        kept: where it is going to lie, if the run has left a folder.
+
     Raises:
-        RunError: when it did not complete, with the reason and the end of the log.
+        RunError: when it did not complete, with the reason.
     """
     listing = superlink.call("flwr", "list", CONNECTION, "--format", "json")
     runs: list[dict[str, str]] = []
@@ -195,5 +199,6 @@ def _check_completed(superlink: LocalSuperLink, log: Path) -> None:
         raise RunError(f"`flwr run` did not submit the run:\n{tail(log)}")
     status = runs[0]["status"]
     if status != "finished:completed":
-        details = runs[0]["status-details"].removeprefix("Simulation failed with exception: ")
-        raise RunError(f"the Flower run ended as {status}: {details}\nThe log's last lines:\n{tail(log)}")
+        details = " ".join(runs[0]["status-details"].removeprefix("Simulation failed with exception: ").split())
+        where = f"; its log is {kept}" if kept.parent.is_dir() else ""
+        raise RunError(f"the Flower run ended as {status}: {details or tail(log)}{where}")
