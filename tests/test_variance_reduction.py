@@ -378,5 +378,5 @@ def test_bad_settings_are_refused_in_one_line(build, settings, message):
 def test_a_graph_that_never_joins_its_peers_is_refused(build, tmp_path, edges):
     path = tmp_path / "edges.txt"
     path.write_text(edges)
-    with pytest.raises(ScenarioError, match=r"topology=edge-list can never agree: peers .* add edges until"):
+    with pytest.raises(ScenarioError, match=r"topology.name=edge-list can never agree: peers .* add edges until"):
         build(*vr("factored"), f"topology={{name: edge-list, file: {path}}}")
