@@ -20,6 +20,7 @@ import grpc
 
 from flower_privdec.errors import RunError
 from flower_privdec.runtime.network.identity import Credentials, identities_of, time_problem
+from flower_privdec.runtime.network.share_protocol import RefusedError
 from flower_privdec.words import one_line
 
 Answer = Callable[[int, bytes], bytes]  # of a caller's number and what it says
@@ -49,10 +50,6 @@ CALLING = [*ALIVE, ("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconn
 
 class UnreachableError(RunError):
     """A call that did not come back; the message says why."""
-
-
-class RefusedError(RunError):
-    """A call that the other side would not have; the message is the other side's."""
 
 
 def pieces(content: bytes) -> Iterator[bytes]:

@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from flower_privdec.errors import RunError
-from flower_privdec.runtime.network.channel import Link, RefusedError, Server, UnreachableError
+from flower_privdec.runtime.network.channel import Link, Server, UnreachableError
 from flower_privdec.runtime.network.identity import Credentials
 from flower_privdec.runtime.network.letters import ASKING, CARRYING, PLACE, Letter, sealed
 from flower_privdec.runtime.network.lockstep import Lockstep
+from flower_privdec.runtime.network.share_protocol import RefusedError
 
 Rows = Mapping[str, Tensor]
 THREADS = 4  # of the server beside one for each neighbour
