@@ -21,9 +21,9 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.mixing.partly_heard import PartlyHeard
 from flower_privdec.runtime.checkpoint import Checkpoint
 from flower_privdec.runtime.network.asynchronous_mail import AsynchronousMail
-from flower_privdec.runtime.network.punctuality import Punctuality
 from flower_privdec.runtime.network.packing import pack, unpack
 from flower_privdec.runtime.network.peer import POLL, RunningPeer
+from flower_privdec.runtime.network.punctuality import Punctuality
 from flower_privdec.runtime.network.row_mass import RowMass, TensorArithmetic
 from flower_privdec.runtime.network.shares import Shares
 from flower_privdec.runtime.network.wire_rows import Layout, layout_of
