@@ -1,4 +1,4 @@
-"""The commands of `privdec` for peers on a network: certificates, one peer, all peers, and how one does."""
+"""The commands of `privdec` for peers on a network: certificates, one peer, all peers, how one does and how fast."""
 
 from __future__ import annotations
 
@@ -103,4 +103,17 @@ def status(
     typer.echo(network.ask(address, certificates, number, as_json))
 
 
-NETWORK_COMMANDS = (certs, peer, up, status)
+def network_bench(
+    out: Annotated[Path, typer.Option(help="A folder on the disk that is meant.")] = Path(),
+    rounds: Annotated[int, typer.Option(min=2, max=10_000, help="Rounds that are counted.")] = 10,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Measure rounds a second of eight peers on this machine, beside what their transport alone takes."""
+    from flower_privdec.bench import network
+
+    found = network.measure_network(rounds, settings or (), out)
+    typer.echo(network.as_json(found) if as_json else "\n".join(network.lines(found)))
+
+
+NETWORK_COMMANDS = (certs, peer, up, status, network_bench)
