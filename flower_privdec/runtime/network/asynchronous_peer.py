@@ -137,8 +137,7 @@ class AsynchronousPeer(RunningPeer):
                 raise RunError(self._nobody(network.start))
         self.mail.fresh = False
         self._joining = self.mail.joins and not self.machine.mass
-        if not (self.mail.joins or self._resumed):
-            self._pace.call_punctual(filter(self.machine.is_open, self._neighbors))
+        self._pace.call_punctual(filter(self.machine.is_open, self._neighbors))
 
     def _greeted(self, since: float) -> bool:
         """Return whether all neighbours are open, or enough of them to begin."""
@@ -180,16 +179,19 @@ class AsynchronousPeer(RunningPeer):
     def _await(self, wanted: Collection[int], has_come: Callable[[int], bool]) -> None:
         """Wait for those of some neighbours who are punctual, as long as that pays."""
 
-        def missing() -> list[int]:
-            return [j for j in wanted if not has_come(j) and self.machine.is_open(j) and self._pace.is_punctual(j)]
+        def all_came() -> bool:
+            missing = {j for j in wanted if not has_come(j)}
+            if len(missing) < len(wanted):
+                self._pace.came(time.monotonic())
+            return not any(self.machine.is_open(j) and self._pace.is_awaited(j) for j in missing)
 
-        self._wait(lambda: not missing(), self._pace.patience)
+        self._wait(all_came, self._pace.patience)
 
     def _note(self, wanted: Collection[int], has_come: Callable[[int], bool]) -> None:
         """Remember who of those wanted in an exchange had come."""
         if wanted:
             there = {neighbor for neighbor in wanted if has_come(neighbor)}
-            self._pace.exchanged(time.monotonic(), there, set(wanted) - there)
+            self._pace.end(time.monotonic(), there, set(wanted) - there)
 
     # --- exchanges ---
 
@@ -248,6 +250,7 @@ class AsynchronousPeer(RunningPeer):
         if not self._due(round_index):
             self._absorb()
             return
+        self._pace.begin(time.monotonic())
         outgoing = self.timetable.column(self.device.peer, round_index)
         incoming = self.timetable.senders(self.device.peer, self.timetable.place(round_index, self.state.at))
         if not resumed:
@@ -291,6 +294,7 @@ class AsynchronousPeer(RunningPeer):
     def _gossip(self, exchange: Exchange, state: State, resumed: bool) -> None:
         """Send rows, and go on with those that have come."""
         k, at = state.round_index, state.at
+        self._pace.begin(time.monotonic())
         sent = exchange.outgoing(state, self._whole)
         if self._due(k) and not resumed:
             self._commit(k)
