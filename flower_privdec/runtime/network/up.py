@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.scenario.network_section import NetworkPeer, is_loopback
 
 POLL = 0.1
+LEAST_PORT, MOST_PORT = 10_000, 32_000  # below those that outgoing connections are given
 STOP_SECONDS = 10.0  # until a peer that was asked to stop is made to
 NUMBERS = "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own"
 
@@ -45,7 +47,7 @@ def on_this_machine(scenario: Scenario) -> Scenario:
     """
     peers = scenario.network.peers
     if peers is None:
-        peers = [NetworkPeer(address=address) for address in _free(scenario.n_peers)]
+        peers = [NetworkPeer(address=address) for address in free_addresses(scenario.n_peers)]
     away = [peer.address for peer in peers if not is_loopback(peer.address)]
     if away:
         raise ScenarioError(
@@ -55,12 +57,17 @@ def on_this_machine(scenario: Scenario) -> Scenario:
     return scenario.model_copy(update={"network": scenario.network.model_copy(update={"peers": peers})})
 
 
-def _free(count: int) -> list[str]:
+def free_addresses(count: int) -> list[str]:
+    """Return addresses on this machine that nobody listens on, of ports that no system lends to those who call."""
+    found: dict[int, socket.socket] = {}
     with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+        while len(found) < count:
+            port, one = LEAST_PORT + secrets.randbelow(MOST_PORT - LEAST_PORT), socket.socket()
+            stack.enter_context(closing(one))
+            with contextlib.suppress(OSError):
+                one.bind(("127.0.0.1", port))
+                found[port] = one
+    return [f"127.0.0.1:{port}" for port in found]
 
 
 class Up:
