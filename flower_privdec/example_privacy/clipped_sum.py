@@ -1,0 +1,203 @@
+"""The sum of a batch's clipped gradients, each example alone with the user's model and criterion."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
+from flower_privdec.gradients.bounds import beyond, upper
+from flower_privdec.gradients.protocol import reason, row_chunks
+from flower_privdec.tasks.apart import no_own_rules
+
+WAYS = ("auto", "vmap", "loop")
+CONSTANTS = (bool, int, float, str, type(None))
+Criterion = Callable[..., Tensor]
+Values = dict[str, Tensor]
+
+_log = logging.getLogger(__name__)
+
+
+class ClippedSum:
+    """Sums clipped gradients of one model's chosen parameters.
+
+        sum_b g_b min(1, C / |g_b|),    |g_b| its norm or a little more (`gradients.bounds`)
+
+    where g_b is the gradient of criterion(model(x_b), y_b), of example b as a batch of one (Abadi et al. 2016, Alg. 1).
+    An example whose gradient is not finite, or beyond `bounds.LARGEST`, counts as zero. Model and criterion never see
+    two examples together: `vmap` takes some at a time and lets none reach another, `loop` calls the model on one after
+    the other, on a fresh copy of it each time. What a forward keeps in the model is forgotten; of one that keeps
+    something elsewhere, in globals or files, nothing is promised.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Values,
+        criterion: Criterion,
+        clip_norm: float,
+        *,
+        way: str = "auto",
+        memory_bytes: int = 2**28,
+    ) -> None:
+        """Take a model and those of its parameters that are trained, by name.
+
+        Args:
+            way: one of WAYS; `auto` is vmap where the model can be called so, else the loop, which is slow.
+            memory_bytes: about how much memory the gradients of single examples may take.
+        """
+        if way not in WAYS:
+            raise ScenarioError(f"way={way!r} must be one of {', '.join(WAYS)}")
+        self._module, self._parameters, self._criterion = module, parameters, criterion
+        self._clip_norm, self._way, self._memory = clip_norm, way, memory_bytes
+
+    def outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what the model says of a batch, without a gradient and without a change to the model."""
+        with torch.no_grad():
+            return copy.deepcopy(self._module)(*args, **kwargs)
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[Tensor, int]:
+        """Return the sum [d] for a batch, and how many examples it has.
+
+        Args:
+            args, kwargs: what the model is called with.
+            targets: what the criterion is given after the model's outputs.
+
+        Raises:
+            ScenarioError: what is no batch, or a model or criterion that cannot take one example alone.
+            RunError: these fail on the examples, without what they said, which may tell of them.
+        """
+        leaves, spec = tree_flatten((list(args), dict(kwargs), list(targets)))
+        tensors, places = _batched(leaves)
+        like = next(iter(self._parameters.values()))
+        total, examples = torch.zeros(self.d, dtype=like.dtype, device=like.device), len(tensors[0])
+        if examples == 0:
+            return total, 0
+        rebuild = _Rebuild(leaves, places, spec)
+        if self._way == "auto":
+            self._way = self._settle(rebuild, tensors)
+        for part in row_chunks(examples, self.d * like.element_size(), self._memory):
+            self._add_(total, self._gradients(rebuild, [tensor[part] for tensor in tensors]))
+        return total, examples
+
+    @property
+    def d(self) -> int:
+        """Return the number of parameters."""
+        return sum(parameter.numel() for parameter in self._parameters.values())
+
+    def _add_(self, total: Tensor, gradients: Tensor) -> None:
+        norms = upper(gradients)
+        bad = beyond(norms)
+        if bad is not None:
+            gradients, norms = gradients.masked_fill(bad[:, None], 0), norms.masked_fill(bad, 0)
+        total.add_((self._clip_norm / norms).clamp(max=1) @ gradients)
+
+    def _gradients(self, rebuild: _Rebuild, tensors: list[Tensor]) -> Tensor:
+        """Return the gradients [b, d] of some examples."""
+        failure = None
+        try:
+            return self._try(self._way, rebuild, tensors)
+        except RAISED_BY_USERS as error:
+            failure = type(error).__name__
+        raise RunError(  # raised here, an error that does not carry the other one along
+            f"the model or the criterion raised {failure} on private examples taken one at a time (what it said is "
+            "withheld, for it may tell of them); call both on a batch of one, made up, to see it"
+        )
+
+    def _settle(self, rebuild: _Rebuild, tensors: list[Tensor]) -> str:
+        """Return the way that works on zeros of the examples' shapes: what these raise tells nothing of the data."""
+        zeros = [torch.zeros_like(tensor[:1]).expand(2, *tensor.shape[1:]).clone() for tensor in tensors]
+        said = []
+        for way in ("vmap", "loop"):
+            try:
+                with torch.random.fork_rng(devices=[]), no_own_rules():
+                    self._try(way, rebuild, zeros)
+            except RAISED_BY_USERS as error:  # the user's forward may raise anything
+                said.append(reason(error))
+                continue
+            if said:
+                _log.warning("the model is called on one example after the other, which is slow: %s", said[0])
+            return way
+        raise ScenarioError(
+            f"the model and the criterion cannot take one example alone, as a batch of one: {said[-1]}; let the model "
+            "turn [1, ...] into one tensor [1, ...], and the criterion that and its targets into a number"
+        )
+
+    def _try(self, way: str, rebuild: _Rebuild, tensors: list[Tensor]) -> Tensor:
+        with torch.enable_grad():
+            gradients = self._by_vmap(rebuild, tensors) if way == "vmap" else self._by_loop(rebuild, tensors)
+        return torch.cat([gradients[name].detach().reshape(len(tensors[0]), -1) for name in self._parameters], dim=1)
+
+    def _values(self) -> Values:
+        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    def _by_vmap(self, rebuild: _Rebuild, tensors: list[Tensor]) -> Values:
+        module = copy.deepcopy(self._module)
+
+        def value(values: Values, *example: Tensor) -> Tensor:
+            return self._value(module, values, rebuild, example)
+
+        dims = (None, *(0 for _ in tensors))
+        found: Values = vmap(grad(value), in_dims=dims, randomness="different")(self._values(), *tensors)
+        return found
+
+    def _by_loop(self, rebuild: _Rebuild, tensors: list[Tensor]) -> Values:
+        found: list[tuple[Tensor, ...]] = []
+        for example in zip(*tensors, strict=True):
+            values = {name: value.requires_grad_() for name, value in self._values().items()}
+            loss = self._value(copy.deepcopy(self._module), values, rebuild, example)
+            found.append(torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True))
+        columns = zip(*found, strict=True)
+        return {name: torch.stack(column) for name, column in zip(self._parameters, columns, strict=True)}
+
+    def _value(self, module: nn.Module, values: Values, rebuild: _Rebuild, example: Sequence[Tensor]) -> Tensor:
+        """Return the loss of one example."""
+        args, kwargs, targets = rebuild([tensor[None] for tensor in example])
+        output = functional_call(module, values, tuple(args), kwargs)
+        if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != 1:
+            shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(f"one example [1, ...] is turned into {shape}: it must be one tensor [1, ...]")
+        return self._criterion(output, *targets).sum()
+
+
+class _Rebuild:
+    """Puts tensors back where they stood among the arguments of the model and the criterion."""
+
+    def __init__(self, leaves: list[Any], places: list[int], spec: TreeSpec) -> None:
+        self._leaves, self._places, self._spec = leaves, places, spec
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any], list[Any]]:
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs, targets = tree_unflatten(leaves, self._spec)
+        return args, kwargs, targets
+
+
+def _batched(leaves: list[Any]) -> tuple[list[Tensor], list[int]]:
+    """Return the tensors of a batch and where they stand; the first axis of each is the example.
+
+    Raises:
+        ScenarioError: something else than tensors of as many examples and plain constants.
+    """
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[place].detach() for place in places]
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *CONSTANTS)):
+            raise ScenarioError(
+                f"the model or the criterion is given a {type(leaf).__name__}, whose examples cannot be told apart: "
+                "give tensors [examples, ...], alone or in lists and dicts"
+            )
+    if not tensors or any(tensor.ndim == 0 or len(tensor) != len(tensors[0]) for tensor in tensors):
+        raise ScenarioError(
+            "the model and the criterion must be given tensors [examples, ...] of as many examples each, so that one "
+            "can be told from the other; keep what all examples share in the model"
+        )
+    return tensors, places
