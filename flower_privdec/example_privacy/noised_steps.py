@@ -142,7 +142,7 @@ class NoisedSteps:
         like = next(iter(self._parameters.values()))
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         row = like.new_zeros(sum(sizes)) if drawn.total is None else drawn.total.clone()
-        self._noise.add_(row[None], torch.tensor([self._std], dtype=row.dtype), drawn.number, NOBODY)
+        self._noise.add_(row[None], row.new_tensor([self._std]), drawn.number, NOBODY)
         row /= self._divisor
         for parameter, part in zip(self._parameters.values(), row.split(sizes), strict=True):
             parameter.grad = part.view_as(parameter).clone()
