@@ -231,6 +231,53 @@ def test_a_criterion_that_mixes_examples_sees_one_at_a_time(way: str) -> None:
     torch.testing.assert_close(clipped(model, x, y, contrast, way=way), textbook("linear", x, y, contrast))
 
 
+def test_a_criterion_keeps_nothing_of_a_batch_for_the_next(tmp_path: Path) -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("center", torch.zeros(3))
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            self.center = 0.5 * self.center + outputs.detach().mean(0)
+            return cross_entropy(outputs - self.center, targets)
+
+    centred = Centred()
+    loop(setup(tmp_path, criterion=centred, way="loop", reserve=9))
+    assert not centred.center.any()
+
+
+def test_a_function_that_is_told_of_all_examples_at_once_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    class Whole(torch.autograd.Function):
+        generate_vmap_rule = False
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+            return x - x.mean(0), 0
+
+    class Using(Mixing):
+        def forward(self, x: Tensor) -> Tensor:
+            return Whole.apply(self.head(x))
+
+    model, (x, y) = Using(), batch((5,))
+    plain = clipped(nn.Sequential(model.head), x, y)
+    torch.testing.assert_close(clipped(model, x, y), plain)
+    assert "one example after the other" in caplog.text
+    with pytest.raises(ScenarioError, match="vmap rule of its own"):
+        clipped(model, x, y, way="vmap")
+
+
 def test_a_sum_in_small_pieces_is_the_same() -> None:
     model, shape = made("conv")
     x, y = batch(shape)
@@ -760,6 +807,9 @@ def test_a_gradient_past_the_wrapping_is_refused(tmp_path: Path) -> None:
         parts.optimizer.step()
     with pytest.raises(RunError, match="weight_decay"):
         (0.1 * parts.model.get_submodule("module.0").weight.norm()).backward()
+    parts.optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    with pytest.raises(RunError, match="more parameters"):
+        parts.optimizer.step()
     parts.close()
     cross_entropy(model(x), y).backward()
     parts.optimizer.step()
@@ -842,6 +892,12 @@ def test_what_a_model_says_of_private_examples_is_withheld(tmp_path: Path) -> No
         loop(parts)
     assert "secret" not in str(caught.value)
     assert caught.value.__context__ is None
+    parts = setup(tmp_path, nn.Linear(5, 2), loader=DataLoader(data(400), 100), ledger=tmp_path / "b")
+    with pytest.raises(RunError, match="criterion raised IndexError") as caught:  # of a class that there is not
+        loop(parts)
+    assert "2" not in str(caught.value)
+    with pytest.raises(ScenarioError, match=r"the model fails on zeros .* mat1 and mat2"):
+        loop(setup(tmp_path, nn.Linear(6, 2), ledger=tmp_path / "c"))
 
 
 def test_a_model_that_takes_no_single_example_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
+from flower_privdec.example_privacy.withholding import without_telling
 from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.protocol import reason, row_chunks
 from flower_privdec.tasks.apart import no_own_rules
 
 WAYS = ("auto", "vmap", "loop")
+BOTH = "the model or the criterion, on one example at a time,"
 CONSTANTS = (bool, int, float, str, type(None))
 Criterion = Callable[..., Tensor]
 Values = dict[str, Tensor]
@@ -33,8 +36,8 @@ class ClippedSum:
     where g_b is the gradient of criterion(model(x_b), y_b), of example b as a batch of one (Abadi et al. 2016, Alg. 1).
     An example whose gradient is not finite, or beyond `bounds.LARGEST`, counts as zero. Model and criterion never see
     two examples together: `vmap` takes some at a time and lets none reach another, `loop` calls the model on one after
-    the other, on a fresh copy of it each time. What a forward keeps in the model is forgotten; of one that keeps
-    something elsewhere, in globals or files, nothing is promised.
+    the other, on a fresh copy of it each time. What either keeps in itself is forgotten; of one that keeps something
+    elsewhere, in globals or files, nothing is promised.
     """
 
     def __init__(
@@ -56,12 +59,20 @@ class ClippedSum:
         if way not in WAYS:
             raise ScenarioError(f"way={way!r} must be one of {', '.join(WAYS)}")
         self._module, self._parameters, self._criterion = module, parameters, criterion
-        self._clip_norm, self._way, self._memory = clip_norm, way, memory_bytes
+        self._clip_norm, self._memory = clip_norm, memory_bytes
+        self._ways, self._way = WAYS[1:] if way == "auto" else (way,), ""
 
     def outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what the model says of a batch, without a gradient and without a change to the model."""
         with torch.no_grad():
-            return copy.deepcopy(self._module)(*args, **kwargs)
+            module = copy.deepcopy(self._module)
+            return without_telling("the model", lambda args, kwargs: module(*args, **kwargs), [args, kwargs])
+
+    def loss(self, outputs: Tensor, targets: Sequence[Any]) -> Tensor:
+        """Return the loss of a batch, without a gradient and without a change to the criterion."""
+        with torch.no_grad():
+            found: Tensor = without_telling("the criterion", _fresh(self._criterion), [outputs.detach(), *targets])
+            return found
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[Tensor, int]:
         """Return the sum [d] for a batch, and how many examples it has.
@@ -81,10 +92,10 @@ class ClippedSum:
         if examples == 0:
             return total, 0
         rebuild = _Rebuild(leaves, places, spec)
-        if self._way == "auto":
-            self._way = self._settle(rebuild, tensors)
+        self._way = self._way or self._settle(rebuild, tensors)
         for part in row_chunks(examples, self.d * like.element_size(), self._memory):
-            self._add_(total, self._gradients(rebuild, [tensor[part] for tensor in tensors]))
+            some = [tensor[part] for tensor in tensors]
+            self._add_(total, without_telling(BOTH, lambda *some: self._gradients(self._way, rebuild, some), some))
         return total, examples
 
     @property
@@ -99,26 +110,14 @@ class ClippedSum:
             gradients, norms = gradients.masked_fill(bad[:, None], 0), norms.masked_fill(bad, 0)
         total.add_((self._clip_norm / norms).clamp(max=1) @ gradients)
 
-    def _gradients(self, rebuild: _Rebuild, tensors: list[Tensor]) -> Tensor:
-        """Return the gradients [b, d] of some examples."""
-        failure = None
-        try:
-            return self._try(self._way, rebuild, tensors)
-        except RAISED_BY_USERS as error:
-            failure = type(error).__name__
-        raise RunError(  # raised here, an error that does not carry the other one along
-            f"the model or the criterion raised {failure} on private examples taken one at a time (what it said is "
-            "withheld, for it may tell of them); call both on a batch of one, made up, to see it"
-        )
-
     def _settle(self, rebuild: _Rebuild, tensors: list[Tensor]) -> str:
         """Return the way that works on zeros of the examples' shapes: what these raise tells nothing of the data."""
         zeros = [torch.zeros_like(tensor[:1]).expand(2, *tensor.shape[1:]).clone() for tensor in tensors]
         said = []
-        for way in ("vmap", "loop"):
+        for way in self._ways:
             try:
-                with torch.random.fork_rng(devices=[]), no_own_rules():
-                    self._try(way, rebuild, zeros)
+                with torch.random.fork_rng(devices=[]), no_own_rules() if way == "vmap" else nullcontext():
+                    self._gradients(way, rebuild, zeros)
             except RAISED_BY_USERS as error:  # the user's forward may raise anything
                 said.append(reason(error))
                 continue
@@ -130,7 +129,8 @@ class ClippedSum:
             "turn [1, ...] into one tensor [1, ...], and the criterion that and its targets into a number"
         )
 
-    def _try(self, way: str, rebuild: _Rebuild, tensors: list[Tensor]) -> Tensor:
+    def _gradients(self, way: str, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the gradients [b, d] of some examples."""
         with torch.enable_grad():
             gradients = self._by_vmap(rebuild, tensors) if way == "vmap" else self._by_loop(rebuild, tensors)
         return torch.cat([gradients[name].detach().reshape(len(tensors[0]), -1) for name in self._parameters], dim=1)
@@ -138,33 +138,39 @@ class ClippedSum:
     def _values(self) -> Values:
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
-    def _by_vmap(self, rebuild: _Rebuild, tensors: list[Tensor]) -> Values:
-        module = copy.deepcopy(self._module)
-
-        def value(values: Values, *example: Tensor) -> Tensor:
-            return self._value(module, values, rebuild, example)
-
+    def _by_vmap(self, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Values:
+        value = self._value(rebuild)
         dims = (None, *(0 for _ in tensors))
         found: Values = vmap(grad(value), in_dims=dims, randomness="different")(self._values(), *tensors)
         return found
 
-    def _by_loop(self, rebuild: _Rebuild, tensors: list[Tensor]) -> Values:
+    def _by_loop(self, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Values:
         found: list[tuple[Tensor, ...]] = []
         for example in zip(*tensors, strict=True):
             values = {name: value.requires_grad_() for name, value in self._values().items()}
-            loss = self._value(copy.deepcopy(self._module), values, rebuild, example)
+            loss = self._value(rebuild)(values, *example)
             found.append(torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True))
         columns = zip(*found, strict=True)
         return {name: torch.stack(column) for name, column in zip(self._parameters, columns, strict=True)}
 
-    def _value(self, module: nn.Module, values: Values, rebuild: _Rebuild, example: Sequence[Tensor]) -> Tensor:
-        """Return the loss of one example."""
-        args, kwargs, targets = rebuild([tensor[None] for tensor in example])
-        output = functional_call(module, values, tuple(args), kwargs)
-        if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != 1:
-            shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(f"one example [1, ...] is turned into {shape}: it must be one tensor [1, ...]")
-        return self._criterion(output, *targets).sum()
+    def _value(self, rebuild: _Rebuild) -> Callable[..., Tensor]:
+        """Return the loss of one example as a function of the parameters, by copies that keep nothing of another."""
+        module, criterion = copy.deepcopy(self._module), _fresh(self._criterion)
+
+        def value(values: Values, *example: Tensor) -> Tensor:
+            args, kwargs, targets = rebuild([tensor[None] for tensor in example])
+            output = functional_call(module, values, tuple(args), kwargs)
+            if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != 1:
+                shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+                raise ValueError(f"one example [1, ...] is turned into {shape}: it must be one tensor [1, ...]")
+            return criterion(output, *targets).sum()
+
+        return value
+
+
+def _fresh(criterion: Criterion) -> Criterion:
+    """Return a criterion that keeps nothing of what it is called with: a copy, where it is a module."""
+    return copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
 
 
 class _Rebuild:

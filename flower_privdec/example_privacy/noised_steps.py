@@ -127,6 +127,14 @@ class NoisedSteps:
                 "optimizer.step(closure) evaluates a batch more than once, and one release was paid: call "
                 "loss.backward() and step() without a closure (LBFGS cannot be private)"
             )
+        known = {id(parameter) for parameter in self._parameters.values()}
+        if not all(
+            id(each) in known for group in optimizer.param_groups for each in group["params"] if each.requires_grad
+        ):
+            raise RunError(
+                "the optimizer was given more parameters after private(), whose gradients are not clipped: give it all "
+                "before"
+            )
         drawn, self._drawn = self._drawn, None
         if drawn is None:
             raise RunError("optimizer.step() without a batch of the private loader: take one step for each batch")

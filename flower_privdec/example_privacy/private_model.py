@@ -109,9 +109,8 @@ class PrivateCriterion(nn.Module):
                 "the criterion must be given what the model returned, as it is, for what is done between could mix "
                 "examples: move that into the model or into the criterion"
             )
-        with torch.no_grad():
-            shown = self.criterion(outputs.detach(), *targets)
         args, kwargs, _ = call
+        shown = self._clipped_sum.loss(outputs, targets)
         total, examples = (None, 0) if self._steps.awaits is None else self._clipped_sum(args, kwargs, targets)
         loss: Tensor = _Loss.apply(torch.zeros((), requires_grad=True), shown, total, examples, self._steps)
         return loss
