@@ -61,7 +61,7 @@ class NoisedSteps:
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         setattr(optimizer, MARK, self)
         for name, parameter in parameters.items():
-            _guard(name, parameter)
+            _guard(name, parameter, self)
 
     @property
     def awaits(self) -> int | None:
@@ -116,10 +116,13 @@ class NoisedSteps:
     def close(self) -> None:
         """Leave the optimizer and its parameters to whoever uses them next, without privacy."""
         self._handle.remove()
-        delattr(self._optimizer, MARK)
+        if getattr(self._optimizer, MARK, None) is self:
+            delattr(self._optimizer, MARK)
         for parameter in self._parameters.values():
-            getattr(parameter, GUARD).remove()
-            delattr(parameter, GUARD)
+            handle, owner = getattr(parameter, GUARD, (None, None))
+            if handle is not None and owner is self:
+                handle.remove()
+                delattr(parameter, GUARD)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
@@ -156,9 +159,10 @@ class NoisedSteps:
             parameter.grad = part.view_as(parameter).clone()
 
 
-def _guard(name: str, parameter: Tensor) -> None:
-    """Refuse whatever gradient reaches a parameter past the clipping."""
+def _guard(name: str, parameter: Tensor, owner: NoisedSteps) -> None:
+    """Refuse whatever gradient reaches a parameter past the clipping, until its last owner is closed."""
     if hasattr(parameter, GUARD):
+        setattr(parameter, GUARD, (getattr(parameter, GUARD)[0], owner))
         return
 
     def refuse(gradient: Tensor) -> None:
@@ -167,4 +171,4 @@ def _guard(name: str, parameter: Tensor) -> None:
             "counted: use these alone in the loss (weight decay: the optimizer's weight_decay)"
         )
 
-    setattr(parameter, GUARD, parameter.register_hook(refuse))
+    setattr(parameter, GUARD, (parameter.register_hook(refuse), owner))

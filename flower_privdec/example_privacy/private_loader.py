@@ -15,6 +15,7 @@ from flower_privdec.example_privacy.noised_steps import NoisedSteps
 from flower_privdec.example_privacy.purse import Purse
 from flower_privdec.rows import KEY_BYTES, keyed_generator
 
+LINES = 16  # that a pass writes into the ledger, or so
 KEPT = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
     *("multiprocessing_context", "generator", "prefetch_factor", "pin_memory_device"),
@@ -41,12 +42,13 @@ class PrivateLoader:
         """Draw from a loader's dataset.
 
         Args:
-            reserve: how many steps a line in the ledger pays for; None is 1, or an epoch where workers read ahead.
+            reserve: how many steps a line in the ledger pays for; None is a sixteenth of a pass, or a whole one where
+                workers read ahead.
             seed: a key to draw from, INSECURE; None is the operating system's entropy, anew each time.
             report: what is called with a line on what was spent, after each pass.
         """
         self._loader, self._steps, self._purse, self._seed, self._report = loader, steps, purse, seed, report
-        self._reserve = reserve or (len(loader) if loader.num_workers else 1)
+        self._reserve = reserve or (len(loader) if loader.num_workers else max(1, len(loader) // LINES))
 
     def __len__(self) -> int:
         return len(self._loader)

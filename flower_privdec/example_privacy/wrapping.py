@@ -55,7 +55,7 @@ class ExamplePrivacy:
 
     @property
     def allowed(self) -> int:
-        """Return how many steps more the ledger allows; 0 where the budget is spent."""
+        """Return how many steps more the ledger allows: 0 where the budget is spent, 10^9 where there is no limit."""
         return self._purse.left(self._purse.paid())
 
     @property
@@ -111,7 +111,7 @@ def private(
         noise_multiplier: noise std over clip norm, in the place of steps.
         clip_norm: C, of a gradient of all trained parameters.
         reserve: how many steps a line of the ledger pays for; a crash, or a loop left early, loses at most so many.
-            None is 1, or a pass over the loader where it has workers, which read ahead.
+            None is a sixteenth of a pass over the loader, or a whole one where it has workers, which read ahead.
         way: how examples are kept apart, see `ClippedSum`.
         insecure_seed: INSECURE: batches and noise from a seed, so that who knows it sees through them. For tests alone.
         report: called with a line on ε, its unit and what was charged, after each pass over the loader.
