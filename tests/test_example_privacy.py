@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
@@ -98,6 +99,49 @@ class Remembering(nn.Module):
         return self.head(x + self.mean) * self.seen
 
 
+class Doubling(torch.autograd.Function):
+    """A function of a user's own, with the rule for many examples left to torch."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubling.apply(self.head(x))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, x, use_reentrant=False))
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    model[1].register_forward_hook(lambda module, inputs, output: output - output.mean(0) / 2)
+    model[1].register_full_backward_hook(lambda module, before, after: (1e3 * before[0],))
+    return model
+
+
 class Named(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -126,6 +170,12 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (attention, (3, 5)),
     "tied": (Tied, (-3,)),
     "by hand": (ByHand, (-3,)),
+    "bag": (lambda: nn.Sequential(nn.EmbeddingBag(7, 4), nn.Linear(4, 3)), (-3,)),
+    "sparse": (lambda: nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Flatten(), nn.Linear(12, 3)), (-3,)),
+    "own function": (Own, (5,)),
+    "checkpointed": (Checkpointed, (5,)),
+    "hooked": (hooked, (5,)),
+    "normed": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), (5,)),
     "mixing": (Mixing, (5,)),
     "remembering": (Remembering, (5,)),
 }
@@ -162,7 +212,7 @@ def textbook(kind: str, x: Tensor, y: Tensor, criterion: Any = cross_entropy) ->
         model, _ = made(kind)
         model.zero_grad()
         criterion(model(x[i : i + 1]), y[i : i + 1]).backward()
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained(model).values()]
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in trained(model).values()]
         row = torch.cat([part.flatten() for part in parts])
         if math.isfinite(row.norm().item()) and row.norm() <= LARGEST[row.dtype]:
             total = total + row * min(1.0, CLIP / max(row.norm().item(), 1e-30))
@@ -182,6 +232,14 @@ def test_the_sum_is_the_textbooks(kind: str, way: str) -> None:
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
     assert all(each.grad is None for each in model.parameters())
     assert getattr(model, "seen", 0) == 0
+
+
+@pytest.mark.parametrize("kind", ["conv", "lstm", "tied", "by hand", "own function", "mixing"])
+def test_most_models_are_called_on_many_examples_at_a_time(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, shape = made(kind)
+    x, y = batch(shape)
+    torch.testing.assert_close(clipped(model, x, y), clipped(model, x, y, way="vmap"))
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize("kind", KINDS)

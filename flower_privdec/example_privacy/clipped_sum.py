@@ -149,7 +149,8 @@ class ClippedSum:
         for example in zip(*tensors, strict=True):
             values = {name: value.requires_grad_() for name, value in self._values().items()}
             loss = self._value(rebuild)(values, *example)
-            found.append(torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True))
+            gradient = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
+            found.append(tuple(each.to_dense() if each.is_sparse else each for each in gradient))
         columns = zip(*found, strict=True)
         return {name: torch.stack(column) for name, column in zip(self._parameters, columns, strict=True)}
 
