@@ -27,17 +27,10 @@ class PartlyHeard(Mixing):
         vars(self).update(vars(whole))
         self._peer = peer
         self._heard: frozenset[int] | None = None
-        self._adopting = False
 
-    def hear(self, heard: Iterable[int] | None, *, adopting: bool = False) -> None:
-        """Set who was heard.
-
-        Args:
-            heard: others; None for everybody.
-            adopting: whether the peer gives no weight to itself, where it heard somebody.
-        """
+    def hear(self, heard: Iterable[int] | None) -> None:
+        """Set which others were heard; None for all."""
         self._heard = None if heard is None else frozenset(heard)
-        self._adopting = adopting and bool(self._heard)
 
     def matrix(self, round_index: int) -> MixingMatrix:
         """Return W of a round; where somebody was not heard, the peer's row alone."""
@@ -46,16 +39,11 @@ class PartlyHeard(Mixing):
             return whole
         senders, _, weights = whole.rows([self._peer]).links()
         missed = [sender not in self._heard and sender != self._peer for sender in senders.tolist()]
-        if not any(missed) and not self._adopting:
+        if not any(missed):
             return whole
-        return self._row(senders[~np.array(missed)], weights[~np.array(missed)])
-
-    def _row(self, senders: np.ndarray, weights: np.ndarray) -> MixingMatrix:
+        senders, weights = senders[~np.array(missed)], weights[~np.array(missed)]
         own = senders == self._peer
-        if self._adopting:
-            senders, weights = senders[~own], weights[~own] / weights[~own].sum()
-        else:
-            weights = np.where(own, 1 - weights[~own].sum(), weights)
+        weights = np.where(own, 1 - weights[~own].sum(), weights)
         ends = np.array([0, len(senders)])
         return SparseMatrix(self.n_peers, np.array([self._peer]), ends, senders, weights, halves=False)
 

@@ -99,8 +99,7 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
             f"{path}: was made with other data, another version of the model's code or in another runtime; restore "
             "them, or start anew with another --out"
         )
-    carried = {name.removeprefix(CARRIED): rows.pop(name) for name in list(rows) if name.startswith(CARRIED)}
-    return Checkpoint(_state(facts, rows), scenario, made, facts["seconds"], facts["head"], facts["transport"], carried)
+    return _checkpoint(facts, rows)
 
 
 def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: Iterable[str] = ("x",)) -> None:
@@ -129,14 +128,13 @@ def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: 
         )
 
 
-def read_state(path: Path) -> State:
-    """Read the state out of a checkpoint, whoever made it, to look at; a run goes on from `load_checkpoint`.
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint, whoever made it, to look at; a run goes on from `load_checkpoint`.
 
     Raises:
         ScenarioError: when the file is no checkpoint.
     """
-    facts, tensors = _read(path, torch.device("cpu"))
-    return _state(facts, {name: tensor for name, tensor in tensors.items() if not name.startswith(CARRIED)})
+    return _checkpoint(*_read(path, torch.device("cpu")))
 
 
 def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -195,6 +193,13 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "edges": lambda value: all(len(pair) == 2 and all(map(_counts, pair)) for pair in value.values()),
     "tensors": lambda value: isinstance(value, dict),
 }
+
+
+def _checkpoint(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+    carried = {name.removeprefix(CARRIED): tensors.pop(name) for name in list(tensors) if name.startswith(CARRIED)}
+    run, head = RunName(**facts["run"]), facts["head"]
+    state = _state(facts, tensors)
+    return Checkpoint(state, facts["scenario"], run, facts["seconds"], head, facts["transport"], carried)
 
 
 def _state(facts: dict[str, Any], rows: dict[str, Tensor]) -> State:

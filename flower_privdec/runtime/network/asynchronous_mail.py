@@ -62,8 +62,10 @@ class AsynchronousMail:
     Attributes:
         machine: its shares; without any mass where no push-sum is done, and then for its hellos alone.
         fatal: see Mail.
-        rounds: how far each neighbour said it is.
-        first_rounds: how far it was when it was first heard.
+        rounds: how far each neighbour said it is: the round whose shares or rows it sends next.
+        fresh: whether this peer has nothing of the run yet; then it joins late where a neighbour is under way.
+        joins: whether it does.
+        places: round and place in the program of the last rows of each neighbour, but for answers.
         rolled_back: why this peer has to begin anew, until it does.
         cap: bytes of a call at most.
     """
@@ -74,6 +76,7 @@ class AsynchronousMail:
         neighbors: Iterable[int],
         shares: Layout,
         exchanges: Mapping[int, Layout],
+        answers: Collection[int],
         retry: float,
     ) -> None:
         """Begin without a word.
@@ -82,12 +85,15 @@ class AsynchronousMail:
             neighbors: of the peer.
             shares: the rows of a share; none where there are no shares.
             exchanges: the rows of the exchange at each place of the program that has no shares.
+            answers: at which of these places somebody is answered, whose round the rows are then for.
             retry: seconds between two hellos.
         """
-        self.machine, self._shares, self._exchanges, self._retry = machine, shares, exchanges, retry
+        self.machine, self._shares, self._exchanges, self._answers = machine, shares, exchanges, answers
+        self._retry = retry
         self.fatal: RunError | None = None
         self.rounds: dict[int, int] = {}
-        self.first_rounds: dict[int, int] = {}
+        self.fresh = self.joins = False
+        self.places: dict[int, tuple[int, int]] = {}
         self.rolled_back: str | None = None
         self._out = {neighbor: Outgoing() for neighbor in neighbors}
         self._told: dict[int, int] = {}  # the round that each neighbour has heard of
@@ -134,7 +140,7 @@ class AsynchronousMail:
 
     def senders(self, at: int) -> set[int]:
         """Return whose rows of an exchange have come and were not collected."""
-        return set(self._rows[at])
+        return set(self._rows.get(at, ()))
 
     def collect(self, at: int, senders: Collection[int]) -> dict[int, RowMessage]:
         """Return the newest rows of an exchange from each of some neighbours, and forget them."""
@@ -185,28 +191,33 @@ class AsynchronousMail:
         if isinstance(message, Acknowledgement):
             self.machine.acknowledge(message)
             return None
-        self._progress(caller, message.round_index)
         if isinstance(message, FrozenShare):
             self.machine.receive(message)
+            self.rounds[caller] = message.round_index + 1
         elif self.machine.is_open(caller):
             self._rows[message.place][caller] = message
+            if message.place not in self._answers:
+                self.rounds[caller] = message.round_index
+                self.places[caller] = message.round_index, message.place
         else:
             raise RefusedError(f"peer {caller} must greet peer {self.machine.peer} first, which has started since")
         return None
 
-    def _progress(self, neighbor: int, round_index: int) -> None:
-        self.rounds[neighbor] = round_index
-        self.first_rounds.setdefault(neighbor, round_index)
-
     def _greeted(self, hello: Hello) -> Hello | None:
         neighbor, out = hello.sender, self._out.get(hello.sender)
+        if self.fresh and hello.round_index > 0 and not hello.knows:  # it began without having met this peer
+            self.fresh, self.joins = False, True
+            if self.machine.mass:  # which has to come with the shares of others
+                self.rolled_back = f"peer {neighbor} is in round {hello.round_index} already"
+        if self.rolled_back is not None:
+            return None
         try:
             answer = self.machine.receive_hello(hello)
         except RolledBackError as error:
             self.rolled_back = str(error)
             return None
         assert out is not None  # the machine has refused whom it does not know
-        self._progress(neighbor, hello.round_index)
+        self.rounds[neighbor] = hello.round_index
         if out.share is not None and out.share.number > hello.seen:
             out.share = None  # it did not come
         return answer
@@ -229,14 +240,12 @@ class AsynchronousMail:
         return None
 
     def news(self, neighbor: int, now: float) -> list[Words]:
-        """See Mail: one call with everything, a share first, so that whoever hears how far this peer is has it."""
-        out, found = self._out[neighbor], list[Framed]()
+        """See Mail: one call with everything, hellos first, for without them the rest may be refused."""
+        out = self._out[neighbor]
+        found: Words = [*out.words, *([self.machine.hello(neighbor)] if now >= out.hello_at else [])]
         if self.machine.is_open(neighbor):
             share = self._share(neighbor)
             found += [*out.taken, *([share] if share is not None else []), *out.rows.values()]
-        found += out.words
-        if now >= out.hello_at:
-            found.append(self.machine.hello(neighbor))
         out.hello_at = now + self._retry
         return [found] if found else []
 

@@ -56,14 +56,18 @@ class AsynchronousPeer(RunningPeer):
         mass = RowMass(self.state, shares)
         machine = Shares(peer, neighbors, run, life, mass, TensorArithmetic(self.cohort.dtype))
         self.machine = machine
-        self.mail = AsynchronousMail(machine, neighbors, shares, {} if shares else exchanges, scenario.network.retry)
-        self._resumed = bool(kept)
+        rows, answers = {} if shares else exchanges, [at for at in exchanges if self._answers(at)]
+        self.mail = AsynchronousMail(machine, neighbors, shares, rows, answers, scenario.network.retry)
+        self._resumed, self.mail.fresh = bool(kept), not kept
         if kept:
             self._restore(kept[-1])
         return self.mail
 
     def _layout(self, exchange: Exchange) -> Layout:
         return layout_of(self._rows_of(exchange), self.cohort.dtype)
+
+    def _answers(self, at: int) -> bool:
+        return isinstance(self.timetable.exchanges[at], Reply)
 
     def _shares_of(self, exchanges: dict[int, Layout]) -> Layout:
         if len(exchanges) > 1:
@@ -131,19 +135,17 @@ class AsynchronousPeer(RunningPeer):
                 break
             if time.monotonic() - since > network.start:
                 raise RunError(self._nobody(network.start))
-        late = not self._resumed and any(self.mail.first_rounds.values())
-        self._pace.call_punctual([] if late or self._resumed else filter(self.machine.is_open, self._neighbors))
-        if late:
-            self._joining = True
-            if self.machine.mass:
-                self._begin_anew()
+        self.mail.fresh = False
+        self._joining = self.mail.joins and not self.machine.mass
+        if not (self.mail.joins or self._resumed):
+            self._pace.call_punctual(filter(self.machine.is_open, self._neighbors))
 
     def _greeted(self, since: float) -> bool:
         """Return whether all neighbours are open, or enough of them to begin."""
         opened = [self.machine.is_open(neighbor) for neighbor in self._neighbors]
-        took, start = time.monotonic() - since, self.experiment.scenario.network.start
-        under_way = self._resumed or any(self.mail.first_rounds.values())
-        return all(opened) or (any(opened) and took > (GREETING_SECONDS if under_way else start))
+        took, scenario = time.monotonic() - since, self.experiment.scenario
+        patience = GREETING_SECONDS if self._resumed or self.mail.joins else scenario.network.start
+        return all(opened) or (took > patience and (any(opened) or self.machine.round_index >= scenario.rounds))
 
     def _nobody(self, seconds: float) -> str:
         why = "; ".join(self.courier.why(peer) for peer in self._neighbors)
@@ -192,18 +194,45 @@ class AsynchronousPeer(RunningPeer):
     # --- exchanges ---
 
     def _before(self, round_index: int) -> None:
-        """Before a round's steps: wait until there is a model to take them at."""
+        """Before a round's steps: wait until there is a model to take them at.
+
+        Raises:
+            RunError: no neighbour sent one.
+        """
         self._partly.hear(None)
-        if "w" not in self.machine.mass:
-            return
         since, network = time.monotonic(), self.experiment.scenario.network
-        while float(self.machine.mass["w"]) <= 0:
-            self._wait(lambda: bool(self.machine.waiting_rounds()), POLL)
-            if self.machine.waiting_rounds():
-                self._absorb()
-                self._commit(round_index)
-            elif time.monotonic() - since > network.start:
-                raise RunError(f"no neighbour sent a share for {network.start:g} s, and this peer has no mass yet")
+        while not self._has_model(round_index):
+            self._wait(self._is_offered_a_model, POLL)
+            if time.monotonic() - since > network.start:
+                raise RunError(f"no neighbour sent a model for {network.start:g} s; {self._nobody(network.start)}")
+
+    def _has_model(self, round_index: int) -> bool:
+        """Return whether steps can be taken; take over what neighbours offer where not."""
+        weight = self.machine.mass.get("w")
+        if weight is not None and float(weight) <= 0 and self.machine.waiting_rounds():
+            self._absorb()
+            self._commit(round_index)
+        elif self._joining:
+            self._joining = not self._adopt()
+        return not self._joining and (weight is None or float(self.machine.mass["w"]) > 0)
+
+    def _is_offered_a_model(self) -> bool:
+        return bool(self.machine.waiting_rounds()) or any(map(self.mail.senders, self._mixes()))
+
+    def _mixes(self) -> list[int]:
+        return [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Mix)]
+
+    def _adopt(self) -> bool:
+        """Take over the rows of a neighbour, where some have come, before anything of one's own is sent."""
+        for at in self._mixes():
+            with self.courier.changed:
+                found = self.mail.collect(at, self.mail.senders(at))
+            if found:
+                newest = max(found.values(), key=lambda message: message.round_index)
+                rows = {name: value[None].clone() for name, value in self._on_device(newest.values).items()}
+                self.state.rows.update(rows)
+                return True
+        return False
 
     def _exchange(self, exchange: Exchange) -> None:
         resumed, self._resumed = self._resumed, False
@@ -222,12 +251,21 @@ class AsynchronousPeer(RunningPeer):
         outgoing = self.timetable.column(self.device.peer, round_index)
         incoming = self.timetable.senders(self.device.peer, self.timetable.place(round_index, self.state.at))
         if not resumed:
-            self._await(outgoing, self.machine.is_ready)
+            self._make_ready(outgoing)
             self._split(round_index, outgoing)
-            self._commit(round_index, outgoing)
+            self._commit(round_index + 1, outgoing)
         self._await(incoming, lambda j: self._is_through(j, round_index))
         self._note(incoming, lambda j: self._is_through(j, round_index))
         self._absorb()
+
+    def _make_ready(self, receivers: Collection[int]) -> None:
+        """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way."""
+        while True:
+            self._await(receivers, lambda j: self.machine.is_ready(j) or j in self.machine.waiting_rounds())
+            if all(self.machine.is_ready(j) for j in receivers) or not self.machine.waiting_rounds():
+                return
+            self._absorb()
+            self._commit(self.state.round_index)
 
     def _split(self, round_index: int, weights: dict[int, float]) -> None:
         with self.courier.changed:
@@ -236,7 +274,7 @@ class AsynchronousPeer(RunningPeer):
 
     def _is_through(self, neighbor: int, round_index: int) -> bool:
         """Return whether a neighbour's share has come, or it sends none in this round."""
-        return neighbor in self.machine.waiting_rounds() or self.mail.rounds.get(neighbor, -1) >= round_index
+        return neighbor in self.machine.waiting_rounds() or self.mail.rounds.get(neighbor, 0) > round_index
 
     def _absorb(self) -> None:
         with self.courier.changed:
@@ -248,7 +286,7 @@ class AsynchronousPeer(RunningPeer):
         if following < self.experiment.scenario.rounds and self._due(following):
             senders = self.timetable.senders(self.device.peer, self.timetable.place(following, self.state.at - 1))
             if self.machine.uncommitted() & senders:
-                self._commit(self.state.round_index)
+                self._commit(following)
 
     def _gossip(self, exchange: Exchange, state: State, resumed: bool) -> None:
         """Send rows, and go on with those that have come."""
@@ -256,20 +294,20 @@ class AsynchronousPeer(RunningPeer):
         sent = exchange.outgoing(state, self._whole)
         if self._due(k) and not resumed:
             self._commit(k)
-        self._post(at, k, isinstance(exchange, Reply), {receiver: rows for (_, receiver), rows in sent.items()})
+        self._post(at, k, {receiver: rows for (_, receiver), rows in sent.items()})
         wanted = self.timetable.senders(self.device.peer, self.timetable.place(k, at))
 
         def has_come(neighbor: int) -> bool:
             return self.mail.has_rows(at, neighbor, k)
 
-        self._await(wanted, has_come)
+        self._await(wanted, lambda j: has_come(j) or self.mail.places.get(j, (0, 0)) > (k, at))
         self._note(wanted, has_come)
         self._mix(exchange, state, wanted)
 
-    def _post(self, at: int, round_index: int, replies: bool, rows: dict[int, Any]) -> None:
+    def _post(self, at: int, round_index: int, rows: dict[int, Any]) -> None:
         with self.courier.changed:
             for neighbor, values in rows.items():
-                self.mail.post(at, self._asked[neighbor] if replies else round_index, {neighbor: values})
+                self.mail.post(at, self._asked[neighbor] if self._answers(at) else round_index, {neighbor: values})
             self.courier.changed.notify_all()
 
     def _mix(self, exchange: Exchange, state: State, wanted: Collection[int]) -> None:
@@ -280,8 +318,7 @@ class AsynchronousPeer(RunningPeer):
             found = {j: message for j, message in found.items() if message.round_index == state.round_index}
         else:
             self._asked.update({j: message.round_index for j, message in found.items()})
-        self._partly.hear(found, adopting=self._joining and isinstance(exchange, Mix))
-        self._joining = self._joining and not (found and isinstance(exchange, Mix))
+        self._partly.hear(found)
         peer = self.device.peer
         messages = {(j, peer): self._on_device(message.values) for j, message in found.items()}
         exchange.incoming(state, self._partly, messages).apply_(state)
@@ -333,7 +370,7 @@ class AsynchronousPeer(RunningPeer):
             if behind and isinstance(exchange, Mix):
                 state = replace(self.state, round_index=min(self.mail.rounds[j] for j in behind), at=at)
                 sent = exchange.outgoing(state, self._whole)
-                self._post(at, rounds, False, {j: rows for (_, j), rows in sent.items() if j in behind})
+                self._post(at, rounds, {j: rows for (_, j), rows in sent.items() if j in behind})
                 self._mix(exchange, state, self.mail.senders(at))
                 self.state.rows = state.rows
                 done = True

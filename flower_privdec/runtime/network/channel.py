@@ -179,6 +179,8 @@ class Link:
         """
         try:
             return assembled(self._method(pieces(content), timeout=seconds), self._cap, self.identity)
+        except ValueError as error:  # what the library says of a channel that was closed
+            raise UnreachableError(f"{self.identity} at {self.address}: the connection was closed here") from error
         except grpc.RpcError as error:
             code, said = error.code(), " ".join((error.details() or "").split())
             if code == grpc.StatusCode.FAILED_PRECONDITION:

@@ -223,6 +223,10 @@ class RunningPeer(ABC):
     def _leave(self) -> None:
         """Give the neighbours what they need, after the last round."""
 
+    @abstractmethod
+    def _is_over(self, neighbor: int) -> bool:
+        """Return whether a neighbour is done, and nothing is left to say to it."""
+
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
             raise StoppedError(f"the same command with --resume goes on from {self.device.folder}")
@@ -263,7 +267,7 @@ class RunningPeer(ABC):
             "rounds": scenario.rounds,
             "epsilon": json_number(self._epsilon()),
             "budget": budget[self.device.peer] if isinstance(budget, tuple) else budget,
-            "down": {str(peer): why for peer, why in sorted(self.courier.trouble.items())},
+            "down": {str(peer): why for peer, why in sorted(self.courier.trouble.items()) if not self._is_over(peer)},
             **self._traffic(),
             "noise": noise_said(self.device.insecure_seeds),
         }

@@ -103,6 +103,9 @@ class SynchronousPeer(RunningPeer):
             f"disk: mend that, then run the same command with --resume, or raise network.deadline"
         )
 
+    def _is_over(self, neighbor: int) -> bool:
+        return not self.mail.machine.before(self.timetable.places, [neighbor])
+
     def _leave(self) -> None:
         """Come to the last place, and stay until all neighbours are there too: one that died may come back and need it.
 
