@@ -406,7 +406,7 @@ def test_the_gradient_is_the_noised_sum_over_the_expected_batch() -> None:
     before = torch.cat([each.detach().flatten() for each in model.parameters()])
     total = clipped(model, x, y)
     steps.draw(N, 17)
-    steps.arrive(total, N)
+    steps.arrive(total, N, steps.drawn)
     optimizer.step()
     after = torch.cat([each.detach().flatten() for each in model.parameters()])
     assert noise.calls == [(pytest.approx(3.0 * CLIP), 17)]
@@ -447,7 +447,7 @@ def test_noise_is_gaussian_of_its_size_and_never_twice_the_same(tmp_path: Path) 
     parts.optimizer.register_step_post_hook(lambda *_: drawn.append(model.weight.grad.flatten() * 10 / (2.0 * 0.5)))
     for _, _ in parts.data_loader:
         parts.model(torch.zeros(1, 5))  # no batch of the loader's: nobody is in this step
-        parts.optimizer._flower_privdec_steps._drawn.size = 0
+        parts.optimizer._flower_privdec_steps.drawn.size = 0
         parts.optimizer.step()
     rows = torch.stack(drawn)
     assert rows.std(1) == pytest.approx(1.0, abs=0.04)
@@ -557,7 +557,7 @@ def test_every_example_is_drawn_independently_at_the_rate(tmp_path: Path) -> Non
     for _ in range(passes):
         for x, _ in parts.data_loader:
             seen[:] = x.tolist()
-            steps.arrive(torch.zeros(2), len(x))
+            steps.arrive(torch.zeros(2), len(x), steps.drawn)
             parts.optimizer.step()
             seen.clear()
     assert len(rows) == 4 * passes  # empty batches too, on noise alone
@@ -580,7 +580,7 @@ def test_an_empty_batch_takes_a_step_on_noise(tmp_path: Path) -> None:
 def test_a_batch_size_of_all_takes_all(tmp_path: Path) -> None:
     parts = setup(tmp_path, loader=DataLoader(data(), batch_size=100))
     assert [len(x) for x, _ in _stepping(parts)] == [40]
-    assert "full of 40 examples" in str(parts)
+    assert "1 step by taking all of 40 examples" in str(parts)
 
 
 def _stepping(parts: ExamplePrivacy) -> Iterator[Any]:
@@ -889,6 +889,21 @@ def scaler(x: Tensor, y: Tensor, optimizer: Any, loss: Any) -> None:
 )
 def test_what_was_not_paid_for_is_refused(body: Any, said: str, tmp_path: Path) -> None:
     refused(setup(tmp_path, loader=DataLoader(data(400), batch_size=100)), said, body)
+
+
+def test_a_batch_does_not_come_back_in_the_step_of_another(tmp_path: Path) -> None:
+    def train(keep_outputs: bool) -> None:
+        net, optimizer, loader, criterion = setup(tmp_path, loader=DataLoader(data(), 100), ledger=tmp_path / "b")
+        kept: list[Any] = []
+        for _ in range(2):  # all examples are in both batches, so that their sizes agree
+            for x, y in loader:
+                kept.append(net(x) if keep_outputs else criterion(net(x), y))
+                (criterion(kept[0], y) if keep_outputs else kept[0]).backward(retain_graph=True)
+                optimizer.step()
+
+    for keep_outputs in (True, False):
+        with pytest.raises(RunError, match="or of one before"):
+            train(keep_outputs)
 
 
 def test_a_gradient_past_the_wrapping_is_refused(tmp_path: Path) -> None:

@@ -18,9 +18,15 @@ GUARD = "_flower_privdec_guard"  # of a parameter that no other gradient may rea
 NOBODY = np.zeros(1, dtype=np.int64)  # the peer of a process that hosts one
 
 
-@dataclass
-class _Drawn:
-    """A batch that was drawn and paid for, and for which no step was taken yet."""
+@dataclass(eq=False)
+class Drawn:
+    """A batch that was drawn and paid for, and for which no step was taken yet.
+
+    Attributes:
+        size: how many examples it has.
+        number: of its step.
+        total: the sum of their clipped gradients, once it has arrived.
+    """
 
     size: int
     number: int
@@ -34,6 +40,9 @@ class NoisedSteps:
 
     (Abadi et al. 2016, Alg. 1.) Everything else is the optimizer's own. What is not one backward pass over one drawn
     batch between two steps is refused, for its cost was not counted.
+
+    Attributes:
+        drawn: the batch that awaits its step, or None.
 
     Privacy: one release of the step's mechanism, paid by whoever calls `draw`.
     """
@@ -57,21 +66,16 @@ class NoisedSteps:
             raise ScenarioError("this optimizer is private already: keep what private() returned, or close() it first")
         self._optimizer, self._parameters, self._noise = optimizer, parameters, noise
         self._std, self._divisor = noise_multiplier * clip_norm, expected_batch
-        self._drawn: _Drawn | None = None
+        self.drawn: Drawn | None = None
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         setattr(optimizer, MARK, self)
         for name, parameter in parameters.items():
             _guard(name, parameter, self)
 
-    @property
-    def awaits(self) -> int | None:
-        """Return how many examples the drawn batch has for which no step was taken yet, or None."""
-        return None if self._drawn is None else self._drawn.size
-
     def draw(self, size: int, number: int) -> None:
         """Take note of a batch that was drawn and paid for; see `check_taken`."""
         self.check_taken()
-        self._drawn = _Drawn(size, number)
+        self.drawn = Drawn(size, number)
 
     def check_taken(self) -> None:
         """Check that a step was taken for the last batch.
@@ -79,34 +83,38 @@ class NoisedSteps:
         Raises:
             RunError: none was.
         """
-        if self._drawn is not None:
-            self._drawn = None
+        if self.drawn is not None:
+            self.drawn = None
             raise RunError(
                 "a batch was drawn and no step taken for it, which tells something of its examples that was not "
                 "counted: take optimizer.step() for each batch, whatever it holds"
             )
 
-    def arrive(self, total: Tensor, examples: int) -> None:
+    def arrive(self, total: Tensor | None, examples: int, of: Drawn | None) -> None:
         """Take the clipped sum of the drawn batch, from its backward pass.
+
+        Args:
+            of: the batch that awaited its step when the model was called.
 
         Raises:
             RunError: no batch awaits it, it is of another batch, or is the second one.
         """
-        if self._drawn is None:
+        if self.drawn is None or of is not self.drawn:
             raise RunError(
-                "loss.backward() without a batch of the private loader: iterate over what private() returned"
+                "loss.backward() without a batch of the private loader, or of one before: iterate over what private() "
+                "returned, and call the model and backward() once for each batch"
             )
-        if self._drawn.total is not None:
+        if self.drawn.total is not None:
             raise RunError(
                 "loss.backward() came twice for one batch, which would count its examples twice (gradient "
                 "accumulation, two losses?): call it once before each step, and make batch_size larger instead"
             )
-        if examples != self._drawn.size:
+        if examples != self.drawn.size:
             raise RunError(
                 "loss.backward() is over another number of examples than the loader drew: give the model every batch "
                 "whole, as it was drawn"
             )
-        self._drawn.total = total
+        self.drawn.total = total
 
     def step_on_noise(self, number: int) -> None:
         """Take the step of a batch into which nobody was drawn: noise alone."""
@@ -138,7 +146,7 @@ class NoisedSteps:
                 "the optimizer was given more parameters after private(), whose gradients are not clipped: give it all "
                 "before"
             )
-        drawn, self._drawn = self._drawn, None
+        drawn, self.drawn = self.drawn, None
         if drawn is None:
             raise RunError("optimizer.step() without a batch of the private loader: take one step for each batch")
         if drawn.total is None and drawn.size:
@@ -148,7 +156,7 @@ class NoisedSteps:
         self._release(drawn)
 
     @torch.no_grad()
-    def _release(self, drawn: _Drawn) -> None:
+    def _release(self, drawn: Drawn) -> None:
         """Noise a batch's sum and lay its mean over the parameters as their gradients."""
         like = next(iter(self._parameters.values()))
         sizes = [parameter.numel() for parameter in self._parameters.values()]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +12,19 @@ from torch import Tensor, nn
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.example_privacy.clipped_sum import ClippedSum, Criterion
-from flower_privdec.example_privacy.noised_steps import NoisedSteps
+from flower_privdec.example_privacy.noised_steps import Drawn, NoisedSteps
 
 CALL = "_flower_privdec_call"  # an attribute of outputs: what the model was called with
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a model was called with, the version of what it returned, and the batch that awaited its step then."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    version: int
+    of: Drawn | None
 
 
 class PrivateModel(nn.Module):
@@ -21,11 +33,11 @@ class PrivateModel(nn.Module):
     Where gradients are on, what it returns has none of its own: only the private criterion makes a loss of it.
     """
 
-    def __init__(self, module: nn.Module, clipped_sum: ClippedSum) -> None:
+    def __init__(self, module: nn.Module, clipped_sum: ClippedSum, steps: NoisedSteps) -> None:
         """Wrap a model whose clipped sums are known."""
         super().__init__()
         self.module = module
-        self._clipped_sum = clipped_sum
+        self._clipped_sum, self._steps = clipped_sum, steps
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +54,7 @@ class PrivateModel(nn.Module):
                 f"the model returns a {type(output).__name__}: it must return one tensor [examples, ...]"
             )
         sealed: Tensor = _Sealed.apply(output.requires_grad_() if output.is_floating_point() else output)
-        setattr(sealed, CALL, (args, kwargs, sealed._version))
+        setattr(sealed, CALL, _Call(args, kwargs, sealed._version, self._steps.drawn))
         return sealed
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -101,18 +113,18 @@ class PrivateCriterion(nn.Module):
         Raises:
             RunError: the outputs are no longer what the model returned.
         """
-        call = getattr(outputs, CALL, None)
+        call: _Call | None = getattr(outputs, CALL, None)
         if not torch.is_grad_enabled():
             return self.criterion(outputs, *targets)
-        if call is None or call[2] != outputs._version:
+        if call is None or call.version != outputs._version:
             raise RunError(
                 "the criterion must be given what the model returned, as it is, for what is done between could mix "
                 "examples: move that into the model or into the criterion"
             )
-        args, kwargs, _ = call
         shown = self._clipped_sum.loss(outputs, targets)
-        total, examples = (None, 0) if self._steps.awaits is None else self._clipped_sum(args, kwargs, targets)
-        loss: Tensor = _Loss.apply(torch.zeros((), requires_grad=True), shown, total, examples, self._steps)
+        total, examples = (None, 0) if call.of is None else self._clipped_sum(call.args, call.kwargs, targets)
+        arrive = partial(self._steps.arrive, total, examples, call.of)
+        loss: Tensor = _Loss.apply(torch.zeros((), requires_grad=True), shown, arrive)
         return loss
 
 
@@ -135,10 +147,8 @@ class _Loss(torch.autograd.Function):
     """A loss whose backward pass hands on the sum that was clipped when the loss was computed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, root: Tensor, shown: Tensor, total: Tensor | None, examples: int, steps: NoisedSteps
-    ) -> Tensor:
-        ctx.total, ctx.examples, ctx.steps = total, examples, steps
+    def forward(ctx: Any, root: Tensor, shown: Tensor, arrive: Callable[[], None]) -> Tensor:
+        ctx.arrive = arrive
         return shown.detach().clone()
 
     @staticmethod
@@ -149,5 +159,5 @@ class _Loss(torch.autograd.Function):
                 "the clipping would not see: call backward() on what the criterion returned; a scale belongs into the "
                 "learning rate, mixed precision into torch.autocast with bfloat16, which needs no scaler"
             )
-        ctx.steps.arrive(ctx.total, ctx.examples)
-        return None, None, None, None, None
+        ctx.arrive()
+        return None, None, None

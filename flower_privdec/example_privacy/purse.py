@@ -168,8 +168,9 @@ def _releases(paid: Sequence[Payment]) -> tuple[Release, ...]:
 
 
 def _charged(release: Release) -> str:
-    how = f"Poisson sampling at rate {release.sampling_rate:.3g}" if release.sampling == "poisson" else release.sampling
+    how = {"poisson": f"Poisson sampling at rate {release.sampling_rate:.3g} of", "full": "taking all of"}
     return (
-        f"{release.steps:,} steps by {how} of {release.dataset_size:,} examples, "
+        f"{release.steps:,} step{'' if release.steps == 1 else 's'} by "
+        f"{how.get(release.sampling, f'{release.sampling} sampling of')} {release.dataset_size:,} examples, "
         f"noise multiplier {release.noise_multiplier:.3g}"
     )

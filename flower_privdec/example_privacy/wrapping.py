@@ -146,7 +146,6 @@ def private(
     purse = _purse(Path(ledger), data_loader, epsilon, delta, steps, noise_multiplier, insecure_seed is not None)
     seed = None if insecure_seed is None else hashlib.sha256(f"INSECURE {int(insecure_seed)}".encode()).digest()
     clipped_sum = ClippedSum(model, parameters, criterion, clip_norm, way=way)
-    wrapped = PrivateModel(model, clipped_sum)
     noised = NoisedSteps(
         optimizer,
         parameters,
@@ -155,7 +154,7 @@ def private(
         noise_multiplier=purse.release.noise_multiplier,
         expected_batch=purse.release.batch_size,
     )
-    loss = PrivateCriterion(criterion, clipped_sum, noised)
+    wrapped, loss = PrivateModel(model, clipped_sum, noised), PrivateCriterion(criterion, clipped_sum, noised)
     loader = PrivateLoader(data_loader, noised, purse, reserve=reserve, seed=seed, report=report)
     return ExamplePrivacy(wrapped, optimizer, loader, loss, noised, purse)
 
