@@ -32,9 +32,7 @@ from flower_privdec.scenario import Scenario
 
 QUICK = "network={retry: 0.1, start: 20.0, deadline: 2.0}"
 HASTY = "network={retry: 0.1, start: 20.0, deadline: 0.5}"
-STILL = (
-    "algorithm={name: sgp, learning_rate: 1.0e-12}"  # whose steps move next to nothing, so that Σ x stays what it was
-)
+STILL = "algorithm={name: sgp, learning_rate: 1.0e-12}"  # whose steps move next to nothing, so that Σ x stays what it was
 FOLDERS = [f"peer-{peer}" for peer in range(4)]
 
 
@@ -265,7 +263,9 @@ def _own_address(link: Link) -> str:
     return link.own  # type: ignore[attr-defined, no-any-return]
 
 
-def test_both_sides_of_a_partition_go_on_and_merge(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_of_a_partition_go_on_and_merge(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scenario = tiny(STILL, "topology.name=complete", "rounds=120", QUICK)
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
