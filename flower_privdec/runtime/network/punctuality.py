@@ -5,9 +5,9 @@ budget and mixes nothing. So a peer waits in each exchange for those neighbours 
 period: its own work from the last exchange to this one, and the wait for the first neighbour that comes, in the
 quickest quarter of the last exchanges. Who has not come by then is late, and waited for no more until it was there in
 AGAIN exchanges in a row, or in one in which it is given another chance: after FIRST_CHANCE exchanges, then twice as
-many each time. So a neighbour that is ten times slower, or stopped, costs a few periods at the beginning and then hardly
-anything, and one that was cut off for a while is waited for again. A peer all of whose neighbours are slow goes at
-their pace.
+many each time. So a neighbour that is ten times slower, or stopped, costs a few periods at the beginning and then
+hardly anything, and one that was cut off for a while is waited for again. A peer all of whose neighbours are slow goes
+at their pace.
 
 Moments are seconds of any clock that never goes back.
 """
@@ -77,8 +77,9 @@ class Punctuality:
         """Return whether to wait for a neighbour in the exchange under way."""
         return self._records[neighbor].punctual or self._records[neighbor].left == 0
 
-    def call_punctual(self, neighbors: Iterable[int]) -> None:
-        """Wait for some neighbours from now on, as at the beginning of a run, when all begin together."""
+    def start(self, now: float, neighbors: Iterable[int]) -> None:
+        """Begin to work at a moment, and to wait for some neighbours, which begin together."""
+        self._ended = now
         for neighbor in neighbors:
             self._records[neighbor].punctual = True
 
