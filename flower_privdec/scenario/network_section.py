@@ -60,12 +60,20 @@ class NetworkSection(Section):
         start: seconds that a peer waits for its first neighbours, which may have to be started yet.
         deadline: seconds that it waits for them later; what takes half as long to send is given up and sent again.
         retry: seconds until what was not answered is sent again.
+        hand_in: whether each peer leaves its model in its folder at every evaluation, for others to read, as `privdec
+            up` does; left out, only where peers is left out too: all peers are on one machine then.
     """
 
     peers: list[NetworkPeer] | None = None
     start: Positive = 60.0
     deadline: Positive = 10.0
     retry: Positive = 1.0
+    hand_in: bool | None = None
+
+    @property
+    def hands_in(self) -> bool:
+        """Return whether peers leave their models for others to read."""
+        return self.peers is None if self.hand_in is None else self.hand_in
 
     @model_validator(mode="after")
     def _one_each(self) -> NetworkSection:

@@ -20,7 +20,7 @@ from flower_privdec.runtime.network.identity import Credentials, identities_of
 from flower_privdec.runtime.network.letters import ASKING, RUN_BYTES, sealed
 from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
 from flower_privdec.scenario import Scenario
-from flower_privdec.words import epsilon_text, shown
+from flower_privdec.words import epsilon_text, number, printable, shown
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 ASK_SECONDS = 5.0
@@ -113,12 +113,22 @@ class _StatusLine:
 
 def status_line(status: Mapping[str, Any]) -> str:
     """Return a status in a line."""
-    budget = "" if status["budget"] is None else f" of {epsilon_text(status['budget'])}"
-    down = f"  down: {', '.join(status['down'])}" if status["down"] else ""
     insecure = "  INSECURE seeds" if status["noise"].startswith("INSECURE") else ""
-    spent = f"ε {epsilon_text(status['epsilon'])}{budget}"
     traffic = f"sent {status['bytes_sent']:,} B  heard {status['bytes_heard']:,} B"
-    return f"peer {status['peer']}  round {status['round']}/{status['rounds']}  {spent}{down}  {traffic}{insecure}"
+    progress = f"round {status['round']}/{status['rounds']}  loss {number(status['loss'])}  ε {spent_text(status)}"
+    return f"peer {status['peer']}  {progress}  {neighbours_text(status)}  {traffic}{insecure}"
+
+
+def spent_text(status: Mapping[str, Any]) -> str:
+    """Return ε spent, and of which budget."""
+    budget = "" if status["budget"] is None else f" of {epsilon_text(status['budget'])}"
+    return f"{epsilon_text(status['epsilon'])}{budget}"
+
+
+def neighbours_text(status: Mapping[str, Any]) -> str:
+    """Return how many neighbours are up, and which are down."""
+    down = f"  down: {', '.join(status['down'])}" if status["down"] else ""
+    return f"{len(status['neighbours']) - len(status['down'])}/{len(status['neighbours'])} neighbours up{down}"
 
 
 def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
@@ -144,7 +154,7 @@ def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
         said = link.call(sealed(ASKING, peer, bytes(RUN_BYTES), -1, -1), ASK_SECONDS)
         status = json.loads(said)
         return json.dumps(status, indent=2) if as_json else _told(status)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunError(f"{address} answers {shown(said, 60)}, which is no status; is it another version?") from error
     finally:
         link.close()
@@ -152,4 +162,5 @@ def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
 
 def _told(status: Mapping[str, Any]) -> str:
     down = [f"down: {why}" for why in status["down"].values()]
-    return "\n".join([f"{status['name']}: {status_line(status)}", *down, f"noise: {status['noise']}"])
+    lines = [f"{status['name']}: {status_line(status)}", *down, f"noise: {status['noise']}"]
+    return "\n".join(map(printable, lines))  # somebody else's words

@@ -43,16 +43,16 @@ def on_this_machine(scenario: Scenario) -> Scenario:
     Raises:
         ScenarioError: it has an address elsewhere.
     """
-    peers = scenario.network.peers
-    if peers is None:
-        peers = [NetworkPeer(address=address) for address in _free(scenario.n_peers)]
+    network = scenario.network
+    peers = network.peers or [NetworkPeer(address=address) for address in _free(scenario.n_peers)]
     away = [peer.address for peer in peers if not is_loopback(peer.address)]
     if away:
         raise ScenarioError(
             f"network.peers: {away[0]} is not on this machine; start each peer on its own by `privdec peer`, or leave "
             "network.peers out"
         )
-    return scenario.model_copy(update={"network": scenario.network.model_copy(update={"peers": peers})})
+    here = network.model_copy(update={"peers": peers, "hand_in": network.hands_in})
+    return scenario.model_copy(update={"network": here})
 
 
 def _free(count: int) -> list[str]:
@@ -86,6 +86,11 @@ class Up:
             raise ScenarioError(
                 f"privacy.ledger={scenario.private.ledger!r} is one process's at a time, and here each peer keeps a "
                 "ledger of its own: leave it out, or start each peer on its device by `privdec peer`"
+            )
+        if not scenario.network.hands_in:
+            raise ScenarioError(
+                "network.hand_in=false: the peers leave their models for nobody, and this command compares them; set "
+                "it to true, or start each peer by `privdec peer`, whose own loss `privdec status` tells"
             )
         self.agreement = Agreement.of(self.scenario)
         Timetable(self.agreement)
