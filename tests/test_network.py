@@ -29,9 +29,9 @@ from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.network.certificates import credentials_of, make_certificates
 from flower_privdec.runtime.network.channel import Link, RefusedError
-from flower_privdec.runtime.network.foreground import status_line
 from flower_privdec.runtime.network.letters import ASKING, CARRYING, HEADER, PLACE, Letter, packed, sealed, unpacked
 from flower_privdec.runtime.network.peer import RunningPeer, rows_path
+from flower_privdec.runtime.network.status_words import status_line
 from flower_privdec.runtime.network.up import Up
 from flower_privdec.runtime.spent import epsilons
 from flower_privdec.scenario import Scenario, numbers_hash

@@ -14,17 +14,17 @@ from typing import Any
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.files import write_atomically
+from flower_privdec.runtime.network.asking import Asker
 from flower_privdec.runtime.network.certificates import credentials_of, files_of
-from flower_privdec.runtime.network.channel import Link, identity_at
+from flower_privdec.runtime.network.channel import identity_at
 from flower_privdec.runtime.network.identity import Credentials, identities_of
-from flower_privdec.runtime.network.letters import ASKING, RUN_BYTES, sealed
 from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
+from flower_privdec.runtime.network.status_words import status_line
 from flower_privdec.scenario import Scenario
-from flower_privdec.words import epsilon_text, number, printable, shown
+from flower_privdec.words import printable, shown
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 ASK_SECONDS = 5.0
-MOST_SAID = 1 << 20
 
 
 def run_peer(
@@ -111,26 +111,6 @@ class _StatusLine:
             print(file=sys.stderr)
 
 
-def status_line(status: Mapping[str, Any]) -> str:
-    """Return a status in a line."""
-    insecure = "  INSECURE seeds" if status["noise"].startswith("INSECURE") else ""
-    traffic = f"sent {status['bytes_sent']:,} B  heard {status['bytes_heard']:,} B"
-    progress = f"round {status['round']}/{status['rounds']}  loss {number(status['loss'])}  ε {spent_text(status)}"
-    return f"peer {status['peer']}  {progress}  {neighbours_text(status)}  {traffic}{insecure}"
-
-
-def spent_text(status: Mapping[str, Any]) -> str:
-    """Return ε spent, and of which budget."""
-    budget = "" if status["budget"] is None else f" of {epsilon_text(status['budget'])}"
-    return f"{epsilon_text(status['epsilon'])}{budget}"
-
-
-def neighbours_text(status: Mapping[str, Any]) -> str:
-    """Return how many neighbours are up, and which are down."""
-    down = f"  down: {', '.join(status['down'])}" if status["down"] else ""
-    return f"{len(status['neighbours']) - len(status['down'])}/{len(status['neighbours'])} neighbours up{down}"
-
-
 def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
     """Ask a running peer how it does.
 
@@ -149,15 +129,14 @@ def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
     paths = files_of(certificates, peer)
     names = identities_of(paths[0].read_bytes()) if paths[0].is_file() else []
     credentials = Credentials.read(*paths, names[0] if names else f"peer-{peer}")
-    link = Link(address, identity_at(address, credentials), credentials, MOST_SAID)
+    asker = Asker(address, identity_at(address, credentials), credentials, peer)
     try:
-        said = link.call(sealed(ASKING, peer, bytes(RUN_BYTES), -1, -1), ASK_SECONDS)
-        status = json.loads(said)
+        status = asker.ask(ASK_SECONDS)
         return json.dumps(status, indent=2) if as_json else _told(status)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunError(f"{address} answers {shown(said, 60)}, which is no status; is it another version?") from error
+        raise RunError(f"{address} answers {shown(status, 60)}, which is no status; is it another version?") from error
     finally:
-        link.close()
+        asker.close()
 
 
 def _told(status: Mapping[str, Any]) -> str:
