@@ -81,11 +81,12 @@ def up(
     network = require("flower_privdec.runtime.network.up", "privdec up", "pip install grpcio")
     loaded = load_scenario(scenario, settings or ())
     folder = out or Path("runs") / loaded.name
+    peers = network.Up(loaded, folder, resume=resume, insecure_seeds=insecure_seeds)
     with (
         saying_when_interrupted(f"the same command with --resume goes on from {folder}"),
-        console.progress(loaded, folder) as on_metrics,
+        console.network_progress(loaded, folder) as (on_metrics, on_status),
     ):
-        summary = network.Up(loaded, folder, resume=resume, insecure_seeds=insecure_seeds).run(on_metrics)
+        summary = peers.run(on_metrics, on_status)
     save_run_plots(folder)
     console.print_summary(summary, folder)
 

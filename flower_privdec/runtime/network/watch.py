@@ -39,25 +39,33 @@ class Watch:
             thread.start()
 
     def close(self) -> None:
-        """Ask no more; nothing is told after this."""
+        """Ask no more; of those at their end it is told, and then nothing."""
         self._stopping.set()
         for thread in self._threads:
             thread.join()
 
     def _follow(self, peer: int) -> None:
-        scenario, processes, word = self._processes.scenario, self._processes, STARTING
+        scenario, processes = self._processes.scenario, self._processes
         assert scenario.network.peers is not None
         credentials = credentials_of(scenario, processes.certificates, peer)
         asker = Asker(scenario.network.peers[peer].address, identities(scenario)[peer], credentials, peer)
+        word = STARTING
         try:
-            while not self._stopping.is_set():
-                final = processes.told(peer)
-                status = self._asked(asker) if final is None else final
-                word = SILENT if status is not None else word
-                self._on_status(peer, status, DONE if final is not None else "" if status is not None else word)
+            while not self._stopping.is_set() and not self._is_done(peer):
+                status = self._asked(asker)
+                word = SILENT if status is not None else word  # from now on
+                self._on_status(peer, status, word if status is None else "")
                 self._stopping.wait(self._every)
+            self._is_done(peer)
         finally:
             asker.close()
+
+    def _is_done(self, peer: int) -> bool:
+        """Tell what a peer said at its end, if it came there."""
+        status = self._processes.told(peer)
+        if status is not None:
+            self._on_status(peer, status, DONE)
+        return status is not None
 
     def _asked(self, asker: Asker) -> dict[str, Any] | None:
         try:
