@@ -104,4 +104,32 @@ def status(
     typer.echo(network.ask(address, certificates, number, as_json))
 
 
-NETWORK_COMMANDS = (certs, peer, up, status)
+def soak(
+    scenario: ScenarioFile,
+    minutes: Annotated[float, typer.Option(help="How long.")],
+    seed: Annotated[int | None, typer.Option(help="Of the faults.", show_default="one of the system's")] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder.", show_default="runs/NAME-soak")] = None,
+    settings: Settings = None,
+    fault: Annotated[
+        list[str] | None, typer.Option(metavar="KIND", help="A kind of fault (repeatable).", show_default="all")
+    ] = None,
+    every: Annotated[float, typer.Option(help="Seconds between two faults, on average.")] = 3.0,
+    longest: Annotated[float, typer.Option(help="Seconds that a fault lasts at most.")] = 2.0,
+) -> None:
+    """Run all peers of a scenario on this machine, break something all the time, and check what must hold."""
+    from flower_privdec.data.readers import require
+    from flower_privdec.scenario import load_scenario
+
+    network = require("flower_privdec.runtime.network.soak", "privdec soak", "pip install grpcio")
+    loaded = load_scenario(scenario, settings or ())
+    folder = out or Path("runs") / f"{loaded.name}-soak"
+    given = {"kinds": tuple(fault)} if fault else {}
+    soaked = network.Soak(loaded, folder, minutes=minutes, seed=seed, every=every, longest=longest, **given)
+    try:
+        soaked.run(typer.echo)
+    finally:
+        typer.echo("\n".join(soaked.summary()))
+    typer.echo("all that must hold held")
+
+
+NETWORK_COMMANDS = (certs, peer, up, status, soak)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import TracebackType
@@ -75,7 +75,7 @@ class PeerProcesses:
         *,
         insecure_seeds: bool = False,
         proxy: FaultProxy | None = None,
-        program: Sequence[str] = PRIVDEC,
+        program: Callable[[int], Sequence[str]] = lambda peer: PRIVDEC,
     ) -> None:
         """Start and write nothing yet.
 
@@ -84,9 +84,9 @@ class PeerProcesses:
             out: the folder.
             insecure_seeds: draw noise and batches from the scenario's seed.
             proxy: through which each peer reaches each other; by default directly.
-            program: what takes the arguments of `privdec`.
+            program: of a peer: what takes the arguments of `privdec`.
         """
-        self.scenario, self.out, self.proxy, self._program = scenario, out, proxy, tuple(program)
+        self.scenario, self.out, self.proxy, self._program = scenario, out, proxy, program
         self._insecure = insecure_seeds
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -134,7 +134,7 @@ class PeerProcesses:
             peer: which.
             resume: go on from its checkpoint, where there is one.
         """
-        command = [*self._program, "peer", str(self._file(peer)), "--id", str(peer)]
+        command = [*self._program(peer), "peer", str(self._file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
         command += ["--resume"] * (resume and any(self.folder(peer).glob("checkpoint-?")))
         command += ["--insecure-seeds"] * self._insecure
