@@ -11,7 +11,7 @@ from torch import Tensor
 from flower_privdec.runtime.network.certificates import identities
 from flower_privdec.runtime.network.identity import Authority
 from flower_privdec.runtime.network.peer import OnRound, PeerDevice, RunningPeer
-from flower_privdec.runtime.network.processes import free_addresses
+from flower_privdec.runtime.network.peer_processes import free_addresses
 from flower_privdec.scenario import Scenario
 
 

@@ -22,7 +22,7 @@ from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.checkpoint import Checkpoint, save_checkpoint
 from flower_privdec.runtime.network.fault_schedule import KINDS, ON_PEERS, Fault, faults
-from flower_privdec.runtime.network.processes import on_this_machine
+from flower_privdec.runtime.network.peer_processes import on_this_machine
 from flower_privdec.runtime.network.row_mass import TensorArithmetic
 from flower_privdec.runtime.network.shares import Shares
 from flower_privdec.runtime.network.soak import Soak

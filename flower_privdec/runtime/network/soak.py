@@ -20,7 +20,7 @@ from random import SystemRandom
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.runtime.network.fault_schedule import KINDS, check_kinds, faults
-from flower_privdec.runtime.network.processes import on_this_machine
+from flower_privdec.runtime.network.peer_processes import on_this_machine
 from flower_privdec.runtime.network.soaked_run import SoakedRun, Tally
 from flower_privdec.runtime.network.timetable import Timetable
 from flower_privdec.scenario import Scenario

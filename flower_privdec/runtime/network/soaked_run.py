@@ -16,7 +16,7 @@ from typing import Any, Self
 from flower_privdec.errors import BudgetError, RunError
 from flower_privdec.runtime.network.fault_proxy import FaultProxy, Faults
 from flower_privdec.runtime.network.fault_schedule import Fault, Pair
-from flower_privdec.runtime.network.processes import PeerProcesses
+from flower_privdec.runtime.network.peer_processes import PeerProcesses
 from flower_privdec.runtime.network.soak_checks import Paid, look_at_ledger, resident_bytes, weight_at_the_end
 from flower_privdec.runtime.network.watch import Watch
 from flower_privdec.runtime.network.witness import counted_in

@@ -19,7 +19,7 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.runtime.network.fault_proxy import FaultProxy
 from flower_privdec.runtime.network.peer import noise_said, rows_path
-from flower_privdec.runtime.network.processes import PeerProcesses, on_this_machine
+from flower_privdec.runtime.network.peer_processes import PeerProcesses, on_this_machine
 from flower_privdec.runtime.network.timetable import Timetable
 from flower_privdec.runtime.network.watch import OnStatus, Watch
 from flower_privdec.runtime.recorder import OnMetrics, Recorder, evaluation_rounds

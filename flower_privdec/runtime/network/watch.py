@@ -10,7 +10,7 @@ from typing import Any, Self
 from flower_privdec.errors import RunError
 from flower_privdec.runtime.network.asking import Asker
 from flower_privdec.runtime.network.certificates import credentials_of, identities
-from flower_privdec.runtime.network.processes import PeerProcesses
+from flower_privdec.runtime.network.peer_processes import PeerProcesses
 
 OnStatus = Callable[[int, dict[str, Any] | None, str], None]  # of a peer, what it says, and what is to be said of it
 EVERY = 0.5  # seconds
