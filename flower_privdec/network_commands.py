@@ -71,6 +71,9 @@ def up(
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoints.")] = False,
     insecure_seeds: InsecureSeeds = False,
+    loss: Annotated[
+        float, typer.Option(help="Share of the pieces of what peers say that a proxy between them loses.")
+    ] = 0.0,
 ) -> None:
     """Run all peers of a scenario as processes on this machine, over TLS, as they would run on devices."""
     from flower_privdec.data.readers import require
@@ -81,11 +84,12 @@ def up(
     network = require("flower_privdec.runtime.network.up", "privdec up", "pip install grpcio")
     loaded = load_scenario(scenario, settings or ())
     folder = out or Path("runs") / loaded.name
-    peers = network.Up(loaded, folder, resume=resume, insecure_seeds=insecure_seeds)
     with (
+        network.losing(loss) as proxy,
         saying_when_interrupted(f"the same command with --resume goes on from {folder}"),
         console.network_progress(loaded, folder) as (on_metrics, on_status),
     ):
+        peers = network.Up(loaded, folder, resume=resume, insecure_seeds=insecure_seeds, proxy=proxy)
         summary = peers.run(on_metrics, on_status)
     save_run_plots(folder)
     console.print_summary(summary, folder)

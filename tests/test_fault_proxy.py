@@ -227,10 +227,10 @@ def test_peers_behind_it_still_do_what_the_engine_does(
 ) -> None:
     scenario = tiny(*settings_for(*variant), "rounds=4", "network={retry: 0.1, start: 120.0, deadline: 120.0}")
     wanted = testing.run_rounds(Experiment.build(scenario), 4).state.rows["x"]
-    with FaultProxy(seed=11) as proxy:
+    with FaultProxy(11, FAULTS[faults]) as proxy:
         peers = []
         for device in devices(scenario, tmp_path):
-            seen = proxy.through(device.peer, device.addresses, FAULTS[faults])
+            seen = proxy.through(device.peer, device.addresses)
             peers.append(RunningPeer(scenario, replace(device, addresses=seen)))
         finished = partial(finish, on_round=lambda status: cut_all(proxy) if status["peer"] == 0 else None)
         with ThreadPoolExecutor(len(peers)) as pool:

@@ -17,8 +17,9 @@ import pytest
 
 pytest.importorskip("grpc")
 
+from flower_privdec import cli
 from flower_privdec.experiment import Experiment
-from flower_privdec.runtime.network.fault_proxy import FaultProxy
+from flower_privdec.runtime.network.fault_proxy import FaultProxy, Faults
 from flower_privdec.runtime.network.up import Up
 from flower_privdec.runtime.run import run
 from flower_privdec.scenario import Scenario, parse_scenario
@@ -93,7 +94,7 @@ def test_behind_a_proxy_that_cuts_the_numbers_are_the_same_and_each_peer_is_watc
 ) -> None:
     scenario = tiny(*SETTINGS, "network={retry: 0.1, start: 90.0, deadline: 90.0}")
     said: dict[int, list[tuple[Any, str]]] = {peer: [] for peer in range(3)}
-    with FaultProxy(seed=1) as proxy:
+    with FaultProxy(1, Faults(cut=0.01)) as proxy:
 
         def cut(metrics: dict[str, Any]) -> None:
             for name in proxy.names:
@@ -112,6 +113,17 @@ def test_behind_a_proxy_that_cuts_the_numbers_are_the_same_and_each_peer_is_watc
         status, word = each[-1]
         assert (status["peer"], status["round"], word) == (peer, 6, "done")
         assert status["loss"] > 0
+
+
+@pytest.mark.parametrize("loss", ["-0.1", "1.5", "nan"])
+def test_a_loss_that_is_no_share_is_refused(
+    loss: str, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["up", str(scenario), "--out", str(tmp_path / "up"), "--loss", loss])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"error: --loss {loss} must be a share, from 0 to 1\n"
+    assert not (tmp_path / "up").exists()
 
 
 def test_killed_peers_are_named_and_the_run_goes_on_from_their_disks(scenario: Path, tmp_path: Path) -> None:

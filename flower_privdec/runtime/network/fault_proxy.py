@@ -67,14 +67,15 @@ class FaultyLink:
         connections, cuts: how many there were.
     """
 
-    def __init__(self, target: str, seed: str) -> None:
+    def __init__(self, target: str, seed: str, faults: Faults) -> None:
         """Say where to; nothing is taken yet.
 
         Args:
             target: HOST:PORT.
             seed: of all that is drawn.
+            faults: what happens to the bytes at first.
         """
-        self._target, self._seed, self.faults = target, seed, Faults()
+        self._target, self._seed, self.faults = target, seed, faults
         self.bytes = self.connections = self.cuts = 0
         self._listener = socket.create_server((HERE, 0))
         self._listener.setblocking(False)
@@ -84,7 +85,7 @@ class FaultyLink:
 
     async def listen(self) -> None:
         """Begin to take connections."""
-        self._through.set()
+        await self.set(self.faults)
         self._start(self._accept())
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -191,13 +192,14 @@ class FaultProxy:
     The same seed draws the same for the same link; see `FaultyLink`.
     """
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, faults: Faults | None = None) -> None:
         """Begin, with no link yet.
 
         Args:
             seed: of all that is drawn.
+            faults: what each link does from its beginning; nothing by default.
         """
-        self._seed, self._links = seed, dict[Hashable, FaultyLink]()
+        self._seed, self._first, self._links = seed, faults or Faults(), dict[Hashable, FaultyLink]()
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._thread.start()
@@ -214,22 +216,20 @@ class FaultProxy:
         """
         if name in self._links:
             raise ValueError(f"link {name!r} is there already")
-        link = self._links[name] = FaultyLink(target, f"{self._seed} {name!r}")
+        link = self._links[name] = FaultyLink(target, f"{self._seed} {name!r}", self._first)
         self._done(link.listen())
         return link.address
 
-    def through(self, peer: int, addresses: Sequence[str], faults: Faults | None = None) -> tuple[str, ...]:
+    def through(self, peer: int, addresses: Sequence[str]) -> tuple[str, ...]:
         """Return the addresses at which a peer reaches all others through links (peer, other), and its own as it is.
 
         Args:
             peer: whose links they are.
             addresses: HOST:PORT of every peer.
-            faults: what the links do from the beginning; nothing by default.
         """
         found = list(addresses)
         for other in sorted({*range(len(found))} - {peer}):
             found[other] = self.link((peer, other), found[other])
-            self.set((peer, other), faults or Faults())
         return tuple(found)
 
     @property

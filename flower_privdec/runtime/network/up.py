@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from flower_privdec.algorithms import State
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
-from flower_privdec.runtime.network.fault_proxy import FaultProxy
+from flower_privdec.runtime.network.fault_proxy import FaultProxy, Faults
 from flower_privdec.runtime.network.peer import noise_said, rows_path
 from flower_privdec.runtime.network.peer_processes import PeerProcesses, on_this_machine
 from flower_privdec.runtime.network.timetable import Timetable
@@ -28,6 +28,22 @@ from flower_privdec.scenario import Scenario
 
 POLL = 0.1
 NUMBERS = "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own"
+
+
+@contextmanager
+def losing(share: float) -> Iterator[FaultProxy | None]:
+    """Yield a proxy that loses a share of all pieces of bytes, and a connection with each; None where it loses none.
+
+    Raises:
+        ScenarioError: the share is none.
+    """
+    if not 0 <= share <= 1:
+        raise ScenarioError(f"--loss {share:g} must be a share, from 0 to 1")
+    if not share:
+        yield None
+        return
+    with FaultProxy(faults=Faults(cut=share)) as proxy:
+        yield proxy
 
 
 class Up:
