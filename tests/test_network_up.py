@@ -92,7 +92,7 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(scenario: Path, tmp_p
 def test_behind_a_proxy_that_cuts_the_numbers_are_the_same_and_each_peer_is_watched(
     tiny: Callable[..., Scenario], tmp_path: Path
 ) -> None:
-    scenario = tiny(*SETTINGS, "network={retry: 0.1, start: 90.0, deadline: 90.0}")
+    scenario = tiny(*SETTINGS, "network={retry: 0.1, start: 90.0, deadline: 10.0}")
     said: dict[int, list[tuple[Any, str]]] = {peer: [] for peer in range(3)}
     with FaultProxy(1, Faults(cut=0.01)) as proxy:
 
