@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flower_privdec.runtime.network.certificates import identities
 from flower_privdec.runtime.network.identity import Authority
+from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import OnRound, PeerDevice, RunningPeer
 from flower_privdec.runtime.network.peer_processes import free_addresses
 from flower_privdec.scenario import Scenario
@@ -39,7 +40,7 @@ def run_network(scenario: Scenario, folder: Path) -> dict[str, Tensor]:
 
     They are built one after the other, for models are drawn by the generator that a process has once.
     """
-    peers = [RunningPeer(scenario, device) for device in devices(scenario, folder)]
+    peers = [running_peer(scenario, device) for device in devices(scenario, folder)]
     with ThreadPoolExecutor(len(peers)) as pool:
         rows = list(pool.map(finish, peers))
     return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}

@@ -24,7 +24,7 @@ from networked import devices, finish
 from flower_privdec import testing
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.network.fault_proxy import PIECE, FaultProxy, Faults
-from flower_privdec.runtime.network.peer import RunningPeer
+from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.scenario import Scenario
 
 LINK = (0, 1)
@@ -226,13 +226,15 @@ FAULTS = {
 def test_peers_behind_it_still_do_what_the_engine_does(
     variant: list[str], faults: str, tiny: Callable[..., Scenario], tmp_path: Path
 ) -> None:
-    scenario = tiny(*settings_for(*variant), "rounds=4", "network={retry: 0.1, start: 120.0, deadline: 120.0}")
+    scenario = tiny(
+        *settings_for(*variant), "rounds=4", "network={mode: synchronous, retry: 0.1, start: 120.0, deadline: 120.0}"
+    )
     wanted = testing.run_rounds(Experiment.build(scenario), 4).state.rows["x"]
     with FaultProxy(11, FAULTS[faults]) as proxy:
         peers = []
         for device in devices(scenario, tmp_path):
             seen = proxy.through(device.peer, device.addresses)
-            peers.append(RunningPeer(scenario, replace(device, addresses=seen)))
+            peers.append(running_peer(scenario, replace(device, addresses=seen)))
         finished = partial(finish, on_round=partial(cut_all, proxy))
         with ThreadPoolExecutor(len(peers)) as pool:
             found = torch.cat([rows["x"] for rows in pool.map(finished, peers)])

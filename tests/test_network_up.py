@@ -25,7 +25,8 @@ from flower_privdec.runtime.run import run
 from flower_privdec.scenario import Scenario, parse_scenario
 
 pytestmark = pytest.mark.slow
-SETTINGS = ["n_peers=3", "rounds=6", "network={retry: 0.2, start: 60.0, deadline: 5.0}", "topology.name=directed-ring"]
+SETTINGS = ["n_peers=3", "rounds=6", "topology.name=directed-ring"]
+SETTINGS += ["network={mode: synchronous, retry: 0.2, start: 60.0, deadline: 5.0}"]
 
 
 LONGER = "rounds=60"
@@ -92,7 +93,7 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(scenario: Path, tmp_p
 def test_behind_a_proxy_that_cuts_the_numbers_are_the_same_and_each_peer_is_watched(
     tiny: Callable[..., Scenario], tmp_path: Path
 ) -> None:
-    scenario = tiny(*SETTINGS, "network={retry: 0.1, start: 90.0, deadline: 10.0}")
+    scenario = tiny(*SETTINGS, "network={mode: synchronous, retry: 0.1, start: 90.0, deadline: 10.0}")
     said: dict[int, list[tuple[Any, str]]] = {peer: [] for peer in range(3)}
     with FaultProxy(1, Faults(cut=0.01)) as proxy:
 

@@ -22,16 +22,15 @@ from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.checkpoint import Checkpoint, save_checkpoint
 from flower_privdec.runtime.network.fault_schedule import KINDS, ON_PEERS, Fault, faults
+from flower_privdec.runtime.network.packing import pack
 from flower_privdec.runtime.network.peer_processes import on_this_machine
-from flower_privdec.runtime.network.row_mass import TensorArithmetic
-from flower_privdec.runtime.network.shares import Shares
+from flower_privdec.runtime.network.share_protocol import FIRST, Durable, FrozenShare, PeerLink
 from flower_privdec.runtime.network.soak import Soak
 from flower_privdec.runtime.network.soak_checks import (
     Paid,
     ledger_problem,
     look_at_ledger,
-    mass_with_shares_on_their_way,
-    weight_at_the_end,
+    weight_on_disk,
 )
 from flower_privdec.runtime.network.soaked_run import SoakedRun, Tally
 from flower_privdec.runtime.network.witness import count_into, counted_in
@@ -41,7 +40,7 @@ Tiny = Callable[..., Scenario]
 LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
 ROUNDS = 20
 SETTINGS = ["n_peers=2", f"rounds={ROUNDS}", "topology.name=complete"]
-SETTINGS += ["network={retry: 0.1, start: 120.0, deadline: 120.0}"]
+SETTINGS += ["network={mode: synchronous, retry: 0.1, start: 120.0, deadline: 120.0}"]
 NEVER = Fault("cut", 1e9, 0.0, 0, 1)
 
 
@@ -156,42 +155,46 @@ def test_weight_that_is_missing_at_the_end_is_found(build: Callable[..., Experim
         for place, weight in enumerate((0.9, (0.6, 1.4)[peer])):
             state = replace(own.initial_state(own.cohort()), round_index=place)
             state.rows["w"].fill_(weight)
-            save_checkpoint(folder / f"checkpoint-{place}", Checkpoint(state, "", experiment.own.run))
-    found = weight_at_the_end(folders)
+            kept = Checkpoint(state, "", experiment.own.run, transport={"place": place})
+            save_checkpoint(folder / f"checkpoint-{place}", kept)
+    found = weight_on_disk(folders, at_the_end=True)
     assert found is not None
-    assert abs(found[0] - 2) <= found[1] < 1e-12
+    assert found.is_right
+    assert (found.wanted, found.found) == (2, pytest.approx(2.0))
+    assert found.rounding < 1e-12
+    assert weight_on_disk(folders, at_the_end=False) is None
     (folders[1] / "checkpoint-1").unlink()
-    found = weight_at_the_end(folders)
+    found = weight_on_disk(folders, at_the_end=True)
     assert found is not None
-    assert found[0] == pytest.approx(1.5)
+    assert not found.is_right
 
 
-def test_a_share_on_its_way_is_part_of_the_mass_until_it_is_taken() -> None:
-    def peer(number: int) -> Shares[torch.Tensor]:
-        mass = {"x": torch.tensor([1.0, 2.0 * number]), "w": torch.tensor(1.0)}
-        return Shares(number, [1 - number], bytes(32), 7 + number, mass, TensorArithmetic(torch.float32))
-
-    def disks() -> dict[int, object]:
-        return {number: each.snapshot(1) for number, each in enumerate(both)}
-
-    both = [peer(0), peer(1)]
-    for each in both:
-        each.committed(each.snapshot(0))
-    words = [both[0].hello(1)]
-    while words:
-        word = words.pop()
-        words += [answer for answer in [both[word.receiver].receive_hello(word)] if answer is not None]
-    both[0].split(0, {1: 0.5})
-    first = disks()[0]
-    both[0].committed(first)
-    (share,) = both[0].shares_to_send()
-    assert first.mass["w"] == 0.5
-    for step in (lambda: None, lambda: both[1].receive(share), both[1].absorb):
-        step()
-        found = disks()
-        assert float(mass_with_shares_on_their_way(found, "w")) == 2.0
-        assert mass_with_shares_on_their_way(found, "x").tolist() == [2.0, 2.0]
-    assert disks()[1].mass["w"] == 1.5
+def test_the_disks_of_peers_that_do_not_wait_tell_their_weight_at_any_time(
+    build: Callable[..., Experiment], tmp_path: Path
+) -> None:
+    experiment = build("n_peers=2")
+    folders = [tmp_path / str(peer) for peer in range(2)]
+    for peer, folder in enumerate(folders):
+        folder.mkdir()
+        own = Experiment.build(experiment.scenario, experiment.own.peers[peer : peer + 1])
+        state = own.initial_state(own.cohort())
+        weight = torch.tensor((0.5, 1.0)[peer], dtype=torch.float64)
+        state.rows["w"].fill_(weight)
+        values = {"x": state.rows["x"][0], "w": weight}
+        share = FrozenShare(0, 1, FIRST, FIRST, 1, 7, 0, {"x": values["x"].clone(), "w": weight.clone()})
+        link = PeerLink(FIRST, 1, 7, share) if peer == 0 else PeerLink(FIRST)
+        facts, carried = pack(Durable(FIRST, 1, values, {1 - peer: link}))
+        transport = {"shares": facts, "place": 1}
+        save_checkpoint(
+            folder / "checkpoint-0", Checkpoint(state, "", own.own.run, transport=transport, carried=carried)
+        )
+    found = weight_on_disk(folders, at_the_end=False)
+    assert found is not None
+    assert (found.found, found.wanted, found.is_right) == (2.0, 2, True)
+    assert not replace(found, found=1.5).is_right
+    assert not replace(found, found=float("nan")).is_right
+    (folders[1] / "checkpoint-0").unlink()
+    assert weight_on_disk(folders, at_the_end=False) is None
 
 
 # --- runs ---
@@ -199,9 +202,10 @@ def test_a_share_on_its_way_is_part_of_the_mass_until_it_is_taken() -> None:
 
 @pytest.fixture
 def soaked(tiny: Tiny, tmp_path: Path) -> Iterator[Callable[..., SoakedRun]]:
-    def made(*wrong: Fault, patience: float = 600.0) -> SoakedRun:
-        scenario = on_this_machine(tiny(*SETTINGS))
-        return SoakedRun(scenario, tmp_path / "run", [(0, 1), (1, 0)], chain(wrong, repeat(NEVER)), patience, Tally())
+    def made(*wrong: Fault, patience: float = 600.0, mode: str = "synchronous") -> SoakedRun:
+        scenario = on_this_machine(tiny(*SETTINGS, f"network.mode={mode}"))
+        wrongs, links = chain(wrong, repeat(NEVER)), [(0, 1), (1, 0)]
+        return SoakedRun(scenario, tmp_path / "run", links, wrongs, patience, Tally(), weighed=True)
 
     return made
 
@@ -231,12 +235,30 @@ def test_a_run_in_which_all_kinds_of_things_break_comes_to_its_end(soaked: Calla
         run.conclude()
     tally = run.tally
     assert tally.finished == 1
-    assert tally.weight == pytest.approx((2.0, 2))
+    assert tally.weight is not None
+    assert tally.weight.is_right
+    assert tally.weight.wanted == 2
     assert tally.faults["isolate"] >= 1
     assert 1 <= tally.faults["kill"] == tally.crashes <= 2
     assert 2 * ROUNDS - tally.crashes <= tally.taken <= tally.paid <= 2 * ROUNDS + tally.crashes
     assert tally.largest[0] >= tally.first[0] > 1 << 20
     assert len((run.out / "faults.log").read_text().splitlines()) == sum(tally.faults.values())
+
+
+@pytest.mark.slow
+def test_peers_that_do_not_wait_for_each_other_are_soaked_the_same_way(soaked: Callable[..., SoakedRun]) -> None:
+    with soaked(mode="asynchronous") as run:
+        follow(run, lambda: counted_in(run.out / "peers" / "1.releases") > 0)
+        wrong_with(run, *(Fault(kind, 0.0, 0.1, 1, None if kind in ON_PEERS else 0) for kind in ("kill", "black-hole")))
+        follow(run, run.finished)
+        run.conclude()
+    tally = run.tally
+    assert tally.finished == 1
+    assert tally.weight is not None
+    assert tally.weight.is_right
+    assert tally.weight.wanted == 2
+    assert tally.crashes <= 1
+    assert 2 * ROUNDS - tally.crashes <= tally.taken <= tally.paid <= 2 * ROUNDS + tally.crashes
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from flower_privdec.runtime.network.asking import Asker
 from flower_privdec.runtime.network.certificates import credentials_of, files_of
 from flower_privdec.runtime.network.channel import identity_at
 from flower_privdec.runtime.network.identity import Credentials, identities_of
+from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
 from flower_privdec.runtime.network.status_words import status_line
 from flower_privdec.scenario import Scenario
@@ -55,7 +56,7 @@ def run_peer(
     device = PeerDevice(
         peer, folder, _credentials(scenario, peer, certificates), _addresses(scenario), data, insecure_seeds
     )
-    running = RunningPeer(scenario, device, resume)
+    running = running_peer(scenario, device, resume)
     signal.signal(signal.SIGTERM, lambda *_: running.stop())
     if with_parent:
         Thread(target=_stop_at_end, args=(running,), daemon=True).start()
@@ -129,7 +130,7 @@ def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
     paths = files_of(certificates, peer)
     names = identities_of(paths[0].read_bytes()) if paths[0].is_file() else []
     credentials = Credentials.read(*paths, names[0] if names else f"peer-{peer}")
-    asker = Asker(address, identity_at(address, credentials), credentials, peer)
+    asker = Asker(address, identity_at(address, credentials), credentials)
     try:
         status = asker.ask(ASK_SECONDS)
         return json.dumps(status, indent=2) if as_json else _told(status)

@@ -6,7 +6,7 @@ Every peer is a process of this machine that reaches the others through a proxy.
 - its ledger holds together, never shrinks, pays for every step that was taken, as counted by somebody else, and for no
   more beside them than each start of its process may cost;
 - some peer is further than any was before, within a time;
-- at the end of a run, the push-sum weights on the peers' disks are as many as there are peers.
+- after a run, the push-sum weights on the peers' disks add up to the number of peers.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Soak:
         self.scenario, self.out, self.minutes = on_this_machine(scenario), out, minutes
         self.seed = SystemRandom().getrandbits(32) if seed is None else seed
         self.tally = Tally()
-        timetable = Timetable(Agreement.of(self.scenario))
+        agreement = Agreement.of(self.scenario)
+        timetable = Timetable(agreement)
+        self._weighed = agreement.mixing is not None and agreement.mixing.sends_shares
         links = [(peer, other) for peer in range(scenario.n_peers) for other in timetable.neighbours(peer)]
         self._links, self._faults = links, faults(self.seed, links, kinds, every, longest)
         network = scenario.network
@@ -105,7 +107,8 @@ class Soak:
 
     def _run(self, number: int) -> SoakedRun:
         out = self.out / f"run-{number}"
-        return SoakedRun(self.scenario, out, self._links, self._faults, self._patience, self.tally)
+        links, wrong = self._links, self._faults
+        return SoakedRun(self.scenario, out, links, wrong, self._patience, self.tally, weighed=self._weighed)
 
     def summary(self) -> list[str]:
         """Return what was seen, in lines."""
@@ -117,7 +120,7 @@ class Soak:
             f"ledgers: {tally.taken:,} steps taken, {tally.paid:,} paid for, {tally.crashes} processes killed",
         ]
         if tally.weight is not None:
-            lines.append(f"mass: Σw = {tally.weight[0]:.9g} of {tally.weight[1]}")
+            lines.append(f"mass: Σw = {tally.weight.found:.9g} of {tally.weight.wanted}")
         grown = [
             f"{peer}: {memory(first)}, at most {memory(tally.largest[peer])}" for peer, first in tally.first.items()
         ]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from flower_privdec.privacy.ledger_format import read_chain
-from flower_privdec.runtime.checkpoint import read_state
-from flower_privdec.runtime.network.share_protocol import Durable, FrozenShare, PeerLink
+from flower_privdec.runtime.checkpoint import Checkpoint, read_checkpoint
+from flower_privdec.runtime.network.durable_mass import mass_on_disk
+from flower_privdec.runtime.network.share_protocol import FIRST
 from flower_privdec.runtime.network.witness import counted_in
 
 
@@ -84,50 +84,54 @@ def look_at_ledger(folder: Path, counts: Path, before: Paid, lives: int) -> tupl
     return paid, ledger_problem(paid, before, counted, counted_in(counts), lives)
 
 
-def weight_at_the_end(folders: Sequence[Path]) -> tuple[float, float] | None:
-    """Return Σw of the states that all peers have on disk at the end of their rounds, and what rounding may do to it.
+@dataclass(frozen=True)
+class Weight:
+    """The push-sum weights of a network as they lie on its peers' disks.
 
-    In a synchronous run nothing is on its way then, and Σw is the number of peers, w_i being 1 at the beginning and
-    mixing column-stochastic. None for an algorithm that has no push-sum weights.
+    Attributes:
+        found: Σw, with what is on its way.
+        wanted: what it has to be: the number of peers that still have the mass they began with.
+        rounding: by how much the two may differ.
+    """
+
+    found: float
+    wanted: int
+    rounding: float
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether nothing was lost, and nothing counted twice."""
+        return abs(self.found - self.wanted) <= self.rounding
+
+
+def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
+    """Return Σw over all peers of an algorithm that sends shares; None where their disks cannot tell, or it has none.
+
+    Each w_i is 1 at the beginning and mixing is column-stochastic, so that Σw stays what it was. Where peers wait for
+    each other, what is on its way is on no disk, and only the end tells. Where they do not, shares are on the disks of
+    their senders; a peer that joined later, without mass, is not counted.
 
     Args:
-        folders: of all peers, with their checkpoints.
+        folders: of all peers, by number, while none of them runs.
+        at_the_end: whether all of them came to the end of their rounds.
     """
-    states = [
-        max((read_state(path) for path in folder.glob("checkpoint-?")), key=lambda state: (state.round_index, state.at))
-        for folder in folders
-    ]
-    if any("w" not in state.rows for state in states):
+    kept = [_newest(folder) for folder in folders]
+    states = [each.state for each in kept if each is not None]
+    if len(states) < len(folders) or any("w" not in state.rows for state in states):
         return None
-    weights = torch.cat([state.rows["w"] for state in states])
-    additions = sum(state.round_index * len(states) for state in states)
-    return float(weights.double().sum()), torch.finfo(weights.dtype).eps * additions
+    additions = sum((state.round_index + 1) * len(states) for state in states)
+    rounding = torch.finfo(states[0].rows["w"].dtype).eps * additions
+    shares = [each.transport["shares"] for each in kept if each is not None and "shares" in each.transport]
+    if len(shares) == len(folders):
+        began = sum(facts["incarnation"] == FIRST for facts in shares)
+        return Weight(float(mass_on_disk(folders, ["w"])["w"]), began, rounding)
+    total = float(torch.cat([state.rows["w"] for state in states]).double().sum())
+    return Weight(total, len(states), rounding) if at_the_end else None
 
 
-def mass_with_shares_on_their_way(disks: Mapping[int, Durable[Tensor]], name: str) -> Tensor:
-    """Return the sum of what all peers hold and of the frozen shares that are still to be taken, from their disks.
-
-    With exactly-once shares this is what there was at the beginning and what steps added since; for the push-sum
-    weights it is the number of peers, as long as none has lost its disk.
-
-    Args:
-        disks: what is on the disk of each peer, by peer, while none of them runs.
-        name: of a row.
-    """
-    parts = [durable.mass[name].double() for durable in disks.values()]
-    for sender, durable in disks.items():
-        for receiver, link in durable.links.items():
-            share = link.frozen
-            if share is not None and _to_be_taken(share, disks[receiver].links.get(sender), disks[receiver]):
-                parts.append(share.values[name].double())
-    return torch.stack(parts).sum(0)
-
-
-def _to_be_taken(share: FrozenShare[Tensor], known: PeerLink[Tensor] | None, receiver: Durable[Tensor]) -> bool:
-    if share.addressed != receiver.incarnation:
-        return False  # it was for one that is gone, and nobody may take it
-    taken = known is not None and known.incarnation == share.incarnation and known.received >= share.number
-    return not taken
+def _newest(folder: Path) -> Checkpoint | None:
+    kept = [read_checkpoint(path) for path in folder.glob("checkpoint-?")]
+    return max(kept, key=lambda each: each.transport["place"], default=None)
 
 
 def resident_bytes(process: int) -> int | None:

@@ -17,7 +17,7 @@ from flower_privdec.errors import BudgetError, RunError
 from flower_privdec.runtime.network.fault_proxy import FaultProxy, Faults
 from flower_privdec.runtime.network.fault_schedule import Fault, Pair
 from flower_privdec.runtime.network.peer_processes import PeerProcesses
-from flower_privdec.runtime.network.soak_checks import Paid, look_at_ledger, resident_bytes, weight_at_the_end
+from flower_privdec.runtime.network.soak_checks import Paid, Weight, look_at_ledger, resident_bytes, weight_on_disk
 from flower_privdec.runtime.network.watch import Watch
 from flower_privdec.runtime.network.witness import counted_in
 from flower_privdec.scenario import Scenario
@@ -39,7 +39,7 @@ class Tally:
         taken, paid: private steps as counted, and as the ledgers have them, of all peers and finished looks.
         crashes: processes that were killed.
         first, largest: memory of each peer at the first look, and the most, in bytes.
-        weight: Σw at the end of the last run that came there, and what it has to be; None where there is none.
+        weight: Σw on the disks after the last run whose disks told it; None where none did.
     """
 
     runs: int = 0
@@ -51,7 +51,7 @@ class Tally:
     crashes: int = 0
     first: dict[int, int] = field(default_factory=dict)
     largest: dict[int, int] = field(default_factory=dict)
-    weight: tuple[float, int] | None = None
+    weight: Weight | None = None
 
 
 class SoakedRun:
@@ -65,6 +65,8 @@ class SoakedRun:
         faults: Iterator[Fault],
         patience: float,
         tally: Tally,
+        *,
+        weighed: bool,
     ) -> None:
         """Start nothing yet.
 
@@ -75,8 +77,9 @@ class SoakedRun:
             faults: what goes wrong.
             patience: seconds within which some peer has to be further.
             tally: where to count.
+            weighed: whether the peers have push-sum weights, whose sum nothing may change.
         """
-        self.scenario, self.out, self.tally = scenario, out, tally
+        self.scenario, self.out, self.tally, self._weighed = scenario, out, tally, weighed
         self._links, self._faults, self._patience = links, faults, patience
         out.mkdir(parents=True)
         self._proxy = FaultProxy()
@@ -238,18 +241,16 @@ class SoakedRun:
         self.processes.end()
         self._look()
         self.tally.taken += sum(counted_in(self._counts(peer)) for peer in self.processes.peers)
-        if came_to_its_end:
-            self.tally.finished += 1
-            self._check_mass()
+        self.tally.finished += came_to_its_end
+        if self._weighed:
+            self._check_weight(came_to_its_end)
 
-    def _check_mass(self) -> None:
-        """Check Σw on the disks of peers that waited for each other and are at the end."""
-        n_peers = self.scenario.n_peers
-        found = weight_at_the_end([self.processes.folder(peer) for peer in self.processes.peers])
-        if found is not None:
-            self.tally.weight = found[0], n_peers
-            if not abs(found[0] - n_peers) <= found[1]:
-                raise self._broken(f"Σw = {found[0]!r} at the end and must be {n_peers}")
+    def _check_weight(self, came_to_its_end: bool) -> None:
+        weight = weight_on_disk([self.processes.folder(peer) for peer in self.processes.peers], came_to_its_end)
+        if weight is not None:
+            self.tally.weight = weight
+            if not weight.is_right:
+                raise self._broken(f"Σw = {weight.found!r} on the peers' disks and must be {weight.wanted}")
 
     def line(self) -> str:
         """Return how the run does."""

@@ -27,7 +27,10 @@ from flower_privdec.runtime.spent import Spent
 from flower_privdec.scenario import Scenario
 
 POLL = 0.1
-NUMBERS = "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own"
+NUMBERS = {
+    "synchronous": "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own",
+    "asynchronous": "of this run alone: who was heard in time decides them",
+}
 
 
 @contextmanager
@@ -105,7 +108,7 @@ class Up:
                     if on_metrics is not None:
                         on_metrics(metrics)
                 self._wait()
-            noise = {"noise": noise_said(self._insecure), "numbers": NUMBERS}
+            noise = {"noise": noise_said(self._insecure), "numbers": NUMBERS[self.scenario.network.mode]}
             return self.recorder.finish(self._rows(self.scenario.rounds), self._spent, **noise)
         finally:
             self.recorder.close()

@@ -48,7 +48,7 @@ class Watch:
         scenario, processes = self._processes.scenario, self._processes
         assert scenario.network.peers is not None
         credentials = credentials_of(scenario, processes.certificates, peer)
-        asker = Asker(scenario.network.peers[peer].address, identities(scenario)[peer], credentials, peer)
+        asker = Asker(scenario.network.peers[peer].address, identities(scenario)[peer], credentials)
         word = STARTING
         try:
             while not self._stopping.is_set() and not self._is_done(peer):
