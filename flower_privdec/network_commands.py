@@ -129,10 +129,11 @@ def soak(
     folder = out or Path("runs") / f"{loaded.name}-soak"
     given = {"kinds": tuple(fault)} if fault else {}
     soaked = network.Soak(loaded, folder, minutes=minutes, seed=seed, every=every, longest=longest, **given)
-    try:
-        soaked.run(typer.echo)
-    finally:
-        typer.echo("\n".join(soaked.summary()))
+    with saying_when_interrupted(f"what was seen is above, and its traces are in {folder}"):
+        try:
+            soaked.run(typer.echo)
+        finally:
+            typer.echo("\n".join(soaked.summary()))
     typer.echo("all that must hold held")
 
 

@@ -150,6 +150,7 @@ def test_nothing_lingers_when_it_is_killed(scenario: Path, tmp_path: Path) -> No
     out = tmp_path / "up"
     started = up(scenario, out, also=("rounds=100000", "privacy=none"))
     wait_for(out / "peers" / "1" / "checkpoint-1")
+    os.kill(peers_of(out)[0], signal.SIGSTOP)
     started.kill()
     started.communicate(timeout=60)
     until = time.monotonic() + 60

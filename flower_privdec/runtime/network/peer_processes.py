@@ -139,8 +139,9 @@ class PeerProcesses:
         command += ["--resume"] * (resume and any(self.folder(peer).glob("checkpoint-?")))
         command += ["--insecure-seeds"] * self._insecure
         with self.log(peer).open("ab") as log:
+            # A group of its own has no part in Ctrl-C; one that is paused when this process is killed is ended with it.
             self._processes[peer] = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0
             )
 
     def status(self, peer: int) -> int | None:
