@@ -40,7 +40,7 @@ Tiny = Callable[..., Scenario]
 LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
 ROUNDS = 20
 SETTINGS = ["n_peers=2", f"rounds={ROUNDS}", "topology.name=complete"]
-SETTINGS += ["network={mode: synchronous, retry: 0.1, start: 120.0, deadline: 120.0}"]
+SETTINGS += ["network={mode: synchronous, retry: 0.1, start: 120.0, deadline: 40.0}"]
 NEVER = Fault("cut", 1e9, 0.0, 0, 1)
 
 
