@@ -11,8 +11,8 @@ from torch import Tensor
 from flower_privdec.runtime.network.certificates import identities
 from flower_privdec.runtime.network.identity import Authority
 from flower_privdec.runtime.network.modes import running_peer
-from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
-from flower_privdec.runtime.network.up import free_addresses
+from flower_privdec.runtime.network.peer import OnRound, PeerDevice, RunningPeer
+from flower_privdec.runtime.network.peer_processes import free_addresses
 from flower_privdec.scenario import Scenario
 
 
@@ -25,11 +25,11 @@ def devices(scenario: Scenario, folder: Path, *, insecure_seeds: bool = True) ->
     ]
 
 
-def finish(peer: RunningPeer) -> dict[str, Tensor]:
+def finish(peer: RunningPeer, on_round: OnRound | None = None) -> dict[str, Tensor]:
     """Run one peer to the end and return its rows."""
     try:
         peer.open()
-        peer.run()
+        peer.run(on_round)
         return peer.state.rows
     finally:
         peer.close()

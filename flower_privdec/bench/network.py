@@ -154,7 +154,7 @@ def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int) -> N
 
 def _placed(scenario: Scenario, folder: Path) -> Scenario:
     """Return the scenario with free addresses on this machine, and put it and its certificates into a folder."""
-    network = require("flower_privdec.runtime.network.up", "privdec network-bench", "pip install grpcio")
+    network = require("flower_privdec.runtime.network.peer_processes", "privdec network-bench", "pip install grpcio")
     certificates = require("flower_privdec.runtime.network.certificates", "privdec network-bench", "pip install grpcio")
     placed: Scenario = network.on_this_machine(scenario)
     certificates.make_certificates(placed, folder / "certs")
