@@ -74,6 +74,12 @@ def up(
     loss: Annotated[
         float, typer.Option(help="Share of the pieces of what peers say that a proxy between them loses.")
     ] = 0.0,
+    kill: Annotated[
+        list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer for good after a round. Repeatable.")
+    ] = None,
+    restart: Annotated[
+        list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer, and start it again. Repeatable.")
+    ] = None,
 ) -> None:
     """Run all peers of a scenario as processes on this machine, over TLS, as they would run on devices."""
     from flower_privdec.data.readers import require
@@ -89,7 +95,9 @@ def up(
         saying_when_interrupted(f"the same command with --resume goes on from {folder}"),
         console.network_progress(loaded, folder) as (on_metrics, on_status),
     ):
-        peers = network.Up(loaded, folder, resume=resume, insecure_seeds=insecure_seeds, proxy=proxy)
+        due = network.mishaps(kill or (), restart or (), loaded.n_peers, loaded.rounds)
+        options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "mishaps": due}
+        peers = network.Up(loaded, folder, **options)
         summary = peers.run(on_metrics, on_status)
     save_run_plots(folder)
     console.print_summary(summary, folder)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from flower_privdec.algorithms import State
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.runtime.network.fault_proxy import FaultProxy, Faults
+from flower_privdec.runtime.network.mishaps import Mishap, mishaps
 from flower_privdec.runtime.network.peer import noise_said, rows_path
 from flower_privdec.runtime.network.peer_processes import PeerProcesses, on_this_machine
 from flower_privdec.runtime.network.timetable import Timetable
@@ -25,6 +27,8 @@ from flower_privdec.runtime.network.watch import OnStatus, Watch
 from flower_privdec.runtime.recorder import OnMetrics, Recorder, evaluation_rounds
 from flower_privdec.runtime.spent import Spent
 from flower_privdec.scenario import Scenario
+
+_log = logging.getLogger(__name__)
 
 POLL = 0.1
 NUMBERS = {
@@ -49,6 +53,9 @@ def losing(share: float) -> Iterator[FaultProxy | None]:
         yield proxy
 
 
+__all__ = ["Up", "losing", "mishaps"]
+
+
 class Up:
     """The peers of a scenario as processes, and the run's folder that is kept of what they hand in.
 
@@ -64,6 +71,7 @@ class Up:
         resume: bool = False,
         insecure_seeds: bool = False,
         proxy: FaultProxy | None = None,
+        mishaps: Sequence[Mishap] = (),
     ) -> None:
         """Look at the scenario and the folder, and write nothing yet.
 
@@ -71,11 +79,18 @@ class Up:
             resume: go on from the folder's checkpoints.
             insecure_seeds: draw noise and batches from the scenario's seed.
             proxy: through which each peer reaches each other; by default directly.
+            mishaps: what is done to the peers on the way.
 
         Raises:
-            ScenarioError: a part cannot be had, or the folder holds another run, or nothing to resume.
+            ScenarioError: a part cannot be had, or the folder holds another run, or nothing to resume; or a peer is to
+                be killed for good for which all others would wait.
         """
-        self.scenario, self.out = on_this_machine(scenario), out
+        self.scenario, self.out, self._mishaps = on_this_machine(scenario), out, list(mishaps)
+        if scenario.network.mode == "synchronous" and not all(each.comes_back for each in mishaps):
+            raise ScenarioError(
+                "network.mode=synchronous ends with a peer that is gone, for the others wait for it: use asynchronous, "
+                "or --restart"
+            )
         self._resume, self._insecure = resume, insecure_seeds
         if not scenario.network.hands_in:
             raise ScenarioError(
@@ -87,6 +102,7 @@ class Up:
         self.recorder = Recorder(self.agreement, None, out, "network", resume)
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, proxy=proxy)
         self._spent = Spent([], [], [], [])
+        self._gone: set[int] = set()
 
     def run(self, on_metrics: OnMetrics | None = None, on_status: OnStatus | None = None) -> dict[str, Any]:
         """Start the peers, follow them to the end, and return the summary.
@@ -96,7 +112,8 @@ class Up:
             on_status: called with what each peer says of itself, see `Watch`; nobody asks them without.
 
         Raises:
-            RunError: a peer failed; naming it, with its last words.
+            RunError: a peer failed; naming it, with its last words. In asynchronous mode one that was killed by
+                somebody else is gone, and the others go on.
         """
         state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
         self._processes.prepare()
@@ -107,9 +124,10 @@ class Up:
                     metrics = self._evaluation(round_index)
                     if on_metrics is not None:
                         on_metrics(metrics)
+                    self._do_mishaps(round_index)
                 self._wait()
-            noise = {"noise": noise_said(self._insecure), "numbers": NUMBERS[self.scenario.network.mode]}
-            return self.recorder.finish(self._rows(self.scenario.rounds), self._spent, **noise)
+            facts = {"noise": noise_said(self._insecure), "numbers": NUMBERS[self.scenario.network.mode]}
+            return self.recorder.finish(self._rows(self.scenario.rounds), self._spent, **facts, **self._casualties())
         finally:
             self.recorder.close()
 
@@ -126,23 +144,44 @@ class Up:
             yield
 
     def _wait(self) -> None:
-        while not all(self._processes.status(peer) == 0 for peer in self._processes.peers):
+        while not all(self._processes.status(peer) == 0 for peer in self._alive()):
             self._check()
             time.sleep(POLL)
 
+    def _alive(self) -> list[int]:
+        return [peer for peer in self._processes.peers if peer not in self._gone]
+
     def _check(self) -> None:
-        """Raise the last words of the peer that failed first, if one did."""
-        failed = [peer for peer in self._processes.peers if self._processes.status(peer) not in (None, 0)]
-        if failed:
-            last, log = self._processes.last_words(failed[0]), self._processes.log(failed[0])
-            raise RunError(f"peer {failed[0]} ended ({last}); its log is {log}")
+        """Raise the last words of the peer that failed first, if one did, or if none is left."""
+        for peer in self._alive():
+            status = self._processes.status(peer)
+            if status in (None, 0):
+                continue
+            if status > 0 or self.scenario.network.mode == "synchronous" or len(self._alive()) == 1:
+                last, log = self._processes.last_words(peer), self._processes.log(peer)
+                raise RunError(f"peer {peer} ended ({last}); its log is {log}")
+            self._gone.add(peer)
+            _log.warning("peer %s was killed (signal %s); the others go on", peer, -status)
+
+    def _do_mishaps(self, round_index: int) -> None:
+        """Do what is due by a round."""
+        due = [each for each in self._mishaps if each.round_index <= round_index]
+        self._mishaps = [each for each in self._mishaps if each not in due]
+        for each in due:
+            self._processes.kill(each.peer)
+            if each.comes_back:
+                self._processes.start(each.peer, resume=True)
+
+    def _casualties(self) -> dict[str, str]:
+        """Say who is gone, and of when its models are that count on."""
+        last = [f"peer {peer} after round {self._last_round(peer)}" for peer in sorted(self._gone)]
+        return {"gone": f"{', '.join(last)}: its last model is among those above"} if last else {}
 
     # --- what they hand in ---
 
     def _evaluation(self, round_index: int) -> dict[str, Any]:
         since = time.perf_counter()
-        paths = [self._handed_in(peer, round_index) for peer in range(self.scenario.n_peers)]
-        while not all(path.exists() for path in paths):
+        while not all(self._path(peer, round_index).exists() for peer in self._alive()):
             self._check()
             time.sleep(POLL)
         self.recorder.seconds += time.perf_counter() - since
@@ -151,8 +190,26 @@ class Up:
         self.recorder.save(State(np.arange(self.scenario.n_peers), round_index, rows=rows), None)
         return metrics
 
-    def _handed_in(self, peer: int, round_index: int) -> Path:
+    def _path(self, peer: int, round_index: int) -> Path:
         return rows_path(self._processes.folder(peer), round_index)
+
+    def _handed_in(self, peer: int, round_index: int) -> Path:
+        """Return what a peer handed in of a round; of one that is gone, the last that it did."""
+        return self._path(peer, min(round_index, self._last_round(peer)) if peer in self._gone else round_index)
+
+    def _last_round(self, peer: int) -> int:
+        """Return the last round of which a peer handed something in.
+
+        Raises:
+            RunError: it handed in nothing.
+        """
+        every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
+        found = [each for each in every if self._path(peer, each).exists()]
+        if not found:
+            raise RunError(
+                f"peer {peer} was killed before it handed in a model; its log is {self._processes.log(peer)}"
+            )
+        return max(found)
 
     def _rows(self, round_index: int) -> dict[str, torch.Tensor]:
         each = [load_file(self._handed_in(peer, round_index)) for peer in range(self.scenario.n_peers)]
