@@ -20,6 +20,7 @@ pytest.importorskip("grpc")
 from flower_privdec import cli
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.network.fault_proxy import FaultProxy, Faults
+from flower_privdec.runtime.network.mishaps import mishaps
 from flower_privdec.runtime.network.up import Up
 from flower_privdec.runtime.run import run
 from flower_privdec.scenario import Scenario, parse_scenario
@@ -124,6 +125,37 @@ def test_a_loss_that_is_no_share_is_refused(
         cli.main(["up", str(scenario), "--out", str(tmp_path / "up"), "--loss", loss])
     assert left.value.code == 2
     assert capsys.readouterr().err == f"error: --loss {loss} must be a share, from 0 to 1\n"
+    assert not (tmp_path / "up").exists()
+
+
+def test_a_peer_that_is_gone_ends_nobody_elses_run_and_is_named(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
+    quick = "network={retry: 0.2, start: 60.0, deadline: 10.0}"
+    scenario = tiny("n_peers=4", "rounds=24", "evaluation.every=4", "topology.name=complete", quick)
+    due = mishaps(["3@4"], ["1@8"], 4, 24)
+    found = Up(scenario, tmp_path / "up", mishaps=due).run()
+    assert re.fullmatch(r"peer 3 after round \d+: its last model is among those above", found["gone"])
+    assert json.loads((tmp_path / "up" / "peers" / "1" / "summary.json").read_text())["round"] == 24
+    assert not peers_of(tmp_path / "up")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--kill", "3"], "--kill '3' must be PEER@ROUND, as 3@100"),
+        (["--kill", "9@2"], "--kill 9@2: there are the peers 0 to 2"),
+        (["--restart", "1@6"], "--restart 1@6: the round must be before the last, 6"),
+        (["--kill", "0@1", "--kill", "1@1", "--kill", "2@1"], "--kill ends all 3 peers"),
+        (["--kill", "0@1"], "network.mode=synchronous ends with a peer that is gone"),
+    ],
+)
+def test_mishaps_that_cannot_be_are_refused(
+    options: list[str], says: str, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    with pytest.raises(SystemExit) as left:
+        cli.main(["up", str(scenario), "--out", str(tmp_path / "up"), *settings, *options])
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err
     assert not (tmp_path / "up").exists()
 
 
