@@ -23,7 +23,7 @@ FLOORS = [
         "topology",
         "participation",
     ),
-    *("mixing", "data", "models", "gradients", "privacy", "algorithms", "experiment", "runtime", "reporting"),
+    *("mixing", "data", "models", "gradients", "privacy", "algorithms", "experiment", "runtime", "flower", "reporting"),
     *("planner", "study", "api", "bench", "testing", "flwr_apps", "typer_parts", "network_commands", "cli", "__main__"),
 ]
 FLOWER = {"flwr", "ray", "grpc"}
