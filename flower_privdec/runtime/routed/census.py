@@ -29,21 +29,23 @@ class Census:
     Attributes:
         n_peers: as the nodes say; 0 before the first answer.
         node_of: the node of each peer that was met.
-        silent: peers that did not answer the last time, or whose node is gone.
+        gone: peers whose node is not there any more.
+        silent: peers that did not answer the last time.
         asked: messages without an answer yet: whose, by message id.
         unmet: introductions without an answer yet: the node, by message id.
     """
 
     n_peers: int = 0
     node_of: dict[int, int] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)
     asked: dict[str, int] = field(default_factory=dict)
     unmet: dict[str, int] = field(default_factory=dict)
 
     @property
-    def present(self) -> list[int]:
-        """Return the peers that answer, ascending."""
-        return [peer for peer in sorted(self.node_of) if peer not in self.silent]
+    def there(self) -> list[int]:
+        """Return the peers whose node is there, ascending."""
+        return [peer for peer in sorted(self.node_of) if peer not in self.gone]
 
     def peer_at(self, node: int) -> int:
         """Return which peer a node is."""
@@ -61,10 +63,7 @@ class Census:
             RunError: a new node is no peer, or claims to be one that another node is.
         """
         there = set(grid.get_node_ids())
-        for peer, node in self.node_of.items():
-            if node not in there:
-                self.silent.add(peer)
-                self.asked = {name: who for name, who in self.asked.items() if who != peer}
+        self.gone = {peer for peer, node in self.node_of.items() if node not in there}
         new = sorted(there - set(self.node_of.values()) - set(self.unmet.values()))
         messages = [Message(RecordDict({SAYS: order.record()}), node, "train") for node in new]
         sent = list(grid.push_messages(messages)) if messages else []
@@ -87,19 +86,21 @@ class Census:
                 f"SuperNode {node} says num-partitions={told.n_peers}, others {self.n_peers}: set them alike"
             )
         before = self.node_of.get(told.peer)
-        if before is not None and before in there and told.peer not in self.silent:
+        if before in there and told.peer not in self.silent:
             raise RunError(
                 f"SuperNodes {before} and {node} both claim to be peer {told.peer}; give each its own partition-id"
             )
         self.node_of[told.peer] = node
-        self.silent.discard(told.peer)
+        for told_of in (self.gone, self.silent):
+            told_of.discard(told.peer)
 
     def ask(
         self, grid: Grid, messages: Iterable[Message], patience: float, hear: Callable[[int, Message], None]
     ) -> list[Message]:
         """Send messages and pass the answers on, those to earlier messages too, until each has answered or time is up.
 
-        Who has not is silent until its answer comes, however late.
+        Who has not is silent until its answer comes, however late, and nobody waits for the silent as long as others
+        are asked too: a message to them is a knock at the door.
 
         Returns:
             The answers to these messages.
@@ -108,8 +109,9 @@ class Census:
         peers = [self.peer_at(message.metadata.dst_node_id) for message in sent]
         waiting = dict(zip(grid.push_messages(sent), peers, strict=True))
         self.asked |= waiting
-        self.silent |= set(waiting.values())
-        for peer, reply in answers(grid, self.asked, set(waiting), patience):
+        wanted = {name for name, peer in waiting.items() if peer not in self.silent} or set(waiting)
+        self.silent |= set(peers)
+        for peer, reply in answers(grid, self.asked, wanted, patience):
             self.silent.discard(peer)
             hear(peer, reply)
             if reply.metadata.reply_to_message_id in waiting:

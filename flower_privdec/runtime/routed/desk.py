@@ -101,18 +101,31 @@ class Desk:
         state, asked = self.state, self.asked
         if state is None or asked.round_index <= state.round_index:
             return
+        weights = self._receivers()
         self.told["trained"] = self._may_train(state) and self._train(state, train)
         state.round_index = asked.round_index
         self._hand_in(state)
         seal = self._seal if self.seals else None
         epochs = dict(zip(asked.neighbors, asked.epochs, strict=True))
-        state.split(dict(zip(asked.receivers, asked.weights, strict=True)), epochs, seal)
+        state.split(weights, epochs, seal)
 
     def deliver(self) -> None:
         """Hand in the mass, when it is asked for; once for each serial, so that no mask is used twice."""
         if self.state is not None and self.asked.serial > self.state.handed:
             self.state.handed = self.asked.serial
             self._hand_in(self.state)
+
+    def _receivers(self) -> dict[int, float]:
+        """Return who gets which part of the mass: of those that are to have one, all whose key can be trusted."""
+        weights = dict(zip(self.asked.receivers, self.asked.weights, strict=True))
+        for receiver in list(weights) if self.seals else ():
+            try:
+                self.known.key(receiver)
+            except RefusedError as error:
+                self._refused[f"to {receiver}"] = str(error)
+                log.warning("peer %s sends nothing to peer %s: %s", self.place.peer, receiver, error)
+                del weights[receiver]
+        return weights
 
     def _may_train(self, state: PeerState) -> bool:
         if state.w < LEAST_WEIGHT:

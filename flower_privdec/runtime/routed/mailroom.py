@@ -38,17 +38,16 @@ class Mailroom:
             self.taken[sender, epoch, told.peer] = number
             for label in [each for each in mine if each[:2] == (sender, epoch) and each[2] <= number]:
                 del mine[label]
-        for name in told.refused_keys:
-            mine.pop(_label(name), None)  # its sender hands it in again
+        for label in [each for each in mine if _name(each) in told.refused_keys]:
+            del mine[label]  # its sender hands it in again
         for name, share in unpack_bytes(outbox):
-            receiver, number = (int(part) for part in name.split("."))
-            self.held.setdefault(receiver, {})[told.peer, told.epoch, number] = share
+            receiver, _, count = name.partition(".")
+            if count.isdecimal() and receiver.isdecimal() and int(receiver) in self.epochs:
+                self.held.setdefault(int(receiver), {})[told.peer, told.epoch, int(count)] = share
 
     def inbox(self, receiver: int) -> ArrayRecord:
         """Return what waits for a peer, each sender's in their order."""
-        return pack_bytes(
-            {"{}.{}.{}".format(*label): share for label, share in sorted(self.held.get(receiver, {}).items())}
-        )
+        return pack_bytes({_name(label): share for label, share in sorted(self.held.get(receiver, {}).items())})
 
     def waiting(self, receiver: int) -> int:
         """Return how many shares wait for a peer."""
@@ -68,6 +67,5 @@ class Mailroom:
         }
 
 
-def _label(name: str) -> Label:
-    sender, epoch, number = (int(part) for part in name.split("."))
-    return sender, epoch, number
+def _name(label: Label) -> str:
+    return ".".join(map(str, label))

@@ -29,9 +29,17 @@ class _Said:
             RunError: it says nothing of the kind; the remedy says what to do.
         """
         given: Mapping[str, Any] = content.config_records.get(SAYS, {})
-        if given.keys() != cls.__dataclass_fields__.keys():  # type: ignore[attr-defined]
+        kinds = {name: each.type for name, each in cls.__dataclass_fields__.items()}  # type: ignore[attr-defined]
+        if given.keys() != kinds.keys() or not all(_is(given[name], kind) for name, kind in kinds.items()):
             raise RunError(remedy)
         return cls(**given)
+
+
+def _is(value: object, kind: str) -> bool:
+    """Return whether a value is of a field's type, as the type is written here."""
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(_is(each, kind[5:-1]) for each in value)
+    return type(value) is {"int": int, "float": float, "str": str, "bool": bool, "bytes": bytes}[kind]
 
 
 @dataclass(frozen=True)

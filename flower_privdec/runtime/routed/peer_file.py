@@ -16,7 +16,7 @@ from safetensors.numpy import save
 from flower_privdec.errors import RunError
 from flower_privdec.files import write_atomically
 from flower_privdec.runtime.routed.layout import Layout
-from flower_privdec.runtime.routed.peer_state import Link, PeerState
+from flower_privdec.runtime.routed.peer_state import OutLink, PeerState
 
 FORMAT = "flower-privdec-peer-1"
 
@@ -45,7 +45,7 @@ def state_path(folder: Path, run: str) -> Path:
 
 def save_state(path: Path, state: PeerState) -> None:
     """Write a state, whole or not at all, safe on disk."""
-    arrays = {"x": state.x} | {f"kept/{name}": np.ascontiguousarray(value) for name, value in state.kept.items()}
+    arrays = {"x": state.x} | {f"kept/{name}": np.array(value, order="C") for name, value in state.kept.items()}
     for receiver, link in state.links.items():
         for number, content in link.frozen.items():
             arrays[f"frozen/{receiver}/{number}"] = np.frombuffer(content, dtype=np.uint8)
@@ -85,7 +85,7 @@ def load_state(path: Path) -> PeerState | None:
 def _state(said: dict[str, object], arrays: dict[str, np.ndarray]) -> PeerState:
     if said["format"] != FORMAT:
         raise ValueError(f"format {said['format']!r}, not {FORMAT}")
-    links = {int(receiver): Link(int(epoch), int(sent)) for receiver, (epoch, sent) in said["links"].items()}  # type: ignore[attr-defined]
+    links = {int(receiver): OutLink(int(epoch), int(sent)) for receiver, (epoch, sent) in said["links"].items()}  # type: ignore[attr-defined]
     received: dict[int, dict[int, int]] = {}
     for sender, epoch, number in said["received"]:  # type: ignore[attr-defined]
         received.setdefault(int(sender), {})[int(epoch)] = int(number)

@@ -20,6 +20,8 @@ from flower_privdec.runtime.routed.orders import INBOX, INITIAL, INTRODUCE, JOIN
 
 log = logging.getLogger("flwr.privdec")
 
+LEAST_TTL = 60.0  # seconds; later Flower drops a message, and its answer
+
 
 @dataclass
 class PeerNetwork:
@@ -56,7 +58,7 @@ class PeerNetwork:
             if left < 0:
                 break
             time.sleep(0.0 if census.node_of else 0.05)
-        there, wanted = len(census.present), census.n_peers
+        there, wanted = len(census.there), census.n_peers
         if there < min(2, wanted or 2):
             raise RunError(f"{there} of {wanted or 'the'} SuperNodes answered within {patience:g} s; start them all")
         if there < wanted:
@@ -81,7 +83,7 @@ class PeerNetwork:
         Raises:
             RunError: none of them can.
         """
-        new = [peer for peer in self.census.present if not self.told[peer].epoch]
+        new = [peer for peer in self.census.there if not self.told[peer].epoch]
         if new:
             contents = {peer: RecordDict({INITIAL: initial}) for peer in new}
             self.ask([self.message(peer, "train", JOIN, contents[peer], founding=founding) for peer in new])
@@ -99,10 +101,13 @@ class PeerNetwork:
             raise RunError(f"peers {sealed} seal what they send and the others do not: set PeerMod's seal alike")
         return bool(sealed)
 
-    def free(self) -> list[int]:
-        """Return the peers that may be sent a message: those that are there with a state, and owe no answer."""
-        busy = set(self.census.asked.values())
-        return [peer for peer in self.census.present if peer not in busy and self.told[peer].epoch]
+    def members(self) -> list[int]:
+        """Return the peers that are there and have a state of this run."""
+        return [peer for peer in self.census.there if self.told[peer].epoch]
+
+    def well(self) -> list[int]:
+        """Return those of them that answered the last time, without a failure: who gets shares and is counted on."""
+        return [peer for peer in self.members() if peer not in self.census.silent and peer not in self.deaf]
 
     def message(self, peer: int, category: str, kind: str, content: RecordDict, **more: Any) -> Message:
         """Return a message to a peer, with its mail and what it has to know of the others."""
@@ -120,7 +125,7 @@ class PeerNetwork:
         if kind != JOIN:
             content[INBOX] = self.mailroom.inbox(peer)
         content[SAYS] = asked.record()
-        return Message(content, self.census.node_of[peer], category)
+        return Message(content, self.census.node_of[peer], category, ttl=max(self.timeout, LEAST_TTL))
 
     def ask(self, messages: Iterable[Message]) -> dict[int, Message]:
         """Send messages, and return the good answers that came in time, by peer; late ones are heard all the same."""
@@ -144,8 +149,8 @@ class PeerNetwork:
         said = {peer: told.stopped for peer, told in self.told.items() if told.stopped}
         for peer, told in self.told.items():
             for why in told.refused:
-                said[peer] = f"refused a share: {why}"
-        said |= self.deaf | dict.fromkeys(self.census.silent, "no answer")
+                said[peer] = f"refused: {why}"
+        said |= self.deaf | dict.fromkeys(self.census.silent, "no answer") | dict.fromkeys(self.census.gone, "gone")
         return said_by(said)
 
     def raise_if_all_fail(self, peers: Iterable[int]) -> None:

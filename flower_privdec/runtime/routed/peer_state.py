@@ -35,7 +35,7 @@ from flower_privdec.runtime.routed.share_frame import (
 
 
 @dataclass
-class Link:
+class OutLink:
     """What a peer remembers of those it sends to.
 
     Attributes:
@@ -74,7 +74,7 @@ class PeerState:
     kept: dict[str, np.ndarray]
     epoch: int = field(default_factory=lambda: secrets.randbits(62) + 1)
     round_index: int = 0
-    links: dict[int, Link] = field(default_factory=dict)
+    links: dict[int, OutLink] = field(default_factory=dict)
     received: dict[int, dict[int, int]] = field(default_factory=dict)
     stranded: int = 0
     handed: int = 0
@@ -122,7 +122,7 @@ class PeerState:
         header, head, body = unframe(content)
         self._check_address(header, only_sealed)
         taken = self.received.get(header.sender, {}).get(header.epoch, 0)
-        if header.number <= taken:
+        if 1 <= header.number <= taken:
             return False
         if header.number != taken + 1:
             raise RefusedError(f"it is number {header.number}, and {taken + 1} has to come first")
@@ -170,7 +170,7 @@ class PeerState:
         for receiver, link in self.links.items():
             if epochs.get(receiver, link.epoch) != link.epoch:
                 self.stranded += len(link.frozen)
-                self.links[receiver] = Link(epochs[receiver])
+                self.links[receiver] = OutLink(epochs[receiver])
 
     # What leaves.
 
@@ -194,7 +194,7 @@ class PeerState:
             self._freeze(receiver, epochs[receiver], *parts[weight], seal)
 
     def _freeze(self, receiver: int, epoch: int, x: np.ndarray, w: float, seal: Seal | None) -> None:
-        link = self.links.setdefault(receiver, Link(epoch))
+        link = self.links.setdefault(receiver, OutLink(epoch))
         link.sent += 1
         header = ShareHeader(
             self.run, self.peer, receiver, self.epoch, epoch, link.sent, self.round_index, seal is not None

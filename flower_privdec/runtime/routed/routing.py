@@ -188,7 +188,7 @@ class Routed(Strategy):
 
     def _first_round(self) -> int:
         """Return the round to go on with: again the last, where somebody missed it, for nobody takes part twice."""
-        rounds = [self.told[peer].round_index for peer in self.network.census.present]
+        rounds = [self.told[peer].round_index for peer in self.network.census.there]
         return max(rounds) + (min(rounds) == max(rounds) or max(rounds) == 0)
 
     def summary(self) -> None:
@@ -226,7 +226,8 @@ class Routed(Strategy):
         """Return a message for each peer that takes part: its mail, and to whom its shares go; no arrays."""
         config["server-round"] = server_round
         active = self._active.active(server_round - 1)
-        self._asked = [peer for peer in self.network.free() if active[peer]]
+        self._asked = [peer for peer in self.network.members() if active[peer]]
+        self._counted = [peer for peer in self.network.well() if active[peer]]
         links = self._links(server_round - 1)
         return [
             self.network.message(
@@ -236,7 +237,7 @@ class Routed(Strategy):
                 RecordDict({self.configrecord_key: config}),
                 round_index=server_round,
                 wants_mass=self._wants_mean,
-                mean_of=self._asked if self._sealed else [],
+                mean_of=self._counted if self._sealed else [],
                 receivers=[to for to, _ in links[peer]],
                 weights=[weight for _, weight in links[peer]],
             )
@@ -244,9 +245,9 @@ class Routed(Strategy):
         ]
 
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
-        """Return to whom the shares of each peer go in a round, and with which weight: to none that fails."""
+        """Return to whom the shares of each peer go in a round, and with which weight: to none that is not well."""
         present = np.zeros(self.network.census.n_peers, dtype=bool)
-        present[[peer for peer in self._asked if peer not in self.network.deaf]] = True
+        present[self._counted] = True
         links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(len(present))}
         for sender, receiver, weight in self._matrix(round_index, present).terms() if present.sum() > 1 else ():
             if sender != receiver:
@@ -274,7 +275,7 @@ class Routed(Strategy):
             self.network.census.n_peers,
             f" ({troubles})" if troubles else "",
         )
-        mean = self._mean(answers, self._asked) if self._wants_mean else None
+        mean = self._mean(answers, self._counted) if self._wants_mean else None
         return mean, self._metrics(answers.values(), self.train_metrics_aggr_fn)
 
     def configure_evaluate(
@@ -282,9 +283,9 @@ class Routed(Strategy):
     ) -> Iterable[Message]:
         """Return a message for each peer that is to evaluate its own model, with its mail."""
         config["server-round"] = server_round
-        free = [peer for peer in self.network.free() if peer not in self.network.deaf]
-        count = math.ceil(round(self.fraction_evaluate * len(free), 9))
-        chosen = keyed_generator(self.seed, "evaluate", server_round).permutation(free)[:count].tolist()
+        well = self.network.well()
+        count = math.ceil(round(self.fraction_evaluate * len(well), 9))
+        chosen = keyed_generator(self.seed, "evaluate", server_round).permutation(well)[:count].tolist()
         contents = {peer: RecordDict({self.configrecord_key: config}) for peer in chosen}
         return [
             self.network.message(peer, "evaluate", EVALUATE, contents[peer], round_index=server_round)
@@ -320,9 +321,10 @@ class Routed(Strategy):
 
     def _deliver(self) -> ArrayRecord | None:
         """Hand out what is on its way, and return the mean over all peers that are there."""
-        network, peers = self.network, self.network.free()
+        network, peers = self.network, self.network.well()
         common = {"wants_mass": True, "mean_of": peers if self._sealed else [], "serial": time.time_ns()}
-        answers = network.ask([network.message(peer, "train", DELIVER, RecordDict(), **common) for peer in peers])
+        messages = [network.message(peer, "train", DELIVER, RecordDict(), **common) for peer in network.members()]
+        answers = network.ask(messages)
         if not self._sealed:
             masses = sorted(masses_in(answers).items())
             self.peer_arrays = {peer: self._record(mass) for peer, mass in masses if mass[-1] > 0}
@@ -340,8 +342,8 @@ class Routed(Strategy):
         """Return Σ x / Σ w over those that handed in their mass; None where there is none, or a mask is left over."""
         masses = masses_in(dict(answers))
         missing = sorted(set(peers) - masses.keys())
-        if not masses or (self._sealed and missing):
-            log.warning("no mean of this round's models: peers %s had no part in it", missing)
+        if not masses or (self._sealed and (missing or masses.keys() - set(peers))):
+            log.warning("no mean of this round's models: peers %s had no part in it", missing or "[all]")
             return None
         total = unmasked_sum(masses.values()) if self._sealed else np.sum(list(masses.values()), axis=0)
         return self._record(total) if total[-1] > 0 else None
