@@ -4,6 +4,7 @@
 """
 
 from flower_privdec.runtime.flower.feddeper_strategy import FedDeperStrategy, personalized, train_two_models
+from flower_privdec.runtime.flower.in_process import run_in_process
 from flower_privdec.runtime.flower.local_grid import LocalGrid
 from flower_privdec.runtime.routed.peer_mod import PeerMod
 from flower_privdec.runtime.routed.sealing import public_key
@@ -17,5 +18,6 @@ __all__ = [
     "PushSum",
     "personalized",
     "public_key",
+    "run_in_process",
     "train_two_models",
 ]

@@ -1,7 +1,7 @@
 """What the command line prints: progress, summaries, plans, graphs and lists."""
 
 from flower_privdec.reporting.console.plans import plan_text, print_plan
-from flower_privdec.reporting.console.progress import progress
+from flower_privdec.reporting.console.progress import progress, rounds
 from flower_privdec.reporting.console.views import (
     comparison_text,
     print_comparison,
@@ -19,4 +19,5 @@ __all__ = [
     "print_summary",
     "print_topology",
     "progress",
+    "rounds",
 ]

@@ -308,7 +308,7 @@ class Routed(Strategy):
     ) -> None:
         metrics = None if mean is None or evaluate_fn is None else evaluate_fn(server_round, mean)
         if metrics is not None:
-            said = ", ".join(f"{key} {value}" for key, value in metrics.items())
+            said = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if not isinstance(value, list))
             log.info("[ROUND %s/%s] the peers' mean: %s", server_round, self._rounds, said)
             result.evaluate_metrics_serverapp[server_round] = metrics
 
