@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.runtime.flower.in_process import read_app
 from flower_privdec.runtime.flower.launcher import check_machine
 from flower_privdec.runtime.flower.submitting import submit
@@ -59,6 +59,8 @@ def run_flower_app(
     try:
         with LocalSuperLink(out, {FOLDER: str(out / "peers")}) as superlink:
             submit(superlink, str(app.absolute()), resources, run_config, out / LOG, _Rounds(on_round))
+    except RunError as error:
+        raise RunError(f"{error}\nThe last lines of {out / LOG}:\n{tail(out / LOG)}") from error
     finally:
         lock.release()
     return tail(out / LOG)

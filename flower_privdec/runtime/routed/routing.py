@@ -21,6 +21,7 @@ from flower_privdec.mixing import Mixing, MixingMatrix
 from flower_privdec.mixing.weights import average_matrix, mixing_matrix
 from flower_privdec.participation import build_participation
 from flower_privdec.rows import keyed_generator
+from flower_privdec.runtime.flower.plainly import failing_plainly
 from flower_privdec.runtime.routed.census import said_by
 from flower_privdec.runtime.routed.layout import Layout, numpy_arrays
 from flower_privdec.runtime.routed.masking import unmasked_sum
@@ -146,15 +147,16 @@ class Routed(Strategy):
         """
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self._wants_mean = evaluate_fn is not None
-        self._begin(grid, initial_arrays, num_rounds, timeout)
-        result, first = Result(), self._first_round()
-        if first == 1:
-            self._evaluate_mean(0, initial_arrays, evaluate_fn, result)
-        for server_round in range(first, num_rounds + 1):
-            self._round(server_round, train_config, evaluate_config, evaluate_fn, result)
-            if self._all_stopped():
-                break
-        result.arrays = self._deliver() or ArrayRecord()
+        with failing_plainly():
+            self._begin(grid, initial_arrays, num_rounds, timeout)
+            result, first = Result(), self._first_round()
+            if first == 1:
+                self._evaluate_mean(0, initial_arrays, evaluate_fn, result)
+            for server_round in range(first, num_rounds + 1):
+                self._round(server_round, train_config, evaluate_config, evaluate_fn, result)
+                if self._all_stopped():
+                    break
+            result.arrays = self._deliver() or ArrayRecord()
         return result
 
     def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int, timeout: float) -> None:
