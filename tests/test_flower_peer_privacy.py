@@ -9,6 +9,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
+from flwr.app import Error, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_peers import ReadingGrid, client, first, sets_its_values_once, values_of, zeros
@@ -20,6 +21,7 @@ from flower_privdec.runtime.network.share_protocol import RefusedError
 from flower_privdec.runtime.routed.masking import masked, unmasked_sum
 from flower_privdec.runtime.routed.peer_file import load_state, state_path
 from flower_privdec.runtime.routed.peer_ledger import PeerLedger, solved_noise
+from flower_privdec.runtime.routed.peer_network import PeerNetwork
 from flower_privdec.runtime.routed.peer_state import PeerState
 from flower_privdec.runtime.routed.sealing import Identity, KnownPeers
 from flower_privdec.runtime.routed.update import clipped, norm
@@ -102,7 +104,8 @@ def test_a_budget_that_is_reached_stops_training_and_the_peer_goes_on_relaying(t
 
 def test_training_ends_when_every_budget_is_reached(tmp_path, caplog):
     options = {"clip_norm": 1.0, "noise_multiplier": 2.0, "delta": DELTA, "epsilon": composed(2.0, 3) * 1.01}
-    strategy = start(tmp_path, 50, **options)
+    strategy = PushSum()
+    strategy.start(LocalGrid(client(moves_a_little, **options), 2, folder=tmp_path), zeros(), 50)
     assert strategy.told[0].round_index == 4
     assert "Training stops: peers 0, 1: its next update would exceed epsilon" in caplog.text
     assert strategy.told[0].epsilon <= options["epsilon"]
@@ -364,6 +367,37 @@ def test_a_deployed_peer_seals_and_must_say_where_its_things_are():
     strategy = PushSum(fraction_evaluate=0.0)
     strategy.start(LocalGrid(app, 2, config={}), zeros(), 1)
     assert all(told.sealed for told in strategy.told.values())
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"weights": [0.7, 0.5]}, "must be > 0 with a sum < 1"),
+        ({"weights": [float("nan"), 0.1]}, "must be > 0 with a sum < 1"),
+        ({"weights": [-0.5, 0.5]}, "must be > 0 with a sum < 1"),
+        ({"receivers": [0, 1]}, r"shares for peers \[0\] must be for others that are there"),
+        ({"receivers": [1, 9]}, r"shares for peers \[9\]"),
+    ],
+)
+def test_a_relay_that_says_nonsense_costs_a_peer_no_budget(said, why, tmp_path, monkeypatch):
+    send = PeerNetwork.message
+
+    def lying(self, peer, category, kind, content, **more):
+        return send(self, peer, category, kind, content, **(more | said if kind == "round" and peer == 0 else more))
+
+    monkeypatch.setattr(PeerNetwork, "message", lying)
+    app = client(moves_a_little, clip_norm=1.0, noise_multiplier=1.0)
+    strategy = PushSum("directed-exponential-full", fraction_evaluate=0.0, name="n")
+    with pytest.raises(RunError, match=why):
+        strategy.start(LocalGrid(lambda m, c: _alone(app, m, c), 3, folder=tmp_path), zeros(), 1)
+    assert PeerLedger(tmp_path / "peer-0", DELTA).spent().releases == ()
+
+
+def _alone(app, message, context):
+    """Answer as peer 0 does, and as a peer that fails for the others."""
+    if context.node_config["partition-id"] and message.content["privdec.says"]["kind"] == "round":
+        return Message(Error(2, "it is not there"), reply_to=message)
+    return app(message, context)
 
 
 def test_a_hostile_message_makes_no_file_outside_a_peers_folder(tmp_path):

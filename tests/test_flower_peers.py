@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from contextlib import suppress
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from routing_peers import LossyGrid, client, failing, first, sets_its_values_once, values_of, zeros
+from torch.nn import functional
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum
+from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.routed.peer_file import load_state, state_path
 from flower_privdec.runtime.routed.peer_state import PeerState
 
@@ -42,6 +46,40 @@ def test_one_round_less_is_not_enough():
     strategy = PushSum(fraction_evaluate=0.0)
     strategy.start(LocalGrid(client(sets_its_values_once), 8), zeros(), 2)
     assert max(np.abs(first(each) - mean_of(8)).max() for each in strategy.peer_arrays.values()) > 1
+
+
+def test_a_gradient_step_over_the_exponential_graph_has_the_engines_numbers(build):
+    """Stochastic Gradient Push: an app that takes one step from z on the engine's own batches."""
+    experiment = build(
+        "algorithm={name: sgp, learning_rate: 0.5}", "topology.name=directed-exponential", "privacy=none"
+    )
+    cohort, rounds = experiment.cohort(), 5
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+    for _ in range(rounds):
+        engine.round()
+    app = ClientApp(mods=[PeerMod()])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        peer, done = context.node_config["partition-id"], message.content["config"]["server-round"]
+        batch = experiment.cohort().data.batch(done - 1, [peer])
+        x, y, weight = batch.x[0], batch.y[0], batch.weight[0]
+        module = copy.deepcopy(experiment.module)
+        module.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        loss = (functional.cross_entropy(module(x), y, reduction="none") * weight).sum() / 12
+        gradients = torch.autograd.grad(loss, list(module.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                parameter -= 0.5 * gradient
+        return Message(RecordDict({"arrays": ArrayRecord(module.state_dict())}), reply_to=message)
+
+    strategy = PushSum(fraction_evaluate=0.0)
+    strategy.start(LocalGrid(app, 4), ArrayRecord(experiment.module.state_dict()), rounds)
+    rows = engine.state.rows["x"]
+    for peer, arrays in strategy.peer_arrays.items():
+        state = arrays.to_torch_state_dict()
+        got = torch.cat([state[name].reshape(-1) for name, _ in experiment.module.named_parameters()])
+        torch.testing.assert_close(got, rows[peer], rtol=1e-9, atol=1e-11)
 
 
 def test_gossip_keeps_every_weight_at_one_and_agrees(tmp_path):
@@ -235,6 +273,19 @@ def test_one_mod_serves_the_decorators_as_well():
     result = PushSum().start(LocalGrid(app, 4), ArrayRecord([np.ones(2)]), 1)
     assert first(result.arrays).tolist() == [1.0, 1.0]
     assert result.evaluate_metrics_clientapp[1] == {"one": 1.0}
+
+
+def test_an_app_that_cannot_evaluate_trains_all_the_same(caplog):
+    app = ClientApp(mods=[PeerMod()])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        arrays = [first(message.content["arrays"]) + 1]
+        return Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=message)
+
+    result = PushSum().start(LocalGrid(app, 4), zeros(), 3)
+    assert first(result.arrays).tolist() == [3.0, 3.0, 3.0]
+    assert "4 of 4 peers trained (peers 0, 1, 2, 3: cannot evaluate: No evaluate function registered" in caplog.text
 
 
 def test_whole_numbers_are_neither_mixed_nor_noised_and_types_and_order_stay():

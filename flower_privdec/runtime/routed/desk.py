@@ -29,7 +29,7 @@ from flower_privdec.runtime.routed.orders import (
 from flower_privdec.runtime.routed.peer_file import load_state, save_state, state_path
 from flower_privdec.runtime.routed.peer_ledger import PeerLedger
 from flower_privdec.runtime.routed.peer_place import PeerPlace
-from flower_privdec.runtime.routed.peer_state import PeerState
+from flower_privdec.runtime.routed.peer_state import PeerState, check_shares
 from flower_privdec.runtime.routed.protecting import PeerPrivacy
 from flower_privdec.runtime.routed.sealing import Identity, KnownPeers
 from flower_privdec.runtime.routed.update import clipped, noised, unsound
@@ -116,8 +116,13 @@ class Desk:
             self._hand_in(self.state)
 
     def _receivers(self) -> dict[int, float]:
-        """Return who gets which part of the mass: of those that are to have one, all whose key can be trusted."""
+        """Return who gets which part of the mass: of those that are to have one, all whose key can be trusted.
+
+        Raises:
+            RefusedError: nobody can send by these weights; said before anything is trained or paid for.
+        """
         weights = dict(zip(self.asked.receivers, self.asked.weights, strict=True))
+        check_shares(weights, set(self.asked.neighbors) - {self.place.peer})
         for receiver in list(weights) if self.seals else ():
             try:
                 self.known.key(receiver)

@@ -35,6 +35,7 @@ class PeerNetwork:
         mailroom: the shares on their way.
         told: what each peer said last.
         deaf: peers whose last answer was a failure, and its reason.
+        blind: peers whose app could not evaluate, and why; that keeps nobody from training.
     """
 
     grid: Grid
@@ -44,6 +45,7 @@ class PeerNetwork:
     mailroom: Mailroom = field(default_factory=Mailroom)
     told: dict[int, Told] = field(default_factory=dict)
     deaf: dict[int, str] = field(default_factory=dict)
+    blind: dict[int, str] = field(default_factory=dict)
 
     def find(self, patience: float) -> None:
         """Meet all peers, or at least two of them within some seconds.
@@ -135,7 +137,8 @@ class PeerNetwork:
     def _hear(self, peer: int, reply: Message) -> None:
         """Take in an answer, whenever it comes."""
         if reply.has_error():
-            self.deaf[peer] = reason(reply.error.reason)
+            failed = self.blind if reply.metadata.message_type == "evaluate" else self.deaf
+            failed[peer] = reason(reply.error.reason)
             return
         told = Told.of(reply.content, f"peer {peer}: {NO_MOD}")
         if told.peer != peer:
@@ -147,6 +150,7 @@ class PeerNetwork:
     def troubles(self) -> str:
         """Return what is worth a word: who is silent, fails, refuses a share, or trains no more."""
         said = {peer: told.stopped for peer, told in self.told.items() if told.stopped}
+        said |= {peer: f"cannot evaluate: {why}" for peer, why in self.blind.items()}
         for peer, told in self.told.items():
             for why in told.refused:
                 said[peer] = f"refused: {why}"

@@ -178,15 +178,10 @@ class PeerState:
         """Freeze a share for each receiver and take it off the mass.
 
         Args:
-            weights: W[j, peer] of each receiver j; what is left of 1 is the peer's own.
+            weights: W[j, peer] of each receiver j, as `check_shares` has them; what is left of 1 is the peer's own.
             epochs: the receivers', whom `meet` knows.
             seal: None leaves the shares open.
-
-        Raises:
-            RefusedError: the weights would leave the peer nothing, or more than it has.
         """
-        if not all(weight > 0 for weight in weights.values()) or not sum(weights.values()) < 1:
-            raise RefusedError(f"the weights {dict(weights)} must be > 0 with a sum < 1")
         if not self.w > 0:
             return
         parts = {weight: (self.x * self.x.dtype.type(weight), self.w * weight) for weight in set(weights.values())}
@@ -203,3 +198,15 @@ class PeerState:
         sealed = body if seal is None else seal(receiver, header.encode(), body)
         link.frozen[link.sent] = frame(header, sealed)
         self.x, self.w = self.x - x, self.w - w
+
+
+def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
+    """Refuse weights that would leave a peer nothing, or more than it has, or go to nobody.
+
+    Raises:
+        RefusedError: naming them.
+    """
+    if not all(weight > 0 for weight in weights.values()) or not sum(weights.values()) < 1:
+        raise RefusedError(f"the weights {dict(weights)} must be > 0 with a sum < 1")
+    if weights.keys() - others:
+        raise RefusedError(f"shares for peers {sorted(weights.keys() - others)} must be for others that are there")

@@ -162,7 +162,7 @@ class Routed(Strategy):
     def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int, timeout: float) -> None:
         """Find the peers, and let those begin that have no state of this run."""
         self._layout, self._initial, self._rounds = Layout.of(numpy_arrays(arrays)), arrays, rounds
-        self._kept = self._layout.kept(numpy_arrays(arrays))
+        self._kept, self._exhausted = self._layout.kept(numpy_arrays(arrays)), dict[int, str]()
         run = self.name or f"run-{grid.run.run_id}"
         folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / _safe(run)
         common = {"run": run, "folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
@@ -268,6 +268,7 @@ class Routed(Strategy):
         self.network.raise_if_all_fail(self._asked)
         answers = {self.network.census.peer_at(reply.metadata.src_node_id): reply for reply in replies}
         trained = sum(self.told[peer].trained for peer in answers)
+        self._exhausted |= {peer: self.told[peer].stopped for peer in answers if self.told[peer].exhausted}
         troubles = self.network.troubles()
         log.info(
             "[ROUND %s/%s] %s of %s peers trained%s",
@@ -316,10 +317,10 @@ class Routed(Strategy):
 
     def _all_stopped(self) -> bool:
         """Return whether no peer trains any more, for what its budget allows is spent; it is said."""
-        stopped = {peer: told.stopped for peer, told in self.told.items() if told.exhausted}
-        if stopped.keys() == self.told.keys():
-            log.info("Training stops: %s", said_by(stopped))
-        return stopped.keys() == self.told.keys()
+        stopped = self._exhausted.keys() == self.told.keys()
+        if stopped:
+            log.info("Training stops: %s", said_by(self._exhausted))
+        return stopped
 
     def _deliver(self) -> ArrayRecord | None:
         """Hand out what is on its way, and return the mean over all peers that are there."""
