@@ -9,7 +9,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
-from flwr.app import Error, Message
+from flwr.app import Error, Message, RecordDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_peers import ReadingGrid, client, first, sets_its_values_once, values_of, zeros
@@ -19,6 +19,7 @@ from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, public_key
 from flower_privdec.runtime.network.share_protocol import RefusedError
 from flower_privdec.runtime.routed.masking import masked, unmasked_sum
+from flower_privdec.runtime.routed.orders import Asked
 from flower_privdec.runtime.routed.peer_file import load_state, state_path
 from flower_privdec.runtime.routed.peer_ledger import PeerLedger, solved_noise
 from flower_privdec.runtime.routed.peer_network import PeerNetwork
@@ -156,7 +157,7 @@ def test_a_zero_update_stays_zero_and_is_noised_all_the_same(tmp_path):
     assert not clipped(np.zeros(4), 1.0).any()
     strategy = start(tmp_path, 1, step=lambda arrays, *_: arrays, clip_norm=2.0, noise_multiplier=1.5, size=4000)
     noise = first(strategy.result.arrays) * np.sqrt(2)  # the mean of two peers
-    assert stats.kstest(noise, stats.norm(scale=3.0).cdf).pvalue > 1e-4
+    assert stats.kstest(noise, stats.norm(scale=3.0).cdf).pvalue > 1e-9
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e300])
@@ -398,6 +399,20 @@ def _alone(app, message, context):
     if context.node_config["partition-id"] and message.content["privdec.says"]["kind"] == "round":
         return Message(Error(2, "it is not there"), reply_to=message)
     return app(message, context)
+
+
+def test_a_relay_cannot_introduce_peers_that_nobody_counted(tmp_path):
+    start(tmp_path, 1, seal=True)
+    grid = LocalGrid(client(moves_a_little, seal=True), 2, folder=tmp_path)
+    state = load_state(state_path(tmp_path / "peer-0", "run"))
+    stranger = bytes.fromhex(public_key(tmp_path / "stranger"))
+    asked = Asked(
+        "deliver", "run", 0, wants_mass=True, serial=2**62, mean_of=[0, 7], neighbors=[7], epochs=[5], keys=[stranger]
+    )
+    (reply,) = grid.send_and_receive([Message(RecordDict({"privdec.says": asked.record()}), 100, "train")])
+    assert not reply.has_error()
+    assert "privdec.mass" not in reply.content  # a mask that the relay knows would be none
+    assert state.model().any()
 
 
 def test_a_hostile_message_makes_no_file_outside_a_peers_folder(tmp_path):

@@ -13,9 +13,10 @@ from flower_privdec.runtime.flower.launcher import check_machine
 from flower_privdec.runtime.flower.submitting import submit
 from flower_privdec.runtime.flower.superlink import INSTALL, LocalSuperLink, tail
 from flower_privdec.runtime.folder_lock import FolderLock
+from flower_privdec.runtime.routed.peer_place import FOLDER
 
 ROUND = re.compile(rb"\[ROUND (\d+)/(\d+)\]")  # as Flower's strategies and ours say it
-LOG, FOLDER = "flower.log", "PRIVDEC_FOLDER"
+LOG = "flower.log"
 OnRound = Callable[[int, int], object]
 
 

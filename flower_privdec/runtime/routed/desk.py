@@ -27,7 +27,7 @@ from flower_privdec.runtime.routed.orders import (
     unpack_bytes,
 )
 from flower_privdec.runtime.routed.peer_file import load_state, save_state, state_path
-from flower_privdec.runtime.routed.peer_ledger import PeerLedger
+from flower_privdec.runtime.routed.peer_ledger import PeerLedger, PeerSpent
 from flower_privdec.runtime.routed.peer_place import PeerPlace
 from flower_privdec.runtime.routed.peer_state import PeerState, check_shares
 from flower_privdec.runtime.routed.protecting import PeerPrivacy
@@ -61,6 +61,7 @@ class Desk:
         self.told: dict[str, Any] = {}
         self.records: dict[str, ArrayRecord] = {}
         self._refused: dict[str, str] = {}
+        self._spent: PeerSpent | None = None
 
     def join(self, content: RecordDict) -> None:
         """Begin a state from the initial arrays, unless there is one.
@@ -73,7 +74,11 @@ class Desk:
                 raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
             arrays = numpy_arrays(content.array_records[INITIAL])
             self.state = PeerState.begun(self.asked.run, self.place.peer, arrays, self.asked.founding)
-            save_state(self.path, self.state)
+            self._save(self.state)
+
+    def _save(self, state: PeerState) -> None:
+        """Keep a state, so that nothing short of a simulated peer's machine stopping can lose it."""
+        save_state(self.path, state, durable=not self.place.simulated)
 
     def take_mail(self, content: RecordDict) -> PeerState:
         """Add what came to the mass, forget what has arrived, and return the state.
@@ -84,7 +89,8 @@ class Desk:
         state, asked = self.state, self.asked
         if state is None:
             raise RunError(f"peer {self.place.peer} has no state of run {asked.run!r}: its folder is not what it was")
-        self.known.meet(dict(zip(asked.neighbors, asked.keys, strict=True)))
+        introduced = dict(zip(asked.neighbors, asked.keys, strict=True))
+        self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.place.n_peers})
         for word in zip(asked.taken_by, asked.taken_epochs, asked.taken, strict=True):
             state.acknowledge(*word)
         state.meet(dict(zip(asked.neighbors, asked.epochs, strict=True)))
@@ -142,7 +148,8 @@ class Desk:
         asked, privacy, noise = self.asked, self.privacy, 0.0
         if privacy.on:
             noise = privacy.noise(self.place, asked.rounds)
-            if self.ledger.pay(asked.run, state.epoch, asked.round_index, state.peer, noise) is None:
+            self._spent = self.ledger.pay(asked.run, state.epoch, asked.round_index, state.peer, noise)
+            if self._spent is None:
                 self.told["stopped"] = (
                     f"its next update would exceed epsilon = {self.ledger.budget:g}; it trains no more, and goes on "
                     "relaying"
@@ -216,7 +223,7 @@ class Desk:
         """Keep the state and return what to answer, once it is on disk."""
         state = self.state
         if state is not None and self.asked.kind not in ("introduce", "join"):
-            save_state(self.path, state)
+            self._save(state)
             held = set(zip(self.asked.held_by, self.asked.held, strict=True))
             self.records[OUTBOX] = pack_bytes(
                 {
@@ -229,7 +236,7 @@ class Desk:
         return {SAYS: self._tell(state).record(), **self.records}
 
     def _tell(self, state: PeerState | None) -> Told:
-        spent = self.ledger.spent() if self.privacy.on else None
+        spent = self._spent or (self.ledger.spent() if self.privacy.on else None)
         taken = [] if state is None else [(s, e, n) for s, epochs in state.received.items() for e, n in epochs.items()]
         return Told(
             self.place.peer,

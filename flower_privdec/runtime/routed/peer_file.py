@@ -43,8 +43,8 @@ def state_path(folder: Path, run: str) -> Path:
     return folder / f"run-{hashlib.sha256(run.encode()).hexdigest()[:16]}.safetensors"
 
 
-def save_state(path: Path, state: PeerState) -> None:
-    """Write a state, whole or not at all, safe on disk."""
+def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
+    """Write a state, whole or not at all; if `durable`, safe on disk whatever happens to the machine."""
     arrays = {"x": state.x} | {f"kept/{name}": np.array(value, order="C") for name, value in state.kept.items()}
     for receiver, link in state.links.items():
         for number, content in link.frozen.items():
@@ -62,7 +62,7 @@ def save_state(path: Path, state: PeerState) -> None:
         "links": {receiver: [link.epoch, link.sent] for receiver, link in state.links.items()},
         "received": [[who, *pair] for who, epochs in state.received.items() for pair in epochs.items()],
     }
-    write_atomically(path, save(arrays, {"state": json.dumps(said)}), private=True)
+    write_atomically(path, save(arrays, {"state": json.dumps(said)}), private=True, durable=durable)
 
 
 def load_state(path: Path) -> PeerState | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.runtime.flower.nodes import reason
 from flower_privdec.runtime.routed.census import NO_MOD, Census, said_by
 from flower_privdec.runtime.routed.mailroom import Mailroom
+from flower_privdec.runtime.routed.masking import unmasked_sum
 from flower_privdec.runtime.routed.orders import INBOX, INITIAL, INTRODUCE, JOIN, MASS, OUTBOX, SAYS, Asked, Told
 
 log = logging.getLogger("flwr.privdec")
@@ -166,7 +167,22 @@ class PeerNetwork:
             raise RunError(f"no peer could go on: {said_by(failed)}")
 
 
-def masses_in(replies: dict[int, Message]) -> dict[int, np.ndarray]:
+def masses_in(replies: Mapping[int, Message]) -> dict[int, np.ndarray]:
     """Return what each peer handed in for the mean, (x, w) as one vector: open, or masked."""
     records = {peer: reply.content.array_records.get(MASS) for peer, reply in replies.items()}
     return {peer: record["mass"].numpy() for peer, record in records.items() if record is not None and "mass" in record}
+
+
+def total_mass(masses: Mapping[int, np.ndarray], wanted: set[int], sealed: bool) -> np.ndarray | None:
+    """Return Σ (x, w) over those that handed in their mass; None where nobody did, or where a mask is left over.
+
+    Args:
+        masses: what each handed in.
+        wanted: who was to have a part in it.
+        sealed: whether they are masked, so that all who are wanted must be there and nobody else.
+    """
+    if not masses or (sealed and masses.keys() != wanted):
+        log.warning("no mean of the models: peers %s had no part in it", sorted(wanted - masses.keys()))
+        return None
+    total = unmasked_sum(masses.values()) if sealed else np.sum(list(masses.values()), axis=0)
+    return np.asarray(total) if total[-1] > 0 else None

@@ -12,6 +12,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.runtime.flower.own import in_simulation
 from flower_privdec.runtime.routed.orders import Asked
 
+FOLDER = "PRIVDEC_FOLDER"  # the environment's word on where a simulation's peers keep what is theirs
 NODE_CONFIG = "--node-config 'partition-id=I num-partitions=N folder=\"FOLDER\"'"
 
 
@@ -82,3 +83,8 @@ def _number(value: object, key: str) -> float | None:
     if not number > 0:
         raise RunError(f"{key}={value!r} of the node-config must be > 0")
     return number
+
+
+def safe_name(name: str) -> str:
+    """Return a folder's name for a run, whatever that is called."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:80].lstrip(".") or "run"

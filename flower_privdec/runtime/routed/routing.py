@@ -24,9 +24,9 @@ from flower_privdec.rows import keyed_generator
 from flower_privdec.runtime.flower.plainly import failing_plainly
 from flower_privdec.runtime.routed.census import said_by
 from flower_privdec.runtime.routed.layout import Layout, numpy_arrays
-from flower_privdec.runtime.routed.masking import unmasked_sum
 from flower_privdec.runtime.routed.orders import DELIVER, EVALUATE, ROUND, Told
-from flower_privdec.runtime.routed.peer_network import PeerNetwork, masses_in
+from flower_privdec.runtime.routed.peer_network import PeerNetwork, masses_in, total_mass
+from flower_privdec.runtime.routed.peer_place import FOLDER, safe_name
 from flower_privdec.topology.graphs import CompleteTopology, Topology
 from flower_privdec.topology.named import build_topology
 
@@ -35,7 +35,6 @@ log.setLevel(logging.INFO)
 
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
-FOLDER = "PRIVDEC_FOLDER"  # the environment's word on where a simulation's peers keep what is theirs
 
 
 class Routed(Strategy):
@@ -145,7 +144,7 @@ class Routed(Strategy):
             RunError: nodes are no peers, or claim the same partition, or none of them answers; or all fail.
             ScenarioError: the graph cannot be, or not with so many peers.
         """
-        train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self._wants_mean = evaluate_fn is not None
         with failing_plainly():
             self._begin(grid, initial_arrays, num_rounds, timeout)
@@ -153,7 +152,7 @@ class Routed(Strategy):
             if first == 1:
                 self._evaluate_mean(0, initial_arrays, evaluate_fn, result)
             for server_round in range(first, num_rounds + 1):
-                self._round(server_round, train_config, evaluate_config, evaluate_fn, result)
+                self._round(server_round, *configs, evaluate_fn, result)
                 if self._all_stopped():
                     break
             result.arrays = self._deliver() or ArrayRecord()
@@ -164,7 +163,7 @@ class Routed(Strategy):
         self._layout, self._initial, self._rounds = Layout.of(numpy_arrays(arrays)), arrays, rounds
         self._kept, self._exhausted = self._layout.kept(numpy_arrays(arrays)), dict[int, str]()
         run = self.name or f"run-{grid.run.run_id}"
-        folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / _safe(run)
+        folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(run)
         common = {"run": run, "folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
         self.network = PeerNetwork(grid, common, timeout)
         self.network.find(self.patience)
@@ -342,18 +341,8 @@ class Routed(Strategy):
             log.info("Privacy of peer%s %s: %s", "s" * (len(peers) > 1), ", ".join(map(str, peers)), words)
 
     def _mean(self, answers: Mapping[int, Message], peers: Iterable[int]) -> ArrayRecord | None:
-        """Return Σ x / Σ w over those that handed in their mass; None where there is none, or a mask is left over."""
-        masses = masses_in(dict(answers))
-        missing = sorted(set(peers) - masses.keys())
-        if not masses or (self._sealed and (missing or masses.keys() - set(peers))):
-            log.warning("no mean of this round's models: peers %s had no part in it", missing or "[all]")
-            return None
-        total = unmasked_sum(masses.values()) if self._sealed else np.sum(list(masses.values()), axis=0)
-        return self._record(total) if total[-1] > 0 else None
+        total = total_mass(masses_in(answers), set(peers), self._sealed)
+        return None if total is None else self._record(total)
 
     def _record(self, mass: np.ndarray) -> ArrayRecord:
         return self._layout.record(mass[:-1] / mass[-1], self._kept)
-
-
-def _safe(name: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:80].lstrip(".") or "run"
