@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flower_privdec.runtime.network.certificates import identities
 from flower_privdec.runtime.network.identity import Authority
+from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
 from flower_privdec.scenario import Scenario
 
@@ -49,7 +50,7 @@ def run_network(scenario: Scenario, folder: Path) -> dict[str, Tensor]:
 
     They are built one after the other, for models are drawn by the generator that a process has once.
     """
-    peers = [RunningPeer(scenario, device) for device in devices(scenario, folder)]
+    peers = [running_peer(scenario, device) for device in devices(scenario, folder)]
     with ThreadPoolExecutor(len(peers)) as pool:
         rows = list(pool.map(finish, peers))
     return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}

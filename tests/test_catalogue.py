@@ -159,7 +159,7 @@ def test_what_the_schema_accepts_is_listed() -> None:
     choices = {"privacy", "privacy.calibration", "evaluation.private", "algorithm.weighting", "features.whitening"}
     choices |= {"task.loss.targets", "task.metrics.better", "data.batch.small_peers"}
     choices |= {"algorithm.acceleration", "algorithm.shapley"}
-    assert set(accepted) == {*choices, "compute.device", "compute.dtype", "compute.generator"}
+    assert set(accepted) == {*choices, "compute.device", "compute.dtype", "compute.generator", "network.mode"}
 
 
 @pytest.mark.parametrize("name", list(catalogue.MODELS))

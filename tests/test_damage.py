@@ -20,7 +20,7 @@ from safetensors.torch import save
 from flower_privdec import cli
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.run_folder import read_result
-from flower_privdec.runtime.checkpoint import read_state
+from flower_privdec.runtime.checkpoint import read_checkpoint
 from flower_privdec.runtime.folder_lock import FolderLock
 from flower_privdec.runtime.metrics_file import keep_metrics_until, read_metrics
 from flower_privdec.runtime.run import Run, run
@@ -322,7 +322,7 @@ def test_a_checkpoint_cut_short_is_refused(half: Path, capsys: pytest.CaptureFix
 
 
 def test_a_checkpoint_that_is_whole_reads_back(half: Path) -> None:
-    state = read_state(half / "checkpoint")
+    state = read_checkpoint(half / "checkpoint").state
     assert (state.round_index, state.peers.tolist()) == (4, [0, 1, 2, 3])
 
 

@@ -22,7 +22,6 @@ from flower_privdec.runtime.network.assembling import PIECE, Assembler, pieces
 from flower_privdec.runtime.network.frames import (
     HEADER,
     FrameHeader,
-    FrameKind,
     RowMessage,
     decode,
     encode,
@@ -101,7 +100,7 @@ def test_what_is_encoded_is_decoded_to_the_same(message: Any) -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (2, 1, 2, 2)])
 def test_rows_of_any_shape_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = {"a": torch.randn(3, dtype=dtype), "b": torch.randn(shape, dtype=dtype), "c": torch.randn(2, dtype=dtype)}
-    message = RowMessage(FrameKind.EXCHANGE, 3, 4, 2**63 - 1, 2**32 - 1, rows)
+    message = RowMessage(3, 4, 2**63 - 1, 2**32 - 1, rows)
     assert same(decode(encode(message), layout_of(rows, dtype)), message)
 
 
@@ -123,7 +122,7 @@ WRONG = {
     "nothing": (b"", "a frame of 0 bytes must have a header of 72"),
     "magic": (changed(magic=b"PK\3\4"), r"a frame that begins with b'PK\\x03\\x04' must begin with b'prvd'"),
     "version": (changed(version=2), "a frame of peer 1 is of version 2 of the protocol, not 1"),
-    "kind": (changed(kind=9), "a frame of peer 1 is of kind 9, which must be one of 1 to 6"),
+    "kind": (changed(kind=9), "a frame of peer 1 is of kind 9, which must be one of 1 to 4"),
     "kind 0": (changed(kind=0), "a frame of peer 1 is of kind 0"),
     "another kind": (changed(kind=1), "a frame of peer 1 of kind 1 has 208 bytes, which must be 176"),
     "flags": (changed(flags=1), "a frame of peer 1 of kind 3 must have zeros where it has no field"),
@@ -253,6 +252,6 @@ def test_frames_and_shares_need_no_grpc() -> None:
 
 
 def test_a_layout_of_no_rows_is_a_header() -> None:
-    assert frame_size({}) == BEGIN == HEADER.size == len(encode(RowMessage(FrameKind.MODEL_WANTED, 0, 1, 0, 0, {})))
+    assert frame_size({}) == BEGIN == HEADER.size == len(encode(RowMessage(0, 1, 0, 0, {})))
     assert frame_size({"x": WireRow((0,), torch.float32)}) == 128
     assert isinstance(read_header(encode(SHARE), 208), FrameHeader)

@@ -23,7 +23,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger_file import LedgerFile
 from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime import recorder
-from flower_privdec.runtime.checkpoint import read_state
+from flower_privdec.runtime.checkpoint import read_checkpoint
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.run import run
 from flower_privdec.scenario import parse_scenario
@@ -95,7 +95,7 @@ def told(folder: Path) -> tuple[Any, ...]:
 def assert_same(one: Path, other: Path) -> None:
     """Check that two runs left the same, bit for bit."""
     assert told(one) == told(other)
-    first, second = (read_state(folder / "checkpoint") for folder in (one, other))
+    first, second = (read_checkpoint(folder / "checkpoint").state for folder in (one, other))
     assert first.rows.keys() == second.rows.keys()
     assert first.edges.keys() == second.edges.keys()
     assert all(torch.equal(first.rows[name], second.rows[name]) for name in first.rows)
@@ -146,7 +146,7 @@ def test_processes_that_are_killed_at_any_moment_leave_what_goes_on(tmp_path: Pa
         time.sleep(draw.uniform(0, 0.3))
         child.send_signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
-        state = read_state(tmp_path / "parted" / "checkpoint")
+        state = read_checkpoint(tmp_path / "parted" / "checkpoint").state
         _, payments = read_chain(tmp_path / "parted" / "ledger" / "digits.jsonl")
         assert max(payment.to_step for payment in payments) >= state.round_index > 0
     run(Experiment.build(parse_scenario(scenario.read_text())), tmp_path / "parted", resume=True)

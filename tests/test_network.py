@@ -28,14 +28,16 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.network.certificates import credentials_of, make_certificates
 from flower_privdec.runtime.network.channel import Link, RefusedError
-from flower_privdec.runtime.network.letters import ASKING, CARRYING, HEADER, PLACE, Letter, packed, sealed, unpacked
+from flower_privdec.runtime.network.courier import ASKING
+from flower_privdec.runtime.network.letters import CARRYING, HEADER, PLACE, Letter, packed, sealed, unpacked
+from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import RunningPeer
 from flower_privdec.runtime.network.up import Up
 from flower_privdec.runtime.spent import epsilons
 from flower_privdec.scenario import Scenario, numbers_hash
 
 Tiny = Callable[..., Scenario]
-QUICK = "network={retry: 0.1, start: 20.0, deadline: 20.0}"
+QUICK = "network={mode: synchronous, retry: 0.1, start: 20.0, deadline: 20.0}"
 NEEDS_A_SERVER = ("scaffold",)
 ALONE = ("local", "dp-sgd")
 TOGETHER = [v for v in VARIANTS if v[0].removeprefix("algorithm.name=") not in (*NEEDS_A_SERVER, *ALONE)]
@@ -50,7 +52,7 @@ def privdec(*words: str) -> int:
 
 @pytest.mark.parametrize("variant", TOGETHER, ids=" ".join)
 def test_a_network_does_what_the_engine_does(variant: list[str], tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny(*settings_for(*variant), "rounds=3")
+    scenario = tiny(*settings_for(*variant), "rounds=3", QUICK)
     found, wanted = run_network(scenario, tmp_path), testing.run_rounds(Experiment.build(scenario), 3).state.rows
     for name, rows in wanted.items():
         torch.testing.assert_close(found[name], rows, msg=lambda text, name=name: f"{name}: {text}")
@@ -60,14 +62,14 @@ def test_a_network_does_what_the_engine_does(variant: list[str], tiny: Tiny, tmp
 def test_what_needs_a_server_is_refused_with_the_nearest_graph(name: str, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(*settings_for(f"algorithm.name={name}"))
     with pytest.raises(ScenarioError, match=r"topology\.name='server' averages at a server.* use complete"):
-        RunningPeer(scenario, devices(scenario, tmp_path)[0])
+        running_peer(scenario, devices(scenario, tmp_path)[0])
     assert not (tmp_path / "peer-0").exists()
 
 
 def test_who_exchanges_nothing_needs_no_network(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("algorithm.name=local")
     with pytest.raises(ScenarioError, match=r"algorithm\.name=local exchanges nothing"):
-        RunningPeer(scenario, devices(scenario, tmp_path)[0])
+        running_peer(scenario, devices(scenario, tmp_path)[0])
 
 
 # --- killed and started again ---
@@ -78,8 +80,8 @@ class Killed(BaseException):
 
 
 POINTS = {  # before and after everything that is saved, sent or used
-    "before a commit": ("_commit", "before"),
-    "after a commit": ("_commit", "after"),
+    "before a commit": ("_save", "before"),
+    "after a commit": ("_save", "after"),
     "after it began to send": ("_arrive", "after"),
     "when all was heard": ("_await", "after"),
     "before it hands in": ("_look", "before"),
@@ -111,14 +113,14 @@ def test_a_peer_that_dies_goes_on_from_its_disk(name: str, point: str, moment: i
     scenario = tiny(*settings_for(f"algorithm.name={name}"), "rounds=4", QUICK, "evaluation.every=2")
     wanted = testing.run_rounds(Experiment.build(scenario), 4).state.rows["x"]
     theirs = devices(scenario, tmp_path)
-    peers = [RunningPeer(scenario, device) for device in theirs]
+    peers = [running_peer(scenario, device) for device in theirs]
     moment = 1 if point == "at the end" else moment
     mortal(peers[1], point, moment)
     with ThreadPoolExecutor(len(peers)) as pool:
         running = [pool.submit(finish, peer) for peer in peers]
         with pytest.raises(Killed):
             running[1].result(60)
-        again = RunningPeer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists())
+        again = running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists())
         rows = [finish(again), *(running[peer].result(60) for peer in (0, 2, 3))]
     found = torch.cat([rows[place]["x"] for place in (1, 0, 2, 3)])
     torch.testing.assert_close(found, wanted)
@@ -197,10 +199,10 @@ def test_no_bytes_do_more_than_be_refused(noise: bytes, place: int, value: int) 
 
 
 def test_a_peer_with_another_scenario_is_refused_on_both_sides(tiny: Tiny, tmp_path: Path) -> None:
-    hasty = "network={retry: 0.1, start: 1.0, deadline: 1.0}"
+    hasty = "network={mode: synchronous, retry: 0.1, start: 1.0, deadline: 1.0}"
     one, other = tiny(hasty, "rounds=3"), tiny(hasty, "rounds=3", "algorithm.learning_rate=0.4")
     theirs = devices(one, tmp_path)
-    peers = [RunningPeer(other if device.peer == 2 else one, device) for device in theirs]
+    peers = [running_peer(other if device.peer == 2 else one, device) for device in theirs]
     with ThreadPoolExecutor(len(peers)) as pool:
         ends = [pool.submit(finish, peer) for peer in peers]
         said = [str(end.exception(60)) for end in ends]
@@ -213,9 +215,9 @@ def test_a_peer_with_another_scenario_is_refused_on_both_sides(tiny: Tiny, tmp_p
 def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=3")
     theirs = devices(scenario, tmp_path)
-    peer, run = RunningPeer(scenario, theirs[0]), bytes.fromhex(numbers_hash(scenario))
+    peer, run = running_peer(scenario, theirs[0]), bytes.fromhex(numbers_hash(scenario))
     port = peer.open()
-    peer._commit(0)
+    peer._save(0, peer.state, {})
     peer._arrive(peer.state, 0)
     before = {name: row.clone() for name, row in peer.state.rows.items()}
     link = Link(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
@@ -231,12 +233,12 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
         }.items():
             with pytest.raises(RefusedError, match=said):
                 link.call(content, 10)
-        assert not peer.courier.machine.received()
+        assert not peer.mail.machine.received()
         assert all(torch.equal(before[name], row) for name, row in peer.state.rows.items())
         link.call(sealed(CARRYING, 3, run, 0, 0, whole), 10)
         link.call(sealed(CARRYING, 3, run, 0, 0, bytes(len(whole))), 10)  # a second time, and another
-        assert peer.courier.machine.received() == {3: whole}
-        assert json.loads(link.call(sealed(ASKING, 3, bytes(32), -1, -1), 10))["round"] == 0
+        assert peer.mail.machine.received() == {3: whole}
+        assert json.loads(link.call(ASKING, 10))["round"] == 0
     finally:
         link.close()
         peer.close()
@@ -249,7 +251,7 @@ def test_noise_is_the_systems_unless_asked_otherwise(tiny: Tiny, tmp_path: Path)
     scenario = tiny(QUICK, "rounds=2")
     rows = []
     for folder, insecure in (("a", False), ("b", False), ("c", True)):
-        peers = [RunningPeer(scenario, each) for each in devices(scenario, tmp_path / folder, insecure_seeds=insecure)]
+        peers = [running_peer(scenario, each) for each in devices(scenario, tmp_path / folder, insecure_seeds=insecure)]
         with ThreadPoolExecutor(len(peers)) as pool:
             rows.append(torch.cat([each["x"] for each in pool.map(finish, peers)]))
         assert peers[0].status()["noise"].startswith("INSECURE") == insecure
@@ -271,13 +273,13 @@ def test_every_step_that_was_ever_taken_is_paid_for(
     monkeypatch.setattr(Cohort, "release_rows_", counting)
     scenario = tiny(QUICK, "rounds=4", "evaluation.every=2")
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
-    peers = [RunningPeer(scenario, device) for device in theirs]
+    peers = [running_peer(scenario, device) for device in theirs]
     mortal(peers[1], point, 1)
     with ThreadPoolExecutor(len(peers)) as pool:
         running = [pool.submit(finish, peer) for peer in peers]
         with pytest.raises(Killed):
             running[1].result(60)
-        finish(RunningPeer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists()))
+        finish(running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists()))
         for peer in (0, 2, 3):
             running[peer].result(60)
     for peer in range(4):
@@ -289,7 +291,7 @@ def test_every_step_that_was_ever_taken_is_paid_for(
 
 
 def test_a_step_that_was_taken_is_in_the_status_before_its_round_is_over(tiny: Tiny, tmp_path: Path) -> None:
-    peer = RunningPeer(tiny(QUICK, "rounds=4"), devices(tiny(), tmp_path)[0])
+    peer = running_peer(tiny(QUICK, "rounds=4"), devices(tiny(), tmp_path)[0])
     assert peer.status()["epsilon"] == 0
     assert advance(peer.experiment.algorithm, peer.cohort, peer.state) is not None
     assert peer.status()["round"] == 0
@@ -300,7 +302,7 @@ def test_a_step_that_was_taken_is_in_the_status_before_its_round_is_over(tiny: T
 def test_a_ledger_is_ahead_of_what_left_and_is_missed_when_it_is_gone(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=4")
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
-    peers = [RunningPeer(scenario, device) for device in theirs]
+    peers = [running_peer(scenario, device) for device in theirs]
     with ThreadPoolExecutor(len(peers)) as pool:
         list(pool.map(finish, peers))
     (ledger,) = (tmp_path / "peer-0" / "ledger").glob("*.jsonl")
@@ -308,25 +310,25 @@ def test_a_ledger_is_ahead_of_what_left_and_is_missed_when_it_is_gone(tiny: Tiny
     assert len(lines) > 4  # one a step: no more is reserved than is taken
     ledger.write_bytes(b"".join(lines[:-1]))
     with pytest.raises(BudgetError, match=f"has {len(lines) - 1} lines where the checkpoint saw {len(lines)}"):
-        RunningPeer(scenario, theirs[0], resume=True)
+        running_peer(scenario, theirs[0], resume=True)
     ledger.unlink()
     with pytest.raises(BudgetError, match=f"has 0 lines where the checkpoint saw {len(lines)}"):
-        RunningPeer(scenario, theirs[0], resume=True)
+        running_peer(scenario, theirs[0], resume=True)
 
 
 def test_a_folder_is_one_runs_and_one_processes(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=2")
     device = devices(scenario, tmp_path)[0]
     with pytest.raises(ScenarioError, match="holds no checkpoint to resume from"):
-        RunningPeer(scenario, device, resume=True)
-    peer = RunningPeer(scenario, device)
+        running_peer(scenario, device, resume=True)
+    peer = running_peer(scenario, device)
     with pytest.raises(ScenarioError, match="another run writes to it"):
-        RunningPeer(scenario, device)
-    peer._commit(0)
+        running_peer(scenario, device)
+    peer._save(0, peer.state, {})
     peer.close()
     with pytest.raises(ScenarioError, match="already holds a run; give --resume"):
-        RunningPeer(scenario, device)
-    RunningPeer(scenario, device, resume=True).close()
+        running_peer(scenario, device)
+    running_peer(scenario, device, resume=True).close()
 
 
 @pytest.mark.parametrize("moment", ["before it begins", "in its second round"])
@@ -334,7 +336,7 @@ def test_a_peer_that_is_asked_to_stop_goes_on_later(moment: str, tiny: Tiny, tmp
     scenario = tiny(QUICK, "rounds=4")
     wanted = testing.run_rounds(Experiment.build(scenario), 4).state.rows["x"]
     theirs = devices(scenario, tmp_path)
-    peers = [RunningPeer(scenario, device) for device in theirs]
+    peers = [running_peer(scenario, device) for device in theirs]
     if moment == "before it begins":
         peers[1].stop()
     else:
@@ -345,15 +347,15 @@ def test_a_peer_that_is_asked_to_stop_goes_on_later(moment: str, tiny: Tiny, tmp
         with pytest.raises(StoppedError, match="with --resume goes on from"):
             running[1].result(60)
         rows = [
-            finish(RunningPeer(scenario, theirs[1], resume=True)),
+            finish(running_peer(scenario, theirs[1], resume=True)),
             *(running[peer].result(60) for peer in (0, 2, 3)),
         ]
     torch.testing.assert_close(torch.cat([rows[place]["x"] for place in (1, 0, 2, 3)]), wanted)
 
 
 def test_who_is_not_heard_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny("network={retry: 0.1, start: 0.5, deadline: 0.5}", "rounds=2")
-    peer = RunningPeer(scenario, devices(scenario, tmp_path)[0])
+    scenario = tiny("network={mode: synchronous, retry: 0.1, start: 0.5, deadline: 0.5}", "rounds=2")
+    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
     with pytest.raises(
         RunError, match=r"round 0: nothing was heard of peers \[3\] for 0\.5 s \(peer-3\.tiny at .* refused"
     ):
@@ -366,7 +368,7 @@ def test_a_running_peer_says_how_it_does(
     scenario, certs = tiny(QUICK, "rounds=3"), tmp_path / "certs"
     make_certificates(scenario, certs)
     device = devices(scenario, tmp_path)[2]
-    peer = RunningPeer(scenario, replace(device, credentials=credentials_of(scenario, certs, 2)))
+    peer = running_peer(scenario, replace(device, credentials=credentials_of(scenario, certs, 2)))
     try:
         port = peer.open()
         words = ["status", f"127.0.0.1:{port}", "--certs", str(certs), "--as", "3"]
@@ -414,7 +416,7 @@ def test_a_ledger_that_is_named_counts_all_runs_of_a_peer_and_is_not_for_several
     scenario = tiny(QUICK, "rounds=2", f"privacy.ledger={tmp_path / 'ledger'}")
     with pytest.raises(ScenarioError, match=r"privacy\.ledger=.* is one process's at a time"):
         Up(scenario, tmp_path / "up")
-    peer = RunningPeer(scenario, devices(scenario, tmp_path)[0])
+    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
     assert (tmp_path / "ledger" / "digits.jsonl").exists()
     peer.close()
 

@@ -19,7 +19,7 @@ from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.agreement import build_module, module_facts
 from flower_privdec.reporting.run_folder import read_result
 from flower_privdec.reporting.wording import headline
-from flower_privdec.runtime.checkpoint import read_state
+from flower_privdec.runtime.checkpoint import read_checkpoint
 from flower_privdec.runtime.recorder import model_tensors
 from flower_privdec.scenario import Scenario
 from flower_privdec.words import one_line, shown
@@ -120,7 +120,7 @@ class RunResult:
         if self.finished or not checkpoint.is_file():
             raise ScenarioError(f"{self.folder}: has no {path.name}: this run kept no models; run the scenario again")
         agreement = Agreement.of(self.scenario)
-        tensors = model_tensors(agreement, read_state(checkpoint).rows)
+        tensors = model_tensors(agreement, read_checkpoint(checkpoint).state.rows)
         return {key: each for key, each in tensors.items() if key.startswith(prefix)}, module_facts(
             agreement.public, agreement.loss
         )

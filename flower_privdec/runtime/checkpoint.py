@@ -21,7 +21,7 @@ from flower_privdec.files import write_atomically
 from flower_privdec.privacy.ledger_format import RunName
 from flower_privdec.words import one_line, peer_ranges, shown
 
-EDGE = "edge."  # before the names of edges, to tell them from rows
+EDGE, CARRIED = "edge.", "carried."  # before the names of edges and of what is carried, to tell them from rows
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Checkpoint:
         run: names the run in the ledger.
         seconds: training time so far.
         head: the length and the last hash of the ledger.
-        transport: counters that whoever carries the messages goes on from, by name.
+        transport: what JSON can hold of that which whoever carries the messages goes on from, by name.
+        carried: its tensors.
     """
 
     state: State
@@ -42,7 +43,8 @@ class Checkpoint:
     run: RunName
     seconds: float = 0.0
     head: tuple[int, str] | None = None
-    transport: Mapping[str, int] = field(default_factory=dict)
+    transport: Mapping[str, Any] = field(default_factory=dict)
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
@@ -50,6 +52,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     state = checkpoint.state
     tensors = {name: rows.contiguous().cpu() for name, rows in state.rows.items()}
     tensors |= {EDGE + name: edges.values.contiguous().cpu() for name, edges in state.edges.items()}
+    tensors |= {CARRIED + name: tensor.contiguous().cpu() for name, tensor in checkpoint.carried.items()}
     facts: dict[str, Any] = {
         "scenario": checkpoint.scenario,
         "run": asdict(checkpoint.run),
@@ -96,7 +99,7 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
             f"{path}: was made with other data, another version of the model's code or in another runtime; restore "
             "them, or start anew with another --out"
         )
-    return Checkpoint(_state(facts, rows), scenario, made, facts["seconds"], facts["head"], facts["transport"])
+    return _checkpoint(facts, rows)
 
 
 def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: Iterable[str] = ("x",)) -> None:
@@ -125,13 +128,13 @@ def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: 
         )
 
 
-def read_state(path: Path) -> State:
-    """Read the state out of a checkpoint, whoever made it, to look at; a run goes on from `load_checkpoint`.
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint, whoever made it, to look at; a run goes on from `load_checkpoint`.
 
     Raises:
         ScenarioError: when the file is no checkpoint.
     """
-    return _state(*_read(path, torch.device("cpu")))
+    return _checkpoint(*_read(path, torch.device("cpu")))
 
 
 def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -161,7 +164,8 @@ def _check_facts(facts: Any, tensors: Mapping[str, Tensor]) -> None:
     if facts["tensors"] != _layout(tensors):
         raise ValueError("its tensors are not those that were written")
     peers = facts["peers"]
-    if sorted(set(peers)) != peers or any(len(t) != len(peers) for n, t in tensors.items() if not n.startswith(EDGE)):
+    rows = [tensor for name, tensor in tensors.items() if not name.startswith((EDGE, CARRIED))]
+    if sorted(set(peers)) != peers or any(len(each) != len(peers) for each in rows):
         raise ValueError(f"its peers are {shown(peers, 40)}, or have rows of another number")
     if {EDGE + name for name in facts["edges"]} != {name for name in tensors if name.startswith(EDGE)}:
         raise ValueError("its edges are not those of its tensors")
@@ -182,13 +186,20 @@ _RULES: dict[str, Callable[[Any], bool]] = {
     "run": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
     "seconds": lambda value: isinstance(value, int | float) and 0 <= value < math.inf,
     "head": lambda value: value is None or (len(value) == 2 and _count(value[0]) and isinstance(value[1], str)),
-    "transport": lambda value: _counts(list(value.values())),
+    "transport": lambda value: all(_count(each) or isinstance(each, dict) for each in value.values()),
     "round_index": _count,
     "at": _count,
     "peers": _counts,
     "edges": lambda value: all(len(pair) == 2 and all(map(_counts, pair)) for pair in value.values()),
     "tensors": lambda value: isinstance(value, dict),
 }
+
+
+def _checkpoint(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+    carried = {name.removeprefix(CARRIED): tensors.pop(name) for name in list(tensors) if name.startswith(CARRIED)}
+    run, head = RunName(**facts["run"]), facts["head"]
+    state = _state(facts, tensors)
+    return Checkpoint(state, facts["scenario"], run, facts["seconds"], head, facts["transport"], carried)
 
 
 def _state(facts: dict[str, Any], rows: dict[str, Tensor]) -> State:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from flower_privdec.scenario.fields import Positive, Section
 
@@ -56,16 +56,23 @@ class NetworkSection(Section):
     """Where the peers of a network are, and how long they wait for each other.
 
     Attributes:
+        mode: asynchronous, where a peer goes on without those who do not come in time; or synchronous, where everybody
+            waits for its neighbours in every exchange, which gives the numbers of a simulation.
         peers: one for each peer, in the order of their numbers; left out, all are on this machine.
         start: seconds that a peer waits for its first neighbours, which may have to be started yet.
-        deadline: seconds that it waits for them later; what takes half as long to send is given up and sent again.
+        deadline: seconds that it waits for them later where it has to (synchronous: in each exchange; asynchronous:
+            after its last round); what takes half as long to send is given up and sent again.
         retry: seconds until what was not answered is sent again.
+        commit_every: in asynchronous mode, every how many rounds a peer puts its state on disk. Shares of push-sum
+            leave at commits alone, so that peers exchange as often as they commit.
     """
 
+    mode: Literal["asynchronous", "synchronous"] = "asynchronous"
     peers: list[NetworkPeer] | None = None
     start: Positive = 60.0
     deadline: Positive = 10.0
     retry: Positive = 1.0
+    commit_every: Annotated[int, Field(ge=1)] = 1
 
     @model_validator(mode="after")
     def _one_each(self) -> NetworkSection:

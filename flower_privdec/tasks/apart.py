@@ -20,7 +20,7 @@ def no_own_rules() -> Iterator[None]:
     def checked(function: type[torch.autograd.Function], *args: Any, **options: Any) -> Any:
         if function.vmap is not torch.autograd.Function.vmap:
             raise ValueError(f"{function.__name__} has a vmap rule of its own, which sees the examples together")
-        return apply.__func__(function, *args, **options)
+        return apply.__get__(None, function)(*args, **options)
 
     torch.autograd.Function.apply = classmethod(checked)
     try:

@@ -23,7 +23,8 @@ from flower_privdec.runtime.network.identity import Credentials, identities_of, 
 from flower_privdec.runtime.network.share_protocol import RefusedError
 from flower_privdec.words import one_line
 
-Answer = Callable[[int, bytes], bytes]  # of a caller's number and what it says
+Content = bytes | bytearray
+Answer = Callable[[int, bytearray], Content]  # of a caller's number and what it says
 
 PIECE = 1 << 20
 ROOM = 1 << 16  # of a message beside its piece
@@ -52,14 +53,14 @@ class UnreachableError(RunError):
     """A call that did not come back; the message says why."""
 
 
-def pieces(content: bytes) -> Iterator[bytes]:
+def pieces(content: Content) -> Iterator[bytes]:
     """Yield what is sent, a MiB at a time; a piece at least."""
     view = memoryview(content)
     for start in range(0, max(1, len(view)), PIECE):
         yield bytes(view[start : start + PIECE])
 
 
-def assembled(parts: Iterable[bytes], cap: int, who: str) -> bytes:
+def assembled(parts: Iterable[bytes], cap: int, who: str) -> bytearray:
     """Put pieces together.
 
     Args:
@@ -75,7 +76,7 @@ def assembled(parts: Iterable[bytes], cap: int, who: str) -> bytes:
         if len(found) + len(part) > cap:
             raise RefusedError(f"{who} sent more than {cap:,} bytes, which no message of this run has")
         found += part
-    return bytes(found)
+    return found
 
 
 class Server:
@@ -165,7 +166,7 @@ class Link:
         self._channel = grpc.secure_channel(address, shown, options=options)
         self._method = self._channel.stream_stream(METHOD)
 
-    def call(self, content: bytes, seconds: float) -> bytes:
+    def call(self, content: Content, seconds: float) -> bytearray:
         """Return what the peer answers.
 
         Args:
@@ -178,6 +179,8 @@ class Link:
         """
         try:
             return assembled(self._method(pieces(content), timeout=seconds), self._cap, self.identity)
+        except ValueError as error:  # what the library says of a channel that was closed
+            raise UnreachableError(f"{self.identity} at {self.address}: the connection was closed here") from error
         except grpc.RpcError as error:
             code, said = error.code(), " ".join((error.details() or "").split())
             if code == grpc.StatusCode.FAILED_PRECONDITION:

@@ -6,59 +6,78 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from threading import Condition, Thread
-from typing import Any
-
-from torch import Tensor
+from typing import Any, Protocol
 
 from flower_privdec.errors import RunError
 from flower_privdec.runtime.network.channel import Link, Server, UnreachableError
 from flower_privdec.runtime.network.identity import Credentials
-from flower_privdec.runtime.network.letters import ASKING, CARRYING, PLACE, Letter, sealed
-from flower_privdec.runtime.network.lockstep import Lockstep
 from flower_privdec.runtime.network.share_protocol import RefusedError
 
-Rows = Mapping[str, Tensor]
 THREADS = 4  # of the server beside one for each neighbour
+ASKING = b"privdec: how do you do?"  # a call that any peer of the scenario may make
+
+
+class Mail(Protocol):
+    """What a courier carries: what to say to whom, and what to make of what is said.
+
+    All but `read` and `written` are called with the courier's lock held.
+
+    Attributes:
+        fatal: why the run cannot go on, once that is so.
+    """
+
+    fatal: RunError | None
+
+    def read(self, caller: int, content: bytearray) -> Any:
+        """Return what a call says.
+
+        Raises:
+            RunError: it breaks a rule, which is told to the caller, and changed nothing.
+        """
+
+    def take(self, caller: int, said: Any) -> Any:
+        """Take in what was read, and return what to answer, to be written."""
+
+    def has_news(self, neighbor: int, now: float) -> bool:
+        """Return whether something is to be said to a neighbour by now."""
+
+    def news(self, neighbor: int, now: float) -> list[Any]:
+        """Return the calls to make now, to be written one by one."""
+
+    def written(self, neighbor: int, words: Any) -> bytes | bytearray:
+        """Return a call, or an answer, as bytes."""
+
+    def answered(self, neighbor: int, words: Any, said: Any) -> None:
+        """Take in what was read from the answer to a call."""
+
+    def failed(self, neighbor: int, error: RunError, now: float) -> None:
+        """Take note that a call did not reach a neighbour, or was refused by it."""
 
 
 class Courier:
-    """Takes a peer's letters to its neighbours until they have used them, and takes in theirs.
+    """Makes a peer's calls to its neighbours, and takes theirs.
 
     Attributes:
-        changed: guards the machine, and is told when it changes.
+        changed: guards the mail, and is told when it changes.
         trouble: why each neighbour could not be reached, since it last could.
-        refused: what was wrong with the last letter of each caller that was refused.
+        refused: what was wrong with the last call of each caller that was refused.
         sent, heard: bytes.
     """
 
-    def __init__(
-        self,
-        machine: Lockstep[bytes],
-        run: bytes,
-        unpack: Callable[[int, bytes], None],
-        status: Callable[[], dict[str, Any]],
-        retry: float,
-        patience: float,
-    ) -> None:
+    def __init__(self, mail: Mail, status: Callable[[], dict[str, Any]], retry: float, patience: float) -> None:
         """Carry nothing yet.
 
         Args:
-            machine: what to carry.
-            run: what tells this run from others, in every letter.
-            unpack: checks what a letter holds for a place; raises RunError.
+            mail: what to carry.
             status: what to say to who asks.
-            retry: seconds until what was not used is sent again.
+            retry: seconds until a call that failed is made again.
             patience: seconds that a call may take.
         """
-        self.machine, self._run, self._unpack, self._status = machine, run, unpack, status
-        self._retry, self._patience = retry, patience
+        self.mail, self._status, self._retry, self._patience = mail, status, retry, patience
         self.changed = Condition()
         self.trouble: dict[int, str] = {}
         self.refused: dict[int, str] = {}
         self.sent = self.heard = 0
-        self._said: dict[int, int] = {}  # the place that each neighbour knows this peer to be at
-        self._again: dict[int, float] = {}  # when to send again what a neighbour has not used
-        self._fatal: RunError | None = None
         self._stopping = False
         self._threads: list[Thread] = []
         self._server: Server | None = None
@@ -73,7 +92,7 @@ class Courier:
             address: HOST:PORT to listen on.
             members: the number of every peer by its identity.
             others: the address of every neighbour by its number.
-            cap: bytes of a letter at most.
+            cap: bytes of a call at most.
 
         Returns:
             The port that is listened on.
@@ -99,7 +118,7 @@ class Courier:
             self._server.close()
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something is so, as the machine changes.
+        """Wait until something is so, as the mail changes.
 
         Args:
             ready: asked with the lock held.
@@ -112,17 +131,10 @@ class Courier:
             RunError: what a neighbour said makes it impossible to go on.
         """
         with self.changed:
-            done = self.changed.wait_for(lambda: self._fatal is not None or ready(), seconds)
-            if self._fatal is not None:
-                raise self._fatal
+            done = self.changed.wait_for(lambda: self.mail.fatal is not None or ready(), seconds)
+            if self.mail.fatal is not None:
+                raise self.mail.fatal
             return done
-
-    def over(self) -> bool:
-        """Return whether this peer and its neighbours know each other to be at the end; asked with the lock."""
-        place = self.machine.place
-        return not self.machine.before(place, self._links) and all(
-            self._said.get(peer, -1) >= place for peer in self._links
-        )
 
     def why(self, peer: int) -> str:
         """Say why a neighbour is not heard."""
@@ -132,83 +144,62 @@ class Courier:
 
     # --- what comes ---
 
-    def _answer(self, caller: int, content: bytes) -> bytes:
-        """Take a letter in; the answer says where this peer is."""
-        try:
-            letter = Letter.opened(content, self._run, caller)
+    def _answer(self, caller: int, content: bytearray) -> bytes | bytearray:
+        if content == ASKING:
             with self.changed:
-                return self._taken(letter)
+                return json.dumps(self._status()).encode()
+        try:
+            return self._taken(caller, content)
         except RunError as error:
             with self.changed:
                 self.refused[caller] = str(error)
             raise RefusedError(str(error)) from error
 
-    def _taken(self, letter: Letter) -> bytes:
-        machine, caller = self.machine, letter.sender
-        if letter.kind == ASKING:
-            return json.dumps(self._status()).encode()
-        self.heard += len(letter.content)
-        if letter.kind == CARRYING and letter.place >= machine.place:
-            self._unpack(letter.place, letter.content)
-            machine.take(caller, letter.place, letter.content)
-        self._told(caller, letter.sender_place)
-        self._said[caller] = machine.place
-        self.changed.notify_all()
-        return sealed(PLACE, machine.peer, self._run, machine.place, machine.place)
-
-    def _told(self, other: int, place: int) -> None:
-        if place < 0:
-            return  # it has begun to listen, and is nowhere yet
-        try:
-            self.machine.told(other, place)
-        except RunError as error:
-            self._fatal = error
-            raise
+    def _taken(self, caller: int, content: bytearray) -> bytes | bytearray:
+        said = self.mail.read(caller, content)
+        with self.changed:
+            self.heard += len(content)
+            answer = self.mail.take(caller, said)
+            self.refused.pop(caller, None)
+            self.changed.notify_all()
+        return self.mail.written(caller, answer)
 
     # --- what goes ---
 
     def _serve(self, peer: int) -> None:
-        """Take what is due to a neighbour, as long as there is something, and say where this peer is."""
+        """Take what is to be said to a neighbour, as long as there is something."""
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self._stopping or self._news(peer), self._retry)
+                self.changed.wait_for(lambda: self._stopping or self._has_news(peer), self._retry)
                 if self._stopping:
                     return
-                if not self._news(peer):
-                    continue
-                place, due = self.machine.place, self.machine.due(peer)
-            if self._bring(peer, place, due):
-                self._again[peer] = time.monotonic() + self._retry
+                calls = self.mail.news(peer, time.monotonic()) if self._has_news(peer) else []
+            for words in calls:
+                if not self._brought(peer, words):
+                    break
 
-    def _news(self, peer: int) -> bool:
-        """Return whether a neighbour does not know where this peer is, or has not used what it was sent a while ago."""
-        new = self.machine.place > self._said.get(peer, -1)
-        return new or (bool(self.machine.due(peer)) and time.monotonic() >= self._again.get(peer, 0.0))
+    def _has_news(self, peer: int) -> bool:
+        return self.mail.has_news(peer, time.monotonic())
 
-    def _bring(self, peer: int, place: int, due: list[tuple[int, bytes]]) -> bool:
+    def _brought(self, peer: int, words: Any) -> bool:
         """Call a neighbour; return whether it answered."""
-        machine = self.machine
-        letters = [sealed(CARRYING, machine.peer, self._run, at, place, content) for at, content in due]
+        call = self.mail.written(peer, words)
         try:
-            for letter in letters or [sealed(PLACE, machine.peer, self._run, place, place)]:
-                self._answered(peer, place, letter, self._links[peer].call(letter, self._patience))
-        except UnreachableError as error:
+            said = self.mail.read(peer, self._links[peer].call(call, self._patience))
             with self.changed:
-                self.trouble[peer] = str(error)
-                self.changed.wait_for(lambda: self._stopping, self._retry)
-            return False
-        except RunError as error:
-            with self.changed:
-                self._fatal = self._fatal or RunError(f"peer {peer} says: {error}")
+                self.sent += len(call)
+                self.trouble.pop(peer, None)
+                self.mail.answered(peer, words, said)
                 self.changed.notify_all()
+        except RunError as error:
+            self._failed(peer, error)
             return False
         return True
 
-    def _answered(self, peer: int, place: int, letter: bytes, answer: bytes) -> None:
-        its_place = Letter.opened(answer, self._run, peer).sender_place
+    def _failed(self, peer: int, error: RunError) -> None:
+        """Let the mail know, and wait a while before the next call."""
         with self.changed:
-            self.sent += len(letter)
-            self._said[peer] = max(place, self._said.get(peer, -1))
-            self.trouble.pop(peer, None)
-            self._told(peer, its_place)
+            self.trouble[peer] = str(error) if isinstance(error, UnreachableError) else f"peer {peer} says: {error}"
+            self.mail.failed(peer, error, time.monotonic())
             self.changed.notify_all()
+            self.changed.wait_for(lambda: self._stopping, self._retry)

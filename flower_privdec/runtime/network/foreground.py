@@ -16,8 +16,9 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.files import write_atomically
 from flower_privdec.runtime.network.certificates import credentials_of, files_of
 from flower_privdec.runtime.network.channel import Link, identity_at
+from flower_privdec.runtime.network.courier import ASKING
 from flower_privdec.runtime.network.identity import Credentials, identities_of
-from flower_privdec.runtime.network.letters import ASKING, RUN_BYTES, sealed
+from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
 from flower_privdec.scenario import Scenario
 from flower_privdec.words import epsilon_text, shown
@@ -55,7 +56,7 @@ def run_peer(
     device = PeerDevice(
         peer, folder, _credentials(scenario, peer, certificates), _addresses(scenario), data, insecure_seeds
     )
-    running = RunningPeer(scenario, device, resume)
+    running = running_peer(scenario, device, resume)
     signal.signal(signal.SIGTERM, lambda *_: running.stop())
     if with_parent:
         Thread(target=_stop_at_end, args=(running,), daemon=True).start()
@@ -141,11 +142,11 @@ def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
     credentials = Credentials.read(*paths, names[0] if names else f"peer-{peer}")
     link = Link(address, identity_at(address, credentials), credentials, MOST_SAID)
     try:
-        said = link.call(sealed(ASKING, peer, bytes(RUN_BYTES), -1, -1), ASK_SECONDS)
+        said = link.call(ASKING, ASK_SECONDS)
         status = json.loads(said)
         return json.dumps(status, indent=2) if as_json else _told(status)
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{address} answers {shown(said, 60)}, which is no status; is it another version?") from error
+        raise RunError(f"{address} answers {shown(bytes(said), 60)}, which is no status; another version?") from error
     finally:
         link.close()
 

@@ -37,22 +37,18 @@ class FrameKind(IntEnum):
     ACKNOWLEDGEMENT = 2
     SHARE = 3
     EXCHANGE = 4
-    MODEL_WANTED = 5
-    MODEL = 6
 
 
 @dataclass(frozen=True, eq=False)
 class RowMessage:
-    """Named rows from one peer to another: for an exchange, or a model, or the wish for one (without rows).
+    """Named rows from one peer to another, for an exchange.
 
     Attributes:
-        kind: EXCHANGE, MODEL or MODEL_WANTED.
         sender, receiver: peers.
         round_index, place: where in the run and in the algorithm's program.
         values: one row of each name.
     """
 
-    kind: FrameKind
     sender: int
     receiver: int
     round_index: int
@@ -98,8 +94,7 @@ def encode(message: Framed) -> bytes | bytearray:
     if isinstance(message, Acknowledgement):
         length = HEADER.size + ACKNOWLEDGEMENT.size
         return _header(message, FrameKind.ACKNOWLEDGEMENT, length) + ACKNOWLEDGEMENT.pack(message.share_life)
-    kind = FrameKind.SHARE if isinstance(message, FrozenShare) else message.kind
-    return _with_rows(message, kind)
+    return _with_rows(message, FrameKind.SHARE if isinstance(message, FrozenShare) else FrameKind.EXCHANGE)
 
 
 def _header(message: Framed, kind: FrameKind, length: int, rows: int = 0) -> bytes:
@@ -187,7 +182,7 @@ def decode(data: bytes | bytearray | memoryview, layout: Layout, cap: int | None
         return _only(_decoded_hello(header, view), view, header)
     if header.kind == FrameKind.ACKNOWLEDGEMENT:
         return _only(_decoded_acknowledgement(header, view), view, header)
-    return _decoded_rows(header, view, {} if header.kind == FrameKind.MODEL_WANTED else layout)
+    return _decoded_rows(header, view, layout)
 
 
 def _only(message: Framed, view: memoryview, header: FrameHeader) -> Framed:
@@ -245,7 +240,7 @@ def _decoded_rows(header: FrameHeader, view: memoryview, layout: Layout) -> Fram
         sides = (header.incarnation, header.addressed)
         message = FrozenShare(*ends, *sides, header.number, header.life, header.round_index, values)
     else:
-        message = RowMessage(kind, *ends, header.round_index, header.place, values)
+        message = RowMessage(*ends, header.round_index, header.place, values)
     if _header(message, kind, header.length, header.rows) != view[: HEADER.size]:
         raise _unused(header)
     return message

@@ -13,7 +13,7 @@ from random import Random, SystemRandom
 import torch
 
 from flower_privdec.runtime.network.assembling import Assembler
-from flower_privdec.runtime.network.frames import Framed, FrameKind, RowMessage, decode, encode
+from flower_privdec.runtime.network.frames import Framed, RowMessage, decode, encode
 from flower_privdec.runtime.network.share_protocol import VERSION, Acknowledgement, FrozenShare, Hello, RefusedError
 from flower_privdec.runtime.network.wire_rows import Layout, layout_of
 
@@ -26,14 +26,7 @@ def examples() -> list[Framed]:
     """Return a message of each kind."""
     hello = Hello(1, 2, bytes(range(32)), VERSION, 2**32, 77, 78, 79, True, 4, 2**32, 9, 77, 8, 6, 7, 55)
     share = FrozenShare(1, 2, 2**32, 2**33, 5, 77, 4, ROWS)
-    messages = [RowMessage(kind, 1, 2, 4, 1, ROWS) for kind in (FrameKind.EXCHANGE, FrameKind.MODEL)]
-    return [
-        hello,
-        share,
-        Acknowledgement(1, 2, 2**32, 2**33, 77, 5, 66),
-        *messages,
-        RowMessage(FrameKind.MODEL_WANTED, 1, 2, 4, 0, {}),
-    ]
+    return [hello, share, Acknowledgement(1, 2, 2**32, 2**33, 77, 5, 66), RowMessage(1, 2, 4, 1, ROWS)]
 
 
 def damaged(frame: bytes | bytearray, draw: Random) -> bytes:

@@ -17,10 +17,9 @@ from flower_privdec.errors import RunError
 from flower_privdec.words import shown
 
 MAGIC, VERSION = b"privdec\x00", 1
-CARRYING, PLACE, ASKING = 1, 2, 3
-KINDS = {CARRYING: "carrying", PLACE: "place", ASKING: "asking"}
+CARRYING, PLACE = 1, 2
+KINDS = {CARRYING: "carrying", PLACE: "place"}
 HEADER = struct.Struct("<8sHHIqq32sQ")
-RUN_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Letter:
     """One message.
 
     Attributes:
-        kind: of KINDS: carrying the rows of a place, saying a place, or asking how things are.
+        kind: of KINDS: carrying the rows of a place, or saying a place.
         sender: who wrote it.
         place: that the content is for.
         sender_place: where the sender is.
@@ -59,7 +58,7 @@ class Letter:
         _, version, kind, writer, place, sender_place, its_run, length = HEADER.unpack_from(letter)
         if version != VERSION:
             raise RunError(f"{who} has version {version} of the protocol, and here is {VERSION}; install one version")
-        if its_run != run and kind != ASKING:
+        if its_run != run:
             raise RunError(
                 f"{who} is of the scenario {its_run.hex()[:16]}, and here is {run.hex()[:16]}; give all peers one file"
             )

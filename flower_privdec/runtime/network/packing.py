@@ -1,4 +1,4 @@
-"""What has to be on disk together, as tensors and a few numbers, for a checkpoint."""
+"""What has to be on disk beside a peer's own rows, as tensors and a few numbers, for a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from flower_privdec.runtime.network.share_protocol import LAST, Durable, FrozenShare, PeerLink
 
 Facts = dict[str, Any]
-OWN, FROZEN = "mass.", "frozen."  # before the names of tensors
+FROZEN = "frozen."  # before the names of tensors
 COUNTERS = [each.name for each in fields(PeerLink) if each.name != "frozen"]
 OF_SHARE = ["incarnation", "addressed", "number", "life", "round_index"]
 
 
 def pack(durable: Durable[Tensor]) -> tuple[Facts, dict[str, Tensor]]:
-    """Return what JSON can hold and the tensors beside it; values that several shares have in common come once."""
-    tensors = {OWN + name: value for name, value in durable.mass.items()}
+    """Return all but the mass: what JSON can hold, and tensors; values that several shares have in common come once."""
+    tensors: dict[str, Tensor] = {}
     known: dict[int, int] = {}
     links = {}
     for neighbor, link in durable.links.items():
@@ -28,17 +28,19 @@ def pack(durable: Durable[Tensor]) -> tuple[Facts, dict[str, Tensor]]:
             tensors |= {f"{FROZEN}{place}.{name}": value for name, value in share.values.items()}
             facts["frozen"] = {name: getattr(share, name) for name in OF_SHARE} | {"values": place}
         links[str(neighbor)] = facts
-    own = {"incarnation": durable.incarnation, "round_index": durable.round_index, "names": list(durable.mass)}
+    own = {"incarnation": durable.incarnation, "round_index": durable.round_index}
     return own | {"links": links}, tensors
 
 
-def unpack(peer: int, facts: Facts, tensors: Mapping[str, Tensor]) -> Durable[Tensor]:
+def unpack(peer: int, facts: Facts, tensors: Mapping[str, Tensor], mass: Mapping[str, Tensor]) -> Durable[Tensor]:
     """Return what was packed, bit for bit.
+
+    Args:
+        mass: of the peer, in the order in which its parts are sent.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: it is not what `pack` returns, saying why.
     """
-    mass = {name: tensors[OWN + name] for name in facts["names"]}  # in the order in which they are sent
     links: dict[int, PeerLink[Tensor]] = {}
     shared: dict[int, dict[str, Tensor]] = {}
     for neighbor, link in facts["links"].items():

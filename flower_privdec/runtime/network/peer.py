@@ -1,15 +1,15 @@
-"""One peer of a network: its own data, its own ledger, its own folder, and letters to its neighbours."""
+"""One peer of a network: its own data, its own ledger, its own folder, and what it says to its neighbours."""
 
 from __future__ import annotations
 
 import json
 import secrets
-import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,23 +17,20 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.algorithms import Exchange, State, advance
-from flower_privdec.errors import RunError, ScenarioError, StoppedError
+from flower_privdec.errors import ScenarioError, StoppedError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.files import write_atomically
 from flower_privdec.runtime.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
 from flower_privdec.runtime.folder_lock import FolderLock
 from flower_privdec.runtime.network.certificates import identities
-from flower_privdec.runtime.network.courier import Courier
+from flower_privdec.runtime.network.courier import Courier, Mail
 from flower_privdec.runtime.network.identity import Credentials
-from flower_privdec.runtime.network.letters import HEADER, packed, unpacked
-from flower_privdec.runtime.network.lockstep import Lockstep
 from flower_privdec.runtime.network.timetable import Timetable
 from flower_privdec.runtime.recorder import evaluation_rounds
 from flower_privdec.runtime.spent import Spent, epsilons, json_number, ledger_folder
-from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
+from flower_privdec.scenario import Scenario, scenario_hash, to_yaml
 
 SECRET_BYTES = 32
-KEPT = 2  # checkpoints: what was sent at the place before may have to be sent again
 POLL = 0.2  # seconds between two looks at whether to stop
 OnRound = Callable[[dict[str, Any]], None]
 
@@ -59,7 +56,7 @@ class PeerDevice:
     insecure_seeds: bool = False
 
 
-class RunningPeer:
+class RunningPeer(ABC):
     """One peer of a run, from its beginning or its last checkpoint to the end of the rounds.
 
     Before it sends anything, what it will need to send it again is on its disk; so whatever ends its process, it goes
@@ -67,7 +64,12 @@ class RunningPeer:
 
     Privacy: noise and batches come from the operating system, and a step that is taken again after a crash is drawn,
     and paid for, anew. With insecure_seeds they follow from the scenario, and whoever has that can take the noise off.
+
+    Attributes:
+        generations: how many checkpoints are kept.
     """
+
+    generations: ClassVar[int]
 
     def __init__(self, scenario: Scenario, device: PeerDevice, resume: bool = False) -> None:
         """Read what is this peer's own; send nothing yet.
@@ -101,8 +103,7 @@ class RunningPeer:
             if last is not None and self.cohort.ledger is not None:
                 self.cohort.ledger.check_head(last.head)
             self.state = last.state if last else self.experiment.initial_state(self.cohort)
-            self._restored = [each.state for each in kept]
-            self._prepare(scenario)
+            self._prepare(scenario, kept)
         except BaseException:
             self._close_ledger()
             raise
@@ -111,16 +112,16 @@ class RunningPeer:
         if self.cohort.ledger is not None:
             self.cohort.ledger.close()
 
-    def _prepare(self, scenario: Scenario) -> None:
-        timetable, peer = self.timetable, self.device.peer
-        machine: Lockstep[bytes] = Lockstep(peer, lambda place: timetable.receivers(peer, place), timetable.places)
-        run = bytes.fromhex(numbers_hash(scenario))
-        self._like = {at: self._rows_of(exchange) for at, exchange in timetable.exchanges.items()}
+    def _prepare(self, scenario: Scenario, kept: list[Checkpoint]) -> None:
         network = scenario.network
-        self.courier = Courier(machine, run, self._check, self.status, network.retry, network.deadline / 2)
-        self._stopped, self._met = Event(), False
+        self.courier = Courier(self._mail(kept), self.status, network.retry, network.deadline / 2)
+        self._stopped = Event()
         if not (self.device.folder / "scenario.yaml").exists():
             write_atomically(self.device.folder / "scenario.yaml", to_yaml(scenario).encode())
+
+    @abstractmethod
+    def _mail(self, kept: list[Checkpoint]) -> Mail:
+        """Return what the courier is to carry, going on from the checkpoints kept, the older first."""
 
     # --- what is on disk ---
 
@@ -130,13 +131,13 @@ class RunningPeer:
             write_atomically(path, secrets.token_bytes(SECRET_BYTES), private=True)
         return path.read_bytes()
 
-    def _path(self, place: int) -> Path:
-        return self.device.folder / f"checkpoint-{place % KEPT}"
+    def _paths(self) -> list[Path]:
+        return [self.device.folder / f"checkpoint-{number}" for number in range(self.generations)]
 
     def _kept(self, resume: bool) -> list[Checkpoint]:
         """Return the checkpoints to go on from, the older first; none at the beginning of a run."""
         folder, experiment = self.device.folder, self.experiment
-        there = [path for path in (self._path(0), self._path(1)) if path.exists()]
+        there = [path for path in self._paths() if path.exists()]
         if there and not resume:
             raise ScenarioError(f"{folder} already holds a run; give --resume to go on with it, or another --out")
         if resume and not there:
@@ -147,14 +148,20 @@ class RunningPeer:
             check_state(path, each.state, experiment.own.peers, scenario.rounds)
         return sorted(kept, key=lambda each: each.transport["place"])
 
-    def _commit(self, place: int) -> None:
-        """Put the state on disk, from which what is sent at this place can be made again."""
-        ledger = self.cohort.ledger
-        facts = {"place": place, "paid": 0 if ledger is None else ledger.paid}
-        head, hashed = None if ledger is None else ledger.head, scenario_hash(self.experiment.scenario)
-        save_checkpoint(
-            self._path(place), Checkpoint(self.state, hashed, self.experiment.own.run, head=head, transport=facts)
-        )
+    def _save(
+        self, place: int, state: State, transport: Mapping[str, Any], carried: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Put a state on disk, with what belongs to it, in the place of the oldest.
+
+        Args:
+            place: a number that grows.
+            transport, carried: see Checkpoint.
+        """
+        ledger, experiment = self.cohort.ledger, self.experiment
+        facts = {**transport, "place": place, "paid": 0 if ledger is None else ledger.paid}
+        hashed, head = scenario_hash(experiment.scenario), None if ledger is None else ledger.head
+        found = Checkpoint(state, hashed, experiment.own.run, head=head, transport=facts, carried=carried or {})
+        save_checkpoint(self._paths()[place % self.generations], found)
 
     # --- a run ---
 
@@ -162,11 +169,9 @@ class RunningPeer:
         """Listen and begin to call; return the port that is listened on."""
         names, peer = identities(self.experiment.scenario), self.device.peer
         others = {each: self.device.addresses[each] for each in self.timetable.neighbours(peer)}
-        cap = HEADER.size + max(sum(row.nbytes for row in like.values()) for like in self._like.values())
         members = {name: number for number, name in enumerate(names)}
-        for state in self._restored:
-            self._arrive(state, self._place_of(state))
-        return self.courier.open(self.device.addresses[peer], self.device.credentials, members, others, cap)
+        self._begin()
+        return self.courier.open(self.device.addresses[peer], self.device.credentials, members, others, self._cap())
 
     def run(self, on_round: OnRound | None = None) -> None:
         """Take part until the rounds are done and the neighbours have what they need.
@@ -175,12 +180,15 @@ class RunningPeer:
             on_round: called after every round with `status`.
 
         Raises:
-            RunError: a neighbour was not heard for the scenario's deadline, or what it said cannot be.
+            RunError: the run cannot go on, as the neighbours are.
             StoppedError: `stop` was called; the state is on disk.
         """
         rounds, algorithm = self.experiment.scenario.rounds, self.experiment.algorithm
         looked = set(evaluation_rounds(rounds, self.experiment.scenario.evaluation.every))
+        self._meet()
         while self.state.round_index < rounds:
+            if self.state.at == 0:
+                self._before(self.state.round_index)
             exchange = advance(algorithm, self.cohort, self.state)
             if exchange is not None:
                 self._exchange(exchange)
@@ -191,72 +199,37 @@ class RunningPeer:
                 on_round(self.status())
         self._leave()
 
-    def _place_of(self, state: State) -> int:
-        if state.round_index >= self.experiment.scenario.rounds:
-            return self.timetable.places
-        return self.timetable.place(state.round_index, state.at)
+    @abstractmethod
+    def _begin(self) -> None:
+        """Make ready what is said first, before anybody calls."""
 
+    @abstractmethod
+    def _cap(self) -> int:
+        """Return the bytes that a call has at most."""
+
+    @abstractmethod
+    def _meet(self) -> None:
+        """Wait for the neighbours, before the first step."""
+
+    @abstractmethod
+    def _before(self, round_index: int) -> None:
+        """Make sure that a round's steps can be taken."""
+
+    @abstractmethod
     def _exchange(self, exchange: Exchange) -> None:
-        place = self._place_of(self.state)
-        self._commit(place)
-        self._arrive(self.state, place)
-        machine = self.courier.machine
-        self._await(lambda: not machine.missing() and not machine.behind(place - 1))
-        like, mixing = self._like[self.state.at], self.experiment.mixing
-        assert mixing is not None
-        messages = {
-            (sender, self.device.peer): unpacked(content, like, f"what peer {sender} sent")
-            for sender, content in machine.received().items()
-        }
-        exchange.incoming(self.state, mixing, messages).apply_(self.state)
+        """Perform an exchange, with its place in the program."""
 
-    def _arrive(self, state: State, place: int) -> None:
-        """Let the courier know that a state is on disk, and what is to be sent from it."""
-        peer, outgoing = self.device.peer, {}
-        if place < self.timetable.places:
-            mixing = self.experiment.mixing
-            assert mixing is not None
-            sent = self.timetable.exchange(place).outgoing(state, mixing)
-            known: dict[int, bytes] = {}
-            for (_, receiver), payload in sent.items():
-                outgoing[receiver] = known.setdefault(id(payload), packed(payload))
-        with self.courier.changed:
-            self.courier.machine.arrive(place, outgoing, self.timetable.senders(peer, place))
-            self.courier.changed.notify_all()
+    @abstractmethod
+    def _leave(self) -> None:
+        """Give the neighbours what they need, after the last round."""
 
-    def _await(self, ready: Callable[[], bool]) -> None:
-        """Wait for the neighbours; for the first of them as long as it takes them to start."""
-        network = self.experiment.scenario.network
-        patience = network.deadline if self._met else max(network.deadline, network.start)
-        until = time.monotonic() + patience
-        while not self._stopped.is_set() and not self.courier.wait(ready, POLL):
-            if time.monotonic() > until:
-                raise RunError(self._silence(patience))
+    @abstractmethod
+    def _is_over(self, neighbor: int) -> bool:
+        """Return whether a neighbour is done, and nothing is left to say to it."""
+
+    def _check_stopped(self) -> None:
         if self._stopped.is_set():
             raise StoppedError(f"the same command with --resume goes on from {self.device.folder}")
-        self._met = True
-
-    def _silence(self, seconds: float) -> str:
-        machine = self.courier.machine
-        silent = sorted(machine.missing() | machine.behind(machine.place - 1))
-        why = "; ".join(self.courier.why(peer) for peer in silent)
-        return (
-            f"round {self.state.round_index}: nothing was heard of peers {silent} for {seconds:g} s ({why}); all is on "
-            f"disk: mend that, then run the same command with --resume, or raise network.deadline"
-        )
-
-    def _leave(self) -> None:
-        """Come to the last place, and stay until all neighbours are there too: one that died may come back and need it.
-
-        Those that are gone are waited for as long as in any round, and no longer.
-        """
-        last, deadline = self.timetable.places, self.experiment.scenario.network.deadline
-        self._commit(last)
-        self._arrive(self.state, last)
-        until = time.monotonic() + deadline
-        while not self._stopped.is_set() and time.monotonic() < until:
-            if self.courier.wait(self.courier.over, POLL):
-                return
 
     def stop(self) -> None:
         """End the run at the next wait, with its state on disk."""
@@ -272,10 +245,6 @@ class RunningPeer:
 
     def _rows_of(self, exchange: Exchange) -> dict[str, Tensor]:
         return {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
-
-    def _check(self, place: int, content: bytes) -> None:
-        """Refuse rows that the exchange of a place does not have."""
-        unpacked(content, self._like[self.timetable.at(place)], "it")
 
     def _look(self) -> None:
         """Hand in the rows that others may see, and what was spent: to whoever may read this peer's folder."""
@@ -298,7 +267,7 @@ class RunningPeer:
             "rounds": scenario.rounds,
             "epsilon": json_number(self._epsilon()),
             "budget": budget[self.device.peer] if isinstance(budget, tuple) else budget,
-            "down": {str(peer): why for peer, why in sorted(self.courier.trouble.items())},
+            "down": {str(peer): why for peer, why in sorted(self.courier.trouble.items()) if not self._is_over(peer)},
             **self._traffic(),
             "noise": noise_said(self.device.insecure_seeds),
         }

@@ -119,6 +119,11 @@ class Shares(Neighbors[V]):
         for forgotten in (self._held, self._open, self._owed):
             forgotten.clear()
 
+    @property
+    def round_index(self) -> int:
+        """Return the round that is on disk."""
+        return 0 if self._durable is None else self._durable.round_index
+
     # What leaves, and when.
 
     def is_ready(self, neighbor: int) -> bool:

@@ -56,6 +56,11 @@ class Timetable:
         """Return who sends to a peer at a place."""
         return self._others(peer, place, 1)
 
+    def column(self, peer: int, round_index: int) -> dict[int, float]:
+        """Return the weights that a peer's row has at others in a round, W[j, peer] by j."""
+        terms = self._mixing.matrix(round_index).terms()
+        return {receiver: weight for sender, receiver, weight in terms if sender == peer != receiver}
+
     def neighbours(self, peer: int) -> list[int]:
         """Return whom a peer may ever send to, or hear."""
         edges = self._mixing.topology.support()

@@ -1,0 +1,277 @@
+"""What peers that go on without each other say: hellos, shares that count once, and rows of which the newest counts.
+
+A call holds one frame or several. A hello is said until a neighbour is open, and then now and again, which also tells
+it how far this peer is. Shares and acknowledgements are said once they follow from what is on disk, and a share again
+where the neighbour says that it has not come. Rows of an exchange are replaced by newer ones as long as they have not
+been taken away: a slow neighbour gets the newest alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from flower_privdec.errors import RunError
+from flower_privdec.runtime.network.frames import (
+    Framed,
+    FrameHeader,
+    FrameKind,
+    RowMessage,
+    decode,
+    encode,
+    read_header,
+)
+from flower_privdec.runtime.network.share_protocol import (
+    Acknowledgement,
+    FrozenShare,
+    Hello,
+    RefusedError,
+    RolledBackError,
+)
+from flower_privdec.runtime.network.shares import Shares
+from flower_privdec.runtime.network.wire_rows import Layout, frame_size
+
+Words = list[Framed]
+SMALL, MANY = 256, 16  # the bytes of a frame without rows, at most, and how many of them are in a call, at most
+
+
+@dataclass
+class Outgoing:
+    """What is on its way to one neighbour.
+
+    Attributes:
+        hello_at: when the next hello is due.
+        words: hellos that answer its own.
+        taken: acknowledgements.
+        share: the last that it was brought.
+        rows: by place in the program, those that it was not brought yet.
+    """
+
+    hello_at: float = 0.0
+    words: list[Hello] = field(default_factory=list)
+    taken: list[Acknowledgement] = field(default_factory=list)
+    share: FrozenShare[Tensor] | None = None
+    rows: dict[int, RowMessage] = field(default_factory=dict)
+
+
+class AsynchronousMail:
+    """The mail of a peer that nobody waits for.
+
+    Attributes:
+        machine: its shares; without any mass where no push-sum is done, and then for its hellos alone.
+        fatal: see Mail.
+        rounds: how far each neighbour said it is: the round whose shares or rows it sends next.
+        fresh: whether this peer has nothing of the run yet; then it joins late where a neighbour is under way.
+        joins: whether it does.
+        places: round and place in the program of the last rows of each neighbour, but for answers.
+        rolled_back: why this peer has to begin anew, until it does.
+        cap: bytes of a call at most.
+    """
+
+    def __init__(
+        self,
+        machine: Shares[Tensor],
+        neighbors: Iterable[int],
+        shares: Layout,
+        exchanges: Mapping[int, Layout],
+        answers: Collection[int],
+        retry: float,
+    ) -> None:
+        """Begin without a word.
+
+        Args:
+            neighbors: of the peer.
+            shares: the rows of a share; none where there are no shares.
+            exchanges: the rows of the exchange at each place of the program that has no shares.
+            answers: at which of these places somebody is answered, whose round the rows are then for.
+            retry: seconds between two hellos.
+        """
+        self.machine, self._shares, self._exchanges, self._answers = machine, shares, exchanges, answers
+        self._retry = retry
+        self.fatal: RunError | None = None
+        self.rounds: dict[int, int] = {}
+        self.fresh = self.joins = False
+        self.places: dict[int, tuple[int, int]] = {}
+        self.rolled_back: str | None = None
+        self._out = {neighbor: Outgoing() for neighbor in neighbors}
+        self._told: dict[int, int] = {}  # the round that each neighbour has heard of
+        self._rows: dict[int, dict[int, RowMessage]] = {at: {} for at in exchanges}
+        sizes = [frame_size(layout) for layout in (shares, *exchanges.values())]
+        self._frame_cap = max(*sizes, SMALL)
+        self.cap = sum(sizes) + MANY * SMALL
+
+    @property
+    def out(self) -> Mapping[int, Outgoing]:
+        """Return what is on its way to each neighbour."""
+        return self._out
+
+    # --- what the peer asks of it ---
+
+    def committed(self, wanted: Collection[int]) -> None:
+        """Say what follows from a commit.
+
+        Args:
+            wanted: neighbours that may wait for a share of this round: who gets none is told the round.
+        """
+        for word in self.machine.acknowledgements():
+            self._out[word.receiver].taken.append(word)
+        due = {share.receiver for share in self.machine.shares_to_send()}
+        for neighbor in set(wanted) - due:
+            self._out[neighbor].hello_at = 0.0
+
+    def post(self, at: int, round_index: int, rows: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """Have rows of an exchange taken to neighbours.
+
+        Args:
+            at: its place in the program.
+            round_index: the round that they are for.
+            rows: by neighbour.
+        """
+        for neighbor, values in rows.items():
+            message = RowMessage(self.machine.peer, neighbor, round_index, at, values)
+            self._out[neighbor].rows[at] = message
+
+    def has_rows(self, at: int, neighbor: int, round_index: int) -> bool:
+        """Return whether rows of an exchange have come from a neighbour, of a round or a later one."""
+        message = self._rows[at].get(neighbor)
+        return message is not None and message.round_index >= round_index
+
+    def senders(self, at: int) -> set[int]:
+        """Return whose rows of an exchange have come and were not collected."""
+        return set(self._rows.get(at, ()))
+
+    def collect(self, at: int, senders: Collection[int]) -> dict[int, RowMessage]:
+        """Return the newest rows of an exchange from each of some neighbours, and forget them."""
+        return {neighbor: self._rows[at].pop(neighbor) for neighbor in sorted(senders) if neighbor in self._rows[at]}
+
+    def is_told(self, neighbor: int, round_index: int) -> bool:
+        """Return whether nothing is left to say to a neighbour, which knows of a round."""
+        out = self._out[neighbor]
+        return not (out.words or out.taken) and self._told.get(neighbor, -1) >= round_index
+
+    # --- what the courier asks of it ---
+
+    def read(self, caller: int, content: bytearray) -> Words:
+        """See Mail."""
+        found: Words = []
+        view = memoryview(content)
+        while len(view):
+            header = read_header(view, self._frame_cap)
+            if (header.sender, header.receiver) != (caller, self.machine.peer):
+                raise RefusedError(
+                    f"peer {caller} brought a frame from peer {header.sender} to {header.receiver}, and this is peer "
+                    f"{self.machine.peer}; a peer speaks for itself alone"
+                )
+            found.append(decode(view[: header.length], self._layout(header), self._frame_cap))
+            view = view[header.length :]
+        return found
+
+    def _layout(self, header: FrameHeader) -> Layout:
+        if header.kind in (FrameKind.HELLO, FrameKind.ACKNOWLEDGEMENT):
+            return {}
+        if header.kind == FrameKind.SHARE and self._shares:
+            return self._shares
+        if header.kind == FrameKind.EXCHANGE and header.place in self._exchanges:
+            return self._exchanges[header.place]
+        raise RefusedError(
+            f"a frame of peer {header.sender} of kind {header.kind}, for place {header.place} of the program, is none "
+            "that this algorithm has; all peers must run one scenario"
+        )
+
+    def take(self, caller: int, said: Words) -> Words:
+        """See Mail; hellos are answered at once."""
+        answers = [self._heard(caller, message) for message in said]
+        return [answer for answer in answers if answer is not None]
+
+    def _heard(self, caller: int, message: Framed) -> Hello | None:
+        if isinstance(message, Hello):
+            return self._greeted(message)
+        if isinstance(message, Acknowledgement):
+            self.machine.acknowledge(message)
+            return None
+        if isinstance(message, FrozenShare):
+            self.machine.receive(message)
+            self.rounds[caller] = message.round_index + 1
+        elif self.machine.is_open(caller):
+            self._rows[message.place][caller] = message
+            if message.place not in self._answers:
+                self.rounds[caller] = message.round_index
+                self.places[caller] = message.round_index, message.place
+        else:
+            raise RefusedError(f"peer {caller} must greet peer {self.machine.peer} first, which has started since")
+        return None
+
+    def _greeted(self, hello: Hello) -> Hello | None:
+        neighbor, out = hello.sender, self._out.get(hello.sender)
+        if self.fresh and hello.round_index > 0 and not hello.knows:  # it began without having met this peer
+            self.fresh, self.joins = False, True
+            if self.machine.mass:  # which has to come with the shares of others
+                self.rolled_back = f"peer {neighbor} is in round {hello.round_index} already"
+        if self.rolled_back is not None:
+            return None
+        try:
+            answer = self.machine.receive_hello(hello)
+        except RolledBackError as error:
+            self.rolled_back = str(error)
+            return None
+        assert out is not None  # the machine has refused whom it does not know
+        self.rounds[neighbor] = hello.round_index
+        if out.share is not None and out.share.number > hello.seen:
+            out.share = None  # it did not come
+        return answer
+
+    def has_news(self, neighbor: int, now: float) -> bool:
+        """See Mail."""
+        out = self._out[neighbor]
+        if self.rolled_back is not None:
+            return False
+        if now >= out.hello_at or out.words:
+            return True
+        return self.machine.is_open(neighbor) and bool(out.taken or out.rows or self._share(neighbor))
+
+    def _share(self, neighbor: int) -> FrozenShare[Tensor] | None:
+        """Return the share that is to be brought to a neighbour."""
+        brought = self._out[neighbor].share
+        for share in self.machine.shares_to_send():
+            if share.receiver == neighbor and share is not brought:
+                return share
+        return None
+
+    def news(self, neighbor: int, now: float) -> list[Words]:
+        """See Mail: one call with everything, hellos first, for without them the rest may be refused."""
+        out = self._out[neighbor]
+        found: Words = [*out.words, *([self.machine.hello(neighbor)] if now >= out.hello_at else [])]
+        if self.machine.is_open(neighbor):
+            share = self._share(neighbor)
+            found += [*out.taken, *([share] if share is not None else []), *out.rows.values()]
+        out.hello_at = now + self._retry
+        return [found] if found else []
+
+    def written(self, neighbor: int, words: Words) -> bytes | bytearray:
+        """See Mail."""
+        frames = [encode(message) for message in words]
+        return frames[0] if len(frames) == 1 else b"".join(frames)
+
+    def answered(self, neighbor: int, words: Words, said: Words) -> None:
+        """See Mail."""
+        out = self._out[neighbor]
+        for message in words:
+            if isinstance(message, FrozenShare):
+                out.share = message
+            elif isinstance(message, Hello):
+                self._told[neighbor] = message.round_index
+            elif isinstance(message, RowMessage) and out.rows.get(message.place) is message:
+                del out.rows[message.place]
+        out.words = [word for word in out.words if word not in words]
+        out.taken = [word for word in out.taken if word not in words]
+        out.words += self.take(neighbor, said)  # type: ignore[arg-type]
+
+    def failed(self, neighbor: int, error: RunError, now: float) -> None:
+        """See Mail: it has to be greeted anew, and what was lost with the call is said by the counters of a hello."""
+        out = self._out[neighbor]
+        self.machine.close(neighbor)
+        out.words.clear()
+        out.taken.clear()
+        out.share, out.hello_at = None, now + self._retry

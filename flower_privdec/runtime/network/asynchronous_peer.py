@@ -1,0 +1,194 @@
+"""A peer that goes on without those who do not come: a slow or lost neighbour costs its own edges alone.
+
+Push-sum algorithms send shares that are added exactly once (`shares`), whatever is lost, repeated or killed. All others
+send rows, of which a neighbour uses the newest it has, once; the weight of who was not heard in time returns to the
+peer itself for that round (`PartlyHeard`). Whom to wait for, and how long, is `Punctuality`'s to say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+from typing import Any
+
+from flower_privdec.algorithms import Exchange, Mix, Reply, State
+from flower_privdec.runtime.network.membership import Membership
+from flower_privdec.runtime.network.peer import POLL
+
+LEAST_WEIGHT = 0.1  # a peer with less sends nothing until it is sent something: steps at x / w grow as w falls
+
+
+class AsynchronousPeer(Membership):
+    """One peer of a run in which nobody waits for those who do not come; see RunningPeer."""
+
+    # --- exchanges ---
+
+    def _await(self, wanted: Collection[int], has_come: Callable[[int], bool]) -> None:
+        """Wait for those of some neighbours who are punctual, as long as that pays."""
+
+        def all_came() -> bool:
+            missing = {j for j in wanted if not has_come(j)}
+            if len(missing) < len(wanted):
+                self._pace.came(time.monotonic())
+            return not any(self.machine.is_open(j) and self._pace.is_awaited(j) for j in missing)
+
+        self._wait(all_came, self._pace.patience)
+
+    def _note(self, wanted: Collection[int], has_come: Callable[[int], bool]) -> None:
+        """Remember who of those wanted in an exchange had come."""
+        if wanted:
+            there = {neighbor for neighbor in wanted if has_come(neighbor)}
+            self._pace.end(time.monotonic(), there, set(wanted) - there)
+
+    def _exchange(self, exchange: Exchange) -> None:
+        resumed, self._resumed = self._resumed, False
+        if self._whole.sends_shares:
+            self._push(self.state.round_index, resumed)
+            self.state.at, self.state.waiting = self.state.at + 1, False
+            self._settle()
+        else:
+            self._gossip(exchange, self.state, resumed)
+
+    def _push(self, round_index: int, resumed: bool) -> None:
+        """Send shares, commit, and add those that come."""
+        if not self._due(round_index):
+            self._absorb()
+            return
+        self._pace.begin(time.monotonic())
+        outgoing = self.timetable.column(self.device.peer, round_index)
+        incoming = self.timetable.senders(self.device.peer, self.timetable.place(round_index, self.state.at))
+        if not resumed:
+            self._make_ready(outgoing)
+            self._split(round_index, outgoing)
+            self._commit(round_index + 1, outgoing)
+        self._await(incoming, lambda j: self._is_through(j, round_index))
+        self._note(incoming, lambda j: self._is_through(j, round_index))
+        self._absorb()
+
+    def _make_ready(self, receivers: Collection[int]) -> None:
+        """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way."""
+        while True:
+            self._await(receivers, lambda j: self.machine.is_ready(j) or j in self.machine.waiting_rounds())
+            if all(self.machine.is_ready(j) for j in receivers) or not self.machine.waiting_rounds():
+                return
+            self._absorb()
+            self._commit(self.state.round_index)
+
+    def _split(self, round_index: int, weights: dict[int, float]) -> None:
+        with self.courier.changed:
+            weight = self.machine.mass.get("w")
+            self.machine.split(round_index, weights if weight is None or float(weight) > LEAST_WEIGHT else {})
+
+    def _is_through(self, neighbor: int, round_index: int) -> bool:
+        """Return whether a neighbour's share has come, or it sends none in this round."""
+        return neighbor in self.machine.waiting_rounds() or self.mail.rounds.get(neighbor, 0) > round_index
+
+    def _settle(self) -> None:
+        """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""
+        following = self.state.round_index + 1
+        if following < self.experiment.scenario.rounds and self._due(following):
+            senders = self.timetable.senders(self.device.peer, self.timetable.place(following, self.state.at - 1))
+            if self.machine.uncommitted() & senders:
+                self._commit(following)
+
+    def _gossip(self, exchange: Exchange, state: State, resumed: bool) -> None:
+        """Send rows, and go on with those that have come."""
+        k, at = state.round_index, state.at
+        self._pace.begin(time.monotonic())
+        sent = exchange.outgoing(state, self._whole)
+        if self._due(k) and not resumed:
+            self._commit(k)
+        self._post(at, k, {receiver: rows for (_, receiver), rows in sent.items()})
+        wanted = self.timetable.senders(self.device.peer, self.timetable.place(k, at))
+
+        def has_come(neighbor: int) -> bool:
+            return self.mail.has_rows(at, neighbor, k)
+
+        self._await(wanted, lambda j: has_come(j) or self.mail.places.get(j, (0, 0)) > (k, at))
+        self._note(wanted, has_come)
+        self._mix(exchange, state, wanted)
+
+    def _post(self, at: int, round_index: int, rows: dict[int, Any]) -> None:
+        with self.courier.changed:
+            for neighbor, values in rows.items():
+                self.mail.post(at, self._asked[neighbor] if self._answers(at) else round_index, {neighbor: values})
+            self.courier.changed.notify_all()
+
+    def _mix(self, exchange: Exchange, state: State, wanted: Collection[int]) -> None:
+        """Perform an exchange with the rows that have come."""
+        with self.courier.changed:
+            found = self.mail.collect(state.at, wanted)
+        if isinstance(exchange, Reply):  # an answer is to what was asked in this round
+            found = {j: message for j, message in found.items() if message.round_index == state.round_index}
+        else:
+            self._asked.update({j: message.round_index for j, message in found.items()})
+        self._partly.hear(found)
+        peer = self.device.peer
+        messages = {(j, peer): self._on_device(message.values) for j, message in found.items()}
+        exchange.incoming(state, self._partly, messages).apply_(state)
+
+    # --- the end ---
+
+    def _leave(self) -> None:
+        """Relay for those who are not done, and stay until everybody who can be reached knows all that it needs.
+
+        Who cannot be reached is waited for as long as a deadline, and no longer.
+        """
+        rounds, network = self.experiment.scenario.rounds, self.experiment.scenario.network
+        self._resumed = False
+        self._commit(rounds, self._neighbors)
+        lost = time.monotonic()
+        while not self._stopped.is_set():
+            waiting = [j for j in self._neighbors if not self._is_over(j)]
+            if any(self.machine.is_open(j) for j in waiting):
+                lost = time.monotonic()
+            if not waiting or time.monotonic() - lost > network.deadline:
+                break
+            if self._relay(rounds):
+                continue
+            with self.courier.changed:
+                self.courier.changed.wait(POLL)
+
+    def _is_over(self, neighbor: int) -> bool:
+        """Return whether a neighbour is done, and has all that this peer owes it or has left."""
+        rounds = self.experiment.scenario.rounds
+        if self.mail.rounds.get(neighbor, -1) < rounds:
+            return False
+        frozen = {share.receiver for share in self.machine.shares_to_send()}
+        told = self.mail.is_told(neighbor, rounds) and neighbor not in frozen
+        return told or not self.machine.is_open(neighbor)
+
+    def _relay(self, rounds: int) -> bool:
+        """Take part in the mixing of those who are not done, without a step; return whether there was something."""
+        if self.mail.rolled_back is not None:
+            self._begin_anew()
+        if self._whole.sends_shares:
+            return self._relay_shares(rounds)
+        done = False
+        for at, exchange in self.timetable.exchanges.items():
+            behind = self._behind(self.mail.senders(at))
+            if behind and isinstance(exchange, Mix):
+                state = replace(self.state, round_index=min(self.mail.rounds[j] for j in behind), at=at)
+                sent = exchange.outgoing(state, self._whole)
+                self._post(at, rounds, {j: rows for (_, j), rows in sent.items() if j in behind})
+                self._mix(exchange, state, self.mail.senders(at))
+                self.state.rows = state.rows
+                done = True
+        return done
+
+    def _behind(self, neighbors: Iterable[int]) -> list[int]:
+        """Return which of some neighbours are not done."""
+        return [j for j in neighbors if self.mail.rounds.get(j, 0) < self.experiment.scenario.rounds]
+
+    def _relay_shares(self, rounds: int) -> bool:
+        waiting = self.machine.waiting_rounds()
+        if not waiting:
+            return False
+        behind = self._behind(waiting)
+        self._absorb()
+        if behind:
+            column = self.timetable.column(self.device.peer, min(waiting[j] for j in behind))
+            self._split(rounds, {j: column[j] for j in self._behind(column)})
+        self._commit(rounds, self._neighbors)
+        return True

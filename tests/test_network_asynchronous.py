@@ -1,0 +1,302 @@
+"""Peers that go on without each other: what holds whatever is lost, slow, killed, put back or cut off."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from networked import devices, finish
+from test_network import TOGETHER, Killed, Tiny
+from variants import settings_for
+
+from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.errors import StoppedError
+from flower_privdec.experiment import Experiment
+from flower_privdec.privacy.ledger_format import read_chain
+from flower_privdec.runtime.network.channel import Link, UnreachableError
+from flower_privdec.runtime.network.durable_mass import mass_on_disk
+from flower_privdec.runtime.network.modes import running_peer
+from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
+from flower_privdec.runtime.network.share_protocol import FIRST
+from flower_privdec.scenario import Scenario
+
+QUICK = "network={retry: 0.1, start: 20.0, deadline: 2.0}"
+HASTY = "network={retry: 0.1, start: 20.0, deadline: 0.5}"
+STILL = (
+    "algorithm={name: sgp, learning_rate: 1.0e-12}"  # whose steps move next to nothing, so that Σ x stays what it was
+)
+FOLDERS = [f"peer-{peer}" for peer in range(4)]
+
+
+def run_all(peers: list[RunningPeer]) -> list[dict[str, torch.Tensor]]:
+    with ThreadPoolExecutor(len(peers)) as pool:
+        return list(pool.map(finish, peers))
+
+
+def check_mass(folder: Path, start: torch.Tensor) -> None:
+    found = mass_on_disk([folder / name for name in FOLDERS])
+    torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found["x"], 4 * start, rtol=0, atol=1e-9)
+
+
+def initial(scenario: Scenario) -> torch.Tensor:
+    return Experiment.build(scenario).initial
+
+
+@pytest.mark.parametrize("variant", TOGETHER, ids=" ".join)
+def test_every_algorithm_ends_with_finite_models_and_what_it_has_paid_for(
+    variant: list[str], tiny: Tiny, tmp_path: Path
+) -> None:
+    scenario = tiny(*settings_for(*variant), "rounds=3", QUICK)
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, insecure_seeds=False)]
+    algorithm = peers[0].experiment.algorithm
+    for rows in run_all(peers):
+        assert bool(algorithm.debiased(rows).isfinite().all())
+    for peer in peers:
+        assert peer.state.round_index == 3
+        planned = peer.experiment.own.protection
+        if peer.cohort.ledger is not None and planned is not None:
+            assert peer.status()["epsilon"] == pytest.approx(planned.epsilons(3)[0])
+    if "w" in peers[0].state.rows and scenario.rounds > 1:
+        total = mass_on_disk([device.device.folder for device in peers])["w"]
+        assert float(total) == pytest.approx(float(initial_weight(peers)), rel=1e-12)
+
+
+def initial_weight(peers: list[RunningPeer]) -> torch.Tensor:
+    return torch.stack([peer.experiment.initial_state(peer.cohort).rows["w"].double().sum() for peer in peers]).sum()
+
+
+# --- killed, gone, late, put back ---
+
+
+POINTS = {  # before and after everything that is put on disk, sent or used
+    "before a commit": ("_save", "before"),
+    "after a commit, before it says so": ("_save", "after"),
+    "after a commit": ("_commit", "after"),
+    "after it took its shares from itself": ("_split", "after"),
+    "before it adds what came": ("_absorb", "before"),
+    "after it added what came": ("_absorb", "after"),
+    "before it hands in": ("_look", "before"),
+    "at the end": ("_leave", "before"),
+    "in the last commit": ("_is_over", "before"),
+}
+
+
+def mortal(peer: RunningPeer, point: str, moment: int) -> None:
+    """Make a peer die at a point, when it comes there for the so many-th time."""
+    name, when = POINTS[point]
+    method, left = getattr(peer, name), [moment]
+
+    def dying(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and when == "before":
+            raise Killed
+        found = method(*arguments)
+        if left[0] == 0:
+            raise Killed
+        return found
+
+    setattr(peer, name, dying)
+
+
+def again(scenario: Scenario, device: PeerDevice) -> RunningPeer:
+    return running_peer(scenario, device, resume=(device.folder / "checkpoint-0").exists())
+
+
+@contextmanager
+def running(peers: list[RunningPeer]) -> Iterator[list[Future[Any]]]:
+    with ThreadPoolExecutor(len(peers)) as pool:
+        yield [pool.submit(finish, peer) for peer in peers]
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
+    point: str, moment: int, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, release = [], Cohort.release_rows_
+
+    def counting(cohort: Cohort, *arguments: Any, **options: Any) -> None:
+        taken.append(int(cohort.peers[0]))
+        release(cohort, *arguments, **options)
+
+    monkeypatch.setattr(Cohort, "release_rows_", counting)
+    graph = "topology.name=ring" if moment == 2 else "topology.name=directed-exponential"
+    scenario = tiny(graph, "rounds=6", QUICK, "algorithm.learning_rate=1.0e-12", "evaluation.every=2")
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], point, 1 if point == "at the end" else moment)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(60)
+        finish(again(scenario, theirs[1]))
+        for peer in (0, 2, 3):
+            futures[peer].result(60)
+    check_mass(tmp_path, initial(scenario))
+    for peer in range(4):
+        (ledger,) = (tmp_path / f"peer-{peer}" / "ledger").glob("*.jsonl")
+        paid = sum(payment.to_step - payment.from_step for payment in read_chain(ledger)[1])
+        assert paid == taken.count(peer) >= 6, f"peer {peer}"
+
+
+@pytest.mark.parametrize("name", ["privsgp", "d-psgd", "pdsl", "dp-dda"])
+def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    setting = "algorithm={name: dp-dda}" if name == "dp-dda" else f"algorithm.name={name}"
+    scenario = tiny(*settings_for(setting), "topology.name=complete", "rounds=8", HASTY)
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
+    dying, left = peers[3]._exchange, [3]
+
+    def exchange(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+        dying(*arguments)
+
+    peers[3]._exchange = exchange  # type: ignore[method-assign]
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[3].result(60)
+        for peer in (0, 1, 2):
+            futures[peer].result(60)
+    for peer in peers[:3]:
+        assert peer.state.round_index == 8
+        assert bool(peer.state.rows["x"].isfinite().all())
+        assert set(peer.status()["down"]) <= {"3"}
+
+
+def test_who_joins_late_brings_no_mass_and_takes_over_a_neighbours_model(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(STILL, "topology.name=complete", "rounds=60", "network={retry: 0.1, start: 0.3, deadline: 2.0}")
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    start = peers[0].state.rows["x"][0].clone()
+    peers[3].state.rows["x"] += 5.0  # what it would begin with
+    with running(peers[:3]) as futures:
+        while peers[0].state.round_index < 2:
+            time.sleep(0.01)
+        last = finish(peers[3])
+        for future in futures:
+            future.result(60)
+    assert peers[3].machine.incarnation > FIRST
+    assert float(last["w"]) > 0
+    torch.testing.assert_close(last["x"][0] / last["w"], start)
+    found = mass_on_disk([device.folder for device in theirs])
+    torch.testing.assert_close(found["w"], torch.tensor(3.0, dtype=torch.float64))
+    torch.testing.assert_close(found["x"], 3 * start)
+
+
+def test_who_joins_late_adopts_a_neighbours_model_in_gossip_too(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(
+        *settings_for("algorithm.name=d-psgd"),
+        "topology.name=complete",
+        "algorithm.learning_rate=1.0e-12",
+        "rounds=60",
+        "network={retry: 0.1, start: 0.3, deadline: 2.0}",
+    )
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
+    start = peers[0].state.rows["x"].clone()
+    peers[3].state.rows["x"] += 5.0
+    with running(peers[:3]) as futures:
+        while peers[0].state.round_index < 2:
+            time.sleep(0.01)
+        last = finish(peers[3])
+        rows = [last, *(future.result(60) for future in futures)]
+    for each in rows:
+        torch.testing.assert_close(each["x"], start)
+
+
+def taken_from(peer: RunningPeer) -> int:
+    """Return how many shares of a peer its neighbours have taken."""
+    return sum(link.acknowledged for link in peer.machine._links.values())  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_twice(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(STILL, "rounds=150", QUICK)
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], "after a commit", 4)
+    with ThreadPoolExecutor(5) as pool:
+        futures = [pool.submit(finish, peer) for peer in peers]
+        with pytest.raises(Killed):
+            futures[1].result(60)
+        older = tmp_path / "older"
+        shutil.copy(theirs[1].folder / "checkpoint-0", older)
+        second = again(scenario, theirs[1])
+        before, future = taken_from(second), pool.submit(finish, second)
+        while taken_from(second) < before + 3:
+            time.sleep(0.005)
+        second.stop()
+        with pytest.raises(StoppedError):
+            future.result(60)
+        shutil.copy(older, theirs[1].folder / "checkpoint-0")
+        third = again(scenario, theirs[1])
+        finish(third)
+        for peer in (0, 2, 3):
+            futures[peer].result(60)
+    assert third.machine.incarnation > FIRST  # type: ignore[attr-defined]
+    found = mass_on_disk([device.folder for device in theirs])
+    assert float(found["w"]) < 4.0
+    torch.testing.assert_close(found["x"], found["w"] * initial(scenario), rtol=0, atol=1e-9)
+
+
+# --- cut off ---
+
+
+class Cut:
+    """Links that are down: calls over them do not arrive, or their answers are lost."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sides: dict[str, int]) -> None:
+        self.down, self.sides, call = False, sides, Link.call
+
+        def cut(link: Link, content: bytes, seconds: float) -> bytearray:
+            said = None if self._lost(link) else call(link, content, seconds)
+            if said is None or self._lost(link):
+                raise UnreachableError(f"{link.identity} at {link.address}: cut")
+            return said
+
+        monkeypatch.setattr(Link, "call", cut)
+
+    def _lost(self, link: Link) -> bool:
+        return self.down and self.sides[link.address] != self.sides[_own_address(link)]
+
+
+def _own_address(link: Link) -> str:
+    return link.own  # type: ignore[attr-defined, no-any-return]
+
+
+def test_both_sides_of_a_partition_go_on_and_merge(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = tiny(STILL, "topology.name=complete", "rounds=120", QUICK)
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    for peer, shift in zip(peers, (0.0, 0.0, 1.0, 1.0), strict=True):
+        peer.state.rows["x"] += shift  # what the two sides differ in
+    sides = {address: number // 2 for number, address in enumerate(theirs[0].addresses)}
+    opened = Link.__init__
+
+    def knowing(link: Link, address: str, identity: str, credentials: Any, cap: int) -> None:
+        opened(link, address, identity, credentials, cap)
+        numbers = [number for number, device in enumerate(theirs) if device.credentials is credentials]
+        link.own = theirs[0].addresses[numbers[0]]  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Link, "__init__", knowing)
+    cut = Cut(monkeypatch, sides)
+    with running(peers) as futures:
+        while not all(peer.state.round_index >= 1 for peer in peers):
+            time.sleep(0.005)
+        cut.down = True
+        since = [peer.state.round_index for peer in peers]
+        while not all(peer.state.round_index >= k + 10 for peer, k in zip(peers, since, strict=True)):
+            time.sleep(0.005)
+        cut.down = False
+        rows = [future.result(120) for future in futures]
+    found = mass_on_disk([device.folder for device in theirs])
+    torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64))
+    models = torch.cat([each["x"] / each["w"][:, None] for each in rows])
+    assert float((models - models.mean(0)).abs().max()) < 1e-3  # 1.0 apart before they merged
+    torch.testing.assert_close(found["x"], 4 * initial(scenario) + 2.0)
