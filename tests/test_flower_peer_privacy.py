@@ -8,15 +8,19 @@ import re
 import dp_accounting
 import numpy as np
 import pytest
+import torch
 from dp_accounting.pld import PLDAccountant
-from flwr.app import Error, Message, RecordDict
+from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_peers import ReadingGrid, client, first, sets_its_values_once, values_of, zeros
 from scipy import stats
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
-from flower_privdec.flower import LocalGrid, PeerMod, PushSum, public_key
+from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
 from flower_privdec.runtime.network.share_protocol import RefusedError
 from flower_privdec.runtime.routed.masking import masked, unmasked_sum
 from flower_privdec.runtime.routed.orders import Asked
@@ -79,7 +83,37 @@ def test_epsilon_is_said_with_its_unit_its_adjacency_and_what_was_charged(tmp_pa
 def test_nothing_protected_costs_infinity_and_says_so(tmp_path, caplog):
     told = start(tmp_path, 1).told[0]
     assert told.epsilon == np.inf
-    assert "not protected, epsilon = inf" in caplog.text
+    assert "Privacy of peers 0, 1: epsilon = inf (unit: one peer with all its data)" in caplog.text
+
+
+def test_examples_that_the_apps_own_loop_protects_are_counted_over_all_rounds_in_the_peers_folder(tmp_path):
+    app, options = ClientApp(mods=[PeerMod(share_metrics=False)]), {"delta": 1e-3, "noise_multiplier": 2.0}
+    spent: dict[int, list[float]] = {0: [], 1: []}
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        model = nn.Linear(3, 2)
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        peer, data = context.node_config["partition-id"], TensorDataset(torch.ones(40, 3), torch.zeros(40).long())
+        given = model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, batch_size=10), nn.CrossEntropyLoss()
+        wrapped = private(*given, ledger=peer_folder() / "examples.jsonl", report=lambda _: None, **options)
+        net, optimizer, loader, criterion = wrapped
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(net(x), y).backward()
+            optimizer.step()
+        spent[peer].append(wrapped.epsilon)
+        return Message(RecordDict({"arrays": ArrayRecord(model.state_dict())}), reply_to=message)
+
+    for rounds in (2, 3):
+        grid = LocalGrid(app, 2, folder=tmp_path)
+        PushSum(name="e", fraction_evaluate=0.0).start(grid, ArrayRecord(nn.Linear(3, 2).state_dict()), rounds)
+    for peer in (0, 1):
+        assert (tmp_path / f"peer-{peer}" / "examples.jsonl").is_file()
+        assert spent[peer] == sorted(set(spent[peer]))  # it grows from round to round, and over the restart
+        assert len(spent[peer]) == 3
+    with pytest.raises(RunError, match=r"peer_folder\(\) is for the functions of an app with PeerMod"):
+        peer_folder()
 
 
 def test_a_budget_that_is_reached_stops_training_and_the_peer_goes_on_relaying(tmp_path, caplog):

@@ -19,6 +19,7 @@ from flower_privdec.privacy.ledger_format import Payment, RunName, Share, read_c
 SOURCE = "peer-updates"  # what the ledger is of; the file is FOLDER/peer-updates.jsonl
 UNIT = "one peer with all its data"
 ADJACENCY = "its update of every round replaced by zero"
+UNPROTECTED = f"epsilon = inf (unit: {UNIT}); what an app's own training protects is not counted here"
 
 
 def update_release(noise: float, steps: int = 1) -> Release:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -35,6 +36,24 @@ NO_STRATEGY = (
 )
 
 
+_folder: ContextVar[Path] = ContextVar("folder")
+
+
+def peer_folder() -> Path:
+    """Return the folder of the peer whose train or evaluate function is running, for what it wants to keep.
+
+    A ledger of its examples, say: `private(..., ledger=peer_folder() / "examples.jsonl")` counts over all rounds, and
+    for each peer apart. In a simulation the folder is the run's, as the peer's own ledger is.
+
+    Raises:
+        RunError: no function of an app with PeerMod is running.
+    """
+    try:
+        return _folder.get()
+    except LookupError:
+        raise RunError("peer_folder() is for the functions of an app with PeerMod: call it inside one") from None
+
+
 class PeerMod:
     """Keep a peer's model between rounds, mix it with its neighbours', and protect what leaves.
 
@@ -57,8 +76,9 @@ class PeerMod:
         folder: where the peer's folder is, unless its node-config has one.
         seal: whether shares are sealed end to end (`sealing`), and open ones refused; by default wherever the peer is
             not one of a simulation.
-        share_metrics: send the app's metrics (losses, accuracies, numbers of examples) of private data too, which
-            `epsilon` does not cover. By default a protected peer keeps them in metrics.jsonl in its folder.
+        share_metrics: whether the app's metrics (losses, accuracies, numbers of examples) of private data leave, which
+            no ε covers. By default a protected peer keeps them in metrics.jsonl in its folder, and another sends them:
+            say False where the app's own training protects its examples.
 
     Raises:
         ScenarioError: a value out of its range, or a clip norm without noise, or noise without a clip norm.
@@ -84,12 +104,12 @@ class PeerMod:
         delta: float = 1e-5,
         folder: Path | str | None = None,
         seal: bool | None = None,
-        share_metrics: bool = False,
+        share_metrics: bool | None = None,
     ) -> None:
         self.privacy = PeerPrivacy(clip_norm, noise_multiplier, epsilon, delta)
         self.folder = None if folder is None else Path(folder)
         self.seal = seal
-        self.keeps_metrics = self.privacy.on and not share_metrics
+        self.keeps_metrics = self.privacy.on if share_metrics is None else not share_metrics
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
         """Answer a message in the app's place, and let it answer what is its own."""
@@ -137,6 +157,7 @@ class PeerMod:
         own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, INBOX)}
         copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
         message.content = RecordDict({desk.asked.arrays: arrays, **copies})
+        token = _folder.set(desk.place.folder)
         try:
             reply = app(message, context)
         except Exception as error:
@@ -146,6 +167,8 @@ class PeerMod:
             raise RunError(
                 f"the app of peer {desk.place.peer} raised {type(error).__name__}; see its own log"
             ) from None
+        finally:
+            _folder.reset(token)
         if reply.has_error():
             raise RunError(f"the app of peer {desk.place.peer} answered with an error: {reply.error.reason}")
         return reply.content

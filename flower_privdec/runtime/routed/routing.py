@@ -25,6 +25,7 @@ from flower_privdec.runtime.flower.plainly import failing_plainly
 from flower_privdec.runtime.routed.census import said_by
 from flower_privdec.runtime.routed.layout import Layout, numpy_arrays
 from flower_privdec.runtime.routed.orders import DELIVER, EVALUATE, ROUND, Told
+from flower_privdec.runtime.routed.peer_ledger import UNPROTECTED
 from flower_privdec.runtime.routed.peer_network import PeerNetwork, masses_in, total_mass
 from flower_privdec.runtime.routed.peer_place import FOLDER, safe_name
 from flower_privdec.topology.graphs import CompleteTopology, Topology
@@ -336,7 +337,7 @@ class Routed(Strategy):
     def _say_privacy(self) -> None:
         spent: dict[str, list[int]] = {}
         for peer, told in sorted(self.told.items()):
-            spent.setdefault(told.spent or "not protected, epsilon = inf", []).append(peer)
+            spent.setdefault(told.spent or UNPROTECTED, []).append(peer)
         for words, peers in spent.items():
             log.info("Privacy of peer%s %s: %s", "s" * (len(peers) > 1), ", ".join(map(str, peers)), words)
 
