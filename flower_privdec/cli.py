@@ -15,6 +15,7 @@ import typer
 
 from flower_privdec import __version__
 from flower_privdec.errors import PrivdecError, RunError, ScenarioError, StoppedError
+from flower_privdec.flower_commands import flower_run
 from flower_privdec.network_commands import NETWORK_COMMANDS
 from flower_privdec.typer_parts import Command, CommandGroup, Json, ScenarioFile, Settings, saying_when_interrupted
 from flower_privdec.words import printable, shown
@@ -220,6 +221,7 @@ def bench(
     benchmark.main(workloads or [], device=device.value, rounds=rounds, extras=extras, as_json=as_json)
 
 
+command()(flower_run)
 for network_command in NETWORK_COMMANDS:
     command()(network_command)
 

@@ -2,7 +2,7 @@
 
 from flower_privdec.reporting.console.peers_table import network_progress
 from flower_privdec.reporting.console.plans import plan_text, print_plan
-from flower_privdec.reporting.console.progress import progress
+from flower_privdec.reporting.console.progress import progress, rounds
 from flower_privdec.reporting.console.views import (
     comparison_text,
     print_comparison,
@@ -21,4 +21,5 @@ __all__ = [
     "print_summary",
     "print_topology",
     "progress",
+    "rounds",
 ]

@@ -119,6 +119,32 @@ def counting_bar(console: Console) -> Progress:
 
 
 @contextmanager
+def rounds(name: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Show which round a run of many is in, on stderr: a bar on a terminal, a few lines elsewhere.
+
+    Args:
+        name: the run's.
+        console: where to print; stderr by default.
+
+    Yields:
+        What to call with a round and how many there are.
+    """
+    console = console or error_console()
+    tenths_shown = 0
+    with counting_bar(console) as bar:
+        task = bar.add_task(name, total=None, left="starting")
+
+        def show(done: int, total: int) -> None:
+            nonlocal tenths_shown
+            bar.update(task, completed=done, total=total, left="")
+            if not console.is_terminal and PLAIN_LINES * done // total > tenths_shown:
+                tenths_shown = PLAIN_LINES * done // total
+                console.print(f"{name}: round {done}/{total}", soft_wrap=True)
+
+        yield show
+
+
+@contextmanager
 def _bar(scenario: Scenario, console: Console, below: Sequence[RichCast]) -> Iterator[_View]:
     bar = counting_bar(console)
     task = bar.add_task(scenario.name, total=scenario.rounds, left="")
