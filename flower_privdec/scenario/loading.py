@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.fields import own_modules
 from flower_privdec.scenario.findings import Places, explain
+from flower_privdec.scenario.located_file import LocatedFile
 from flower_privdec.scenario.plain_yaml import DEEPEST, LONGEST, Location, read_plain, write_yaml
 from flower_privdec.scenario.schema import Scenario
 from flower_privdec.scenario.shipped import find_scenario
@@ -94,7 +95,7 @@ def validated(
         model = root.model_validate(data)
     except ValidationError as error:
         raise explain(error, root, data, places) from error
-    if isinstance(model, Scenario):
+    if isinstance(model, LocatedFile):
         model.given_at(places)
     return model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
@@ -23,7 +22,7 @@ from flower_privdec.scenario.fields import (
     Section,
     own_modules,
 )
-from flower_privdec.scenario.findings import Places, located
+from flower_privdec.scenario.located_file import LocatedFile
 from flower_privdec.scenario.model_section import ModelSection
 from flower_privdec.scenario.network_section import NetworkSection
 from flower_privdec.scenario.privacy_section import PrivacyChoice, PrivacySection
@@ -134,7 +133,7 @@ class SeedsSection(Section):
     run: Seed | None = None
 
 
-class Scenario(Section):
+class Scenario(LocatedFile):
     """One experiment, complete.
 
     Attributes:
@@ -189,16 +188,6 @@ class Scenario(Section):
             )
         rest = {key: value for key, value in algorithm.items() if key != "loss"}
         return {**data, "algorithm": rest, "task": {**task, "loss": loss}}
-
-    _places: Places = PrivateAttr(default_factory=Places)
-
-    def given_at(self, places: Places) -> None:
-        """Remember where the values were given."""
-        self._places = places
-
-    def located(self) -> AbstractContextManager[None]:
-        """Return a context in which an error that begins with a key of the scenario gets the place it was given at."""
-        return located(self._places, type(self))
 
     _given: tuple[Given, ...] = PrivateAttr(default=())  # kept for as long as the scenario is
 
@@ -313,7 +302,7 @@ def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         first: Any = args[0]
-        scenario: Scenario = first if isinstance(first, Scenario) else first.scenario
+        scenario: LocatedFile = first if isinstance(first, LocatedFile) else first.scenario
         with scenario.located():
             try:
                 return function(*args, **kwargs)

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,40 @@ def run_in_process(
     Raises:
         ScenarioError: the folder is no Flower app, or has no such key.
     """
-    settings = read_app(Path(app))
-    run_config = _laid_over(settings["config"], config or {})
-    with _importable(Path(app).absolute()):
+    with opened_app(Path(app), config or {}) as opened:
+        grid = LocalGrid(opened.client, n_nodes, folder=folder, run_config=opened.run_config)
+        opened.server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), dict(opened.run_config)))
+    return grid
+
+
+@dataclass(frozen=True)
+class OpenedApp:
+    """A Flower app whose modules are loaded.
+
+    Attributes:
+        server, client: its two components.
+        run_config: of its pyproject.toml, with what was laid over it.
+    """
+
+    server: ServerApp
+    client: ClientApp
+    run_config: dict[str, Any]
+
+
+@contextmanager
+def opened_app(app: Path, config: Mapping[str, Any]) -> Iterator[OpenedApp]:
+    """Load a Flower app from its folder, whose modules can be imported until the end; see `run_in_process`.
+
+    Raises:
+        ScenarioError: the folder is no Flower app, or has no such key.
+    """
+    settings = read_app(app)
+    run_config = _laid_over(settings["config"], config)
+    with _importable(app.absolute()):
         server, client = (_load(settings["components"][name]) for name in ("serverapp", "clientapp"))
         if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
             raise ScenarioError(f"{app}: its components are {type(server).__name__} and {type(client).__name__}")
-        grid = LocalGrid(client, n_nodes, folder=folder, run_config=run_config)
-        server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), dict(run_config)))
-    return grid
+        yield OpenedApp(server, client, run_config)
 
 
 def read_app(app: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class LocalGrid(Grid):
         """Let every message be answered; return the messages' ids."""
         ids = []
         for message in messages:
-            message.metadata.__dict__["_message_id"] = str(uuid4())
+            named(message)
             ids.append(message.metadata.message_id)
             self._replies[ids[-1]] = self._deliver(message)
         return ids
@@ -106,3 +106,18 @@ class LocalGrid(Grid):
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Return the answers to messages."""
         return list(self.pull_messages(self.push_messages(messages)))
+
+
+def named(message: Message) -> Message:
+    """Give a message an id, without which nobody can reply to it, and return it."""
+    message.metadata.__dict__["_message_id"] = str(uuid4())
+    return message
+
+
+def message_to(node_id: int, kind: str, content: RecordDict) -> Message:
+    """Return a message to a node of this process, as it would come from a SuperLink.
+
+    Args:
+        kind: of the function that is to answer, train or evaluate.
+    """
+    return named(Message(content, node_id, kind))

@@ -80,7 +80,8 @@ class RunningPeer(ABC):
             BudgetError: the ledger cannot be trusted, is in use, or allows no step.
         """
         torch.set_num_threads(scenario.compute.threads)
-        self.device, agreement = device, Agreement.of(scenario)
+        self.device = device
+        agreement = self._agreement(scenario)
         self.timetable = Timetable(agreement)
         device.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(device.folder)
@@ -91,15 +92,22 @@ class RunningPeer(ABC):
             self._lock.release()
             raise
 
-    def _own(self, scenario: Scenario, agreement: Agreement, resume: bool) -> None:
+    def _agreement(self, scenario: Scenario) -> Agreement:
+        """Return what all peers know."""
+        return Agreement.of(scenario)
+
+    def _joined(self, agreement: Agreement) -> Experiment:
+        """Return that and this peer's own parts."""
         device = self.device
         secret = None if device.insecure_seeds else self._secret()
-        own = OwnParts.of(agreement, np.array([device.peer]), secret, root=device.data)
-        self.experiment = Experiment.joined(agreement, own)
+        return Experiment.joined(agreement, OwnParts.of(agreement, np.array([device.peer]), secret, root=device.data))
+
+    def _own(self, scenario: Scenario, agreement: Agreement, resume: bool) -> None:
+        self.experiment = self._joined(agreement)
         kept = self._kept(resume)
         last = kept[-1] if kept else None
         start = last.transport["paid"] if last else 0
-        self.cohort = self.experiment.cohort(ledger_folder(scenario, device.folder), start=start)
+        self.cohort = self.experiment.cohort(ledger_folder(scenario, self.device.folder), start=start)
         try:
             if last is not None and self.cohort.ledger is not None:
                 self.cohort.ledger.check_head(last.head)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,9 @@ from flower_privdec.runtime.routed.peer_place import PeerPlace
 from flower_privdec.runtime.routed.peer_state import PeerState, check_shares
 from flower_privdec.runtime.routed.protecting import PeerPrivacy
 from flower_privdec.runtime.routed.sealing import Identity, KnownPeers
-from flower_privdec.runtime.routed.update import clipped, noised, unsound
+from flower_privdec.runtime.routed.stepping import LEAST_WEIGHT, Train, take_step
 
 log = logging.getLogger("flwr.privdec")
-
-LEAST_WEIGHT = 1e-6  # with less of the mass a peer waits for some before it trains again
-Train = Callable[[ArrayRecord], ArrayRecord]
 
 
 class Desk:
@@ -156,39 +153,8 @@ class Desk:
                 )
                 self.told["exhausted"] = True
                 return False
-        given = state.layout.record(state.model(), state.kept)
-        update = self._update(state, given, train(given))
-        if privacy.clip_norm is not None:
-            update = noised(clipped(update, privacy.clip_norm), noise * privacy.clip_norm)
-        state.x = (state.x.astype(np.float64) + state.w * update).astype(state.x.dtype)
+        take_step(state, train, privacy.clip_norm, noise, asked.round_index)
         return True
-
-    def _update(self, state: PeerState, given: ArrayRecord, returned: ArrayRecord) -> np.ndarray:
-        """Return what the arrays moved by; zeros, and a word in the log, where that is no number.
-
-        Raises:
-            RunError: the arrays are not those that were given.
-        """
-        arrays = numpy_arrays(returned)
-        update: np.ndarray
-        if difference := state.layout.misfit(arrays):
-            raise RunError(
-                f"the train function of peer {state.peer} returned other arrays than it was given: {difference}"
-            )
-        with np.errstate(invalid="ignore", over="ignore"):
-            update = state.layout.vector(arrays) - state.layout.vector(numpy_arrays(given))
-            after = (state.x + state.w * update).astype(state.x.dtype)
-        wrong = unsound(update) or ("" if self.privacy.on else unsound(after))
-        if wrong:
-            log.warning(
-                "peer %s, round %s: %s, so its update counts as zero; lower the learning rate, or look at its data",
-                state.peer,
-                self.asked.round_index,
-                wrong,
-            )
-            return np.zeros_like(update)
-        state.kept = state.layout.kept(arrays)
-        return update
 
     def _hand_in(self, state: PeerState) -> None:
         """Put (x, w) into the answer: open, or masked so that only the sum over all says something."""

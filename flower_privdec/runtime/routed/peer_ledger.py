@@ -102,14 +102,20 @@ class PeerLedger:
         Raises:
             BudgetError: the ledger is in use, cannot be trusted or not be written.
         """
-        release = update_release(noise)
         with LedgerFile(self.folder, SOURCE) as file:
-            after = PeerSpent(canonical([*_releases(file.payments), release]), self.delta)
-            if math.isfinite(self.budget) and not after.epsilon <= self.budget:
-                return None
-            steps = (round_index - 1, round_index)
-            share = Share((peer,), (((steps,), release),))
-            file.append(Payment(RunName(f"{run}-{epoch}", run, "system entropy"), *steps, (share,)))
+            return self.pay_into(file, run, epoch, round_index, peer, noise)
+
+    def pay_into(
+        self, file: LedgerFile, run: str, epoch: int, round_index: int, peer: int, noise: float
+    ) -> PeerSpent | None:
+        """Pay as `pay` does, into the ledger's file where it is open."""
+        release = update_release(noise)
+        after = PeerSpent(canonical([*_releases(file.payments), release]), self.delta)
+        if math.isfinite(self.budget) and not after.epsilon <= self.budget:
+            return None
+        steps = (round_index - 1, round_index)
+        share = Share((peer,), (((steps,), release),))
+        file.append(Payment(RunName(f"{run}-{epoch}", run, "system entropy"), *steps, (share,)))
         return after
 
 

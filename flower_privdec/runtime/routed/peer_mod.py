@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -52,6 +53,16 @@ def peer_folder() -> Path:
         return _folder.get()
     except LookupError:
         raise RunError("peer_folder() is for the functions of an app with PeerMod: call it inside one") from None
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Let `peer_folder` be a folder, for as long as an app's function runs."""
+    token = _folder.set(folder)
+    try:
+        yield
+    finally:
+        _folder.reset(token)
 
 
 class PeerMod:
@@ -141,7 +152,7 @@ class PeerMod:
             return theirs
 
         if kind == ROUND:
-            desk.take_part(lambda arrays: _returned(call(arrays), desk.asked.arrays, state.peer))
+            desk.take_part(lambda arrays: returned_arrays(call(arrays), desk.asked.arrays, state.peer))
         elif kind == EVALUATE and state.w > 0:
             call(state.layout.record(state.model(), state.kept))
         elif kind == DELIVER:
@@ -157,9 +168,9 @@ class PeerMod:
         own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, INBOX)}
         copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
         message.content = RecordDict({desk.asked.arrays: arrays, **copies})
-        token = _folder.set(desk.place.folder)
         try:
-            reply = app(message, context)
+            with working_in(desk.place.folder):
+                reply = app(message, context)
         except Exception as error:
             if not self.privacy.on:
                 raise
@@ -167,8 +178,6 @@ class PeerMod:
             raise RunError(
                 f"the app of peer {desk.place.peer} raised {type(error).__name__}; see its own log"
             ) from None
-        finally:
-            _folder.reset(token)
         if reply.has_error():
             raise RunError(f"the app of peer {desk.place.peer} answered with an error: {reply.error.reason}")
         return reply.content
@@ -181,7 +190,7 @@ class PeerMod:
         return {name: record for name, record in theirs.items() if not isinstance(record, ArrayRecord)}
 
 
-def _returned(content: RecordDict, key: str, peer: int) -> ArrayRecord:
+def returned_arrays(content: RecordDict, key: str, peer: int) -> ArrayRecord:
     """Return the arrays of an app's answer.
 
     Raises:

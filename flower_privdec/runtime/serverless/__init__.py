@@ -1,0 +1,1 @@
+"""Peers on a network that run a Flower app, with no server."""

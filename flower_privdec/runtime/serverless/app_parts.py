@@ -1,0 +1,166 @@
+"""What a networked peer is built of, where an app trains: stand-ins for algorithm, experiment, cohort and ledger."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.algorithms import Algorithm, Mix, State
+from flower_privdec.algorithms.algorithm import Step
+from flower_privdec.experiment.agreement import build_exchange
+from flower_privdec.mixing import Mixing
+from flower_privdec.participation import Participation
+from flower_privdec.privacy.ledger_file import LedgerFile
+from flower_privdec.privacy.ledger_format import NOTHING, RunName
+from flower_privdec.runtime.routed.peer_ledger import SOURCE, PeerLedger, PeerSpent
+from flower_privdec.scenario import numbers_hash
+from flower_privdec.scenario.app_scenario import AppScenario
+
+KEPT = "kept."  # before the number of an array that is not mixed
+ENVIRONMENT = "a Flower app, system entropy"
+
+
+class AppTraining(Algorithm):
+    """Stochastic Gradient Push, with an app's training in the place of a gradient step; see `PeerMod`.
+
+    Args:
+        train: the step.
+    """
+
+    weights = "column-stochastic"
+    open_rows = ("x", "w")
+
+    def __init__(self, train: Step) -> None:
+        self.program = (train, Mix(("x", "w")))
+
+    @property
+    def name(self) -> str:
+        """Return what it is called in errors."""
+        return "app"
+
+
+class AppLedger:
+    """A peer's ledger, open for as long as it runs.
+
+    Args:
+        folder: where the file lies.
+        run: the run's name in it.
+        peer: whose it is.
+        delta, budget: δ, and the ε that no run may exceed.
+
+    Attributes:
+        spent: by now.
+        paid: nothing that a checkpoint has to know.
+    """
+
+    paid = 0
+
+    def __init__(self, folder: Path, run: str, peer: int, delta: float, budget: float) -> None:
+        self._ledger, self._run, self._peer = PeerLedger(folder, delta, budget), run, peer
+        self._life = secrets.randbits(62)
+        self.spent: PeerSpent = self._ledger.spent()
+        self._file = LedgerFile(folder, SOURCE)
+
+    @property
+    def head(self) -> tuple[int, str]:
+        """Return what a checkpoint names."""
+        return self._file.head
+
+    def check_head(self, head: tuple[int, str] | None) -> None:
+        """Check that the file still holds all that a checkpoint saw; raises BudgetError."""
+        length, digest = head or (0, NOTHING)
+        self._file.check_head(int(length), str(digest))
+
+    def pay(self, server_round: int, noise: float) -> bool:
+        """Pay for a round's update, on disk, before it is made; return whether the budget allows it.
+
+        Raises:
+            BudgetError: the file cannot be written.
+        """
+        after = self._ledger.pay_into(self._file, self._run, self._life, server_round, self._peer, noise)
+        self.spent = after or self.spent
+        return after is not None
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+
+@dataclass
+class AppCohort:
+    """One peer, as the steps of its program have it."""
+
+    peers: np.ndarray
+    n_peers: int
+    dtype: torch.dtype
+    mixing: Mixing | None
+    participation: Participation
+    ledger: AppLedger | None
+    protection: None = None
+    steps_per_round: int = 1
+
+
+@dataclass(frozen=True)
+class AppOwn:
+    """A peer's own name in checkpoints."""
+
+    peers: np.ndarray
+    run: RunName
+
+
+@dataclass(frozen=True)
+class AppExperiment:
+    """What all peers of an app know, and who one of them is.
+
+    Attributes:
+        rows: before round 0, by name.
+        delta, budget: what the peer's ledger is held to; ∞ for no limit.
+    """
+
+    scenario: AppScenario
+    algorithm: AppTraining
+    mixing: Mixing
+    participation: Participation
+    own: AppOwn
+    rows: dict[str, Tensor]
+    delta: float = 0.0
+    budget: float = math.inf
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @classmethod
+    def of(cls, scenario: AppScenario, peer: int, train: Step, rows: dict[str, Tensor]) -> AppExperiment:
+        """Build what a scenario says.
+
+        Raises:
+            ScenarioError: a part of it cannot be had, or two do not fit.
+        """
+        algorithm = AppTraining(train)
+        mixing, participation = build_exchange(scenario.as_scenario, algorithm)
+        assert mixing is not None
+        decided, private = numbers_hash(scenario.as_scenario), scenario.private
+        own = AppOwn(np.array([peer]), RunName(decided[:32], decided, ENVIRONMENT))
+        delta, budget = (0.5, None) if private is None else (private.delta, private.epsilon)
+        return cls(scenario, algorithm, mixing, participation, own, rows, delta, budget or math.inf)
+
+    def cohort(self, ledger_dir: Path, start: int = 0) -> AppCohort:
+        """Return the peer, with its ledger where it is protected.
+
+        Raises:
+            BudgetError: the ledger cannot be trusted, or is in use.
+        """
+        ledger, peer = None, int(self.own.peers[0])
+        if self.scenario.private is not None:
+            ledger = AppLedger(ledger_dir, self.scenario.name, peer, self.delta, self.budget)
+        return AppCohort(
+            self.own.peers, self.scenario.n_peers, self.rows["x"].dtype, self.mixing, self.participation, ledger
+        )
+
+    def initial_state(self, cohort: AppCohort) -> State:
+        """Return the state before round 0."""
+        return State(self.own.peers, rows={name: row.clone() for name, row in self.rows.items()})
