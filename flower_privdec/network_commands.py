@@ -19,10 +19,10 @@ def certs(
 ) -> None:
     """Make a certificate for every peer of a scenario, by which peers on a network know each other."""
     from flower_privdec.runtime.network.certificates import make_certificates
-    from flower_privdec.scenario import load_scenario
+    from flower_privdec.scenario.app_scenario import load_for_network
 
     for identity, done in make_certificates(
-        load_scenario(scenario, settings or ()), out, authority, authority_key
+        load_for_network(scenario, settings or ()), out, authority, authority_key
     ).items():
         typer.echo(f"{done}  {identity}")
     typer.echo(f"{out}: give each peer authority.pem and its own two files, and nobody authority.key")
@@ -40,6 +40,15 @@ def peer(
     out: Annotated[Path | None, typer.Option(help="This peer's folder.", show_default="peers/NAME-I")] = None,
     certificates: Annotated[Path, typer.Option("--certs", help="Folder of `privdec certs`.")] = Path("certs"),
     data: Annotated[str | None, typer.Option(help="Where this peer's data lie.", show_default="data.root")] = None,
+    app: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A Flower app whose unmodified ClientApp trains.")
+    ] = None,
+    initial: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --app: initial.safetensors of another peer's folder.")
+    ] = None,
+    node_config: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="With --app: of this device. Repeatable.")
+    ] = None,
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
     insecure_seeds: InsecureSeeds = False,
@@ -49,6 +58,15 @@ def peer(
     from flower_privdec.data.readers import require
     from flower_privdec.scenario import load_scenario
 
+    if app is not None:
+        if data is not None or insecure_seeds:
+            raise typer.BadParameter(
+                "with --app, data and batches are the app's: leave out --data and --insecure-seeds"
+            )
+        _app_peer(app, scenario, number, out, certificates, initial, node_config, settings, resume, with_parent)
+        return
+    if initial is not None or node_config:
+        raise typer.BadParameter("--initial and --node-config are for --app: name the app's folder")
     network = require("flower_privdec.runtime.network.foreground", "privdec peer", "pip install grpcio")
     loaded = load_scenario(scenario, settings or ())
     folder = out or Path("peers") / f"{loaded.name}-{number}"
@@ -61,6 +79,38 @@ def peer(
             data=data,
             resume=resume,
             insecure_seeds=insecure_seeds,
+            with_parent=with_parent,
+        )
+
+
+def _app_peer(
+    app: Path,
+    scenario: Path,
+    number: int,
+    out: Path | None,
+    certificates: Path,
+    initial: Path | None,
+    node_config: list[str] | None,
+    settings: list[str] | None,
+    resume: bool,
+    with_parent: bool,
+) -> None:
+    from flower_privdec.data.readers import require
+    from flower_privdec.scenario.app_scenario import load_app_scenario
+
+    foreground = require("flower_privdec.runtime.serverless.app_foreground", "privdec peer --app", "pip install grpcio")
+    loaded = load_app_scenario(scenario, settings or ())
+    folder = out or Path("peers") / f"{loaded.name}-{number}"
+    with saying_when_interrupted(f"the same command with --resume goes on from {folder}"):
+        foreground.run_app_peer(
+            app,
+            loaded,
+            number,
+            folder,
+            certificates,
+            initial=initial,
+            node_config=node_config or (),
+            resume=resume,
             with_parent=with_parent,
         )
 

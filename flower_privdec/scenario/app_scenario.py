@@ -10,10 +10,11 @@ from pydantic import Field, Tag, model_validator
 from pydantic.types import Discriminator
 
 from flower_privdec.scenario.fields import Count, Name, PathText, Positive, Section
-from flower_privdec.scenario.loading import parse_model, read_text
+from flower_privdec.scenario.loading import load_scenario, parse_model, read_text, read_yaml
 from flower_privdec.scenario.located_file import LocatedFile
 from flower_privdec.scenario.network_section import NetworkSection
 from flower_privdec.scenario.schema import MOST_PEERS, MOST_ROUNDS, ParticipationSection, Scenario, Seed
+from flower_privdec.scenario.shipped import find_scenario
 from flower_privdec.scenario.topology_section import TopologyChoice, TopologySection
 
 FORM = "a scenario for an app is a mapping of sections (name, n_peers, rounds, privacy, network, ...)"
@@ -145,4 +146,13 @@ def parse_app_scenario(text: str, *, where: str = "scenario", overrides: Iterabl
 
 def load_app_scenario(path: Path, overrides: Iterable[str] = ()) -> AppScenario:
     """Read an app's scenario from a file; see `parse_scenario`."""
-    return parse_app_scenario(read_text(path), where=str(path), overrides=overrides)
+    return parse_app_scenario(read_text(find_scenario(path)), where=str(path), overrides=overrides)
+
+
+def load_for_network(path: Path, overrides: Iterable[str] = ()) -> Scenario:
+    """Read the scenario of a network's peers: an app's, where the file says nothing of data, model and algorithm."""
+    found = find_scenario(path)
+    said = read_yaml(read_text(found), str(found))[0]
+    if {"data", "model", "algorithm"} & said.keys():
+        return load_scenario(found, overrides)
+    return load_app_scenario(found, overrides).as_scenario

@@ -53,14 +53,35 @@ def run_peer(
         RunError: the run could not go on; all is on disk.
         StoppedError: it was asked to stop.
     """
-    device = PeerDevice(
-        peer, folder, _credentials(scenario, peer, certificates), _addresses(scenario), data, insecure_seeds
-    )
-    running = running_peer(scenario, device, resume)
+    device = device_of(scenario, peer, folder, certificates, data, insecure_seeds)
+    run_in_foreground(running_peer(scenario, device, resume), scenario.evaluation.every, with_parent)
+
+
+def device_of(
+    scenario: Scenario,
+    peer: int,
+    folder: Path,
+    certificates: Path,
+    data: str | None = None,
+    insecure_seeds: bool = False,
+) -> PeerDevice:
+    """Return what a device says of itself; see `run_peer`."""
+    credentials = _credentials(scenario, peer, certificates)
+    return PeerDevice(peer, folder, credentials, _addresses(scenario), data, insecure_seeds)
+
+
+def run_in_foreground(running: RunningPeer, every: int, with_parent: bool) -> None:
+    """Run a peer until its rounds are done, SIGTERM or Ctrl-C, and leave its last words in summary.json.
+
+    Args:
+        every: how many rounds lie between two status lines where there is no terminal.
+        with_parent: see `run_peer`.
+    """
+    folder = running.device.folder
     signal.signal(signal.SIGTERM, lambda *_: running.stop())
     if with_parent:
         Thread(target=_stop_at_end, args=(running,), daemon=True).start()
-    line = _StatusLine(scenario.evaluation.every)
+    line = _StatusLine(every)
     try:
         running.open()
         running.run(line)

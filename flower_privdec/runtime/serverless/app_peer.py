@@ -201,7 +201,7 @@ class AppPeer(RunningPeer):
 
     def status(self) -> dict[str, Any]:
         """See RunningPeer; with what ε is of, and why the peer does not train where it does not."""
-        return {**super().status(), "privacy": self._privacy(), "stopped": self.idle}
+        return {**super().status(), "privacy": self._privacy(), "idle": self.idle}
 
     def _privacy(self) -> str:
         return UNPROTECTED if self._ledger is None else str(self._ledger.spent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterable
 from typing import NoReturn
@@ -47,6 +48,9 @@ def first_train_message(app: OpenedApp, n_peers: int, seed: int) -> InitialArray
     """
     grid = _FirstMessageGrid(app.client, n_peers, config={}, run_config=app.run_config)
     context = Context(grid.run.run_id, 0, {}, RecordDict(), dict(app.run_config))
+    flower = logging.getLogger("flwr")
+    level = flower.level
+    flower.setLevel(logging.WARNING)  # its strategies announce a federation that there will not be
     _seed(seed)
     try:
         app.server(grid, context)
@@ -54,6 +58,7 @@ def first_train_message(app: OpenedApp, n_peers: int, seed: int) -> InitialArray
         return _said(first.message)
     finally:
         _seed(None)
+        flower.setLevel(level)
     raise RunError(f"the app's ServerApp ended without a message to any node; mend it, {REMEDY}")
 
 
