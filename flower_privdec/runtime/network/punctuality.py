@@ -108,6 +108,10 @@ class Punctuality:
         if self._ended is not None and self._began is not None:
             self._periods.append((self._came or self._began) - self._ended)
         self._ended = now
+        self.note(there, missing)
+
+    def note(self, there: Collection[int], missing: Collection[int]) -> None:
+        """Take note of who had come, and who had not."""
         for neighbor in missing:
             self._records[neighbor].missing()
         for neighbor in there:
