@@ -16,7 +16,7 @@ from flower_privdec.algorithms import Exchange, Mix, Reply, State
 from flower_privdec.runtime.network.membership import Membership
 from flower_privdec.runtime.network.peer import POLL
 
-LEAST_WEIGHT = 0.1  # a peer with less sends nothing until it is sent something: steps at x / w grow as w falls
+LEAST_WEIGHT = 0.5  # a peer with less sends nothing until it is sent something: steps at x / w grow as w falls
 
 
 class AsynchronousPeer(Membership):
