@@ -54,7 +54,12 @@ SERVING = [
     ("grpc.max_connection_age_ms", CONNECTION_SECONDS * 1_000),
     ("grpc.max_connection_age_grace_ms", 60_000),
 ]
-CALLING = [*ALIVE, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2_000)]
+CALLING = [
+    *ALIVE,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # that an attempt may take: 20 s otherwise, long after a black hole ended
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
 
 
 class UnreachableError(RunError):

@@ -56,10 +56,11 @@ class Membership(RunningPeer):
         machine = Shares(peer, neighbors, run, life, mass, TensorArithmetic(self.cohort.dtype))
         self.machine = machine
         rows, answers = {} if shares else exchanges, [at for at in exchanges if self._answers(at)]
-        self.mail = AsynchronousMail(machine, neighbors, shares, rows, answers, scenario.network.retry)
-        self._resumed, self.mail.fresh = bool(kept), not kept
+        self.mail = AsynchronousMail(machine, neighbors, shares, rows, answers, scenario.network.retry, scenario.rounds)
+        self._resumed, self._sent = bool(kept), False
         if kept:
             self._restore(kept[-1])
+        self.mail.fresh = not machine.has_met
         return self.mail
 
     def _layout(self, exchange: Exchange) -> Layout:
@@ -80,13 +81,15 @@ class Membership(RunningPeer):
     def _restore(self, kept: Checkpoint) -> None:
         try:
             found = unpack(self.device.peer, kept.transport["shares"], kept.carried, dict(self.machine.mass))
+            asked = {int(neighbor): int(k) for neighbor, k in kept.transport["asked"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScenarioError(
                 f"{self._paths()[0]}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or "
                 "start anew with another --out: the peer then joins the others as they are"
             ) from error
         self.machine.restore(found)
-        self._commits = kept.transport["place"]
+        self._commits, self._asked = kept.transport["place"], asked
+        self._sent = self.state.waiting and found.round_index > self.state.round_index
 
     def _cap(self) -> int:
         return self.mail.cap
@@ -108,7 +111,8 @@ class Membership(RunningPeer):
         facts, carried = pack(durable)
         rows = self.state.rows | {name: value[None] for name, value in durable.mass.items()}
         self._commits += 1
-        self._save(self._commits, replace(self.state, rows=rows), {"shares": facts}, carried)
+        asked = {str(neighbor): k for neighbor, k in self._asked.items()}
+        self._save(self._commits, replace(self.state, rows=rows), {"shares": facts, "asked": asked}, carried)
         with self.courier.changed:
             self.machine.committed(durable)
             self.mail.committed(wanted)
@@ -136,7 +140,7 @@ class Membership(RunningPeer):
                 raise RunError(self._nobody(network.start))
         self.mail.fresh = False
         self._joining = self.mail.joins and not self.machine.mass
-        self._pace.start(time.monotonic(), filter(self.machine.is_open, self._neighbors))
+        self._pace.start(time.monotonic())
 
     def _greeted(self, since: float) -> bool:
         """Return whether all neighbours are open, or enough of them to begin."""

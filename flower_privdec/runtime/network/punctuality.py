@@ -4,10 +4,10 @@ Peers that are equally fast do better when they wait a moment for each other: a 
 budget and mixes nothing. So a peer waits in each exchange for those neighbours that are *punctual*, PATIENCE times a
 period: its own work from the last exchange to this one, and the wait for the first neighbour that comes, in the
 quickest quarter of the last exchanges. Who has not come by then is late, and waited for no more until it was there in
-AGAIN exchanges in a row, or in one in which it is given another chance: after FIRST_CHANCE exchanges, then twice as
-many each time. So a neighbour that is ten times slower, or stopped, costs a few periods at the beginning and then
-hardly anything, and one that was cut off for a while is waited for again. A peer all of whose neighbours are slow goes
-at their pace.
+AGAIN exchanges in a row, or in one in which it is given another chance: after one exchange, then twice as many each
+time that it misses one, and half as many when it does not. So a neighbour that is ten times slower, or stopped, costs a
+few periods at the beginning and then hardly anything; one of which a message was lost is waited for again at once, and
+one that was cut off for long after a while. A peer all of whose neighbours are slow goes at their pace.
 
 Moments are seconds of any clock that never goes back.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 PATIENCE = 2.0
 AGAIN = 3
-FIRST_CHANCE, LAST_CHANCE = 32, 1024  # exchanges until a late neighbour is waited for once more
+LONGEST = 1024  # exchanges until a late neighbour is waited for once more, at most
 REMEMBERED = 32  # periods
 
 
@@ -29,31 +29,30 @@ class Record:
     """What a peer remembers of a neighbour.
 
     Attributes:
-        punctual: whether it is waited for.
-        streak: in how many exchanges in a row it was there.
         left: how many exchanges it is not waited for.
-        pause: how many that were the last time.
+        pause: how many that will be the next time.
+        streak: in how many exchanges in a row it was there.
     """
 
-    punctual: bool = False
+    left: int = 0
+    pause: int = 1
     streak: int = 0
-    left: int = FIRST_CHANCE
-    pause: int = FIRST_CHANCE
 
     def there(self) -> None:
         """Take note that it had come."""
         self.streak += 1
-        if self.streak >= AGAIN or self.left == 0:
-            self.punctual, self.pause = True, max(FIRST_CHANCE, self.pause // 2)
+        if self.left == 0 or self.streak >= AGAIN:
+            self.left, self.pause = 0, max(1, self.pause // 2)
+        else:
+            self.left -= 1
 
     def missing(self) -> None:
         """Take note that it had not."""
-        if self.punctual or self.left == 0:
-            self.pause = min(LAST_CHANCE, 2 * self.pause) if not self.punctual else self.pause
-            self.left = self.pause
-        else:
+        self.streak = 0
+        if self.left:
             self.left -= 1
-        self.punctual, self.streak = False, 0
+        else:
+            self.left, self.pause = self.pause, min(LONGEST, 2 * self.pause)
 
 
 class Punctuality:
@@ -65,7 +64,7 @@ class Punctuality:
     """
 
     def __init__(self, neighbors: Iterable[int], first: float) -> None:
-        """Begin with nobody punctual."""
+        """Begin to wait for everybody."""
         self._first = first
         self._records = {neighbor: Record() for neighbor in neighbors}
         self._periods: deque[float] = deque(maxlen=REMEMBERED)
@@ -75,13 +74,11 @@ class Punctuality:
 
     def is_awaited(self, neighbor: int) -> bool:
         """Return whether to wait for a neighbour in the exchange under way."""
-        return self._records[neighbor].punctual or self._records[neighbor].left == 0
+        return self._records[neighbor].left == 0
 
-    def start(self, now: float, neighbors: Iterable[int]) -> None:
-        """Begin to work at a moment, and to wait for some neighbours, which begin together."""
+    def start(self, now: float) -> None:
+        """Begin to work at a moment."""
         self._ended = now
-        for neighbor in neighbors:
-            self._records[neighbor].punctual = True
 
     @property
     def patience(self) -> float:
@@ -108,6 +105,10 @@ class Punctuality:
         if self._ended is not None and self._began is not None:
             self._periods.append((self._came or self._began) - self._ended)
         self._ended = now
+        self.note(there, missing)
+
+    def note(self, there: Collection[int], missing: Collection[int]) -> None:
+        """Take note of who had come, and who had not."""
         for neighbor in missing:
             self._records[neighbor].missing()
         for neighbor in there:
