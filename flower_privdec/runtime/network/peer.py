@@ -110,7 +110,7 @@ class RunningPeer(ABC):
         self.cohort = self.experiment.cohort(ledger_folder(scenario, self.device.folder), start=start)
         try:
             if last is None:
-                check_budget(self.cohort, ledger_folder(scenario, device.folder))
+                self._check_budget(ledger_folder(scenario, self.device.folder))
             elif self.cohort.ledger is not None:
                 self.cohort.ledger.check_head(last.head)
             self.state = last.state if last else self.experiment.initial_state(self.cohort)
@@ -118,6 +118,10 @@ class RunningPeer(ABC):
         except BaseException:
             self._close_ledger()
             raise
+
+    def _check_budget(self, ledger: Path) -> None:
+        """Refuse a new run that the ledger in a folder allows no step."""
+        check_budget(self.cohort, ledger)
 
     def _close_ledger(self) -> None:
         if self.cohort.ledger is not None:

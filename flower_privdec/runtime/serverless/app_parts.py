@@ -13,12 +13,14 @@ from torch import Tensor
 
 from flower_privdec.algorithms import Algorithm, Mix, State
 from flower_privdec.algorithms.algorithm import Step
+from flower_privdec.errors import BudgetError
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import Participation
+from flower_privdec.privacy.events import canonical
 from flower_privdec.privacy.ledger_file import LedgerFile
 from flower_privdec.privacy.ledger_format import NOTHING, RunName
-from flower_privdec.runtime.routed.peer_ledger import SOURCE, PeerLedger, PeerSpent
+from flower_privdec.runtime.routed.peer_ledger import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.app_scenario import AppScenario
 
@@ -76,6 +78,20 @@ class AppLedger:
         """Check that the file still holds all that a checkpoint saw; raises BudgetError."""
         length, digest = head or (0, NOTHING)
         self._file.check_head(int(length), str(digest))
+
+    def check_budget(self, noise: float) -> None:
+        """Refuse a run of which not one update can be paid for.
+
+        Raises:
+            BudgetError: naming what is spent.
+        """
+        budget = self._ledger.budget
+        after = PeerSpent(canonical([*self.spent.releases, update_release(noise)]), self.spent.delta)
+        if math.isfinite(budget) and not after.epsilon <= budget:
+            raise BudgetError(
+                f"{self._file.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon={budget:g} "
+                f"allows this run no update of noise multiplier {noise:.4g}; raise the budget or the noise"
+            )
 
     def pay(self, server_round: int, noise: float) -> bool:
         """Pay for a round's update, on disk, before it is made; return whether the budget allows it.

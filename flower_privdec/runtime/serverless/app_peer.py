@@ -118,6 +118,10 @@ class AppPeer(RunningPeer):
         )
         return solved_noise(cast(float, private.epsilon), cast(float, private.delta), max(1, rounds))
 
+    def _check_budget(self, ledger: Path) -> None:
+        if self._ledger is not None:
+            self._ledger.check_budget(self._noise)
+
     # --- a round ---
 
     def _train(self, cohort: Cohort, state: State) -> None:
