@@ -1,14 +1,16 @@
 """All that a Flower app imports to become private and serverless.
 
-`PushSum` and `Gossip` take a strategy's place in the ServerApp; `PeerMod` makes the ClientApp a peer and protects it as
-a whole; `private` protects each example of a torch training loop.
+`PushSum`, `Gossip` and `Mesh` take a strategy's place in the ServerApp; `PeerMod` makes the ClientApp a peer and
+protects it as a whole; `private` protects each example of a torch training loop.
 """
 
 from flower_privdec.example_privacy import ExamplePrivacy, group_norm, private
 from flower_privdec.runtime.flower.feddeper_strategy import FedDeperStrategy, personalized, train_two_models
 from flower_privdec.runtime.flower.in_process import run_in_process
 from flower_privdec.runtime.flower.local_grid import LocalGrid
-from flower_privdec.runtime.routed.peer_mod import PeerMod, peer_folder
+from flower_privdec.runtime.routed.app_calls import peer_folder
+from flower_privdec.runtime.routed.mesh_strategy import Mesh
+from flower_privdec.runtime.routed.peer_mod import PeerMod
 from flower_privdec.runtime.routed.sealing import public_key
 from flower_privdec.runtime.routed.strategies import Gossip, PushSum
 
@@ -17,6 +19,7 @@ __all__ = [
     "FedDeperStrategy",
     "Gossip",
     "LocalGrid",
+    "Mesh",
     "PeerMod",
     "PushSum",
     "group_norm",

@@ -219,6 +219,7 @@ class Desk:
             refused_keys=list(self._refused),
             refused=list(self._refused.values()),
             stranded=0 if state is None else state.stranded,
+            address=self.place.address,
             **self.told,
         )
 

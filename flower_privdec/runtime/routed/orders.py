@@ -11,7 +11,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flower_privdec.errors import RunError
 
 SAYS, INITIAL, INBOX, OUTBOX, MASS = (f"privdec.{name}" for name in ("says", "initial", "inbox", "outbox", "mass"))
-INTRODUCE, JOIN, ROUND, DELIVER, EVALUATE = "introduce", "join", "round", "deliver", "evaluate"
+INTRODUCE, JOIN, ROUND, DELIVER, EVALUATE, MESH = "introduce", "join", "round", "deliver", "evaluate", "mesh"
 
 
 class _Said:
@@ -47,7 +47,7 @@ class Asked(_Said):
     """What the strategy asks of a peer. It names no key, no ledger and, outside a simulation, no path.
 
     Attributes:
-        kind: introduce, join, round, deliver or evaluate.
+        kind: introduce, join, round, deliver, evaluate or mesh.
         run: the run's name.
         peer: who is asked.
         folder: where a simulation's peers keep what is theirs.
@@ -61,6 +61,7 @@ class Asked(_Said):
         neighbors, epochs, keys: of all peers that are known: the epoch of each one's state and its public key.
         held_by, held: which shares need not be handed in again: receivers and numbers.
         taken_by, taken_epochs, taken: who has which share of this peer's in its mass: receiver, epoch, number.
+        scenario: mesh: what the peers agree on, and where they are, as YAML.
     """
 
     kind: str
@@ -84,6 +85,7 @@ class Asked(_Said):
     taken_by: list[int] = field(default_factory=list)
     taken_epochs: list[int] = field(default_factory=list)
     taken: list[int] = field(default_factory=list)
+    scenario: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class Told(_Said):
         senders, sender_epochs, taken: which shares are in its mass: sender, epoch, number.
         refused_keys, refused: the shares that it refused, and why.
         stranded: how many of its shares went to states that were lost.
+        address: HOST:PORT at which other peers can reach it; empty where they cannot.
     """
 
     peer: int
@@ -123,6 +126,7 @@ class Told(_Said):
     refused_keys: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     stranded: int = 0
+    address: str = ""
 
 
 def pack_bytes(shares: Mapping[str, bytes]) -> ArrayRecord:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
 from flower_privdec.errors import RunError
 from flower_privdec.runtime.flower.plainly import CLIENT_APP_RAISED, MENDABLE, said
+from flower_privdec.runtime.routed.app_calls import returned_arrays, working_in
 from flower_privdec.runtime.routed.desk import Desk, keep_metrics
 from flower_privdec.runtime.routed.orders import (
     DELIVER,
@@ -20,6 +19,7 @@ from flower_privdec.runtime.routed.orders import (
     INITIAL,
     INTRODUCE,
     JOIN,
+    MESH,
     ROUND,
     SAYS,
     Asked,
@@ -27,6 +27,7 @@ from flower_privdec.runtime.routed.orders import (
 from flower_privdec.runtime.routed.peer_file import alone_in
 from flower_privdec.runtime.routed.peer_place import PeerPlace
 from flower_privdec.runtime.routed.protecting import PeerPrivacy
+from flower_privdec.runtime.serverless.mesh import MeshApp, run_mesh
 
 log = logging.getLogger("flwr.privdec")
 App = Callable[[Message, Context], Message]
@@ -35,34 +36,6 @@ NO_STRATEGY = (
     "the message comes from no strategy of flower_privdec (or from another version): start PushSum or Gossip in the "
     "ServerApp, or take PeerMod out"
 )
-
-
-_folder: ContextVar[Path] = ContextVar("folder")
-
-
-def peer_folder() -> Path:
-    """Return the folder of the peer whose train or evaluate function is running, for what it wants to keep.
-
-    A ledger of its examples, say: `private(..., ledger=peer_folder() / "examples.jsonl")` counts over all rounds, and
-    for each peer apart. In a simulation the folder is the run's, as the peer's own ledger is.
-
-    Raises:
-        RunError: no function of an app with PeerMod is running.
-    """
-    try:
-        return _folder.get()
-    except LookupError:
-        raise RunError("peer_folder() is for the functions of an app with PeerMod: call it inside one") from None
-
-
-@contextmanager
-def working_in(folder: Path) -> Iterator[None]:
-    """Let `peer_folder` be a folder, for as long as an app's function runs."""
-    token = _folder.set(folder)
-    try:
-        yield
-    finally:
-        _folder.reset(token)
 
 
 class PeerMod:
@@ -145,6 +118,9 @@ class PeerMod:
         if kind == JOIN:
             desk.join(content)
             return {}
+        if kind == MESH:
+            self._mesh(desk, message, context, app)
+            return {}
         state = desk.take_mail(content)
 
         def call(arrays: ArrayRecord) -> RecordDict:
@@ -158,6 +134,28 @@ class PeerMod:
         elif kind == DELIVER:
             desk.deliver()
         return self._leaving(desk, theirs)
+
+    def _mesh(self, desk: Desk, message: Message, context: Context, app: App) -> None:
+        """Run all rounds with the other peers directly, and keep what they come to, unless that was done before.
+
+        Raises:
+            RunError: the message has no initial arrays, or the rounds cannot be run.
+        """
+        content, asked = message.content, desk.asked
+        if desk.state is not None:
+            return
+        if INITIAL not in content.array_records:
+            raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
+        told = {name: dict(config) for name, config in content.config_records.items() if name != SAYS}
+
+        def train(arrays: ArrayRecord, server_round: int) -> ArrayRecord:
+            configs = {name: ConfigRecord({**config, "server-round": server_round}) for name, config in told.items()}
+            message.content = RecordDict({**configs})
+            answer = self._call(desk, arrays, message, context, app)
+            keep_metrics(desk.place.folder, server_round, "train", answer.metric_records)
+            return returned_arrays(answer, asked.arrays, desk.place.peer)
+
+        desk.state = run_mesh(asked, desk.place, self.privacy, content.array_records[INITIAL], MeshApp(train))
 
     def _call(self, desk: Desk, arrays: ArrayRecord, message: Message, context: Context, app: App) -> RecordDict:
         """Let the app's own function answer, with the peer's model where it looks for the global one.
@@ -188,18 +186,3 @@ class PeerMod:
             keep_metrics(desk.place.folder, desk.asked.round_index, desk.asked.kind, theirs.metric_records)
             return {}
         return {name: record for name, record in theirs.items() if not isinstance(record, ArrayRecord)}
-
-
-def returned_arrays(content: RecordDict, key: str, peer: int) -> ArrayRecord:
-    """Return the arrays of an app's answer.
-
-    Raises:
-        RunError: there are none, or several and none under the key.
-    """
-    records = content.array_records
-    if key not in records and len(records) != 1:
-        raise RunError(
-            f"the train function of peer {peer} returned {len(records) or 'no'} ArrayRecord{'s' * (len(records) > 1)} "
-            f"and none named {key!r}: return the trained model, as RecordDict({{{key!r}: ArrayRecord(...)}})"
-        )
-    return records[key] if key in records else next(iter(records.values()))

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 
 from flower_privdec.errors import RunError
+from flower_privdec.mixing import MixingMatrix
+from flower_privdec.mixing.weights import average_matrix, mixing_matrix
 from flower_privdec.runtime.flower.nodes import reason
 from flower_privdec.runtime.routed.census import NO_MOD, Census, said_by
 from flower_privdec.runtime.routed.mailroom import Mailroom
 from flower_privdec.runtime.routed.masking import unmasked_sum
 from flower_privdec.runtime.routed.orders import INBOX, INITIAL, INTRODUCE, JOIN, MASS, OUTBOX, SAYS, Asked, Told
+from flower_privdec.runtime.routed.peer_ledger import UNPROTECTED
+from flower_privdec.topology.graphs import CompleteTopology, Topology
 
 log = logging.getLogger("flwr.privdec")
+
+Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 
 LEAST_TTL = 60.0  # seconds; later Flower drops a message, and its answer
 
@@ -186,3 +192,31 @@ def total_mass(masses: Mapping[int, np.ndarray], wanted: set[int], sealed: bool)
         return None
     total = unmasked_sum(masses.values()) if sealed else np.sum(list(masses.values()), axis=0)
     return np.asarray(total) if total[-1] > 0 else None
+
+
+def metrics_in(replies: Iterable[Message], aggregate: Aggregate, key: str) -> MetricRecord | None:
+    """Return the mean of what peers say, weighed by a key where all have it; None where nobody says anything."""
+    said = [next(iter(reply.content.metric_records.values())) for reply in replies if reply.content.metric_records]
+    weighed = all(key in metrics for metrics in said)
+    alike = [metrics if weighed else MetricRecord({**metrics, key: 1}) for metrics in said]
+    return aggregate([RecordDict({"metrics": metrics}) for metrics in alike], key) if alike else None
+
+
+def say_privacy(told: Mapping[int, Told]) -> None:
+    """Log what each peer has spent, with its unit; those that spent the same together."""
+    spent: dict[str, list[int]] = {}
+    for peer, each in sorted(told.items()):
+        spent.setdefault(each.spent or UNPROTECTED, []).append(peer)
+    for words, peers in spent.items():
+        log.info("Privacy of peer%s %s: %s", "s" * (len(peers) > 1), ", ".join(map(str, peers)), words)
+
+
+def matrix_of(graph: Topology, weights: str, round_index: int, present: np.ndarray) -> MixingMatrix:
+    """Return how the peers that are present mix in a round; on a complete graph every one gets their mean.
+
+    Args:
+        present: bool [n_peers].
+    """
+    if isinstance(graph, CompleteTopology):
+        return average_matrix(present)
+    return mixing_matrix(graph.edges(round_index), len(present), weights, present)

@@ -26,6 +26,8 @@ class PeerPlace:
         simulated: whether the node is one of a simulation.
         epsilon, delta: the budget that its owner sets, whatever the app says; ∞ and None where there is none.
         known_peers: the file of pinned keys, or None.
+        address: HOST:PORT at which other peers can reach it; empty where they cannot.
+        certificates: the folder with its certificate, as `privdec certs` makes it; None where it has none.
     """
 
     peer: int
@@ -35,6 +37,8 @@ class PeerPlace:
     epsilon: float
     delta: float | None
     known_peers: Path | None
+    address: str = ""
+    certificates: Path | None = None
 
     @classmethod
     def of(cls, context: Context, asked: Asked, folder: Path | None) -> PeerPlace:
@@ -55,7 +59,7 @@ class PeerPlace:
         own = config.get("folder", folder) or (asked.folder if simulated else None)
         if not own:
             raise RunError(f"this SuperNode must say where its state and ledger are kept: start it with {NODE_CONFIG}")
-        given = config.get("known-peers")
+        given, certificates = config.get("known-peers"), config.get("certificates")
         return cls(
             peer,
             total,
@@ -64,6 +68,8 @@ class PeerPlace:
             _number(config.get("epsilon"), "epsilon") or math.inf,
             _number(config.get("delta"), "delta"),
             None if given is None else Path(str(given)).expanduser(),
+            "" if certificates is None else str(config.get("address", "")),
+            None if certificates is None else Path(str(certificates)).expanduser(),
         )
 
 

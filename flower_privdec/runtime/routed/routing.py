@@ -17,24 +17,29 @@ from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.mixing import Mixing, MixingMatrix
-from flower_privdec.mixing.weights import average_matrix, mixing_matrix
+from flower_privdec.mixing import Mixing
 from flower_privdec.participation import build_participation
 from flower_privdec.rows import keyed_generator
 from flower_privdec.runtime.flower.plainly import failing_plainly
 from flower_privdec.runtime.routed.census import said_by
 from flower_privdec.runtime.routed.layout import Layout, numpy_arrays
 from flower_privdec.runtime.routed.orders import DELIVER, EVALUATE, ROUND, Told
-from flower_privdec.runtime.routed.peer_ledger import UNPROTECTED
-from flower_privdec.runtime.routed.peer_network import PeerNetwork, masses_in, total_mass
+from flower_privdec.runtime.routed.peer_network import (
+    Aggregate,
+    PeerNetwork,
+    masses_in,
+    matrix_of,
+    metrics_in,
+    say_privacy,
+    total_mass,
+)
 from flower_privdec.runtime.routed.peer_place import FOLDER, safe_name
-from flower_privdec.topology.graphs import CompleteTopology, Topology
+from flower_privdec.topology.graphs import Topology
 from flower_privdec.topology.named import build_topology
 
 log = logging.getLogger("flwr.privdec")
 log.setLevel(logging.INFO)
 
-Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -149,18 +154,29 @@ class Routed(Strategy):
         self._wants_mean = evaluate_fn is not None
         with failing_plainly():
             self._begin(grid, initial_arrays, num_rounds, timeout)
-            result, first = Result(), self._first_round()
-            if first == 1:
-                self._evaluate_mean(0, initial_arrays, evaluate_fn, result)
-            for server_round in range(first, num_rounds + 1):
-                self._round(server_round, *configs, evaluate_fn, result)
-                if self._all_stopped():
-                    break
-            result.arrays = self._deliver() or ArrayRecord()
+            return self._run(num_rounds, *configs, evaluate_fn)
+
+    def _run(
+        self,
+        num_rounds: int,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: EvaluateMean | None,
+    ) -> Result:
+        """Relay all rounds, once the peers are found."""
+        self.network.join(self._initial, founding=all(told.epoch == 0 for told in self.told.values()))
+        result, first = Result(), self._first_round()
+        if first == 1:
+            self._evaluate_mean(0, self._initial, evaluate_fn, result)
+        for server_round in range(first, num_rounds + 1):
+            self._round(server_round, train_config, evaluate_config, evaluate_fn, result)
+            if self._all_stopped():
+                break
+        result.arrays = self._deliver() or ArrayRecord()
         return result
 
     def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int, timeout: float) -> None:
-        """Find the peers, and let those begin that have no state of this run."""
+        """Find the peers, and build their graph."""
         self._layout, self._initial, self._rounds = Layout.of(numpy_arrays(arrays)), arrays, rounds
         self._kept, self._exhausted = self._layout.kept(numpy_arrays(arrays)), dict[int, str]()
         run = self.name or f"run-{grid.run.run_id}"
@@ -171,7 +187,6 @@ class Routed(Strategy):
         self._sealed = self.network.sealed
         self._build_graph(self.network.census.n_peers)
         self.summary()
-        self.network.join(arrays, founding=all(told.epoch == 0 for told in self.told.values()))
 
     @property
     def told(self) -> dict[int, Told]:
@@ -179,9 +194,8 @@ class Routed(Strategy):
         return self.network.told
 
     def _build_graph(self, n_peers: int) -> None:
-        graph = self.topology
-        if isinstance(graph, str):
-            graph = build_topology(graph, n_peers, seed=self.seed, **self.topology_options)
+        graph, options = self.topology, self.topology_options
+        graph = build_topology(graph, n_peers, seed=self.seed, **options) if isinstance(graph, str) else graph
         if graph.n_peers != n_peers:
             raise ScenarioError(f"topology {graph.name} joins {graph.n_peers} peers, and the SuperNodes are {n_peers}")
         fraction = None if self.participation == 1 else self.participation
@@ -217,10 +231,15 @@ class Routed(Strategy):
         mean, metrics = self.aggregate_train(server_round, trained.values())
         if metrics:
             result.train_metrics_clientapp[server_round] = metrics
-        evaluated = network.ask(self.configure_evaluate(server_round, arrays, evaluate_config, network.grid))
+        self._evaluate_peers(server_round, evaluate_config, result)
+        self._evaluate_mean(server_round, mean, evaluate_fn, result)
+
+    def _evaluate_peers(self, server_round: int, config: ConfigRecord, result: Result) -> None:
+        """Let some peers evaluate their own models."""
+        network = self.network
+        evaluated = network.ask(self.configure_evaluate(server_round, self._initial, config, network.grid))
         if metrics := self.aggregate_evaluate(server_round, evaluated.values()):
             result.evaluate_metrics_clientapp[server_round] = metrics
-        self._evaluate_mean(server_round, mean, evaluate_fn, result)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -251,15 +270,10 @@ class Routed(Strategy):
         present = np.zeros(self.network.census.n_peers, dtype=bool)
         present[self._counted] = True
         links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(len(present))}
-        for sender, receiver, weight in self._matrix(round_index, present).terms() if present.sum() > 1 else ():
+        for sender, receiver, weight in matrix_of(self._graph, self.weights, round_index, present).terms():
             if sender != receiver:
                 links[sender].append((receiver, weight))
         return links
-
-    def _matrix(self, round_index: int, present: np.ndarray) -> MixingMatrix:
-        if isinstance(self._graph, CompleteTopology):
-            return average_matrix(present)
-        return mixing_matrix(self._graph.edges(round_index), len(present), self.weights, present)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -279,7 +293,7 @@ class Routed(Strategy):
             f" ({troubles})" if troubles else "",
         )
         mean = self._mean(answers, self._counted) if self._wants_mean else None
-        return mean, self._metrics(answers.values(), self.train_metrics_aggr_fn)
+        return mean, metrics_in(answers.values(), self.train_metrics_aggr_fn, self.weighted_by_key)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -297,14 +311,7 @@ class Routed(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the metrics of the peers that say them."""
-        return self._metrics(replies, self.evaluate_metrics_aggr_fn)
-
-    def _metrics(self, replies: Iterable[Message], aggregate: Aggregate) -> MetricRecord | None:
-        said = [next(iter(reply.content.metric_records.values())) for reply in replies if reply.content.metric_records]
-        key = self.weighted_by_key
-        weighed = all(key in metrics for metrics in said)
-        alike = [metrics if weighed else MetricRecord({**metrics, key: 1}) for metrics in said]
-        return aggregate([RecordDict({"metrics": metrics}) for metrics in alike], key) if alike else None
+        return metrics_in(replies, self.evaluate_metrics_aggr_fn, self.weighted_by_key)
 
     def _evaluate_mean(
         self, server_round: int, mean: ArrayRecord | None, evaluate_fn: EvaluateMean | None, result: Result
@@ -331,15 +338,8 @@ class Routed(Strategy):
         if not self._sealed:
             masses = sorted(masses_in(answers).items())
             self.peer_arrays = {peer: self._record(mass) for peer, mass in masses if mass[-1] > 0}
-        self._say_privacy()
+        say_privacy(self.told)
         return self._mean(answers, peers)
-
-    def _say_privacy(self) -> None:
-        spent: dict[str, list[int]] = {}
-        for peer, told in sorted(self.told.items()):
-            spent.setdefault(told.spent or UNPROTECTED, []).append(peer)
-        for words, peers in spent.items():
-            log.info("Privacy of peer%s %s: %s", "s" * (len(peers) > 1), ", ".join(map(str, peers)), words)
 
     def _mean(self, answers: Mapping[int, Message], peers: Iterable[int]) -> ArrayRecord | None:
         total = total_mass(masses_in(answers), set(peers), self._sealed)

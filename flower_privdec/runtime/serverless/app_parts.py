@@ -22,7 +22,7 @@ from flower_privdec.privacy.ledger_file import LedgerFile
 from flower_privdec.privacy.ledger_format import NOTHING, RunName
 from flower_privdec.runtime.routed.peer_ledger import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.scenario import numbers_hash
-from flower_privdec.scenario.app_scenario import AppScenario
+from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario
 
 KEPT = "kept."  # before the number of an array that is not mixed
 ENVIRONMENT = "a Flower app, system entropy"
@@ -57,6 +57,7 @@ class AppLedger:
         delta, budget: δ, and the ε that no run may exceed.
 
     Attributes:
+        budget: ε, or ∞.
         spent: by now.
         paid: nothing that a checkpoint has to know.
     """
@@ -66,6 +67,7 @@ class AppLedger:
     def __init__(self, folder: Path, run: str, peer: int, delta: float, budget: float) -> None:
         self._ledger, self._run, self._peer = PeerLedger(folder, delta, budget), run, peer
         self._life = secrets.randbits(62)
+        self.budget = budget
         self.spent: PeerSpent = self._ledger.spent()
         self._file = LedgerFile(folder, SOURCE)
 
@@ -136,7 +138,7 @@ class AppExperiment:
 
     Attributes:
         rows: before round 0, by name.
-        delta, budget: what the peer's ledger is held to; ∞ for no limit.
+        private: what protects this peer; None for no protection.
     """
 
     scenario: AppScenario
@@ -145,12 +147,18 @@ class AppExperiment:
     participation: Participation
     own: AppOwn
     rows: dict[str, Tensor]
-    delta: float = 0.0
-    budget: float = math.inf
+    private: AppPrivacySection | None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
-    def of(cls, scenario: AppScenario, peer: int, train: Step, rows: dict[str, Tensor]) -> AppExperiment:
+    def of(
+        cls,
+        scenario: AppScenario,
+        private: AppPrivacySection | None,
+        peer: int,
+        train: Step,
+        rows: dict[str, Tensor],
+    ) -> AppExperiment:
         """Build what a scenario says.
 
         Raises:
@@ -159,10 +167,9 @@ class AppExperiment:
         algorithm = AppTraining(train)
         mixing, participation = build_exchange(scenario.as_scenario, algorithm)
         assert mixing is not None
-        decided, private = numbers_hash(scenario.as_scenario), scenario.private
+        decided = numbers_hash(scenario.as_scenario)
         own = AppOwn(np.array([peer]), RunName(decided[:32], decided, ENVIRONMENT))
-        delta, budget = (0.5, None) if private is None else (private.delta, private.epsilon)
-        return cls(scenario, algorithm, mixing, participation, own, rows, delta, budget or math.inf)
+        return cls(scenario, algorithm, mixing, participation, own, rows, private)
 
     def cohort(self, ledger_dir: Path, start: int = 0) -> AppCohort:
         """Return the peer, with its ledger where it is protected.
@@ -170,9 +177,10 @@ class AppExperiment:
         Raises:
             BudgetError: the ledger cannot be trusted, or is in use.
         """
-        ledger, peer = None, int(self.own.peers[0])
-        if self.scenario.private is not None:
-            ledger = AppLedger(ledger_dir, self.scenario.name, peer, self.delta, self.budget)
+        ledger, peer, private = None, int(self.own.peers[0]), self.private
+        if private is not None:
+            folder = ledger_dir if private.ledger is None else Path(private.ledger)
+            ledger = AppLedger(folder, self.scenario.name, peer, private.delta, private.epsilon or math.inf)
         return AppCohort(
             self.own.peers, self.scenario.n_peers, self.rows["x"].dtype, self.mixing, self.participation, ledger
         )

@@ -34,7 +34,7 @@ from flower_privdec.runtime.serverless.driven_app import TrainedApp
 from flower_privdec.runtime.serverless.initial_arrays import InitialArrays, save_initial
 from flower_privdec.runtime.spent import json_number
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.app_scenario import AppScenario
+from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario
 
 log = logging.getLogger("flwr.privdec")
 
@@ -56,6 +56,7 @@ class AppPeer(RunningPeer):
         initial: what all peers begin with.
         app: what trains.
         resume: go on from the folder's checkpoint.
+        own: what protects this peer, in place of the scenario's.
 
     Raises:
         ScenarioError, BudgetError: see RunningPeer.
@@ -72,10 +73,12 @@ class AppPeer(RunningPeer):
         initial: InitialArrays,
         app: TrainedApp,
         resume: bool = False,
+        own: AppPrivacySection | None = None,
     ) -> None:
         if device.insecure_seeds:
             raise ScenarioError("--insecure-seeds draws batches, and an app draws its own: leave it out")
         self._initial, self._app, self._arrays = initial, app, initial.layout
+        self._private = own or scenario.private
         self.idle = ""  # why it trains no more, or not now
         self._exhausted = False
         super().__init__(scenario.as_scenario, device, resume)
@@ -83,7 +86,8 @@ class AppPeer(RunningPeer):
     # --- what it is built of ---
 
     def _agreement(self, scenario: Scenario) -> Agreement:
-        found = AppExperiment.of(cast(AppScenario, scenario), self.device.peer, self._train, self._first_rows())
+        agreed = cast(AppScenario, scenario)
+        found = AppExperiment.of(agreed, self._private, self.device.peer, self._train, self._first_rows())
         return cast(Agreement, found)
 
     def _joined(self, agreement: Agreement) -> Experiment:
@@ -107,7 +111,7 @@ class AppPeer(RunningPeer):
     @cached_property
     def _noise(self) -> float:
         """Return the noise multiplier: what was given, or what keeps the budget over this peer's rounds."""
-        scenario, private = self.experiment.scenario, self.experiment.scenario.private
+        scenario, private = self.experiment.scenario, self._private
         assert private is not None
         if private.noise_multiplier is not None:
             return private.noise_multiplier
@@ -116,7 +120,7 @@ class AppPeer(RunningPeer):
         rounds = (
             scenario.rounds if everybody else sum(bool(active(k)[self.device.peer]) for k in range(scenario.rounds))
         )
-        return solved_noise(cast(float, private.epsilon), cast(float, private.delta), max(1, rounds))
+        return solved_noise(cast(float, private.epsilon), private.delta, max(1, rounds))
 
     def _check_budget(self, ledger: Path) -> None:
         if self._ledger is not None:
@@ -132,13 +136,13 @@ class AppPeer(RunningPeer):
         if held < LEAST_WEIGHT:
             self.idle = f"it holds {held:.2g} of the mass, and waits for a share before it trains"
             return
-        self.idle, private, noise = "", self.experiment.scenario.private, 0.0
+        self.idle, private, noise = "", self._private, 0.0
         if private is not None:
             noise = self._noise
             if not self._pays(k + 1, noise):
                 return
         mass = self._mass(state)
-        clip = None if private is None else cast(float, private.clip_norm)
+        clip = None if private is None else private.clip_norm
         take_step(mass, lambda arrays: self._app.train(arrays, k + 1), clip, noise, k + 1)
         state.rows["x"][0].copy_(torch.from_numpy(mass.x))
         state.rows.update(_kept_rows(mass.kept))
@@ -148,11 +152,8 @@ class AppPeer(RunningPeer):
         assert ledger is not None
         if ledger.pay(server_round, noise):
             return True
-        self._exhausted, budget = True, self.experiment.scenario.private
-        assert budget is not None
-        self.idle = (
-            f"its next update would exceed epsilon = {budget.epsilon:g}; it trains no more, and goes on relaying"
-        )
+        self._exhausted = True
+        self.idle = f"its next update would exceed epsilon = {ledger.budget:g}; it trains no more, and goes on relaying"
         log.warning("peer %s, round %s: %s", self.device.peer, server_round, self.idle)
         return False
 
@@ -174,6 +175,12 @@ class AppPeer(RunningPeer):
         """See RunningPeer; at the end the model is that of the last round, with what came while others finished."""
         super().run(on_round)
         self._keep_model(self._mass(self.state))
+
+    def result(self) -> PeerState:
+        """Return the mass as it is now, and the arrays that are not mixed."""
+        mass = self._mass(self.state)
+        mass.round_index = self.state.round_index
+        return mass
 
     def _look(self) -> None:
         """Keep the model, let the app try it, and hand it in where the scenario allows that.
@@ -205,7 +212,8 @@ class AppPeer(RunningPeer):
 
     def status(self) -> dict[str, Any]:
         """See RunningPeer; with what ε is of, and why the peer does not train where it does not."""
-        return {**super().status(), "privacy": self._privacy(), "idle": self.idle}
+        budget = None if self._private is None else self._private.epsilon
+        return {**super().status(), "budget": budget, "privacy": self._privacy(), "idle": self.idle}
 
     def _privacy(self) -> str:
         return UNPROTECTED if self._ledger is None else str(self._ledger.spent)
@@ -232,7 +240,12 @@ APP_MODES: dict[str, type[AppPeer]] = {"asynchronous": AsynchronousAppPeer, "syn
 
 
 def app_peer(
-    scenario: AppScenario, device: PeerDevice, initial: InitialArrays, app: TrainedApp, resume: bool = False
+    scenario: AppScenario,
+    device: PeerDevice,
+    initial: InitialArrays,
+    app: TrainedApp,
+    resume: bool = False,
+    own: AppPrivacySection | None = None,
 ) -> AppPeer:
     """Return a peer of an app that runs as the scenario's network says; see AppPeer.
 
@@ -247,7 +260,7 @@ def app_peer(
             f"{INITIAL} of another peer's folder"
         )
     named = scenario.model_copy(update={"initial": digest})
-    return APP_MODES[scenario.network.mode](named, device, initial, app, resume)
+    return APP_MODES[scenario.network.mode](named, device, initial, app, resume, own)
 
 
 def initial_path(folder: Path) -> Path:

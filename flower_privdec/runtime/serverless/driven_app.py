@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.runtime.flower.local_grid import LocalGrid, message_to
-from flower_privdec.runtime.routed.peer_mod import returned_arrays, working_in
+from flower_privdec.runtime.routed.app_calls import returned_arrays, working_in
 from flower_privdec.runtime.serverless.initial_arrays import InitialArrays
 from flower_privdec.words import one_line
 
