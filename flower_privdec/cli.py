@@ -15,6 +15,7 @@ import typer
 
 from flower_privdec import __version__
 from flower_privdec.errors import PrivdecError, RunError, ScenarioError, StoppedError
+from flower_privdec.flower_commands import flower_run
 from flower_privdec.network_commands import NETWORK_COMMANDS
 from flower_privdec.typer_parts import Command, CommandGroup, Json, ScenarioFile, Settings, saying_when_interrupted
 from flower_privdec.words import printable, shown
@@ -208,7 +209,7 @@ def study(
 
 @command()
 def bench(
-    workloads: Annotated[list[str] | None, typer.Argument(metavar="[W1 W2 W3 W4 FedDeper]", help="Which.")] = None,
+    workloads: Annotated[list[str] | None, typer.Argument(metavar="[W1 W2 ... FedDeper noise]", help="Which.")] = None,
     device: Annotated[Device, typer.Option(help="Where to time it.")] = Device.cpu,
     rounds: Annotated[int, typer.Option(min=3, max=10_000, help="Timed rounds of each variant.")] = 15,
     extras: Annotated[bool, typer.Option("--all", help="Also Opacus, vmap, gloo, relay and scaling.")] = False,
@@ -220,6 +221,7 @@ def bench(
     benchmark.main(workloads or [], device=device.value, rounds=rounds, extras=extras, as_json=as_json)
 
 
+command()(flower_run)
 for network_command in NETWORK_COMMANDS:
     command()(network_command)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
+def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[Path]:
     """Yield a new file to write, which then takes a path's place: after a crash the old or the new is there, whole.
 
     Where something fails inside, the path is as it was and nothing is left beside it.
@@ -17,6 +17,7 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     Args:
         path: in a folder that is there. Processes that write the same path at the same time do not mix: the last wins.
         private: whether the file is for its owner alone.
+        durable: whether that holds when the machine stops too, and not only the process; it takes a few milliseconds.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666))
@@ -24,18 +25,20 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
         yield part
         if private:
             part.chmod(0o600)  # whatever wrote it may have made it anew
-        _sync(part)
+        if durable:
+            _sync(part)
         part.replace(path)
     except BaseException:
         with suppress(OSError):
             part.unlink()
         raise
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
-def write_atomically(path: Path, content: bytes, *, private: bool = False) -> None:
-    """Write a file so that after a crash either the old or the new content is there, never a part."""
-    with replacing(path, private=private) as part:
+def write_atomically(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
+    """Write a file so that after a crash either the old or the new content is there, never a part; see `replacing`."""
+    with replacing(path, private=private, durable=durable) as part:
         part.write_bytes(content)
 
 

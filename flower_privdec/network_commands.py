@@ -1,4 +1,4 @@
-"""The commands of `privdec` for peers on a network: certificates, one peer, all peers, and how one does."""
+"""The commands of `privdec` for peers on a network: certificates, one peer, all peers, how one does and how fast."""
 
 from __future__ import annotations
 
@@ -71,6 +71,15 @@ def up(
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoints.")] = False,
     insecure_seeds: InsecureSeeds = False,
+    loss: Annotated[
+        float, typer.Option(help="Share of the pieces of what peers say that a proxy between them loses.")
+    ] = 0.0,
+    kill: Annotated[
+        list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer for good after a round. Repeatable.")
+    ] = None,
+    restart: Annotated[
+        list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer, and start it again. Repeatable.")
+    ] = None,
 ) -> None:
     """Run all peers of a scenario as processes on this machine, over TLS, as they would run on devices."""
     from flower_privdec.data.readers import require
@@ -82,10 +91,14 @@ def up(
     loaded = load_scenario(scenario, settings or ())
     folder = out or Path("runs") / loaded.name
     with (
+        network.losing(loss) as proxy,
         saying_when_interrupted(f"the same command with --resume goes on from {folder}"),
-        console.progress(loaded, folder) as on_metrics,
+        console.network_progress(loaded, folder) as (on_metrics, on_status),
     ):
-        summary = network.Up(loaded, folder, resume=resume, insecure_seeds=insecure_seeds).run(on_metrics)
+        due = network.mishaps(kill or (), restart or (), loaded.n_peers, loaded.rounds)
+        options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "mishaps": due}
+        peers = network.Up(loaded, folder, **options)
+        summary = peers.run(on_metrics, on_status)
     save_run_plots(folder)
     console.print_summary(summary, folder)
 
@@ -103,4 +116,46 @@ def status(
     typer.echo(network.ask(address, certificates, number, as_json))
 
 
-NETWORK_COMMANDS = (certs, peer, up, status)
+def network_bench(
+    out: Annotated[Path, typer.Option(help="A folder on the disk that is meant.")] = Path(),
+    rounds: Annotated[int, typer.Option(min=2, max=10_000, help="Rounds that are counted.")] = 10,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Measure rounds a second of eight peers on this machine, beside what their transport alone takes."""
+    from flower_privdec.bench import network
+
+    found = network.measure_network(rounds, settings or (), out)
+    typer.echo(network.as_json(found) if as_json else "\n".join(network.lines(found)))
+
+
+def soak(
+    scenario: ScenarioFile,
+    minutes: Annotated[float, typer.Option(help="How long.")],
+    seed: Annotated[int | None, typer.Option(help="Of the faults.", show_default="one of the system's")] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder.", show_default="runs/NAME-soak")] = None,
+    settings: Settings = None,
+    fault: Annotated[
+        list[str] | None, typer.Option(metavar="KIND", help="A kind of fault (repeatable).", show_default="all")
+    ] = None,
+    every: Annotated[float, typer.Option(help="Seconds between two faults, on average.")] = 3.0,
+    longest: Annotated[float, typer.Option(help="Seconds that a fault lasts at most.")] = 2.0,
+) -> None:
+    """Run all peers of a scenario on this machine, break something all the time, and check what must hold."""
+    from flower_privdec.data.readers import require
+    from flower_privdec.scenario import load_scenario
+
+    network = require("flower_privdec.runtime.network.soak", "privdec soak", "pip install grpcio")
+    loaded = load_scenario(scenario, settings or ())
+    folder = out or Path("runs") / f"{loaded.name}-soak"
+    given = {"kinds": tuple(fault)} if fault else {}
+    soaked = network.Soak(loaded, folder, minutes=minutes, seed=seed, every=every, longest=longest, **given)
+    with saying_when_interrupted(f"what was seen is above, and its traces are in {folder}"):
+        try:
+            soaked.run(typer.echo)
+        finally:
+            typer.echo("\n".join(soaked.summary()))
+    typer.echo("all that must hold held")
+
+
+NETWORK_COMMANDS = (certs, peer, up, status, network_bench, soak)

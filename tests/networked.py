@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -13,33 +11,25 @@ from torch import Tensor
 from flower_privdec.runtime.network.certificates import identities
 from flower_privdec.runtime.network.identity import Authority
 from flower_privdec.runtime.network.modes import running_peer
-from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
+from flower_privdec.runtime.network.peer import OnRound, PeerDevice, RunningPeer
+from flower_privdec.runtime.network.peer_processes import free_addresses
 from flower_privdec.scenario import Scenario
-
-
-def free_addresses(count: int) -> tuple[str, ...]:
-    """Return addresses on this machine that nobody listens on."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return tuple(f"127.0.0.1:{each.getsockname()[1]}" for each in sockets)
 
 
 def devices(scenario: Scenario, folder: Path, *, insecure_seeds: bool = True) -> list[PeerDevice]:
     """Return a device for each peer, with a certificate of a new authority."""
-    authority, addresses = Authority.create(scenario.name), free_addresses(scenario.n_peers)
+    authority, addresses = Authority.create(scenario.name), tuple(free_addresses(scenario.n_peers))
     return [
         PeerDevice(peer, folder / f"peer-{peer}", authority.issue(name), addresses, insecure_seeds=insecure_seeds)
         for peer, name in enumerate(identities(scenario))
     ]
 
 
-def finish(peer: RunningPeer) -> dict[str, Tensor]:
+def finish(peer: RunningPeer, on_round: OnRound | None = None) -> dict[str, Tensor]:
     """Run one peer to the end and return its rows."""
     try:
         peer.open()
-        peer.run()
+        peer.run(on_round)
         return peer.state.rows
     finally:
         peer.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flower_privdec import bench
-from flower_privdec.bench import comparison, equality, ledgers, limit, local_steps, printing, timing, whole
+from flower_privdec.bench import comparison, equality, ledgers, limit, local_steps, noise, printing, timing, whole
 from flower_privdec.bench.rivals import OpacusLoop, PeerLoop, TextbookVmap
 from flower_privdec.bench.workloads import WORKLOADS, Setup
 from flower_privdec.errors import RunError, ScenarioError
@@ -77,6 +77,15 @@ def test_feddeper_is_not_timed_when_the_engine_does_something_else(monkeypatch):
     monkeypatch.setattr(local_steps, "engine", tampered)
     with pytest.raises(RunError, match=r"FedDeper: after 2 rounds the engine's x differs"):
         local_steps.measure_feddeper(TINY_FEDDEPER, CPU, 3)
+
+
+def test_every_generator_is_timed(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "STRETCH", 1e-4)
+    results = {"noise": noise.measure_noise(CPU, 3, 1000)}
+    assert {"torch", "system", "exact"} <= results["noise"]["normals"].keys()
+    assert all(rate > 1e3 for rate in results["noise"]["normals"].values())
+    printing.print_results(results)
+    assert "exact: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

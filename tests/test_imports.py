@@ -23,19 +23,9 @@ FLOORS = [
         "topology",
         "participation",
     ),
-    *(
-        "mixing",
-        "data",
-        "models",
-        "gradients",
-        "privacy",
-        "example_privacy",
-        "algorithms",
-        "experiment",
-        "runtime",
-        "reporting",
-    ),
-    *("planner", "study", "api", "bench", "testing", "flwr_apps", "typer_parts", "network_commands", "cli", "__main__"),
+    *("mixing", "data", "models", "gradients", "privacy", "example_privacy", "algorithms", "experiment", "runtime"),
+    *("flower", "reporting", "planner", "study", "api", "bench", "testing", "flwr_apps", "typer_parts"),
+    *("network_commands", "flower_commands", "cli", "__main__"),
 ]
 FLOWER = {"flwr", "ray", "grpc"}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -25,16 +25,19 @@ from flower_privdec.algorithms import advance
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import BudgetError, RunError, ScenarioError, StoppedError
 from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.network.certificates import credentials_of, make_certificates
 from flower_privdec.runtime.network.channel import Link, RefusedError
 from flower_privdec.runtime.network.courier import ASKING
 from flower_privdec.runtime.network.letters import CARRYING, HEADER, PLACE, Letter, packed, sealed, unpacked
 from flower_privdec.runtime.network.modes import running_peer
-from flower_privdec.runtime.network.peer import RunningPeer
+from flower_privdec.runtime.network.peer import RunningPeer, rows_path
+from flower_privdec.runtime.network.status_words import status_line
 from flower_privdec.runtime.network.up import Up
 from flower_privdec.runtime.spent import epsilons
 from flower_privdec.scenario import Scenario, numbers_hash
+from flower_privdec.words import number
 
 Tiny = Callable[..., Scenario]
 QUICK = "network={mode: synchronous, retry: 0.1, start: 20.0, deadline: 20.0}"
@@ -376,7 +379,7 @@ def test_a_running_peer_says_how_it_does(
         said = json.loads(capsys.readouterr().out)
         assert (said["peer"], said["round"], said["rounds"], said["budget"]) == (2, 0, 3, 3.0)
         assert privdec(*words) == 0
-        assert "tiny: peer 2  round 0/3  ε 0 of 3.00" in capsys.readouterr().out
+        assert "tiny: peer 2  round 0/3  loss –  ε 0 of 3.00  3/3 neighbours up" in capsys.readouterr().out
         assert privdec("status", "127.0.0.1:1", "--certs", str(certs)) == 1
         assert "127.0.0.1:1: " in capsys.readouterr().err
         assert privdec("status", f"127.0.0.1:{port}", "--certs", str(tmp_path)) == 2
@@ -419,6 +422,56 @@ def test_a_ledger_that_is_named_counts_all_runs_of_a_peer_and_is_not_for_several
     peer = running_peer(scenario, devices(scenario, tmp_path)[0])
     assert (tmp_path / "ledger" / "digits.jsonl").exists()
     peer.close()
+
+
+def test_a_status_tells_the_loss_on_public_examples_and_which_neighbours_are_up(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(QUICK, "rounds=3", "evaluation.every=2")
+    peers, said = [running_peer(scenario, device) for device in devices(scenario, tmp_path)], []
+    look = peers[1]._look
+    peers[1]._look = lambda: (look(), said.append(peers[1].status()))  # type: ignore[method-assign]
+    assert peers[1].status()["loss"] is None
+    with ThreadPoolExecutor(len(peers)) as pool:
+        list(pool.map(finish, peers))
+    engine = Experiment.build(scenario)
+    for status in said:
+        rows = testing.run_rounds(engine, status["round"]).state.rows
+        assert status["loss"] == pytest.approx(public_losses(engine, rows)[1])
+    assert [status["round"] for status in said] == [2, 3]
+    assert status_line(said[1]).startswith(f"peer 1  round 3/3  loss {number(said[1]['loss'])}  ε ")
+    down = said[1] | {"neighbours": [0, 2, 3], "down": {"2": "gone"}}
+    assert "2/3 neighbours up  down: 2" in status_line(down)
+
+
+def test_a_loss_that_is_not_finite_is_none(tiny: Tiny) -> None:
+    engine = Experiment.build(tiny())
+    rows = testing.run_rounds(engine, 1).state.rows
+    wanted = public_losses(engine, rows)
+    rows["x"][2] = float("nan")
+    rows["w"][3] = 0.0  # a peer that has just come back without its mass
+    rows["x"][3] = 0.0
+    assert public_losses(engine, rows) == [*wanted[:2], None, None]
+
+
+@pytest.mark.parametrize(
+    ("setting", "handed"), [("network={}", True), ("network.hand_in=false", False), ("network.hand_in=true", True)]
+)
+def test_a_peer_hands_in_where_that_is_allowed(setting: str, handed: bool, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(QUICK, setting, "rounds=1")
+    run_network(scenario, tmp_path)
+    for peer in range(4):
+        assert rows_path(tmp_path / f"peer-{peer}", 1).exists() == handed
+
+
+def test_on_devices_nothing_is_handed_in_unless_it_is_allowed(tiny: Tiny, tmp_path: Path) -> None:
+    listed = "network={peers: [" + ", ".join(f"{{address: '127.0.0.1:{7100 + i}'}}" for i in range(4)) + "]}"
+    assert tiny().network.hands_in
+    assert not tiny(listed).network.hands_in
+    assert tiny(listed, "network.hand_in=true").network.hands_in
+    for settings_given in ((listed,), ("network.hand_in=false",)):
+        with pytest.raises(ScenarioError, match=r"network\.hand_in=false: .* set it to true"):
+            Up(tiny(*settings_given), tmp_path / "up")
+    Up(tiny(listed, "network.hand_in=true"), tmp_path / "up")
+    assert not (tmp_path / "up").exists()
 
 
 def test_addresses_elsewhere_are_not_this_machines_to_start(tiny: Tiny, tmp_path: Path) -> None:

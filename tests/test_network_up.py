@@ -9,18 +9,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("grpc")
 
+from flower_privdec import cli
 from flower_privdec.experiment import Experiment
+from flower_privdec.runtime.network.fault_proxy import FaultProxy, Faults
+from flower_privdec.runtime.network.mishaps import mishaps
+from flower_privdec.runtime.network.up import Up
 from flower_privdec.runtime.run import run
-from flower_privdec.scenario import parse_scenario
+from flower_privdec.scenario import Scenario, parse_scenario
 
 pytestmark = pytest.mark.slow
-SETTINGS = ["n_peers=3", "rounds=6", "network={retry: 0.2, start: 60.0, deadline: 5.0}", "topology.name=directed-ring"]
+SETTINGS = ["n_peers=3", "rounds=6", "topology.name=directed-ring"]
+SETTINGS += ["network={mode: synchronous, retry: 0.2, start: 60.0, deadline: 5.0}"]
 
 
 LONGER = "rounds=60"
@@ -84,6 +91,74 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(scenario: Path, tmp_p
     assert not peers_of(tmp_path / "up")
 
 
+def test_behind_a_proxy_that_cuts_the_numbers_are_the_same_and_each_peer_is_watched(
+    tiny: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    scenario = tiny(*SETTINGS, "network={mode: synchronous, retry: 0.1, start: 90.0, deadline: 10.0}")
+    said: dict[int, list[tuple[Any, str]]] = {peer: [] for peer in range(3)}
+    with FaultProxy(1, Faults(cut=0.01)) as proxy:
+
+        def cut(metrics: dict[str, Any]) -> None:
+            for name in proxy.names:
+                proxy.cut(name)
+
+        network = Up(scenario, tmp_path / "up", insecure_seeds=True, proxy=proxy)
+        found = network.run(cut, lambda peer, status, word: said[peer].append((status, word)))
+        assert len(proxy.names) == 6
+        assert all(proxy.counts(pair)["bytes"] > 0 for pair in [(0, 1), (1, 2), (2, 0)])
+        assert sum(proxy.counts(name)["cuts"] for name in proxy.names) > 0
+    wanted = run(Experiment.build(scenario), tmp_path / "engine")
+    for key in ("accuracy", "loss", "consensus_distance"):
+        assert found[key] == pytest.approx(wanted[key])
+    for peer, each in said.items():
+        assert each[0] == (None, "starting")
+        status, word = each[-1]
+        assert (status["peer"], status["round"], word) == (peer, 6, "done")
+        assert status["loss"] > 0
+
+
+@pytest.mark.parametrize("loss", ["-0.1", "1.5", "nan"])
+def test_a_loss_that_is_no_share_is_refused(
+    loss: str, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["up", str(scenario), "--out", str(tmp_path / "up"), "--loss", loss])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"error: --loss {loss} must be a share, from 0 to 1\n"
+    assert not (tmp_path / "up").exists()
+
+
+def test_a_peer_that_is_gone_ends_nobody_elses_run_and_is_named(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
+    quick = "network={retry: 0.2, start: 60.0, deadline: 10.0}"
+    scenario = tiny("n_peers=4", "rounds=24", "evaluation.every=4", "topology.name=complete", quick)
+    due = mishaps(["3@4"], ["1@8"], 4, 24)
+    found = Up(scenario, tmp_path / "up", mishaps=due).run()
+    assert re.fullmatch(r"peer 3 after round \d+: its last model is among those above", found["gone"])
+    assert json.loads((tmp_path / "up" / "peers" / "1" / "summary.json").read_text())["round"] == 24
+    assert not peers_of(tmp_path / "up")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--kill", "3"], "--kill '3' must be PEER@ROUND, as 3@100"),
+        (["--kill", "9@2"], "--kill 9@2: there are the peers 0 to 2"),
+        (["--restart", "1@6"], "--restart 1@6: the round must be before the last, 6"),
+        (["--kill", "0@1", "--kill", "1@1", "--kill", "2@1"], "--kill ends all 3 peers"),
+        (["--kill", "0@1"], "network.mode=synchronous ends with a peer that is gone"),
+    ],
+)
+def test_mishaps_that_cannot_be_are_refused(
+    options: list[str], says: str, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    with pytest.raises(SystemExit) as left:
+        cli.main(["up", str(scenario), "--out", str(tmp_path / "up"), *settings, *options])
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "up").exists()
+
+
 def test_killed_peers_are_named_and_the_run_goes_on_from_their_disks(scenario: Path, tmp_path: Path) -> None:
     out = tmp_path / "up"
     started = up(scenario, out, also=(LONGER,))
@@ -107,6 +182,7 @@ def test_nothing_lingers_when_it_is_killed(scenario: Path, tmp_path: Path) -> No
     out = tmp_path / "up"
     started = up(scenario, out, also=("rounds=100000", "privacy=none"))
     wait_for(out / "peers" / "1" / "checkpoint-1")
+    os.kill(peers_of(out)[0], signal.SIGSTOP)
     started.kill()
     started.communicate(timeout=60)
     until = time.monotonic() + 60

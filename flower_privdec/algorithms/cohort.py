@@ -124,6 +124,7 @@ class Cohort:
         every: how many rounds lie between two lines of the metrics.
         game_seconds: how long coalitions have been tried on them, so far.
         apart: whether sums are made and noised by themselves before they are added anywhere, see `release_`.
+        headroom: by how much noise is larger than was solved for, to cover how sums are rounded.
     """
 
     peers: np.ndarray
@@ -139,6 +140,7 @@ class Cohort:
     protection: Protection | None = None
     ledger: CohortLedger | None = None
     apart: bool = False
+    headroom: float = 0.0
     seed: int = 0
     validation: Validation | None = None
     every: int = 1
@@ -276,7 +278,7 @@ class Cohort:
         sums = {name: torch.zeros_like(rows) for name, rows in step.sums.items()} if self.apart else step.sums
         estimate(self, replace(step, sums=sums) if self.apart else step)
         for name, scale in std.items():
-            self.noise.add_(sums[name], scale, step.step, step.peers, name, step.receivers)
+            self.noise.add_(sums[name], scale * (1 + self.headroom), step.step, step.peers, name, step.receivers)
         if self.apart:
             for name, rows in step.sums.items():
                 rows.add_(sums[name])

@@ -17,7 +17,8 @@ def print_results(results: dict[str, dict[str, Any]]) -> None:
     """Print a table for each workload, and below it what else was measured."""
     console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     for name, result in results.items():
-        console.print(_table(f"{name}: {result['description']}", result["variants"]))
+        title = f"{name}: {result['description']}"
+        console.print(title if "normals" in result else _table(title, result["variants"]))
         for line in notes(result):
             console.print(f"  {line}")
         console.print()
@@ -35,6 +36,8 @@ def _table(title: str, variants: dict[str, dict[str, float]]) -> Table:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Return the lines below a table."""
+    if "normals" in result:
+        return [f"{name}: {rate / 1e6:.0f} million a second" for name, rate in result["normals"].items()]
     if "floor" in result:
         products, times, share = result["floor"]["ms"], result["times_the_floor"], result["fraction_of_floor"]
         return [

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flower_privdec.bench import flower_relay, local_steps, peak_memory, processes
+from flower_privdec.bench import flower_relay, local_steps, noise, peak_memory, processes
 from flower_privdec.bench.comparison import SCALES, generators, measure_workload, scaling
 from flower_privdec.bench.ledgers import SECONDS, ledger_share
 from flower_privdec.bench.printing import print_results
@@ -70,13 +70,16 @@ def measure(
     if local_steps.NAME in names:
         _say(f"{local_steps.NAME}: comparing in float64, then timing {local_steps.WORKLOAD.describe()}")
         results[local_steps.NAME] = local_steps.measure_feddeper(local_steps.WORKLOAD, where, rounds)
+    if noise.NAME in names:
+        _say(f"{noise.NAME}: timing the generators")
+        results[noise.NAME] = noise.measure_noise(where, rounds)
     if extras and chosen:
         _add_extras(results, chosen, where)
     return results
 
 
 def _names(wanted: list[str]) -> list[str]:
-    known = [*WORKLOADS, local_steps.NAME]
+    known = [*WORKLOADS, local_steps.NAME, noise.NAME]
     for name in wanted:
         if name not in known:
             raise ScenarioError(f"workload={name!r} must be one of {', '.join(known)}")

@@ -68,6 +68,22 @@ def evaluate(
     return metrics
 
 
+def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float | None]:
+    """Return the loss of each peer's model on public test examples, in nats; None where it is not finite.
+
+    Args:
+        rows: of the peers that are at hand, at least those that others may see.
+
+    Privacy: none is spent; the rows follow from what was released, and the examples are nobody's own.
+    """
+    models = agreement.algorithm.debiased(rows)
+    x, targets = inputs_like(agreement.public.x, models), agreement.public.y.to(models.device)
+    few = _spaced(len(targets), agreement.scenario.evaluation.peer_samples)
+    x, targets = x[few], targets[few]
+    outputs = (agreement.kernel.logits(model.unsqueeze(0), x)[0] for model in models)
+    return [finite(float(agreement.loss.value(each, targets).mean())) for each in outputs]
+
+
 def finite(value: float) -> float | None:
     """Return a number as metrics hold it: None where it is not finite."""
     return value if math.isfinite(value) else None

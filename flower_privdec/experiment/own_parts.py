@@ -12,13 +12,14 @@ from flower_privdec.data import Examples, Sampler, read_examples
 from flower_privdec.data.datasets import check_fit
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.hardening import headroom
 from flower_privdec.experiment.memory import check_steps
 from flower_privdec.experiment.number_range import check_number_range
 from flower_privdec.experiment.run_key import environment, own_keys, run_id, shared_secret
 from flower_privdec.privacy.declared import Drawing
 from flower_privdec.privacy.ledger_format import RunName
 from flower_privdec.privacy.protection import Protection, build_protection
-from flower_privdec.rows import resolve_generator
+from flower_privdec.rows import DEPLOYED, resolve_generator
 from flower_privdec.scenario import numbers_hash, own_parts
 from flower_privdec.scenario.schema import placed
 
@@ -33,6 +34,7 @@ class OwnParts:
         keys: what each peer's noise and batches are drawn from, by global id, see `run_key`.
         run: what ledgers and checkpoints call their run.
         protection: their clipping, noise and accounts; None without privacy.
+        headroom: by how much hardened noise is larger, see `hardening`; None where it is not asked for.
         deployed: whether batches and noise are the operating system's, and never the same twice.
     """
 
@@ -43,6 +45,12 @@ class OwnParts:
     run: RunName
     protection: Protection | None
     deployed: bool = False
+    headroom: float | None = None
+
+    @property
+    def generator(self) -> str | None:
+        """Return what a deployed peer takes its noise from, a key of `rows.DEPLOYED`; None in a simulation."""
+        return deployed_generator(self.headroom is not None) if self.deployed else None
 
     @staticmethod
     @placed
@@ -71,7 +79,7 @@ class OwnParts:
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
         keys, run = _name_run(agreement, examples, peers, secret)
         sampler = _build_sampler(agreement, examples, keys, peers)
-        protection = None
+        protection, larger = None, None
         if scenario.private is not None:
             drawings = drawings_of(agreement, peers, sampler)
             algorithm, mixing = agreement.algorithm, agreement.mixing
@@ -79,19 +87,24 @@ class OwnParts:
             protection = build_protection(
                 scenario, scenario.private, algorithm, drawings, agreement.participation, peers, factor
             )
+            if scenario.private.hardened:
+                steps = scenario.rounds * algorithm.steps_per_round
+                larger = headroom(algorithm, drawings, steps, agreement.initial.dtype)
             rates = agreement.learning_rate.base[peers]
             check_number_range(
                 protection, replace(agreement.learning_rate, base=rates), examples.sizes, sampler.normalizer
             )
-        return OwnParts(peers, examples, sampler, keys, run, protection, secret is not None)
+        return OwnParts(peers, examples, sampler, keys, run, protection, secret is not None, larger)
 
 
 def _name_run(
     agreement: Agreement, examples: Examples, peers: np.ndarray, secret: bytes | None
 ) -> tuple[dict[int, bytes], RunName]:
     """Return every peer's key, and what ledgers call the run; without privacy there is nothing to keep apart."""
-    name = public_name(agreement, "system" if secret else agreement.scenario.compute.generator)
-    if agreement.scenario.private is None:
+    private, simulated = agreement.scenario.private, agreement.scenario.compute.generator
+    hardened = private is not None and bool(private.hardened)
+    name = public_name(agreement, deployed_generator(hardened) if secret else simulated)
+    if private is None:
         return {}, name
     shared = shared_secret(
         name.scenario,
@@ -105,10 +118,15 @@ def _name_run(
     return keys, replace(name, id=run_id(keys))
 
 
+def deployed_generator(hardened: bool) -> str:
+    """Return what deployed peers take their noise from, a key of `rows.DEPLOYED`."""
+    return "exact" if hardened else "system"
+
+
 def public_name(agreement: Agreement, generator: str) -> RunName:
     """Return what a run is called by somebody who holds no keys of it."""
     decided, device = numbers_hash(agreement.scenario), agreement.device
-    made_with = generator if generator == "system" else resolve_generator(generator, device)
+    made_with = generator if generator in DEPLOYED else resolve_generator(generator, device)
     return RunName(decided[:32], decided, environment(made_with, device))
 
 

@@ -3,16 +3,19 @@
 Those of a deployed peer depend on nothing: they come from the operating system.
 """
 
+from flower_privdec.rows.exact import ExactNoise
 from flower_privdec.rows.fast import FastNoise
-from flower_privdec.rows.generators import GENERATORS, build_noise, resolve_generator
+from flower_privdec.rows.generators import DEPLOYED, GENERATORS, build_noise, resolve_generator
 from flower_privdec.rows.keys import KEY_BYTES, Secret, keyed_generator, seed_keys
 from flower_privdec.rows.source import NoiseSource
 from flower_privdec.rows.system import SystemNoise
 from flower_privdec.rows.torch_noise import TorchNoise
 
 __all__ = [
+    "DEPLOYED",
     "GENERATORS",
     "KEY_BYTES",
+    "ExactNoise",
     "FastNoise",
     "NoiseSource",
     "Secret",

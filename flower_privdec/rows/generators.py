@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from flower_privdec.errors import ScenarioError
+from flower_privdec.rows.exact import ExactNoise
 from flower_privdec.rows.fast import FastNoise
 from flower_privdec.rows.source import NoiseSource
 from flower_privdec.rows.system import SystemNoise
@@ -17,6 +18,12 @@ GENERATORS = {
     "fast": "Philox4x32-7 and Box-Muller compiled by numba (CPU)",
     "torch": "torch's own generator, started anew for each row (any device)",
     "system": "AES-256 under fresh keys of the operating system, for deployed peers: never the same twice (any device)",
+    "exact": "normals of the same entropy with all their digits, rounded exactly: see privacy.hardened (any device)",
+}
+# from the operating system; they read no key
+DEPLOYED: dict[str, Callable[[], NoiseSource]] = {
+    "system": SystemNoise,
+    "exact": ExactNoise,
 }
 
 
@@ -26,7 +33,7 @@ def build_noise(generator: str, keys: Mapping[int, bytes], device: torch.device 
     Args:
         generator: one of GENERATORS.
         keys: a secret key of 16 bytes or more for each peer hosted here, by global id. A run's keys should follow
-            from all that decides its numbers, so that no other run shares a draw with it. `system` reads none.
+            from all that decides its numbers, so that no other run shares a draw with it. Those of DEPLOYED read none.
         device: where the rows live.
 
     Raises:
@@ -38,8 +45,8 @@ def build_noise(generator: str, keys: Mapping[int, bytes], device: torch.device 
         raise ScenarioError(f"compute.generator={generator!r} must be one of {', '.join(GENERATORS)}")
     if generator == "fast" and device.type != "cpu":
         raise ScenarioError(f"compute.generator='fast' runs on a CPU, not {device}: set generator to torch or auto")
-    if generator == "system":
-        return SystemNoise()
+    if generator in DEPLOYED:
+        return DEPLOYED[generator]()
     if resolve_generator(generator, device) == "torch":
         return TorchNoise(keys, device)
     try:

@@ -65,6 +65,8 @@ class NetworkSection(Section):
         retry: seconds until what was not answered is sent again.
         commit_every: in asynchronous mode, every how many rounds a peer puts its state on disk. Shares of push-sum
             leave at commits alone, so that peers exchange as often as they commit.
+        hand_in: whether each peer leaves its model in its folder at every evaluation, for others to read, as `privdec
+            up` does; left out, only where peers is left out too: all peers are on one machine then.
     """
 
     mode: Literal["asynchronous", "synchronous"] = "asynchronous"
@@ -73,6 +75,12 @@ class NetworkSection(Section):
     deadline: Positive = 10.0
     retry: Positive = 1.0
     commit_every: Annotated[int, Field(ge=1)] = 1
+    hand_in: bool | None = None
+
+    @property
+    def hands_in(self) -> bool:
+        """Return whether peers leave their models for others to read."""
+        return self.peers is None if self.hand_in is None else self.hand_in
 
     @model_validator(mode="after")
     def _one_each(self) -> NetworkSection:

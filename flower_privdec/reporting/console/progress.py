@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RichCast
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
@@ -31,7 +31,12 @@ class _View(Protocol):
 
 @contextmanager
 def progress(
-    scenario: Scenario, folder: Path, *, tensorboard: bool = False, console: Console | None = None
+    scenario: Scenario,
+    folder: Path,
+    *,
+    tensorboard: bool = False,
+    console: Console | None = None,
+    below: Sequence[RichCast] = (),
 ) -> Iterator[Callable[[Metrics], None]]:
     """Show a run's progress on stderr while the context lasts; write nothing before the first metrics.
 
@@ -40,6 +45,7 @@ def progress(
         folder: the run's; TensorBoard's files go to its folder tensorboard.
         tensorboard: write scalars for TensorBoard as well.
         console: where to print; stderr by default.
+        below: what else a terminal shows, drawn anew as the bar is.
 
     Yields:
         What to call with each evaluation's metrics (a line of metrics.jsonl).
@@ -47,18 +53,24 @@ def progress(
     Raises:
         ScenarioError: when TensorBoard is asked for and not installed.
     """
-    console = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
+    console = console or error_console()
     with ExitStack() as stack:
         views: list[_View] = []
         if tensorboard:
             views.append(stack.enter_context(_tensorboard(folder)))
-        views.append(stack.enter_context(_bar(scenario, console) if console.is_terminal else _plain(scenario, console)))
+        shown = _bar(scenario, console, below) if console.is_terminal else _plain(scenario, console)
+        views.append(stack.enter_context(shown))
 
         def on_metrics(metrics: Metrics) -> None:
             for view in views:
                 view(metrics)
 
         yield on_metrics
+
+
+def error_console() -> Console:
+    """Return stderr, as it is written to while something runs."""
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def _values(scenario: Scenario, metrics: Metrics) -> str:
@@ -107,7 +119,33 @@ def counting_bar(console: Console) -> Progress:
 
 
 @contextmanager
-def _bar(scenario: Scenario, console: Console) -> Iterator[_View]:
+def rounds(name: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Show which round a run of many is in, on stderr: a bar on a terminal, a few lines elsewhere.
+
+    Args:
+        name: the run's.
+        console: where to print; stderr by default.
+
+    Yields:
+        What to call with a round and how many there are.
+    """
+    console = console or error_console()
+    tenths_shown = 0
+    with counting_bar(console) as bar:
+        task = bar.add_task(name, total=None, left="starting")
+
+        def show(done: int, total: int) -> None:
+            nonlocal tenths_shown
+            bar.update(task, completed=done, total=total, left="")
+            if not console.is_terminal and PLAIN_LINES * done // total > tenths_shown:
+                tenths_shown = PLAIN_LINES * done // total
+                console.print(f"{name}: round {done}/{total}", soft_wrap=True)
+
+        yield show
+
+
+@contextmanager
+def _bar(scenario: Scenario, console: Console, below: Sequence[RichCast]) -> Iterator[_View]:
     bar = counting_bar(console)
     task = bar.add_task(scenario.name, total=scenario.rounds, left="")
     values, clock = Text(style="dim"), _Clock(scenario)
@@ -118,7 +156,7 @@ def _bar(scenario: Scenario, console: Console) -> Iterator[_View]:
         bar.update(task, completed=done, left=left)
         values.plain = _values(scenario, metrics)
 
-    with Live(Group(bar, values), console=console, refresh_per_second=8):
+    with Live(Group(bar, values, *below), console=console, refresh_per_second=8):
         yield show
 
 

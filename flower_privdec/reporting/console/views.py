@@ -139,6 +139,7 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
                 ("claimed", claim(summary)),
                 ("traffic", sent(summary)),
                 ("numbers", summary.get("numbers")),
+                ("gone", summary.get("gone")),
                 ("noise", summary.get("noise") if is_private(summary) else None),
                 ("speed", f"{duration(summary['wall_seconds'])}, {pace}"),
                 ("files", str(folder)),

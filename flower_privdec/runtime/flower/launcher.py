@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 import torch
 
 from flower_privdec import __version__
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.runtime.flower.superlink import CONNECTION, INSTALL, LocalSuperLink, tail
+from flower_privdec.runtime.flower.submitting import submit
+from flower_privdec.runtime.flower.superlink import INSTALL, LocalSuperLink
 from flower_privdec.runtime.recorder import OnMetrics, Recorder
 from flower_privdec.scenario import Scenario, to_yaml
 
@@ -90,7 +90,8 @@ def flower_run(
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
     with LocalSuperLink() as superlink:
         _write_app(superlink.folder, experiment.scenario, config)
-        _follow(superlink, resources, _Progress(out / "metrics.jsonl", resume, on_metrics))
+        progress = _Progress(out / "metrics.jsonl", resume, on_metrics)
+        submit(superlink, APP, resources, [RUN_CONFIG], out / "flower.log", lambda _: progress.poll())
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
 
@@ -116,6 +117,17 @@ def _check_nodes(experiment: Experiment, mode: str, n_supernodes: int | None) ->
 
 def _check_resources(experiment: Experiment, nodes: int, cpus: int, gpus: float) -> float:
     """Return how much of a GPU each ClientApp gets; refuse what this machine does not have."""
+    check_machine(cpus, gpus)
+    shared = gpus == 0 and experiment.device.type == "cuda"
+    return 1 / nodes if shared else float(gpus)
+
+
+def check_machine(cpus: int, gpus: float) -> None:
+    """Refuse resources for a ClientApp that this machine does not have.
+
+    Raises:
+        ScenarioError: naming them.
+    """
     have = os.cpu_count() or 1
     if not 1 <= cpus <= have:
         raise ScenarioError(f"cpus={cpus} must be 1 to {have}, the CPUs of this machine; give fewer")
@@ -123,8 +135,6 @@ def _check_resources(experiment: Experiment, nodes: int, cpus: int, gpus: float)
         raise ScenarioError(
             f"gpus={gpus} must be at most {torch.cuda.device_count()}, the GPUs of this machine; give fewer"
         )
-    shared = gpus == 0 and experiment.device.type == "cuda"
-    return 1 / nodes if shared else float(gpus)
 
 
 def _write_app(folder: Path, scenario: Scenario, config: dict[str, Any]) -> None:
@@ -138,25 +148,6 @@ def _write_app(folder: Path, scenario: Scenario, config: dict[str, Any]) -> None
     config = {"scenario": str(folder / "scenario.yaml")} | config
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items()]
     (folder / RUN_CONFIG).write_text("".join(lines))
-
-
-def _follow(superlink: LocalSuperLink, resources: dict[str, int | float], progress: _Progress) -> None:
-    """Submit the run, pass its metrics on while it lasts, and raise when it failed."""
-    log = superlink.folder / "flower.log"
-    command = ["flwr", "run", APP, CONNECTION, "--stream", "--run-config", RUN_CONFIG]
-    given = " ".join(f"{key}={value}" for key, value in resources.items())
-    process = superlink.popen(*command, "--federation-config", given, output=log)
-    try:
-        while process.poll() is None:
-            progress.poll()
-            time.sleep(0.1)
-        progress.poll()
-        _check_completed(superlink, log, progress.path.with_name("flower.log"))
-    finally:
-        process.kill()
-        process.wait()
-        with suppress(OSError):  # a run that failed at once may have left no folder
-            progress.path.with_name("flower.log").write_bytes(log.read_bytes())
 
 
 class _Progress:
@@ -179,26 +170,3 @@ class _Progress:
             if metrics["round"] not in self.seen:
                 self.seen.add(metrics["round"])
                 self.on_metrics(metrics)
-
-
-def _check_completed(superlink: LocalSuperLink, log: Path, kept: Path) -> None:
-    """Ask the SuperLink how the run ended, for `flwr run` does not say.
-
-    Args:
-        log: of the run.
-        kept: where it is going to lie, if the run has left a folder.
-
-    Raises:
-        RunError: when it did not complete, with the reason.
-    """
-    listing = superlink.call("flwr", "list", CONNECTION, "--format", "json")
-    runs: list[dict[str, str]] = []
-    with suppress(json.JSONDecodeError):
-        runs = json.loads(listing[listing.index("{") :])["runs"] if "{" in listing else []
-    if not runs:
-        raise RunError(f"`flwr run` did not submit the run:\n{tail(log)}")
-    status = runs[0]["status"]
-    if status != "finished:completed":
-        details = " ".join(runs[0]["status-details"].removeprefix("Simulation failed with exception: ").split())
-        where = f"; its log is {kept}" if kept.parent.is_dir() else ""
-        raise RunError(f"the Flower run ended as {status}: {details or tail(log)}{where}")

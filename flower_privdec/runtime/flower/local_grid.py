@@ -29,6 +29,7 @@ class LocalGrid(Grid):
         run_id: the run they take part in.
         folder: where the nodes keep what is theirs; None is a temporary folder that goes with the grid.
         config: more of each node's own configuration; nodes that say more than their folder are no simulation's.
+        run_config: the run's, which every node is given.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class LocalGrid(Grid):
         run_id: int = 1,
         folder: Path | None = None,
         config: Mapping[int, UserConfig] | None = None,
+        run_config: UserConfig | None = None,
     ) -> None:
         self.client_app = client_app
         self._temporary = TemporaryDirectory() if folder is None else None
@@ -50,7 +52,7 @@ class LocalGrid(Grid):
                 node_id=100 + i,
                 node_config={"partition-id": i, "num-partitions": n_nodes, "folder": own, **(config or {}).get(i, {})},
                 state=RecordDict(),
-                run_config={},
+                run_config=dict(run_config or {}),
             )
             for i in range(n_nodes)
         }

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -28,12 +29,17 @@ class LocalSuperLink:
     The user's own Flower configuration, app folder and SuperLink are neither read nor written. Runs use
     the Python environment of this process; Flower installs nothing.
 
+    Args:
+        cwd: the folder in which all that it starts runs; by default `folder`.
+        variables: of the environment, for all that it starts.
+
     Attributes:
         folder: a temporary folder; it goes with the SuperLink.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="privdec-"))
+        self._cwd, self._variables = cwd or self.folder, dict(variables or {})
         self.home = self.folder / "home"
         self.log = self.folder / "superlink.log"
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -69,7 +75,7 @@ class LocalSuperLink:
         with output.open("ab") as file:
             return subprocess.Popen(
                 command,
-                cwd=self.folder,
+                cwd=self._cwd,
                 env=self._environment(),
                 stdin=stdin,
                 stdout=file,
@@ -106,7 +112,7 @@ class LocalSuperLink:
         }
         if len(str(self.folder)) < 40:  # Ray's sockets lie below, and a socket's path has 107 characters
             extra["RAY_TMPDIR"] = str(self.folder)
-        return os.environ | extra
+        return os.environ | extra | self._variables
 
     def _starts(self, port: int) -> bool:
         """Start the SuperLink and wait until it answers; return whether it does."""

@@ -280,10 +280,10 @@ class AsynchronousMail:
         out.taken = [word for word in out.taken if word not in words]
         out.words = [*out.words, *self.take(neighbor, said)][-1:]  # type: ignore[assignment]
 
-    def failed(self, neighbor: int, error: RunError, now: float) -> None:
+    def failed(self, neighbor: int, error: RunError, again: float) -> None:
         """See Mail: it has to be greeted anew, and what was lost with the call is said by the counters of a hello."""
         out = self._out[neighbor]
         self.machine.close(neighbor)
         out.words.clear()
         out.taken.clear()
-        out.share, out.hello_at = None, now + self._retry
+        out.share, out.hello_at = None, again

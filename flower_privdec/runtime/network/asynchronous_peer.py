@@ -16,7 +16,7 @@ from flower_privdec.algorithms import Exchange, Mix, Reply, State
 from flower_privdec.runtime.network.membership import Membership
 from flower_privdec.runtime.network.peer import POLL
 
-LEAST_WEIGHT = 1e-9  # of a peer that nobody sends to: it keeps the rest for itself
+LEAST_WEIGHT = 0.1  # a peer with less sends nothing until it is sent something: steps at x / w grow as w falls
 
 
 class AsynchronousPeer(Membership):
@@ -134,9 +134,11 @@ class AsynchronousPeer(Membership):
         self._mix(exchange, state, wanted)
 
     def _post(self, at: int, round_index: int, rows: dict[int, Any]) -> None:
+        replies = self._answers(at)
         with self.courier.changed:
             for neighbor, values in rows.items():
-                self.mail.post(at, self._asked[neighbor] if self._answers(at) else round_index, {neighbor: values})
+                if not replies or neighbor in self._asked:  # else it asked before this process began, and asks again
+                    self.mail.post(at, self._asked[neighbor] if replies else round_index, {neighbor: values})
             self.courier.changed.notify_all()
 
     def _mix(self, exchange: Exchange, state: State, wanted: Collection[int]) -> None:

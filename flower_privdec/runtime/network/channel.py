@@ -7,28 +7,36 @@ What a call carries is for those who read it to check.
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Lock, Timer
 from typing import Any
 
 import grpc
 
 from flower_privdec.errors import RunError
-from flower_privdec.runtime.network.identity import Credentials, identities_of, time_problem
+from flower_privdec.runtime.network.identity import Credentials, identities_of, standing_problem
 from flower_privdec.runtime.network.share_protocol import RefusedError
-from flower_privdec.words import one_line
 
 Content = bytes | bytearray
 Answer = Callable[[int, bytearray], Content]  # of a caller's number and what it says
 
 PIECE = 1 << 20
 ROOM = 1 << 16  # of a message beside its piece
+_log = logging.getLogger(__name__)
+
 METHOD = "/flower_privdec.Peer/Call"
+CALLS_EACH = 4  # of one caller at a time; an honest peer has one, and one that it gave up
+CALL_SECONDS = 120.0  # that a call may take to say what it says
+REFUSALS = 100  # different ones that are written down
 CONNECTION_SECONDS = 600  # after which a connection is made anew, and certificates are shown anew
 ALIVE = [
     ("grpc.keepalive_time_ms", 5_000),
@@ -48,7 +56,7 @@ SERVING = [
 ]
 CALLING = [
     *ALIVE,
-    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # that an attempt may take: 20 s otherwise, long after a black hole ended
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
@@ -93,8 +101,9 @@ class Server:
         members: the number of every peer by its identity.
         answer: called in a thread of its own with the caller's number; a `RefusedError` is told to the caller.
         cap: bytes of a call at most.
-        threads: calls at a time.
+        threads: callers at a time.
         clock: tells the time, by which certificates expire.
+        patience: seconds that a call may take until all that it says has come; a stream that trickles is ended.
 
     Raises:
         RunError: the address cannot be had.
@@ -109,9 +118,15 @@ class Server:
         cap: int,
         threads: int,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        patience: float = CALL_SECONDS,
     ) -> None:
         self._members, self._answer, self._cap, self._clock = members, answer, cap, clock
-        self._server = grpc.server(ThreadPoolExecutor(threads, "peer-call"), options=SERVING)
+        self._patience, self._guard = patience, Lock()
+        self._under_way: Counter[int] = Counter()
+        self._refusals: set[str] = set()
+        most = CALLS_EACH * threads
+        pool = ThreadPoolExecutor(most, "peer-call")
+        self._server = grpc.server(pool, options=SERVING, maximum_concurrent_rpcs=2 * most)
         handler = grpc.stream_stream_rpc_method_handler(self._call)
         service, _, method = METHOD.strip("/").partition("/")
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
@@ -126,10 +141,48 @@ class Server:
     def _call(self, parts: Iterator[bytes], context: Any) -> Iterator[bytes]:
         try:
             caller = self._caller(context)
-            reply = self._answer(caller, assembled(parts, self._cap, f"peer {caller}"))
+            with self._counted(caller):
+                reply = self._answer(caller, self._heard(parts, caller, context))
         except RefusedError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, one_line(error))
+            said = " ".join(str(error).split())
+            self._note(said)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, said)
         yield from pieces(reply)
+
+    def _heard(self, parts: Iterator[bytes], caller: int, context: Any) -> bytearray:
+        """Return what a call says, once all of it has come."""
+        timer = Timer(self._patience, context.cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            return assembled(parts, self._cap, f"peer {caller}")
+        finally:
+            timer.cancel()
+
+    @contextmanager
+    def _counted(self, caller: int) -> Iterator[None]:
+        """Count a call while it is under way.
+
+        Raises:
+            RefusedError: the caller has as many as it may.
+        """
+        with self._guard:
+            if self._under_way[caller] >= CALLS_EACH:
+                raise RefusedError(f"peer {caller} has {CALLS_EACH} calls under way, which is the most; end one")
+            self._under_way[caller] += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._under_way[caller] -= 1
+
+    def _note(self, refusal: str) -> None:
+        """Write a refusal down, each once and not without end: who is refused decides how often it calls."""
+        with self._guard:
+            new = refusal not in self._refusals and len(self._refusals) < REFUSALS
+            self._refusals |= {refusal} if new else set()
+        if new:
+            _log.warning("a call was refused: %s", refusal)
 
     def _caller(self, context: Any) -> int:
         """Return who calls, by the certificate that the connection was made with.
@@ -144,7 +197,7 @@ class Server:
             raise RefusedError(
                 f"the certificate is for {', '.join(names) or 'nobody'}, which is no peer of this scenario"
             )
-        problem = time_problem(certificate, self._clock())
+        problem = standing_problem(certificate, self._clock())
         if problem is not None:
             raise RefusedError(f"peer {known[0]}: {problem}")
         return known[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from threading import Condition, Thread
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from flower_privdec.runtime.network.share_protocol import RefusedError
 from flower_privdec.words import one_line
 
 THREADS = 4  # of the server beside one for each neighbour
+SOON = 0.05  # seconds until a call that failed is made again, doubled each time
 ASKING = b"privdec: how do you do?"  # a call that any peer of the scenario may make
 
 
@@ -51,8 +53,8 @@ class Mail(Protocol):
     def answered(self, neighbor: int, words: Any, said: Any) -> None:
         """Take in what was read from the answer to a call."""
 
-    def failed(self, neighbor: int, error: RunError, now: float) -> None:
-        """Take note that a call did not reach a neighbour, or was refused by it."""
+    def failed(self, neighbor: int, error: RunError, again: float) -> None:
+        """Take note that a call did not reach a neighbour, or was refused by it, and when it may be called again."""
 
 
 class Courier:
@@ -71,7 +73,7 @@ class Courier:
         Args:
             mail: what to carry.
             status: what to say to who asks.
-            retry: seconds until a call that failed is made again.
+            retry: seconds until a call that failed again and again is made anew; the first time it is sooner.
             patience: seconds that a call may take.
         """
         self.mail, self._status, self._retry, self._patience = mail, status, retry, patience
@@ -79,6 +81,7 @@ class Courier:
         self.trouble: dict[int, str] = {}
         self.refused: dict[int, str] = {}
         self.sent = self.heard = 0
+        self._failures: Counter[int] = Counter()  # since the last call that was answered
         self._stopping = False
         self._threads: list[Thread] = []
         self._server: Server | None = None
@@ -201,6 +204,7 @@ class Courier:
             with self.changed:
                 self.sent += len(call)
                 self.trouble.pop(peer, None)
+                self._failures.pop(peer, None)
                 self.mail.answered(peer, words, said)
                 self.changed.notify_all()
         except RunError as error:
@@ -212,6 +216,8 @@ class Courier:
         """Let the mail know, and wait a while before the next call."""
         with self.changed:
             self.trouble[peer] = str(error) if isinstance(error, UnreachableError) else f"peer {peer} says: {error}"
-            self.mail.failed(peer, error, time.monotonic())
+            wait = min(self._retry, SOON * 2 ** min(16, self._failures[peer]))
+            self._failures[peer] += 1
+            self.mail.failed(peer, error, time.monotonic() + wait)
             self.changed.notify_all()
-            self.changed.wait_for(lambda: self._stopping, self._retry)
+            self.changed.wait_for(lambda: self._stopping, wait)

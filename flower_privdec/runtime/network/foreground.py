@@ -14,18 +14,18 @@ from typing import Any
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.files import write_atomically
+from flower_privdec.runtime.network.asking import Asker
 from flower_privdec.runtime.network.certificates import credentials_of, files_of
-from flower_privdec.runtime.network.channel import Link, identity_at
-from flower_privdec.runtime.network.courier import ASKING
+from flower_privdec.runtime.network.channel import identity_at
 from flower_privdec.runtime.network.identity import Credentials, identities_of
 from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
+from flower_privdec.runtime.network.status_words import status_line
 from flower_privdec.scenario import Scenario
-from flower_privdec.words import epsilon_text, shown
+from flower_privdec.words import printable, shown
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 ASK_SECONDS = 5.0
-MOST_SAID = 1 << 20
 
 
 def run_peer(
@@ -112,16 +112,6 @@ class _StatusLine:
             print(file=sys.stderr)
 
 
-def status_line(status: Mapping[str, Any]) -> str:
-    """Return a status in a line."""
-    budget = "" if status["budget"] is None else f" of {epsilon_text(status['budget'])}"
-    down = f"  down: {', '.join(status['down'])}" if status["down"] else ""
-    insecure = "  INSECURE seeds" if status["noise"].startswith("INSECURE") else ""
-    spent = f"ε {epsilon_text(status['epsilon'])}{budget}"
-    traffic = f"sent {status['bytes_sent']:,} B  heard {status['bytes_heard']:,} B"
-    return f"peer {status['peer']}  round {status['round']}/{status['rounds']}  {spent}{down}  {traffic}{insecure}"
-
-
 def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
     """Ask a running peer how it does.
 
@@ -140,17 +130,17 @@ def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
     paths = files_of(certificates, peer)
     names = identities_of(paths[0].read_bytes()) if paths[0].is_file() else []
     credentials = Credentials.read(*paths, names[0] if names else f"peer-{peer}")
-    link = Link(address, identity_at(address, credentials), credentials, MOST_SAID)
+    asker = Asker(address, identity_at(address, credentials), credentials)
     try:
-        said = link.call(ASKING, ASK_SECONDS)
-        status = json.loads(said)
+        status = asker.ask(ASK_SECONDS)
         return json.dumps(status, indent=2) if as_json else _told(status)
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{address} answers {shown(bytes(said), 60)}, which is no status; another version?") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunError(f"{address} answers {shown(status, 60)}, which is no status; is it another version?") from error
     finally:
-        link.close()
+        asker.close()
 
 
 def _told(status: Mapping[str, Any]) -> str:
     down = [f"down: {why}" for why in status["down"].values()]
-    return "\n".join([f"{status['name']}: {status_line(status)}", *down, f"noise: {status['noise']}"])
+    lines = [f"{status['name']}: {status_line(status)}", *down, f"noise: {status['noise']}"]
+    return "\n".join(map(printable, lines))  # somebody else's words

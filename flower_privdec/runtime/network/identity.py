@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -210,21 +211,39 @@ def certificate_problem(certificate: bytes, authority: bytes, identity: str, now
     names = identities_of(certificate)
     if identity not in names:
         return f"it is for {', '.join(names) or 'no DNS name'}, not for {identity}"
-    problem = time_problem(certificate, now) or _usage_problem(chain[0])
+    problem = time_problem(certificate, now) or usage_problem(chain[0])
     if problem is None and not _signed(chain, trusted):
         issuer = chain[-1].issuer.rfc4514_string()
         problem = f"{issuer} signed it, which is not one of the authorities that are trusted here"
     return problem
 
 
-def _usage_problem(leaf: x509.Certificate) -> str | None:
-    try:
-        usages = set(leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-    except x509.ExtensionNotFound:
-        return None  # for everything
+def usage_problem(leaf: x509.Certificate) -> str | None:
+    """Say that a certificate is for something else than to be a peer; None where it is for that, or for everything."""
+    basic, key_usage, extended = (
+        _extension(leaf, kind) for kind in (x509.BasicConstraints, x509.KeyUsage, x509.ExtendedKeyUsage)
+    )
+    if basic is not None and basic.ca:
+        return "it is an authority's, which signs for peers and is none"
+    if key_usage is not None and not key_usage.digital_signature:
+        return "its key may not sign (key usage digitalSignature), as a peer's has to in the handshake"
+    usages = {*USAGES} if extended is None else set(extended)
     if set(USAGES) <= usages or ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE in usages:
         return None
     return "it is not for both clients and servers (extended key usage clientAuth, serverAuth), and a peer is both"
+
+
+def _extension(leaf: x509.Certificate, kind: type[x509.ExtensionType]) -> Any:
+    try:
+        return leaf.extensions.get_extension_for_class(kind).value
+    except x509.ExtensionNotFound:
+        return None
+
+
+def standing_problem(certificate: bytes, now: datetime | None = None) -> str | None:
+    """Say why a certificate that a trusted authority signed is not a peer's now; None where it is."""
+    problem = time_problem(certificate, now)
+    return problem or usage_problem(x509.load_pem_x509_certificate(certificate))
 
 
 def _signed(chain: Sequence[x509.Certificate], trusted: Sequence[x509.Certificate]) -> bool:

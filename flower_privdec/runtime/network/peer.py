@@ -19,6 +19,7 @@ from torch import Tensor
 from flower_privdec.algorithms import Exchange, State, advance
 from flower_privdec.errors import ScenarioError, StoppedError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
+from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.files import write_atomically
 from flower_privdec.runtime.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
 from flower_privdec.runtime.folder_lock import FolderLock
@@ -27,7 +28,7 @@ from flower_privdec.runtime.network.courier import Courier, Mail
 from flower_privdec.runtime.network.identity import Credentials
 from flower_privdec.runtime.network.timetable import Timetable
 from flower_privdec.runtime.recorder import evaluation_rounds
-from flower_privdec.runtime.spent import Spent, epsilons, json_number, ledger_folder
+from flower_privdec.runtime.spent import Spent, check_budget, epsilons, json_number, ledger_folder
 from flower_privdec.scenario import Scenario, scenario_hash, to_yaml
 
 SECRET_BYTES = 32
@@ -100,7 +101,9 @@ class RunningPeer(ABC):
         start = last.transport["paid"] if last else 0
         self.cohort = self.experiment.cohort(ledger_folder(scenario, device.folder), start=start)
         try:
-            if last is not None and self.cohort.ledger is not None:
+            if last is None:
+                check_budget(self.cohort, ledger_folder(scenario, device.folder))
+            elif self.cohort.ledger is not None:
                 self.cohort.ledger.check_head(last.head)
             self.state = last.state if last else self.experiment.initial_state(self.cohort)
             self._prepare(scenario, kept)
@@ -116,6 +119,7 @@ class RunningPeer(ABC):
         network = scenario.network
         self.courier = Courier(self._mail(kept), self.status, network.retry, network.deadline / 2)
         self._stopped = Event()
+        self._loss: float | None = None
         if not (self.device.folder / "scenario.yaml").exists():
             write_atomically(self.device.folder / "scenario.yaml", to_yaml(scenario).encode())
 
@@ -247,17 +251,33 @@ class RunningPeer(ABC):
         return {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
 
     def _look(self) -> None:
-        """Hand in the rows that others may see, and what was spent: to whoever may read this peer's folder."""
+        """Try this peer's model, and hand it in where the scenario allows that.
+
+        Privacy: the loss that its status tells is of public test examples, and of rows that others may see; a loss of
+        its own examples would be a release.
+        """
+        rows = {name: self.state.rows[name] for name in self.experiment.algorithm.open_rows}
+        self._loss = public_losses(self.experiment, rows)[0]
+        if self.experiment.scenario.network.hands_in:
+            self._hand_in(rows)
+
+    def _hand_in(self, rows: dict[str, Tensor]) -> None:
+        """Leave rows that others may see, and what was spent, for whoever may read this peer's folder."""
         round_index, spent = self.state.round_index, Spent.of(self.cohort, self.state.round_index)
-        rows = {name: self.state.rows[name].cpu().contiguous() for name in self.experiment.algorithm.open_rows}
-        facts = {"privdec": json.dumps(asdict(spent))}
-        write_atomically(rows_path(self.device.folder, round_index), save(rows, facts))
+        content = save(
+            {name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(asdict(spent))}
+        )
+        write_atomically(rows_path(self.device.folder, round_index), content)
 
     def _traffic(self) -> dict[str, int]:
         return {"bytes_sent": self.courier.sent, "bytes_heard": self.courier.heard}
 
     def status(self) -> dict[str, Any]:
-        """Return how this peer does: round, ε, who of its neighbours is down and why, bytes."""
+        """Return how this peer does: round, loss, ε, its neighbours, which of them are down and why, bytes.
+
+        The loss is of its model on public test examples at the last evaluation; None before one, or where it is not
+        finite.
+        """
         scenario = self.experiment.scenario
         budget = None if scenario.private is None else scenario.private.epsilon
         return {
@@ -265,8 +285,10 @@ class RunningPeer(ABC):
             "peer": self.device.peer,
             "round": self.state.round_index,
             "rounds": scenario.rounds,
+            "loss": self._loss,
             "epsilon": json_number(self._epsilon()),
             "budget": budget[self.device.peer] if isinstance(budget, tuple) else budget,
+            "neighbours": self.timetable.neighbours(self.device.peer),
             "down": {str(peer): why for peer, why in sorted(self.courier.trouble.items()) if not self._is_over(peer)},
             **self._traffic(),
             "noise": noise_said(self.device.insecure_seeds),

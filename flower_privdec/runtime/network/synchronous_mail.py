@@ -95,7 +95,7 @@ class SynchronousMail:
         self._again[neighbor] = time.monotonic() + self._retry
         self._told(neighbor, said.sender_place)
 
-    def failed(self, neighbor: int, error: RunError, now: float) -> None:
+    def failed(self, neighbor: int, error: RunError, again: float) -> None:
         """See Mail: peers that wait for each other cannot go on with one that refuses them."""
         if not isinstance(error, UnreachableError):
             self.fatal = self.fatal or RunError(f"peer {neighbor} says: {error}")

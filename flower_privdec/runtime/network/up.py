@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
+import logging
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,44 +18,42 @@ from safetensors.torch import load_file
 from flower_privdec.algorithms import State
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
-from flower_privdec.files import write_atomically
-from flower_privdec.runtime.network.certificates import make_certificates
+from flower_privdec.runtime.network.fault_proxy import FaultProxy, Faults
+from flower_privdec.runtime.network.mishaps import Mishap, mishaps
 from flower_privdec.runtime.network.peer import noise_said, rows_path
+from flower_privdec.runtime.network.peer_processes import PeerProcesses, on_this_machine
 from flower_privdec.runtime.network.timetable import Timetable
+from flower_privdec.runtime.network.watch import OnStatus, Watch
 from flower_privdec.runtime.recorder import OnMetrics, Recorder, evaluation_rounds
 from flower_privdec.runtime.spent import Spent
-from flower_privdec.scenario import Scenario, to_yaml
-from flower_privdec.scenario.network_section import NetworkPeer, is_loopback
+from flower_privdec.scenario import Scenario
+
+_log = logging.getLogger(__name__)
 
 POLL = 0.1
-STOP_SECONDS = 10.0  # until a peer that was asked to stop is made to
-NUMBERS = "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own"
+NUMBERS = {
+    "synchronous": "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own",
+    "asynchronous": "of this run alone: who was heard in time decides them",
+}
 
 
-def on_this_machine(scenario: Scenario) -> Scenario:
-    """Return a scenario with an address on this machine for each peer, free ones where it has none.
+@contextmanager
+def losing(share: float) -> Iterator[FaultProxy | None]:
+    """Yield a proxy that loses a share of all pieces of bytes, and a connection with each; None where it loses none.
 
     Raises:
-        ScenarioError: it has an address elsewhere.
+        ScenarioError: the share is none.
     """
-    peers = scenario.network.peers
-    if peers is None:
-        peers = [NetworkPeer(address=address) for address in _free(scenario.n_peers)]
-    away = [peer.address for peer in peers if not is_loopback(peer.address)]
-    if away:
-        raise ScenarioError(
-            f"network.peers: {away[0]} is not on this machine; start each peer on its own by `privdec peer`, or leave "
-            "network.peers out"
-        )
-    return scenario.model_copy(update={"network": scenario.network.model_copy(update={"peers": peers})})
+    if not 0 <= share <= 1:
+        raise ScenarioError(f"--loss {share:g} must be a share, from 0 to 1")
+    if not share:
+        yield None
+        return
+    with FaultProxy(faults=Faults(cut=share)) as proxy:
+        yield proxy
 
 
-def _free(count: int) -> list[str]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+__all__ = ["Up", "losing", "mishaps"]
 
 
 class Up:
@@ -70,100 +63,126 @@ class Up:
     peers/I/ (its own folder) and peers/I.log.
     """
 
-    def __init__(self, scenario: Scenario, out: Path, *, resume: bool = False, insecure_seeds: bool = False) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        out: Path,
+        *,
+        resume: bool = False,
+        insecure_seeds: bool = False,
+        proxy: FaultProxy | None = None,
+        mishaps: Sequence[Mishap] = (),
+    ) -> None:
         """Look at the scenario and the folder, and write nothing yet.
 
+        Args:
+            resume: go on from the folder's checkpoints.
+            insecure_seeds: draw noise and batches from the scenario's seed.
+            proxy: through which each peer reaches each other; by default directly.
+            mishaps: what is done to the peers on the way.
+
         Raises:
-            ScenarioError: a part cannot be had, or the folder holds another run, or nothing to resume.
+            ScenarioError: a part cannot be had, or the folder holds another run, or nothing to resume; or a peer is to
+                be killed for good for which all others would wait.
         """
-        self.scenario, self.out = on_this_machine(scenario), out
-        self._resume, self._insecure = resume, insecure_seeds
-        if scenario.given:
+        self.scenario, self.out, self._mishaps = on_this_machine(scenario), out, list(mishaps)
+        if scenario.network.mode == "synchronous" and not all(each.comes_back for each in mishaps):
             raise ScenarioError(
-                "parts that are given as Python objects cannot be handed to other processes: use a file"
+                "network.mode=synchronous ends with a peer that is gone, for the others wait for it: use asynchronous, "
+                "or --restart"
             )
-        if scenario.private is not None and scenario.private.ledger is not None:
+        self._resume, self._insecure = resume, insecure_seeds
+        if not scenario.network.hands_in:
             raise ScenarioError(
-                f"privacy.ledger={scenario.private.ledger!r} is one process's at a time, and here each peer keeps a "
-                "ledger of its own: leave it out, or start each peer on its device by `privdec peer`"
+                "network.hand_in=false: the peers leave their models for nobody, and this command compares them; set "
+                "it to true, or start each peer by `privdec peer`, whose own loss `privdec status` tells"
             )
         self.agreement = Agreement.of(self.scenario)
         Timetable(self.agreement)
         self.recorder = Recorder(self.agreement, None, out, "network", resume)
+        self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, proxy=proxy)
         self._spent = Spent([], [], [], [])
+        self._gone: set[int] = set()
 
-    def run(self, on_metrics: OnMetrics | None = None) -> dict[str, Any]:
+    def run(self, on_metrics: OnMetrics | None = None, on_status: OnStatus | None = None) -> dict[str, Any]:
         """Start the peers, follow them to the end, and return the summary.
 
+        Args:
+            on_metrics: called with each evaluation's metrics.
+            on_status: called with what each peer says of itself, see `Watch`; nobody asks them without.
+
         Raises:
-            RunError: a peer failed; naming it, with its last words.
+            RunError: a peer failed; naming it, with its last words. In asynchronous mode one that was killed by
+                somebody else is gone, and the others go on.
         """
         state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
-        self._prepare()
+        self._processes.prepare()
         every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
         try:
-            with self._peers() as children:
+            with self._running(on_status):
                 for round_index in [each for each in every if each > state.round_index]:
-                    metrics = self._evaluation(round_index, children)
+                    metrics = self._evaluation(round_index)
                     if on_metrics is not None:
                         on_metrics(metrics)
-                self._wait(children)
-            noise = {"noise": noise_said(self._insecure), "numbers": NUMBERS}
-            return self.recorder.finish(self._rows(self.scenario.rounds), self._spent, **noise)
+                    self._do_mishaps(round_index)
+                self._wait()
+            facts = {"noise": noise_said(self._insecure), "numbers": NUMBERS[self.scenario.network.mode]}
+            return self.recorder.finish(self._rows(self.scenario.rounds), self._spent, **facts, **self._casualties())
         finally:
             self.recorder.close()
-
-    def _prepare(self) -> None:
-        make_certificates(self.scenario, self.out / "certs")
-        (self.out / "peers").mkdir(exist_ok=True)
-        write_atomically(self.out / "network.yaml", to_yaml(self.scenario).encode())
-
-    def folder(self, peer: int) -> Path:
-        """Return a peer's own folder."""
-        return self.out / "peers" / str(peer)
 
     # --- processes ---
 
     @contextmanager
-    def _peers(self) -> Iterator[list[subprocess.Popen[bytes]]]:
+    def _running(self, on_status: OnStatus | None) -> Iterator[None]:
         with ExitStack() as stack:
-            logs = [stack.enter_context(self._log(peer).open("ab")) for peer in range(self.scenario.n_peers)]
-            children = [self._start(peer, log) for peer, log in enumerate(logs)]
-            try:
-                yield children
-            finally:
-                _end(children)
+            stack.enter_context(self._processes)
+            for peer in self._processes.peers:
+                self._processes.start(peer, resume=self._resume)
+            if on_status is not None:
+                stack.enter_context(Watch(self._processes, on_status))
+            yield
 
-    def _log(self, peer: int) -> Path:
-        return self.out / "peers" / f"{peer}.log"
-
-    def _start(self, peer: int, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "flower_privdec", "peer", str(self.out / "network.yaml"), "--id", str(peer)]
-        command += ["--out", str(self.folder(peer)), "--certs", str(self.out / "certs"), "--with-parent"]
-        command += ["--resume"] * (self._resume and any(self.folder(peer).glob("checkpoint-*")))
-        command += ["--insecure-seeds"] * self._insecure
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
-
-    def _wait(self, children: list[subprocess.Popen[bytes]]) -> None:
-        while not all(child.poll() == 0 for child in children):
-            self._check(children)
+    def _wait(self) -> None:
+        while not all(self._processes.status(peer) == 0 for peer in self._alive()):
+            self._check()
             time.sleep(POLL)
 
-    def _check(self, children: list[subprocess.Popen[bytes]]) -> None:
-        """Raise the last words of the peer that failed first, if one did."""
-        failed = [peer for peer, child in enumerate(children) if child.poll() not in (None, 0)]
-        if failed:
-            words = self._log(failed[0]).read_text(errors="replace").strip().splitlines()
-            last = words[-1].removeprefix("error: ") if words else f"status {children[failed[0]].returncode}"
-            raise RunError(f"peer {failed[0]} ended ({last}); its log is {self._log(failed[0])}")
+    def _alive(self) -> list[int]:
+        return [peer for peer in self._processes.peers if peer not in self._gone]
+
+    def _check(self) -> None:
+        """Raise the last words of the peer that failed first, if one did, or if none is left."""
+        for peer in self._alive():
+            status = self._processes.status(peer)
+            if status in (None, 0):
+                continue
+            if status > 0 or self.scenario.network.mode == "synchronous" or len(self._alive()) == 1:
+                last, log = self._processes.last_words(peer), self._processes.log(peer)
+                raise RunError(f"peer {peer} ended ({last}); its log is {log}")
+            self._gone.add(peer)
+            _log.warning("peer %s was killed (signal %s); the others go on", peer, -status)
+
+    def _do_mishaps(self, round_index: int) -> None:
+        """Do what is due by a round."""
+        due = [each for each in self._mishaps if each.round_index <= round_index]
+        self._mishaps = [each for each in self._mishaps if each not in due]
+        for each in due:
+            self._processes.kill(each.peer)
+            if each.comes_back:
+                self._processes.start(each.peer, resume=True)
+
+    def _casualties(self) -> dict[str, str]:
+        """Say who is gone, and of when its models are that count on."""
+        last = [f"peer {peer} after round {self._last_round(peer)}" for peer in sorted(self._gone)]
+        return {"gone": f"{', '.join(last)}: its last model is among those above"} if last else {}
 
     # --- what they hand in ---
 
-    def _evaluation(self, round_index: int, children: list[subprocess.Popen[bytes]]) -> dict[str, Any]:
+    def _evaluation(self, round_index: int) -> dict[str, Any]:
         since = time.perf_counter()
-        paths = [rows_path(self.folder(peer), round_index) for peer in range(self.scenario.n_peers)]
-        while not all(path.exists() for path in paths):
-            self._check(children)
+        while not all(self._path(peer, round_index).exists() for peer in self._alive()):
+            self._check()
             time.sleep(POLL)
         self.recorder.seconds += time.perf_counter() - since
         rows, self._spent = self._rows(round_index), self._told(round_index)
@@ -171,8 +190,29 @@ class Up:
         self.recorder.save(State(np.arange(self.scenario.n_peers), round_index, rows=rows), None)
         return metrics
 
+    def _path(self, peer: int, round_index: int) -> Path:
+        return rows_path(self._processes.folder(peer), round_index)
+
+    def _handed_in(self, peer: int, round_index: int) -> Path:
+        """Return what a peer handed in of a round; of one that is gone, the last that it did."""
+        return self._path(peer, min(round_index, self._last_round(peer)) if peer in self._gone else round_index)
+
+    def _last_round(self, peer: int) -> int:
+        """Return the last round of which a peer handed something in.
+
+        Raises:
+            RunError: it handed in nothing.
+        """
+        every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
+        found = [each for each in every if self._path(peer, each).exists()]
+        if not found:
+            raise RunError(
+                f"peer {peer} was killed before it handed in a model; its log is {self._processes.log(peer)}"
+            )
+        return max(found)
+
     def _rows(self, round_index: int) -> dict[str, torch.Tensor]:
-        each = [load_file(rows_path(self.folder(peer), round_index)) for peer in range(self.scenario.n_peers)]
+        each = [load_file(self._handed_in(peer, round_index)) for peer in range(self.scenario.n_peers)]
         return {name: torch.cat([rows[name] for rows in each]) for name in each[0]}
 
     def _told(self, round_index: int) -> Spent:
@@ -180,27 +220,9 @@ class Up:
         said: dict[str, list[Any]] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
         notes = []
         for peer in range(self.scenario.n_peers):
-            with safe_open(rows_path(self.folder(peer), round_index), framework="pt") as file:
+            with safe_open(self._handed_in(peer, round_index), framework="pt") as file:
                 facts = json.loads(file.metadata()["privdec"])
             notes += [facts["note"]] * bool(facts["note"])
             for name, column in said.items():
                 column += facts[name]
         return Spent(**said, note="; ".join(dict.fromkeys(notes)) or None)
-
-
-def _end(children: list[subprocess.Popen[bytes]]) -> None:
-    """Ask those that still run to stop, and make them after a while."""
-    for child in children:
-        if child.stdin is not None:
-            with contextlib.suppress(OSError):
-                child.stdin.close()
-        if child.poll() is None:
-            child.terminate()
-    until = time.monotonic() + STOP_SECONDS
-    for child in children:
-        try:
-            child.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()

@@ -1,0 +1,97 @@
+"""Any Flower app in this process, without Ray or a SuperLink: for tests and notebooks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.runtime.flower.local_grid import LocalGrid
+from flower_privdec.words import did_you_mean
+
+
+def run_in_process(
+    app: Path | str, n_nodes: int, *, config: Mapping[str, Any] | None = None, folder: Path | None = None
+) -> LocalGrid:
+    """Run a Flower app's ServerApp over nodes in this process, to its end.
+
+    Args:
+        app: the app's folder, with its pyproject.toml.
+        n_nodes: how many nodes; each gets its partition-id and num-partitions, as in Flower's simulation.
+        config: laid over the run-config of the app's pyproject.toml; keys that it has.
+        folder: where the nodes keep what is theirs; by default it goes with the grid.
+
+    Returns:
+        The grid, whose contexts are the nodes'.
+
+    Raises:
+        ScenarioError: the folder is no Flower app, or has no such key.
+    """
+    settings = read_app(Path(app))
+    run_config = _laid_over(settings["config"], config or {})
+    with _importable(Path(app).absolute()):
+        server, client = (_load(settings["components"][name]) for name in ("serverapp", "clientapp"))
+        if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
+            raise ScenarioError(f"{app}: its components are {type(server).__name__} and {type(client).__name__}")
+        grid = LocalGrid(client, n_nodes, folder=folder, run_config=run_config)
+        server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), dict(run_config)))
+    return grid
+
+
+def read_app(app: Path) -> dict[str, Any]:
+    """Return what an app's pyproject.toml says of its components and its run-config, flat.
+
+    Raises:
+        ScenarioError: it says nothing of the kind.
+    """
+    path = app / "pyproject.toml"
+    try:
+        said = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]
+        components = {name: str(said["components"][name]) for name in ("serverapp", "clientapp")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ScenarioError(f"{path} must be a Flower app's, with [tool.flwr.app.components]: {error!r}") from error
+    return {"components": components, "config": _flat(said.get("config", {}))}
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _laid_over(config: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    for key in given:
+        if key not in config:
+            raise ScenarioError(
+                f"{key!r} is no key of the app's run-config{did_you_mean(key, config)}; it has {list(config)}"
+            )
+    return {**config, **given}
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let an app's modules be imported, and forget them afterwards: the next app may have some of the same name."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
+                del sys.modules[name]
+
+
+def _load(reference: str) -> object:
+    module, _, name = reference.partition(":")
+    importlib.invalidate_caches()
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,196 @@
+"""The mod that makes a Flower ClientApp a peer: `ClientApp(mods=[PeerMod(...)])`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+
+from flower_privdec.errors import RunError
+from flower_privdec.runtime.flower.plainly import CLIENT_APP_RAISED, MENDABLE, said
+from flower_privdec.runtime.routed.desk import Desk, keep_metrics
+from flower_privdec.runtime.routed.orders import (
+    DELIVER,
+    EVALUATE,
+    INBOX,
+    INITIAL,
+    INTRODUCE,
+    JOIN,
+    ROUND,
+    SAYS,
+    Asked,
+)
+from flower_privdec.runtime.routed.peer_file import alone_in
+from flower_privdec.runtime.routed.peer_place import PeerPlace
+from flower_privdec.runtime.routed.protecting import PeerPrivacy
+
+log = logging.getLogger("flwr.privdec")
+App = Callable[[Message, Context], Message]
+
+NO_STRATEGY = (
+    "the message comes from no strategy of flower_privdec (or from another version): start PushSum or Gossip in the "
+    "ServerApp, or take PeerMod out"
+)
+
+
+_folder: ContextVar[Path] = ContextVar("folder")
+
+
+def peer_folder() -> Path:
+    """Return the folder of the peer whose train or evaluate function is running, for what it wants to keep.
+
+    A ledger of its examples, say: `private(..., ledger=peer_folder() / "examples.jsonl")` counts over all rounds, and
+    for each peer apart. In a simulation the folder is the run's, as the peer's own ledger is.
+
+    Raises:
+        RunError: no function of an app with PeerMod is running.
+    """
+    try:
+        return _folder.get()
+    except LookupError:
+        raise RunError("peer_folder() is for the functions of an app with PeerMod: call it inside one") from None
+
+
+class PeerMod:
+    """Keep a peer's model between rounds, mix it with its neighbours', and protect what leaves.
+
+    In every round the mod adds the neighbours' shares to (x, w), lets the app's own train function start from
+    z = x / w in place of a global model, and takes what it returns as the peer's update u = z' - z:
+
+        x ← x + w · (u · min(1, C / ‖u‖) + N(0, σ² C² I)),    then  (x, w) W[j, i]  to each out-neighbour j
+
+    The app's evaluate function is given z. One mod object serves both: `ClientApp(mods=[PeerMod(...)])`, or
+    `@app.train(mods=[peer])` and `@app.evaluate(mods=[peer])`. Arrays of any framework do; those of whole numbers stay
+    with the peer. State, ledger and identity are files in the peer's folder: the node-config's `folder`, or `folder`
+    here; in a simulation by default where the strategy says.
+
+    Args:
+        clip_norm: C, the most by which one round's update moves the model; None for no protection.
+        noise_multiplier: σ, noise std over C; None to solve it from epsilon for the rounds that the strategy plans.
+        epsilon: budget of the peer over all rounds and runs; a round that would exceed it is not trained. A SuperNode's
+            own `epsilon` and `delta` in its node-config hold whatever the app says.
+        delta: δ.
+        folder: where the peer's folder is, unless its node-config has one.
+        seal: whether shares are sealed end to end (`sealing`), and open ones refused; by default wherever the peer is
+            not one of a simulation.
+        share_metrics: whether the app's metrics (losses, accuracies, numbers of examples) of private data leave, which
+            no ε covers. By default a protected peer keeps them in metrics.jsonl in its folder, and another sends them:
+            say False where the app's own training protects its examples.
+
+    Raises:
+        ScenarioError: a value out of its range, or a clip norm without noise, or noise without a clip norm.
+
+    Privacy: unit one peer with all its data; adjacency: its update of every round replaced by zero; one Gaussian
+    release a round, charged on disk before the update is made, in a round that fails or is repeated too. It holds
+    against whoever sees all that the peer sends: relay, neighbours, everybody. Whether a peer takes part, when, how
+    long that takes and whether its app fails is open. Noise is the operating system's.
+
+    Deviations from the paper: the update is weighed by w, where Stochastic Gradient Push adds a gradient as it is:
+    several local steps over a small w would overshoot. Where w = 1, as on the directed exponential graph with everybody
+    active, it is the same.
+
+    Source: Assran et al. 2019, Stochastic Gradient Push, Algorithm 1; Gossip: the same with doubly stochastic weights.
+    """
+
+    def __init__(
+        self,
+        *,
+        clip_norm: float | None = None,
+        noise_multiplier: float | None = None,
+        epsilon: float | None = None,
+        delta: float = 1e-5,
+        folder: Path | str | None = None,
+        seal: bool | None = None,
+        share_metrics: bool | None = None,
+    ) -> None:
+        self.privacy = PeerPrivacy(clip_norm, noise_multiplier, epsilon, delta)
+        self.folder = None if folder is None else Path(folder)
+        self.seal = seal
+        self.keeps_metrics = self.privacy.on if share_metrics is None else not share_metrics
+
+    def __call__(self, message: Message, context: Context, app: App) -> Message:
+        """Answer a message in the app's place, and let it answer what is its own."""
+        try:
+            return self._answer(message, context, app)
+        except MENDABLE as error:
+            return Message(Error(CLIENT_APP_RAISED, said(error)), reply_to=message)
+
+    def _answer(self, message: Message, context: Context, app: App) -> Message:
+        asked = Asked.of(message.content, NO_STRATEGY)
+        place = PeerPlace.of(context, asked, self.folder)
+        with alone_in(place.folder):
+            desk = Desk(asked, place, self.privacy, not place.simulated if self.seal is None else self.seal)
+            theirs = self._work(desk, message, context, app)
+            return Message(RecordDict({**theirs, **desk.answer()}), reply_to=message)
+
+    def _work(self, desk: Desk, message: Message, context: Context, app: App) -> dict[str, ConfigRecord | MetricRecord]:
+        """Do what is asked, and return what of the app's own answer goes along."""
+        kind, content, theirs = desk.asked.kind, message.content, RecordDict()
+        if kind == INTRODUCE:
+            return {}
+        if kind == JOIN:
+            desk.join(content)
+            return {}
+        state = desk.take_mail(content)
+
+        def call(arrays: ArrayRecord) -> RecordDict:
+            theirs.update(self._call(desk, arrays, message, context, app))
+            return theirs
+
+        if kind == ROUND:
+            desk.take_part(lambda arrays: _returned(call(arrays), desk.asked.arrays, state.peer))
+        elif kind == EVALUATE and state.w > 0:
+            call(state.layout.record(state.model(), state.kept))
+        elif kind == DELIVER:
+            desk.deliver()
+        return self._leaving(desk, theirs)
+
+    def _call(self, desk: Desk, arrays: ArrayRecord, message: Message, context: Context, app: App) -> RecordDict:
+        """Let the app's own function answer, with the peer's model where it looks for the global one.
+
+        Raises:
+            RunError: it answers with an error, or raises one while the peer is protected, whose words may tell of data.
+        """
+        own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, INBOX)}
+        copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
+        message.content = RecordDict({desk.asked.arrays: arrays, **copies})
+        token = _folder.set(desk.place.folder)
+        try:
+            reply = app(message, context)
+        except Exception as error:
+            if not self.privacy.on:
+                raise
+            log.exception("peer %s: the app's function failed", desk.place.peer)
+            raise RunError(
+                f"the app of peer {desk.place.peer} raised {type(error).__name__}; see its own log"
+            ) from None
+        finally:
+            _folder.reset(token)
+        if reply.has_error():
+            raise RunError(f"the app of peer {desk.place.peer} answered with an error: {reply.error.reason}")
+        return reply.content
+
+    def _leaving(self, desk: Desk, theirs: RecordDict) -> dict[str, ConfigRecord | MetricRecord]:
+        """Return what of the app's answer leaves: of a protected peer nothing, for it was made of private data."""
+        if self.keeps_metrics:
+            keep_metrics(desk.place.folder, desk.asked.round_index, desk.asked.kind, theirs.metric_records)
+            return {}
+        return {name: record for name, record in theirs.items() if not isinstance(record, ArrayRecord)}
+
+
+def _returned(content: RecordDict, key: str, peer: int) -> ArrayRecord:
+    """Return the arrays of an app's answer.
+
+    Raises:
+        RunError: there are none, or several and none under the key.
+    """
+    records = content.array_records
+    if key not in records and len(records) != 1:
+        raise RunError(
+            f"the train function of peer {peer} returned {len(records) or 'no'} ArrayRecord{'s' * (len(records) > 1)} "
+            f"and none named {key!r}: return the trained model, as RecordDict({{{key!r}: ArrayRecord(...)}})"
+        )
+    return records[key] if key in records else next(iter(records.values()))

@@ -1,0 +1,66 @@
+"""The network's benchmark: real processes beside bare gRPC, and figures that follow from their stamps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from flower_privdec import cli
+from flower_privdec.bench import network
+from flower_privdec.bench.network import NetworkPace
+from flower_privdec.errors import RunError
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure two peers with a model of a few hundred parameters, on one disk."""
+    text = network.BASE.replace("n_peers: 8", "n_peers: 2").replace("size: 1", "size: 2")
+    monkeypatch.setattr(network, "BASE", text)
+    monkeypatch.setattr(network, "SIZES", {"few parameters": "model.hidden=[4]"})
+    monkeypatch.setattr(network, "MEMORY", Path("/nowhere"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small")
+def test_peers_are_timed_beside_bare_grpc(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(network, "WARM_UP", 1)
+    words = ["network-bench", "--out", str(tmp_path), "--rounds", "2", "--set", "network.mode=synchronous", "--json"]
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert not left.value.code
+    found = json.loads(capsys.readouterr().out)["few parameters"]
+    parameters = 64 * 4 + 4 + 4 * 10 + 10
+    assert found["messages"] == 1
+    assert found["disk"]["bytes"] >= 4 * parameters
+    assert found["floor"]["rounds_per_second"] > 0
+    assert found["disk"]["syncs"] >= 1
+    assert 0 < found["computing_ms"] < found["disk"]["cpu_ms"] * 10
+    assert "memory" not in found
+    assert list(tmp_path.iterdir()) == []
+    paces = {name: NetworkPace(**found[name]) for name in ("floor", "disk")}
+    said = "\n".join(network.lines({"few parameters": found | paces}))
+    assert "times the floor" in said
+    assert "bare gRPC with TLS" in said
+
+
+def test_a_pace_follows_from_the_stamps() -> None:
+    """Two processes of five rounds, of which three are counted: 2 s a round, and 4 s; 0.5 s CPU each."""
+    stamps = [
+        [[9, 0, 0, 0, 0], [10, 1, 0, 0, 0], [12, 1.5, 0.1, 2, 7], [14, 2, 0.2, 4, 14], [99, 9, 9, 9, 9]],
+        [[9, 0, 0, 0, 0], [10, 1, 0, 0, 0], [14, 1.5, 0.3, 2, 9], [18, 2, 0.6, 4, 18], [99, 9, 9, 9, 9]],
+    ]
+    pace = NetworkPace.of(stamps, slice(1, -1))
+    assert pace.rounds_per_second == pytest.approx((0.5 + 0.25) / 2)
+    assert pace.cpu_ms == pytest.approx(1000)
+    assert (pace.sync_ms, pace.syncs, pace.bytes) == pytest.approx((200, 2, 8))
+
+
+def test_a_process_that_fails_is_told_with_its_last_words_and_none_stays() -> None:
+    with pytest.raises(RunError, match=r"a process of the benchmark failed: .*No module named"):
+        network._together([["flower_privdec.no_such_module"]] * 2)
