@@ -140,7 +140,7 @@ class Membership(RunningPeer):
                 raise RunError(self._nobody(network.start))
         self.mail.fresh = False
         self._joining = self.mail.joins and not self.machine.mass
-        self._pace.start(time.monotonic())
+        self._pace.start(time.monotonic(), filter(self.machine.is_open, self._neighbors))
 
     def _greeted(self, since: float) -> bool:
         """Return whether all neighbours are open, or enough of them to begin."""
