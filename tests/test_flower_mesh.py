@@ -56,6 +56,15 @@ def test_a_mesh_reaches_the_exact_mean_and_no_share_passes_the_server(tmp_path):
         assert line == "name: mesh"
 
 
+def test_a_mesh_that_is_done_is_not_run_again_and_none_goes_on_from_relayed_rounds(tmp_path):
+    grid = grid_of(tmp_path, 2)
+    once = Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 2)
+    again = Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 2)
+    np.testing.assert_array_equal(first(once.arrays), first(again.arrays))
+    with pytest.raises(RunError, match="give the run another name"):
+        Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 3)
+
+
 def test_where_a_node_has_no_address_the_rounds_are_relayed(tmp_path, caplog):
     grid = grid_of(tmp_path, 4, without=(2,))
     result = Mesh(name="mesh").start(grid, zeros(), 2)
@@ -88,6 +97,7 @@ def asked_of(**changes) -> Asked:
         ({"topology": {"module": "os:system"}}, "names code or a file"),
         ({"privacy": {"clip_norm": 1e9, "noise_multiplier": 1e-9, "delta": 0.1}}, "the node's own"),
         ({"run_config": {"a": 1}}, "the node's own"),
+        ({"network": {"hand_in": False, "retry": 1e-9}}, "retry=1e-09"),
         ({"name": "other"}, "is of 'other'"),
         ({"name": "../../etc"}, "must be a name"),
         ({"n_peers": 3, "network": {"hand_in": False}}, "with 3 peers"),

@@ -22,11 +22,13 @@ from routing_peers import sets_its_values_once, values_of
 from safetensors.numpy import load_file
 from torch.nn import functional
 
+from flower_privdec import cli
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.privacy.ledger_file import ledger_path
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.flower.in_process import opened_app
 from flower_privdec.runtime.network.durable_mass import mass_on_disk
+from flower_privdec.runtime.network.peer_processes import free_addresses
 from flower_privdec.runtime.routed.peer_ledger import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.runtime.serverless.app_foreground import node_config_of
 from flower_privdec.runtime.serverless.app_peer import AppPeer, app_peer
@@ -475,3 +477,49 @@ def test_a_run_that_its_ledger_allows_no_update_is_refused(tmp_path):
         ledger.pay("before", 1, done, 0, 5.0)
     with pytest.raises(BudgetError, match="allows this run no update"):
         peers_of(shared, [place], sets_its_values_once)
+
+
+# --- the command ---
+
+FILE = "name: app\nn_peers: 2\nrounds: 1\nprivacy: none\nnetwork: {peers: [{address: A}, {address: B}]}\n"
+
+
+def privdec(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as leaving:
+        cli.main([str(argument) for argument in arguments])
+    return leaving.value.code
+
+
+@pytest.fixture
+def scenario_file(tmp_path) -> Path:
+    one, other = free_addresses(2)
+    path = tmp_path / "app.yaml"
+    path.write_text(FILE.replace("A", one).replace("B", other))
+    assert privdec("certs", path, "--out", tmp_path / "certs") == 0
+    return path
+
+
+def test_certificates_are_made_for_a_scenario_without_a_model(scenario_file):
+    assert (scenario_file.parent / "certs" / "peer-1.pem").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        (["--app", QUICKSTARTS["sklearn"] / "before", "--insecure-seeds"], "data and batches are the app's"),
+        (["--app", QUICKSTARTS["sklearn"] / "before", "--data", "here"], "data and batches are the app's"),
+        (["--initial", "initial.safetensors"], "are for --app"),
+        (["--node-config", "a=1"], "are for --app"),
+        ([], "'data' is missing"),
+        (["--app", "nowhere"], "must be a Flower app's"),
+        (["--app", QUICKSTARTS["sklearn"] / "before", "--set", "run_config={nope: 1}"], "is no key of the app's"),
+        (["--app", QUICKSTARTS["sklearn"] / "before", "--initial", "nowhere"], "holds no initial arrays"),
+        (["--app", QUICKSTARTS["sklearn"] / "before", "--set", "data={dataset: digits}"], "data"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_any_work(options, wrong, scenario_file, capsys):
+    folder = scenario_file.parent
+    status = privdec("peer", scenario_file, "--id", "0", "--out", folder / "0", "--certs", folder / "certs", *options)
+    assert status == 2
+    assert wrong in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert not (folder / "0").exists()

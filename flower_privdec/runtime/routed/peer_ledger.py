@@ -87,6 +87,10 @@ class PeerLedger:
         paid = read_chain(path)[1] if path.exists() and path.stat().st_size else []
         return PeerSpent(_releases(paid), self.delta)
 
+    def spent_in(self, file: LedgerFile) -> PeerSpent:
+        """Return what the ledger's file says, where it is open."""
+        return PeerSpent(_releases(file.payments), self.delta)
+
     def pay(self, run: str, epoch: int, round_index: int, peer: int, noise: float) -> PeerSpent | None:
         """Pay for one round's update, on disk, before it is made.
 

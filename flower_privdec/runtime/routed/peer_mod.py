@@ -143,6 +143,11 @@ class PeerMod:
         """
         content, asked = message.content, desk.asked
         if desk.state is not None:
+            if desk.state.round_index != asked.rounds:
+                raise RunError(
+                    f"peer {desk.place.peer} has a state of run {asked.run!r} after round {desk.state.round_index} of "
+                    f"{asked.rounds}, which a mesh cannot go on from: give the run another name"
+                )
             return
         if INITIAL not in content.array_records:
             raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")

@@ -68,8 +68,8 @@ class AppLedger:
         self._ledger, self._run, self._peer = PeerLedger(folder, delta, budget), run, peer
         self._life = secrets.randbits(62)
         self.budget = budget
-        self.spent: PeerSpent = self._ledger.spent()
         self._file = LedgerFile(folder, SOURCE)
+        self.spent: PeerSpent = self._ledger.spent_in(self._file)
 
     @property
     def head(self) -> tuple[int, str]:

@@ -3,7 +3,8 @@
 The SuperLink and the ServerApp introduce the nodes: they say who is where, what the graph is, and how many rounds there
 are. What they say is not trusted with more than that. It names no path, no code and no key: a node's certificate and
 the authority's come from its own node-config, so whoever introduces the nodes cannot stand between them; the budget is
-the node's own; and the node listens where its own node-config says, and nowhere else.
+the node's own; and the node listens where its own node-config says, and nowhere else. What they can do: send nodes to
+addresses where nobody, or somebody else, answers the handshake; and say nothing at all.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario,
 from flower_privdec.scenario.topology_section import TopologySection
 
 NEEDS = 'start the SuperNode with --node-config \'address="HOST:PORT" certificates="FOLDER" ...\''
+LEAST_RETRY = 0.05  # seconds: no message makes a node call others as fast as it can
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ def _agreed(asked: Asked, place: PeerPlace) -> AppScenario:
         raise RunError("the scenario of the train message names code or a file, which no message may")
     if scenario.private is not None or scenario.network.hands_in or scenario.run_config:
         raise RunError("the scenario of the train message has privacy, hand_in or run_config, which are the node's own")
+    if scenario.network.retry < LEAST_RETRY:
+        raise RunError(f"network.retry={scenario.network.retry} of the train message must be >= {LEAST_RETRY}")
     if scenario.name != asked.run or scenario.n_peers != place.n_peers or peers is None:
         raise RunError(
             f"the scenario of the train message is of {scenario.name!r} with {scenario.n_peers} peers, and this is run "
