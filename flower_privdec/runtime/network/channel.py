@@ -24,9 +24,10 @@ import grpc
 
 from flower_privdec.errors import RunError
 from flower_privdec.runtime.network.identity import Credentials, identities_of, standing_problem
+from flower_privdec.runtime.network.parts import Buffer, Parts
 from flower_privdec.runtime.network.share_protocol import RefusedError
 
-Content = bytes | bytearray
+Content = Buffer | Parts
 Answer = Callable[[int, bytearray], Content]  # of a caller's number and what it says
 
 PIECE = 1 << 20
@@ -68,9 +69,7 @@ class UnreachableError(RunError):
 
 def pieces(content: Content) -> Iterator[bytes]:
     """Yield what is sent, a MiB at a time; a piece at least."""
-    view = memoryview(content)
-    for start in range(0, max(1, len(view)), PIECE):
-        yield bytes(view[start : start + PIECE])
+    yield from (content if isinstance(content, Parts) else Parts((content,))).pieces(PIECE)
 
 
 def assembled(parts: Iterable[bytes], cap: int, who: str) -> bytearray:
