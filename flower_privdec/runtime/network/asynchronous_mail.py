@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from flower_privdec.errors import RunError
+from flower_privdec.runtime.network.channel import UnreachableError
 from flower_privdec.runtime.network.frames import (
     Framed,
     FrameHeader,
@@ -35,6 +36,7 @@ from flower_privdec.runtime.network.shares import Shares
 from flower_privdec.runtime.network.wire_rows import Layout, frame_size
 
 Words = list[Framed]
+GIVEN_UP = 4  # calls in a row that do not reach a neighbour, until it counts as lost
 SMALL, MANY = 256, 16  # the bytes of a frame without rows, at most, and how many frames are in a call beside rows
 
 
@@ -48,6 +50,7 @@ class Outgoing:
         taken: the last acknowledgement, which speaks for all before it.
         share: the last that it was brought.
         rows: by place in the program, those that it was not brought yet.
+        failures: how many calls in a row did not reach it.
     """
 
     hello_at: float = 0.0
@@ -55,6 +58,7 @@ class Outgoing:
     taken: list[Acknowledgement] = field(default_factory=list)
     share: FrozenShare[Tensor] | None = None
     rows: dict[int, RowMessage] = field(default_factory=dict)
+    failures: int = 0
 
 
 class AsynchronousMail:
@@ -269,6 +273,7 @@ class AsynchronousMail:
     def answered(self, neighbor: int, words: Words, said: Words) -> None:
         """See Mail."""
         out = self._out[neighbor]
+        out.failures = 0
         for message in words:
             if isinstance(message, FrozenShare):
                 out.share = message
@@ -281,9 +286,11 @@ class AsynchronousMail:
         out.words = [*out.words, *self.take(neighbor, said)][-1:]  # type: ignore[assignment]
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
-        """See Mail: it has to be greeted anew, and what was lost with the call is said by the counters of a hello."""
+        """See Mail: what was lost with the call is said again; who stays away or refuses it has to be greeted anew."""
         out = self._out[neighbor]
-        self.machine.close(neighbor)
+        out.failures += 1
+        if out.failures >= GIVEN_UP or not isinstance(error, UnreachableError):
+            self.machine.close(neighbor)
+            out.taken.clear()  # the counters of a hello say it
         out.words.clear()
-        out.taken.clear()
         out.share, out.hello_at = None, again

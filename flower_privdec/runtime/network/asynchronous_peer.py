@@ -16,7 +16,7 @@ from flower_privdec.algorithms import Exchange, Mix, Reply, State
 from flower_privdec.runtime.network.membership import Membership
 from flower_privdec.runtime.network.peer import POLL
 
-LEAST_WEIGHT = 0.1  # a peer with less sends nothing until it is sent something: steps at x / w grow as w falls
+LEAST_WEIGHT = 0.5  # a peer with less sends nothing until it is sent something: steps at x / w grow as w falls
 
 
 class AsynchronousPeer(Membership):
@@ -29,9 +29,12 @@ class AsynchronousPeer(Membership):
 
         def all_came() -> bool:
             missing = {j for j in wanted if not has_come(j)}
-            return not any(self.machine.is_open(j) and self._pace.is_awaited(j) for j in missing)
+            return not any(map(self._is_awaited, missing))
 
         self._wait(all_came, until - time.monotonic())
+
+    def _is_awaited(self, neighbor: int) -> bool:
+        return self.machine.is_open(neighbor) and self._pace.is_awaited(neighbor)
 
     def _patient(self) -> float:
         return time.monotonic() + self._pace.patience
@@ -51,7 +54,8 @@ class AsynchronousPeer(Membership):
 
         self._await(wanted, is_done, self._patient())
         if wanted:
-            there = {neighbor for neighbor in wanted if has_come(neighbor)}
+            new = self.mail.senders(self.state.at)  # of rounds before this, where somebody lags behind
+            there = {neighbor for neighbor in wanted if has_come(neighbor) or neighbor in new}
             self._pace.end(time.monotonic(), there, set(wanted) - there)
 
     def _exchange(self, exchange: Exchange) -> None:
@@ -96,7 +100,8 @@ class AsynchronousPeer(Membership):
         while True:
             self._await(receivers, lambda j: self.machine.is_ready(j) or j in self.machine.waiting_rounds(), until)
             late = {j for j in receivers if not self.machine.is_ready(j)}
-            if not late or not self.machine.waiting_rounds() or time.monotonic() >= until:
+            worth_it = any(map(self._is_awaited, late)) and time.monotonic() < until
+            if not (worth_it and self.machine.waiting_rounds()):
                 break
             self._absorb()
             self._commit(self.state.round_index)
