@@ -17,7 +17,7 @@ from test_network import TOGETHER, Killed, Tiny
 from variants import settings_for
 
 from flower_privdec.algorithms.cohort import Cohort
-from flower_privdec.errors import StoppedError
+from flower_privdec.errors import BudgetError, StoppedError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.network.channel import Link, UnreachableError
@@ -244,6 +244,35 @@ def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_tw
     found = mass_on_disk([device.folder for device in theirs])
     assert float(found["w"]) < 4.0
     torch.testing.assert_close(found["x"], found["w"] * initial(scenario), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("also", ["checkpoint", "ledger"])
+def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(also: str, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("rounds=300", "evaluation.every=300", QUICK)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], "after a commit", 4)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(60)
+        older = Path(shutil.copytree(theirs[1].folder, tmp_path / "older"))
+        second = again(scenario, theirs[1])
+        before = taken_from(second)
+        with running([second]) as (future,):
+            wait_until(lambda: taken_from(second) >= before + 3)
+            stop_all([second], [future])
+        shutil.copy(older / "checkpoint-0", theirs[1].folder / "checkpoint-0")
+        if also == "ledger":
+            shutil.copytree(older / "ledger", theirs[1].folder / "ledger", dirs_exist_ok=True)
+        third = again(scenario, theirs[1])
+        with running([third]) as (future,):
+            if also == "ledger":
+                with pytest.raises(BudgetError, match="its ledger knows of no step since its checkpoint"):
+                    future.result(60)
+            else:
+                wait_until(lambda: third.machine.incarnation > FIRST)  # type: ignore[attr-defined]
+                stop_all([third], [future])
+        stop_all([peers[0], *peers[2:]], [futures[0], *futures[2:]])
 
 
 def wait_until(ready: Callable[[], bool], seconds: float = 100.0) -> None:

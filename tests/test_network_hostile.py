@@ -140,7 +140,7 @@ FOR_ALL: dict[str, tuple[Says, str]] = {
     "a number less": (lambda h: [h.bad_rows(with_x(lambda x: x[1:]))], "bytes, which must be"),
     "another type": (lambda h: [h.bad_rows(with_x(lambda x: x.float()))], "bytes, which must be"),
     "another shape": (lambda h: [h.bad_rows(with_x(lambda x: x[None]))], "is described as 2 axes"),
-    "half as many bytes": (lambda h: [encode(h.good())[:-8]], "bytes and says"),
+    "half as many bytes": (lambda h: [bytes(encode(h.good()))[:-8]], "bytes and says"),
     "NaN": (lambda h: [h.bad_rows(first_is(float("nan")))], r"'x'\[0\] is nan, which must be finite"),
     "infinity": (lambda h: [h.bad_rows(first_is(float("-inf")))], r"'x'\[0\] is -inf, which must be finite"),
     "a byte more": (lambda h: [h.good(), b"\0"], "a frame of 1 bytes must have a header"),

@@ -24,6 +24,7 @@ from flower_privdec.runtime.network.frames import (
     encode,
     read_header,
 )
+from flower_privdec.runtime.network.parts import Parts
 from flower_privdec.runtime.network.share_protocol import (
     Acknowledgement,
     FrozenShare,
@@ -265,10 +266,9 @@ class AsynchronousMail:
         out.hello_at = now + self._retry
         return [found] if found else []
 
-    def written(self, neighbor: int, words: Words) -> bytes | bytearray:
+    def written(self, neighbor: int, words: Words) -> Parts:
         """See Mail."""
-        frames = [encode(message) for message in words]
-        return frames[0] if len(frames) == 1 else b"".join(frames)
+        return Parts(tuple(part for message in words for part in encode(message).held))
 
     def answered(self, neighbor: int, words: Words, said: Words) -> None:
         """See Mail."""

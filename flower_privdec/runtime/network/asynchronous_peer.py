@@ -16,7 +16,7 @@ from flower_privdec.algorithms import Exchange, Mix, Reply, State
 from flower_privdec.runtime.network.membership import Membership
 from flower_privdec.runtime.network.peer import POLL
 
-LEAST_WEIGHT = 0.5  # a peer with less sends nothing until it is sent something: steps at x / w grow as w falls
+LEAST = 0.4  # of its weight: with less a peer sends nothing before it is sent something, for steps at x / w grow
 
 
 class AsynchronousPeer(Membership):
@@ -109,8 +109,7 @@ class AsynchronousPeer(Membership):
 
     def _split(self, round_index: int, weights: dict[int, float]) -> None:
         with self.courier.changed:
-            weight = self.machine.mass.get("w")
-            self.machine.split(round_index, weights if weight is None or float(weight) > LEAST_WEIGHT else {})
+            self.machine.split(round_index, weights if self._weight() > LEAST * self._full else {})
 
     def _settle(self) -> None:
         """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""

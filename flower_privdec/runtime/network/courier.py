@@ -10,7 +10,7 @@ from threading import Condition, Thread
 from typing import Any, Protocol
 
 from flower_privdec.errors import RunError
-from flower_privdec.runtime.network.channel import Link, Server, UnreachableError
+from flower_privdec.runtime.network.channel import Content, Link, Server, UnreachableError
 from flower_privdec.runtime.network.identity import Credentials
 from flower_privdec.runtime.network.share_protocol import RefusedError
 from flower_privdec.words import one_line
@@ -47,7 +47,7 @@ class Mail(Protocol):
     def news(self, neighbor: int, now: float) -> list[Any]:
         """Return the calls to make now, to be written one by one."""
 
-    def written(self, neighbor: int, words: Any) -> bytes | bytearray:
+    def written(self, neighbor: int, words: Any) -> Content:
         """Return a call, or an answer, as bytes."""
 
     def answered(self, neighbor: int, words: Any, said: Any) -> None:
@@ -149,7 +149,7 @@ class Courier:
 
     # --- what comes ---
 
-    def _answer(self, caller: int, content: bytearray) -> bytes | bytearray:
+    def _answer(self, caller: int, content: bytearray) -> Content:
         if content == ASKING:
             with self.changed:
                 return json.dumps(self._status()).encode()
@@ -160,7 +160,7 @@ class Courier:
                 self.refused[caller] = str(error)
             raise RefusedError(str(error)) from error
 
-    def _taken(self, caller: int, content: bytearray) -> bytes | bytearray:
+    def _taken(self, caller: int, content: bytearray) -> Content:
         said = self.mail.read(caller, content)
         with self.changed:
             self.heard += len(content)
