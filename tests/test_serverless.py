@@ -203,6 +203,7 @@ def test_a_peer_whose_budget_ends_trains_no_more_and_goes_on_relaying(tmp_path):
     for peer in peers:
         assert "trains no more, and goes on relaying" in peer.status()["idle"]
         assert peer.status()["epsilon"] <= peer.status()["budget"]
+        assert not peer.cohort.active(3).any()
     rows = [peer.state.rows["x"] / peer.state.rows["w"] for peer in peers]
     assert max(float((row - rows[0]).abs().max()) for row in rows) < 1e-12, "five rounds of relaying make a mean"
 

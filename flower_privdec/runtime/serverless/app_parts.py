@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,17 +82,20 @@ class AppLedger:
         length, digest = head or (0, NOTHING)
         self._file.check_head(int(length), str(digest))
 
+    def allows(self, noise: float) -> bool:
+        """Return whether one more update can be paid for."""
+        after = PeerSpent(canonical([*self.spent.releases, update_release(noise)]), self.spent.delta)
+        return math.isinf(self.budget) or after.epsilon <= self.budget
+
     def check_budget(self, noise: float) -> None:
         """Refuse a run of which not one update can be paid for.
 
         Raises:
             BudgetError: naming what is spent.
         """
-        budget = self._ledger.budget
-        after = PeerSpent(canonical([*self.spent.releases, update_release(noise)]), self.spent.delta)
-        if math.isfinite(budget) and not after.epsilon <= budget:
+        if not self.allows(noise):
             raise BudgetError(
-                f"{self._file.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon={budget:g} "
+                f"{self._file.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon={self.budget:g} "
                 f"allows this run no update of noise multiplier {noise:.4g}; raise the budget or the noise"
             )
 
@@ -112,7 +116,11 @@ class AppLedger:
 
 @dataclass
 class AppCohort:
-    """One peer, as the steps of its program have it."""
+    """One peer, as the steps of its program have it.
+
+    Attributes:
+        noise: returns its noise multiplier, where it is protected.
+    """
 
     peers: np.ndarray
     n_peers: int
@@ -120,8 +128,14 @@ class AppCohort:
     mixing: Mixing | None
     participation: Participation
     ledger: AppLedger | None
+    noise: Callable[[], float]
     protection: None = None
     steps_per_round: int = 1
+
+    def active(self, round_index: int) -> np.ndarray:
+        """Return whether the peer takes its step in a round, bool [1]: participating, and within its budget."""
+        active = np.asarray(self.participation.active(round_index)[self.peers])
+        return active & (self.ledger is None or self.ledger.allows(self.noise()))
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,7 @@ class AppExperiment:
     Attributes:
         rows: before round 0, by name.
         private: what protects this peer; None for no protection.
+        noise: returns its noise multiplier, where there is protection.
     """
 
     scenario: AppScenario
@@ -148,6 +163,7 @@ class AppExperiment:
     own: AppOwn
     rows: dict[str, Tensor]
     private: AppPrivacySection | None
+    noise: Callable[[], float]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
@@ -157,6 +173,7 @@ class AppExperiment:
         private: AppPrivacySection | None,
         peer: int,
         train: Step,
+        noise: Callable[[], float],
         rows: dict[str, Tensor],
     ) -> AppExperiment:
         """Build what a scenario says.
@@ -169,7 +186,7 @@ class AppExperiment:
         assert mixing is not None
         decided = numbers_hash(scenario.as_scenario)
         own = AppOwn(np.array([peer]), RunName(decided[:32], decided, ENVIRONMENT))
-        return cls(scenario, algorithm, mixing, participation, own, rows, private)
+        return cls(scenario, algorithm, mixing, participation, own, rows, private, noise)
 
     def cohort(self, ledger_dir: Path, start: int = 0) -> AppCohort:
         """Return the peer, with its ledger where it is protected.
@@ -182,7 +199,13 @@ class AppExperiment:
             folder = ledger_dir if private.ledger is None else Path(private.ledger)
             ledger = AppLedger(folder, self.scenario.name, peer, private.delta, private.epsilon or math.inf)
         return AppCohort(
-            self.own.peers, self.scenario.n_peers, self.rows["x"].dtype, self.mixing, self.participation, ledger
+            peers=self.own.peers,
+            n_peers=self.scenario.n_peers,
+            dtype=self.rows["x"].dtype,
+            mixing=self.mixing,
+            participation=self.participation,
+            ledger=ledger,
+            noise=self.noise,
         )
 
     def initial_state(self, cohort: AppCohort) -> State:

@@ -87,7 +87,9 @@ class AppPeer(RunningPeer):
 
     def _agreement(self, scenario: Scenario) -> Agreement:
         agreed = cast(AppScenario, scenario)
-        found = AppExperiment.of(agreed, self._private, self.device.peer, self._train, self._first_rows())
+        found = AppExperiment.of(
+            agreed, self._private, self.device.peer, self._train, lambda: self._noise, self._first_rows()
+        )
         return cast(Agreement, found)
 
     def _joined(self, agreement: Agreement) -> Experiment:
