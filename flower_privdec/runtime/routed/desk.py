@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, RecordDict
 
-from flower_privdec.errors import RunError
+from flower_privdec.errors import BudgetError, RunError
 from flower_privdec.runtime.network.share_protocol import RefusedError
 from flower_privdec.runtime.routed.layout import numpy_arrays
 from flower_privdec.runtime.routed.masking import masked
@@ -27,12 +27,13 @@ from flower_privdec.runtime.routed.orders import (
     unpack_bytes,
 )
 from flower_privdec.runtime.routed.peer_file import load_state, save_state, state_path
-from flower_privdec.runtime.routed.peer_ledger import PeerLedger, PeerSpent
+from flower_privdec.runtime.routed.peer_ledger import PeerLedger, PeerSpent, bare_words
 from flower_privdec.runtime.routed.peer_place import PeerPlace
 from flower_privdec.runtime.routed.peer_state import PeerState, check_shares
 from flower_privdec.runtime.routed.protecting import PeerPrivacy
 from flower_privdec.runtime.routed.sealing import Identity, KnownPeers
 from flower_privdec.runtime.routed.update import clipped, noised, unsound
+from flower_privdec.words import one_line
 
 log = logging.getLogger("flwr.privdec")
 
@@ -148,7 +149,7 @@ class Desk:
         asked, privacy, noise = self.asked, self.privacy, 0.0
         if privacy.on:
             noise = privacy.noise(self.place, asked.rounds)
-            self._spent = self.ledger.pay(asked.run, state.epoch, asked.round_index, state.peer, noise)
+            self._spent = self.ledger.pay(asked.run, state.epoch, asked.round_index, state.peer, noise, state.paid)
             if self._spent is None:
                 self.told["stopped"] = (
                     f"its next update would exceed epsilon = {self.ledger.budget:g}; it trains no more, and goes on "
@@ -156,39 +157,57 @@ class Desk:
                 )
                 self.told["exhausted"] = True
                 return False
+            state.paid = self.ledger.lines
         given = state.layout.record(state.model(), state.kept)
-        update = self._update(state, given, train(given))
+        try:
+            returned = train(given)
+        except BudgetError:  # of the app's own ledger, as `private` has one: its words stay in its log
+            self.told["stopped"] = "its app's own budget allows no more training; it goes on relaying"
+            self.told["exhausted"] = True
+            return False
+        update = self._update(state, given, returned)
         if privacy.clip_norm is not None:
             update = noised(clipped(update, privacy.clip_norm), noise * privacy.clip_norm)
-        state.x = (state.x.astype(np.float64) + state.w * update).astype(state.x.dtype)
+        self._move(state, update)
         return True
 
-    def _update(self, state: PeerState, given: ArrayRecord, returned: ArrayRecord) -> np.ndarray:
-        """Return what the arrays moved by; zeros, and a word in the log, where that is no number.
+    def misfit(self, returned: ArrayRecord) -> str:
+        """Return in words how arrays that an app returned are not the model's; empty where they are."""
+        assert self.state is not None
+        try:
+            return self.state.layout.misfit(numpy_arrays(returned))
+        except (TypeError, ValueError) as error:  # what Flower says of arrays of another framework
+            return f"they cannot be read as NumPy's: {one_line(error)}"
 
-        Raises:
-            RunError: the arrays are not those that were given.
-        """
+    def _update(self, state: PeerState, given: ArrayRecord, returned: ArrayRecord) -> np.ndarray:
+        """Return what the arrays moved by; zeros, and a word in the log, where that is no number."""
         arrays = numpy_arrays(returned)
         update: np.ndarray
-        if difference := state.layout.misfit(arrays):
-            raise RunError(
-                f"the train function of peer {state.peer} returned other arrays than it was given: {difference}"
-            )
         with np.errstate(invalid="ignore", over="ignore"):
             update = state.layout.vector(arrays) - state.layout.vector(numpy_arrays(given))
-            after = (state.x + state.w * update).astype(state.x.dtype)
-        wrong = unsound(update) or ("" if self.privacy.on else unsound(after))
-        if wrong:
-            log.warning(
-                "peer %s, round %s: %s, so its update counts as zero; lower the learning rate, or look at its data",
-                state.peer,
-                self.asked.round_index,
-                wrong,
-            )
+        if wrong := unsound(update):
+            self._count_as_zero(state, wrong)
             return np.zeros_like(update)
         state.kept = state.layout.kept(arrays)
         return update
+
+    def _move(self, state: PeerState, update: np.ndarray) -> None:
+        """Add w times an update to x, unless that would make the model infinite for ever."""
+        with np.errstate(over="ignore"):
+            after = (state.x.astype(np.float64) + state.w * update).astype(state.x.dtype)
+        if wrong := unsound(after):
+            self._count_as_zero(state, wrong)
+        else:
+            state.x = after
+            state.bare += not self.privacy.on
+
+    def _count_as_zero(self, state: PeerState, wrong: str) -> None:
+        log.warning(
+            "peer %s, round %s: %s, so its update counts as zero; lower the learning rate, or look at its data",
+            state.peer,
+            self.asked.round_index,
+            wrong,
+        )
 
     def _hand_in(self, state: PeerState) -> None:
         """Put (x, w) into the answer: open, or masked so that only the sum over all says something."""
@@ -237,6 +256,7 @@ class Desk:
 
     def _tell(self, state: PeerState | None) -> Told:
         spent = self._spent or (self.ledger.spent() if self.privacy.on else None)
+        bare = 0 if state is None else state.bare
         taken = [] if state is None else [(s, e, n) for s, epochs in state.received.items() for e, n in epochs.items()]
         return Told(
             self.place.peer,
@@ -245,8 +265,8 @@ class Desk:
             round_index=0 if state is None else state.round_index,
             key=self.identity.public,
             sealed=self.seals,
-            spent="" if spent is None else str(spent),
-            epsilon=float("inf") if spent is None else spent.epsilon,
+            spent="" if spent is None else bare_words(bare) if bare else str(spent),
+            epsilon=float("inf") if spent is None or bare else spent.epsilon,
             senders=[s for s, _, _ in taken],
             sender_epochs=[e for _, e, _ in taken],
             taken=[n for _, _, n in taken],

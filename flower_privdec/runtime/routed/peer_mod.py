@@ -9,7 +9,9 @@ from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
-from flower_privdec.errors import RunError
+from flower_privdec.arguments import check_kinds, check_paths
+from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError
+from flower_privdec.runtime.flower.nodes import reason
 from flower_privdec.runtime.flower.plainly import CLIENT_APP_RAISED, MENDABLE, said
 from flower_privdec.runtime.routed.desk import Desk, keep_metrics
 from flower_privdec.runtime.routed.orders import (
@@ -78,10 +80,12 @@ class PeerMod:
             not one of a simulation.
         share_metrics: whether the app's metrics (losses, accuracies, numbers of examples) of private data leave, which
             no ε covers. By default a protected peer keeps them in metrics.jsonl in its folder, and another sends them:
-            say False where the app's own training protects its examples.
+            say False where the app's own training protects its examples. Where they stay, so does what the app says
+            when it fails. Of what it answers beside metrics and the model's arrays nothing leaves.
 
     Raises:
-        ScenarioError: a value out of its range, or a clip norm without noise, or noise without a clip norm.
+        ScenarioError: a value of the wrong kind or out of its range, or a clip norm without noise, or noise without a
+            clip norm.
 
     Privacy: unit one peer with all its data; adjacency: its update of every round replaced by zero; one Gaussian
     release a round, charged on disk before the update is made, in a round that fails or is repeated too. It holds
@@ -106,10 +110,13 @@ class PeerMod:
         seal: bool | None = None,
         share_metrics: bool | None = None,
     ) -> None:
+        check_paths({"folder": folder})
+        check_kinds({"seal": seal, "share_metrics": share_metrics}, (bool,), "True, False or None")
         self.privacy = PeerPrivacy(clip_norm, noise_multiplier, epsilon, delta)
         self.folder = None if folder is None else Path(folder)
         self.seal = seal
         self.keeps_metrics = self.privacy.on if share_metrics is None else not share_metrics
+        self.withholds = self.privacy.on or self.keeps_metrics
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
         """Answer a message in the app's place, and let it answer what is its own."""
@@ -126,7 +133,7 @@ class PeerMod:
             theirs = self._work(desk, message, context, app)
             return Message(RecordDict({**theirs, **desk.answer()}), reply_to=message)
 
-    def _work(self, desk: Desk, message: Message, context: Context, app: App) -> dict[str, ConfigRecord | MetricRecord]:
+    def _work(self, desk: Desk, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
         """Do what is asked, and return what of the app's own answer goes along."""
         kind, content, theirs = desk.asked.kind, message.content, RecordDict()
         if kind == INTRODUCE:
@@ -141,7 +148,7 @@ class PeerMod:
             return theirs
 
         if kind == ROUND:
-            desk.take_part(lambda arrays: _returned(call(arrays), desk.asked.arrays, state.peer))
+            desk.take_part(lambda arrays: self._trained(desk, call(arrays)))
         elif kind == EVALUATE and state.w > 0:
             call(state.layout.record(state.model(), state.kept))
         elif kind == DELIVER:
@@ -152,7 +159,7 @@ class PeerMod:
         """Let the app's own function answer, with the peer's model where it looks for the global one.
 
         Raises:
-            RunError: it answers with an error, or raises one while the peer is protected, whose words may tell of data.
+            RunError: it answers with an error or with nothing, or raises one whose words are withheld.
         """
         own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, INBOX)}
         copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
@@ -160,37 +167,51 @@ class PeerMod:
         token = _folder.set(desk.place.folder)
         try:
             reply = app(message, context)
-        except Exception as error:
-            if not self.privacy.on:
+        except BudgetError:
+            log.exception("peer %s: the app's own budget", desk.place.peer)
+            raise
+        except RAISED_BY_USERS as error:
+            if not self.withholds:
                 raise
             log.exception("peer %s: the app's function failed", desk.place.peer)
-            raise RunError(
-                f"the app of peer {desk.place.peer} raised {type(error).__name__}; see its own log"
-            ) from None
+            raise self._failed(desk, f"raised {type(error).__name__}", "") from None
         finally:
             _folder.reset(token)
+        if not isinstance(reply, Message):
+            raise self._failed(desk, f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
         if reply.has_error():
-            raise RunError(f"the app of peer {desk.place.peer} answered with an error: {reply.error.reason}")
+            raise self._failed(desk, "answered with an error", reason(reply.error.reason))
         return reply.content
 
-    def _leaving(self, desk: Desk, theirs: RecordDict) -> dict[str, ConfigRecord | MetricRecord]:
-        """Return what of the app's answer leaves: of a protected peer nothing, for it was made of private data."""
+    def _trained(self, desk: Desk, content: RecordDict) -> ArrayRecord:
+        """Return the arrays of the train function's answer.
+
+        Raises:
+            RunError: there are none, or several and none under the key, or others than were given.
+        """
+        records, key = content.array_records, desk.asked.arrays
+        if key not in records and len(records) != 1:
+            raise self._failed(
+                desk,
+                "returned no model",
+                f"its answer has {len(records) or 'no'} ArrayRecord{'s' * (len(records) > 1)} and none named {key!r}: "
+                f"return RecordDict({{{key!r}: ArrayRecord(...)}})",
+            )
+        returned = records[key] if key in records else next(iter(records.values()))
+        if difference := desk.misfit(returned):
+            raise self._failed(desk, "returned other arrays than it was given", difference)
+        return returned
+
+    def _failed(self, desk: Desk, what: str, details: str) -> RunError:
+        """Return an error that says what an app did; details may tell of its data, and stay where all such does."""
+        if details and self.withholds:
+            log.warning("peer %s: its app %s: %s", desk.place.peer, what, details)
+        words = "see its own log" if self.withholds else details
+        return RunError(f"the app of peer {desk.place.peer} {what}; {words}")
+
+    def _leaving(self, desk: Desk, theirs: RecordDict) -> dict[str, MetricRecord]:
+        """Return what of the app's answer leaves: its metrics, unless they are of private data."""
         if self.keeps_metrics:
             keep_metrics(desk.place.folder, desk.asked.round_index, desk.asked.kind, theirs.metric_records)
             return {}
-        return {name: record for name, record in theirs.items() if not isinstance(record, ArrayRecord)}
-
-
-def _returned(content: RecordDict, key: str, peer: int) -> ArrayRecord:
-    """Return the arrays of an app's answer.
-
-    Raises:
-        RunError: there are none, or several and none under the key.
-    """
-    records = content.array_records
-    if key not in records and len(records) != 1:
-        raise RunError(
-            f"the train function of peer {peer} returned {len(records) or 'no'} ArrayRecord{'s' * (len(records) > 1)} "
-            f"and none named {key!r}: return the trained model, as RecordDict({{{key!r}: ArrayRecord(...)}})"
-        )
-    return records[key] if key in records else next(iter(records.values()))
+        return dict(theirs.metric_records)

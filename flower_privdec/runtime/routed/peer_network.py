@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_privdec.errors import RunError
@@ -141,9 +141,14 @@ class PeerNetwork:
             failed = self.blind if reply.metadata.message_type == "evaluate" else self.deaf
             failed[peer] = reason(reply.error.reason)
             return
-        told = Told.of(reply.content, f"peer {peer}: {NO_MOD}")
-        if told.peer != peer:
-            raise RunError(f"peer {peer} says that it is peer {told.peer}: give each SuperNode its own partition-id")
+        try:
+            told = Told.of(reply.content, NO_MOD)
+        except RunError as error:
+            self.deaf[peer] = str(error)
+            return
+        if (told.peer, told.n_peers) != (peer, self.census.n_peers):
+            self.deaf[peer] = f"it says now that it is peer {told.peer} of {told.n_peers}: give it its own partition-id"
+            return
         self.deaf.pop(peer, None)
         self.told[peer] = told
         self.mailroom.hear(told, reply.content.array_records.get(OUTBOX))
@@ -167,10 +172,35 @@ class PeerNetwork:
             raise RunError(f"no peer could go on: {said_by(failed)}")
 
 
-def masses_in(replies: Mapping[int, Message]) -> dict[int, np.ndarray]:
-    """Return what each peer handed in for the mean, (x, w) as one vector: open, or masked."""
-    records = {peer: reply.content.array_records.get(MASS) for peer, reply in replies.items()}
-    return {peer: record["mass"].numpy() for peer, record in records.items() if record is not None and "mass" in record}
+def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[int, np.ndarray]:
+    """Return what each peer handed in for the mean, (x, w) as one vector: open, or masked.
+
+    Args:
+        replies: of each peer.
+        size: of x.
+        sealed: whether they are masked. What is not of that shape and type, or not finite, is left out, and named.
+    """
+    wanted = ("uint64", (2, size + 1)) if sealed else ("float64", (size + 1,))
+    found: dict[int, np.ndarray] = {}
+    for peer, reply in replies.items():
+        record = reply.content.array_records.get(MASS)
+        if record is None or "mass" not in record:
+            continue
+        value = _read(record["mass"], *wanted)
+        if value is None:
+            log.warning("what peer %s handed in for the mean is none of %s %s, and left out", peer, *wanted)
+        else:
+            found[peer] = value
+    return found
+
+
+def _read(array: Array, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Return the numbers of an array that anybody may have sent; None where they are not of a shape, or not finite."""
+    try:
+        value = array.numpy()
+    except (TypeError, ValueError, EOFError):
+        return None
+    return value if (str(value.dtype), value.shape) == (dtype, shape) and np.isfinite(value).all() else None
 
 
 def total_mass(masses: Mapping[int, np.ndarray], wanted: set[int], sealed: bool) -> np.ndarray | None:
