@@ -217,6 +217,18 @@ def test_nothing_leaves_a_protected_peer_but_what_is_noised_and_what_is_public(
     assert "0.731" in (tmp_path / "peer-0" / "metrics.jsonl").read_text()
 
 
+def test_who_shares_metrics_shares_these_alone(tmp_path: Path) -> None:
+    said = {"metrics": MetricRecord({"loss": 0.5}), "said": ConfigRecord({"words": TEXT})}
+    app = answers(holding(np.ones(3), **said), PeerMod(**PROTECTED, share_metrics=True))
+    grid = InspectingGrid(app, 2, folder=tmp_path)
+    result = PushSum(fraction_evaluate=0.0).start(grid, zeros(), 1)
+    assert result.train_metrics_clientapp[1]["loss"] == 0.5
+    assert {name for content in grid.replies for name in content} == {"metrics", "privdec.says", "privdec.outbox"} | {
+        "privdec.mass"
+    }
+    assert TEXT.encode() not in b"".join(grid.seen)
+
+
 def answers(reply: Callable[[Message], Any], mod: PeerMod) -> ClientApp:
     app = ClientApp(mods=[mod])
 
@@ -416,7 +428,7 @@ LIES: dict[str, Callable[[RecordDict], None]] = {
     "other lists": says(senders=[1, 2]),
     "no words": lambda content: content.pop("privdec.says"),
     "a longer mass": mass_of(Array(np.ones(9))),
-    "a mass of no numbers": mass_of(Array(np.full(4, np.nan))),
+    "a mass of no numbers": mass_of(Array(np.array([np.nan, 0.0, np.inf, 1.0]))),
     "a mass that cannot be read": mass_of(Array("float64", (4,), "numpy.ndarray", b"no array")),
 }
 
@@ -429,6 +441,7 @@ def test_one_node_that_lies_ends_nobodys_run(lie: Callable[[RecordDict], None], 
     strategy = PushSum(fraction_evaluate=0.0)
     result = strategy.start(grid, zeros(), 3, evaluate_fn=lambda _, arrays: means.append(first(arrays)))
     assert all(np.isfinite(each).all() for each in means)
+    assert seal or len(means) == 4  # of the others, where it is not masked
     assert [strategy.told[peer].round_index for peer in (1, 2, 3)] == [3, 3, 3]
     assert all(np.isfinite(array).all() for array in result.arrays.to_numpy_ndarrays())
 
