@@ -468,6 +468,27 @@ def test_a_share_of_nonsense_is_refused(parts: Any) -> None:
         unpack_body(struct.pack("<I", len(said)) + said + struct.pack("<d", 1.0) + bytes(8))
 
 
+def test_no_mask_is_used_twice_where_a_state_is_begun_anew(tmp_path: Path) -> None:
+    app = client(moves, seal=True)
+    start(tmp_path, 1, app)
+    grid, peers = LocalGrid(app, 2, folder=tmp_path), (0, 1)
+    keys = [bytes.fromhex(public_key(tmp_path / f"peer-{peer}")) for peer in peers]
+    path = state_path(tmp_path / "peer-0", "run")
+    epochs = [load_state(state_path(tmp_path / f"peer-{peer}", "run")).epoch for peer in peers]
+    common = {"neighbors": [0, 1], "epochs": epochs, "keys": keys}
+    masses = []
+    for _ in range(2):
+        asked = Asked("deliver", "run", 0, wants_mass=True, serial=2**62, mean_of=[0, 1], **common)
+        join = Asked("join", "run", 0, founding=True)
+        for order, more in ((join, {"privdec.initial": zeros()}), (asked, {})):
+            content = RecordDict({"privdec.says": order.record(), **more})
+            (reply,) = grid.send_and_receive([Message(content, 100, "train")])
+        masses.append(reply.content["privdec.mass"]["mass"].numpy())
+        path.unlink()
+    apart = (masses[0] - masses[1]).view(np.int64)  # of two rows that differ by less than one
+    assert np.abs(apart[0].astype(float)).min() > 2.0**40
+
+
 class TamperingGrid(LocalGrid):
     """A relay that drops, cuts, repeats, mixes up and changes shares, by chance."""
 

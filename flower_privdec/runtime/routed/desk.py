@@ -226,9 +226,13 @@ class Desk:
             log.warning("peer %s has no part in the mean: %s", state.peer, error)
 
     def _mask_key(self, other: int) -> bytes:
-        asked = self.asked
+        """Return a key for one mask: of this round, and of the two states, for one begun anew asks for others."""
+        asked, state = self.asked, self.state
+        assert state is not None
+        epochs = dict(zip(asked.neighbors, asked.epochs, strict=True)) | {state.peer: state.epoch}
+        pair = [[peer, epochs.get(peer)] for peer in sorted((state.peer, other))]
         purpose = json.dumps(
-            ["mask", asked.run, asked.kind, asked.round_index, asked.serial, sorted(asked.mean_of)]
+            ["mask", asked.run, asked.kind, asked.round_index, asked.serial, sorted(asked.mean_of), pair]
         ).encode()
         return self.identity.key_for(self.known.key(other), b"", purpose)
 
