@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -71,9 +73,7 @@ def up(
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoints.")] = False,
     insecure_seeds: InsecureSeeds = False,
-    loss: Annotated[
-        float, typer.Option(help="Share of the pieces of what peers say that a proxy between them loses.")
-    ] = 0.0,
+    loss: Annotated[float, typer.Option(help="Share of all messages that a proxy between the peers loses.")] = 0.0,
     kill: Annotated[
         list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer for good after a round. Repeatable.")
     ] = None,
@@ -116,17 +116,43 @@ def status(
     typer.echo(network.ask(address, certificates, number, as_json))
 
 
+class ModelSize(StrEnum):
+    """Of the models that are measured."""
+
+    small = "small"
+    large = "large"
+
+
+class NetworkMode(StrEnum):
+    """How peers wait for each other."""
+
+    asynchronous = "asynchronous"
+    synchronous = "synchronous"
+
+
 def network_bench(
     out: Annotated[Path, typer.Option(help="A folder on the disk that is meant.")] = Path(),
-    rounds: Annotated[int, typer.Option(min=2, max=10_000, help="Rounds that are counted.")] = 10,
+    size: Annotated[
+        list[ModelSize] | None, typer.Option(help="Of the model (repeatable).", show_default="both")
+    ] = None,
+    mode: Annotated[
+        list[NetworkMode] | None, typer.Option(help="network.mode (repeatable).", show_default="both")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=2, max=10_000, help="Rounds that are counted.", show_default="as the size is")
+    ] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
     """Measure rounds a second of eight peers on this machine, beside what their transport alone takes."""
     from flower_privdec.bench import network
 
-    found = network.measure_network(rounds, settings or (), out)
-    typer.echo(network.as_json(found) if as_json else "\n".join(network.lines(found)))
+    say = partial(typer.echo, err=as_json)
+    found = network.measure_network(
+        size or list(ModelSize), mode or list(NetworkMode), settings or (), out, rounds, say
+    )
+    if as_json:
+        typer.echo(network.as_json(found))
 
 
 def soak(

@@ -17,18 +17,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flower_privdec.runtime.network import fuzz
+from flower_privdec.runtime.network import frames, fuzz
 from flower_privdec.runtime.network.assembling import PIECE, Assembler, pieces
 from flower_privdec.runtime.network.frames import (
     HEADER,
     FrameHeader,
     RowMessage,
     decode,
-    encode,
     read_header,
 )
+from flower_privdec.runtime.network.parts import Parts
 from flower_privdec.runtime.network.share_protocol import LAST, FrozenShare, RefusedError
 from flower_privdec.runtime.network.wire_rows import BEGIN, WireRow, frame_size, layout_of
+
+
+def encode(message: frames.Framed) -> bytes:
+    """Return a frame in one piece."""
+    return bytes(frames.encode(message))
+
 
 SHARE = FrozenShare(1, 2, 2**32, 2**33, 5, 77, 4, {"x": torch.tensor([1.0, -2.0]), "w": torch.tensor(0.5)})
 LAYOUT = layout_of(SHARE.values, torch.float32)
@@ -131,8 +137,8 @@ WRONG = {
     "length": (changed(length=2**62), "says that it has 4611686018427387904 bytes, which must be 72 to 208"),
     "short length": (changed(length=207), "a frame of peer 1 has 208 bytes and says 207"),
     "rows": (changed(rows=2**32 - 1), "a frame of peer 1 has 4294967295 rows, not 2; all peers must run one scenario"),
-    "trailing": (bytes(encode(SHARE)) + b"\0", "a frame of peer 1 has 209 bytes and says 208"),
-    "cut": (bytes(encode(SHARE))[:-1], "a frame of peer 1 has 207 bytes and says 208"),
+    "trailing": (encode(SHARE) + b"\0", "a frame of peer 1 has 209 bytes and says 208"),
+    "cut": (encode(SHARE)[:-1], "a frame of peer 1 has 207 bytes and says 208"),
     "dtype": (
         patched(72, b"\3"),
         r"'x' is described as 1 axes of \[2, 0, 0, 0\] float64, which must be 1 of \[2\] float32",
@@ -183,7 +189,7 @@ def test_a_large_frame_comes_in_pieces_and_costs_its_own_bytes() -> None:
 
 @pytest.mark.parametrize("length", [1, 7, 72, 100, 208])
 def test_pieces_of_any_length_make_the_frame(length: int) -> None:
-    frame, assembler = bytes(encode(SHARE)), Assembler(208)
+    frame, assembler = encode(SHARE), Assembler(208)
     for start in range(0, len(frame), length):
         assert not assembler.whole
         assembler.add(frame[start : start + length])
@@ -195,15 +201,15 @@ def test_a_stream_is_refused_as_soon_as_it_is_wrong() -> None:
     with pytest.raises(RefusedError, match="a piece of 1048577 bytes must have at most 1048576"):
         Assembler(2**40).add(bytes(PIECE + 1))
     with pytest.raises(RefusedError, match="says that it has 208 bytes, which must be 72 to 207"):
-        Assembler(207).add(bytes(encode(SHARE))[:72])
+        Assembler(207).add(encode(SHARE)[:72])
     with pytest.raises(RefusedError, match="a frame of peer 1 goes on after its 208 bytes"):
-        Assembler(208).add(bytes(encode(SHARE)) + b"\0")
+        Assembler(208).add(encode(SHARE) + b"\0")
 
 
 @pytest.mark.parametrize(("count", "before"), [(0, "its header"), (3, "its header"), (100, "the 208 bytes of peer 1")])
 def test_a_stream_that_ends_early_is_no_frame(count: int, before: str) -> None:
     assembler = Assembler(208)
-    assembler.add(bytes(encode(SHARE))[:count])
+    assembler.add(encode(SHARE)[:count])
     with pytest.raises(RefusedError, match=f"a frame ended after {count} bytes, before {before}"):
         assembler.frame()
 
@@ -255,3 +261,23 @@ def test_a_layout_of_no_rows_is_a_header() -> None:
     assert frame_size({}) == BEGIN == HEADER.size == len(encode(RowMessage(0, 1, 0, 0, {})))
     assert frame_size({"x": WireRow((0,), torch.float32)}) == 128
     assert isinstance(read_header(encode(SHARE), 208), FrameHeader)
+
+
+def test_what_is_sent_is_the_rows_themselves_and_no_copy() -> None:
+    rows = {"x": torch.arange(1000.0), "w": torch.tensor(0.5)}
+    parts = frames.encode(replace(SHARE, values=rows))
+    before = bytes(parts)
+    assert len(parts) == len(before) == frame_size(layout_of(rows, torch.float32))
+    rows["x"][999] = -1
+    after = bytes(parts)
+    assert before != after == encode(replace(SHARE, values=rows))
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 10**6])
+def test_parts_are_cut_into_pieces_of_one_size(size: int) -> None:
+    for held in ((), (b"",), (b"abc", b"", bytearray(range(200)), memoryview(b"xyz" * 99)), (bytes(14),)):
+        found = list(Parts(held).pieces(size))
+        assert b"".join(found) == b"".join(held) == bytes(Parts(held))
+        assert all(len(piece) == size for piece in found[:-1])
+        assert len(found[-1]) <= size
+        assert len(found) == max(1, -(-len(Parts(held)) // size))

@@ -32,6 +32,7 @@ from flower_privdec.runtime.network.channel import Link, RefusedError
 from flower_privdec.runtime.network.courier import ASKING
 from flower_privdec.runtime.network.letters import CARRYING, HEADER, PLACE, Letter, packed, sealed, unpacked
 from flower_privdec.runtime.network.modes import running_peer
+from flower_privdec.runtime.network.parts import Parts
 from flower_privdec.runtime.network.peer import RunningPeer, rows_path
 from flower_privdec.runtime.network.status_words import status_line
 from flower_privdec.runtime.network.up import Up
@@ -139,7 +140,7 @@ LIKE = {"x": torch.zeros(3), "w": torch.zeros(1)}
 def letter(**changes: Any) -> bytes:
     """Return a letter of peer 1, or one that differs from it in something."""
     facts = {"kind": CARRYING, "sender": 1, "run": RUN, "place": 2, "sender_place": 2, "content": packed(LIKE)}
-    return sealed(**(facts | changes))
+    return bytes(sealed(**(facts | changes)))
 
 
 HOSTILE = {
@@ -162,11 +163,11 @@ def test_a_letter_that_is_none_is_refused_by_name(case: str) -> None:
     content, said = HOSTILE[case]
     with pytest.raises(RunError, match=f"^what peer 1 sent .*{re.escape(said)}"):
         Letter.opened(content, RUN, 1)
-    assert Letter.opened(letter(), RUN, 1).content == packed(LIKE)
+    assert Letter.opened(letter(), RUN, 1).content == bytes(packed(LIKE))
 
 
 def numbers(*values: float, w: float = 1.0) -> bytes:
-    return packed({"x": torch.tensor(values, dtype=torch.float32), "w": torch.tensor([w])})
+    return bytes(packed({"x": torch.tensor(values, dtype=torch.float32), "w": torch.tensor([w])}))
 
 
 BAD_ROWS = {
@@ -224,22 +225,22 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
     peer._arrive(peer.state, 0)
     before = {name: row.clone() for name, row in peer.state.rows.items()}
     link = Link(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
-    whole = packed({"x": before["x"][0], "w": before["w"][0]})
+    whole = bytes(packed({"x": before["x"][0], "w": before["w"][0]}))
     try:
         for content, said in {
-            sealed(CARRYING, 3, run, 0, 0, whole[:-1]): "holds",
-            sealed(CARRYING, 3, run, 0, 0, b"\xff" * len(whole)): "is not finite",
-            sealed(CARRYING, 3, run, 0, 0, whole + b"\x00" * (1 << 20)): "sent more than",
-            sealed(CARRYING, 3, run, 1 << 62, 0, whole): "speaks of place",
-            sealed(CARRYING, 2, run, 0, 0, whole): "is signed as peer 2's",
+            sealed(CARRYING, 3, run, 0, 0, Parts((whole[:-1],))): "holds",
+            sealed(CARRYING, 3, run, 0, 0, Parts((b"\xff" * len(whole),))): "is not finite",
+            sealed(CARRYING, 3, run, 0, 0, Parts((whole + b"\x00" * (1 << 20),))): "sent more than",
+            sealed(CARRYING, 3, run, 1 << 62, 0, Parts((whole,))): "speaks of place",
+            sealed(CARRYING, 2, run, 0, 0, Parts((whole,))): "is signed as peer 2's",
             sealed(PLACE, 3, bytes(32), 0, 0): "is of the scenario",
         }.items():
             with pytest.raises(RefusedError, match=said):
                 link.call(content, 10)
         assert not peer.mail.machine.received()
         assert all(torch.equal(before[name], row) for name, row in peer.state.rows.items())
-        link.call(sealed(CARRYING, 3, run, 0, 0, whole), 10)
-        link.call(sealed(CARRYING, 3, run, 0, 0, bytes(len(whole))), 10)  # a second time, and another
+        link.call(sealed(CARRYING, 3, run, 0, 0, Parts((whole,))), 10)
+        link.call(sealed(CARRYING, 3, run, 0, 0, Parts((bytes(len(whole)),))), 10)  # a second time, and another
         assert peer.mail.machine.received() == {3: whole}
         assert json.loads(link.call(ASKING, 10))["round"] == 0
     finally:

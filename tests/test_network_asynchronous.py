@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +17,7 @@ from test_network import TOGETHER, Killed, Tiny
 from variants import settings_for
 
 from flower_privdec.algorithms.cohort import Cohort
-from flower_privdec.errors import StoppedError
+from flower_privdec.errors import BudgetError, StoppedError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.network.channel import Link, UnreachableError
@@ -113,7 +113,12 @@ def again(scenario: Scenario, device: PeerDevice) -> RunningPeer:
 @contextmanager
 def running(peers: list[RunningPeer]) -> Iterator[list[Future[Any]]]:
     with ThreadPoolExecutor(len(peers)) as pool:
-        yield [pool.submit(finish, peer) for peer in peers]
+        try:
+            yield [pool.submit(finish, peer) for peer in peers]
+        except BaseException:
+            for peer in peers:
+                peer.stop()
+            raise
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
@@ -217,32 +222,72 @@ def taken_from(peer: RunningPeer) -> int:
 
 
 def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_twice(tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny(STILL, "rounds=150", QUICK)
+    scenario = tiny(STILL, "rounds=100000", "evaluation.every=100000", QUICK)  # until they are stopped
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
     mortal(peers[1], "after a commit", 4)
-    with ThreadPoolExecutor(5) as pool:
-        futures = [pool.submit(finish, peer) for peer in peers]
+    with running(peers) as futures:
         with pytest.raises(Killed):
             futures[1].result(60)
         older = tmp_path / "older"
         shutil.copy(theirs[1].folder / "checkpoint-0", older)
         second = again(scenario, theirs[1])
-        before, future = taken_from(second), pool.submit(finish, second)
-        while taken_from(second) < before + 3:
-            time.sleep(0.005)
-        second.stop()
-        with pytest.raises(StoppedError):
-            future.result(60)
+        before = taken_from(second)
+        with running([second]) as (future,):
+            wait_until(lambda: taken_from(second) >= before + 3)
+            stop_all([second], [future])
         shutil.copy(older, theirs[1].folder / "checkpoint-0")
         third = again(scenario, theirs[1])
-        finish(third)
-        for peer in (0, 2, 3):
-            futures[peer].result(60)
-    assert third.machine.incarnation > FIRST  # type: ignore[attr-defined]
+        with running([third]) as (future,):
+            wait_until(lambda: third.machine.incarnation > FIRST and float(third.machine.mass["w"]) > 0)  # type: ignore[attr-defined]
+            stop_all([third, peers[0], *peers[2:]], [future, futures[0], *futures[2:]])
     found = mass_on_disk([device.folder for device in theirs])
     assert float(found["w"]) < 4.0
     torch.testing.assert_close(found["x"], found["w"] * initial(scenario), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("also", ["checkpoint", "ledger"])
+def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(also: str, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("rounds=300", "evaluation.every=300", QUICK)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], "after a commit", 4)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(60)
+        older = Path(shutil.copytree(theirs[1].folder, tmp_path / "older"))
+        second = again(scenario, theirs[1])
+        before = taken_from(second)
+        with running([second]) as (future,):
+            wait_until(lambda: taken_from(second) >= before + 3)
+            stop_all([second], [future])
+        shutil.copy(older / "checkpoint-0", theirs[1].folder / "checkpoint-0")
+        if also == "ledger":
+            shutil.copytree(older / "ledger", theirs[1].folder / "ledger", dirs_exist_ok=True)
+        third = again(scenario, theirs[1])
+        with running([third]) as (future,):
+            if also == "ledger":
+                with pytest.raises(BudgetError, match="its ledger knows of no step since its checkpoint"):
+                    future.result(60)
+            else:
+                wait_until(lambda: third.machine.incarnation > FIRST)  # type: ignore[attr-defined]
+                stop_all([third], [future])
+        stop_all([peers[0], *peers[2:]], [futures[0], *futures[2:]])
+
+
+def wait_until(ready: Callable[[], bool], seconds: float = 100.0) -> None:
+    until = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def stop_all(peers: list[RunningPeer], futures: list[Future[Any]]) -> None:
+    for peer in peers:
+        peer.stop()
+    for future in futures:
+        with pytest.raises(StoppedError):
+            future.result(60)
 
 
 # --- cut off ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("grpc")
 from flower_privdec import cli
 from flower_privdec.bench import network
 from flower_privdec.bench.network import NetworkPace
+from flower_privdec.bench.together import together
 from flower_privdec.errors import RunError
 
 
@@ -20,7 +22,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure two peers with a model of a few hundred parameters, on one disk."""
     text = network.BASE.replace("n_peers: 8", "n_peers: 2").replace("size: 1", "size: 2")
     monkeypatch.setattr(network, "BASE", text)
-    monkeypatch.setattr(network, "SIZES", {"few parameters": "model.hidden=[4]"})
+    monkeypatch.setattr(network, "SIZES", {"small": ("few parameters", "model.hidden=[4]", 2)})
     monkeypatch.setattr(network, "MEMORY", Path("/nowhere"))
 
 
@@ -30,11 +32,12 @@ def test_peers_are_timed_beside_bare_grpc(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(network, "WARM_UP", 1)
-    words = ["network-bench", "--out", str(tmp_path), "--rounds", "2", "--set", "network.mode=synchronous", "--json"]
+    words = ["network-bench", "--out", str(tmp_path), "--size", "small", "--mode", "synchronous", "--json"]
     with pytest.raises(SystemExit) as left:
         cli.main(words)
     assert not left.value.code
-    found = json.loads(capsys.readouterr().out)["few parameters"]
+    out, said = capsys.readouterr()
+    found = json.loads(out)["small synchronous"]
     parameters = 64 * 4 + 4 + 4 * 10 + 10
     assert found["messages"] == 1
     assert found["disk"]["bytes"] >= 4 * parameters
@@ -43,10 +46,9 @@ def test_peers_are_timed_beside_bare_grpc(
     assert 0 < found["computing_ms"] < found["disk"]["cpu_ms"] * 10
     assert "memory" not in found
     assert list(tmp_path.iterdir()) == []
-    paces = {name: NetworkPace(**found[name]) for name in ("floor", "disk")}
-    said = "\n".join(network.lines({"few parameters": found | paces}))
-    assert "times the floor" in said
+    assert "few parameters, 2 peers, network.mode=synchronous" in said
     assert "bare gRPC with TLS" in said
+    assert "times the floor" in said
 
 
 def test_a_pace_follows_from_the_stamps() -> None:
@@ -63,4 +65,11 @@ def test_a_pace_follows_from_the_stamps() -> None:
 
 def test_a_process_that_fails_is_told_with_its_last_words_and_none_stays() -> None:
     with pytest.raises(RunError, match=r"a process of the benchmark failed: .*No module named"):
-        network._together([["flower_privdec.no_such_module"]] * 2)
+        together([("flower_privdec.no_such_module", ())] * 2)
+    assert not multiprocessing.active_children()
+
+
+def test_a_process_that_is_killed_ends_the_others() -> None:
+    with pytest.raises(RunError, match="it was killed"):
+        together([("together_stamps", ("die",)), ("together_stamps", ("stay",))])
+    assert not multiprocessing.active_children()

@@ -28,7 +28,7 @@ class Device:
     peer: int
     links: Links
     disk: dict[int, int]
-    machine: Lockstep[int] = field(init=False)
+    machine: Lockstep[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.start()
@@ -127,16 +127,16 @@ def test_every_message_is_used_once_whatever_happens() -> None:
     simulate_many(1_500)
 
 
-def forget_what_was_used(self: Lockstep[int], place: int, outgoing: dict[int, int], awaited: set[int]) -> None:
+def forget_what_was_used(self: Lockstep[int, int], place: int, outgoing: dict[int, int], awaited: set[int]) -> None:
     self.place, self._awaited, self._sent = place, frozenset(awaited), {place: dict(outgoing)}
     self._heard = {at: items for at, items in self._heard.items() if at >= place}
 
 
-def use_old_messages(self: Lockstep[int], sender: int, place: int, item: int) -> None:
+def use_old_messages(self: Lockstep[int, int], sender: int, place: int, item: int) -> None:
     self._heard.setdefault(max(place, self.place), {}).setdefault(sender, item)
 
 
-def take_the_last(self: Lockstep[int], sender: int, place: int, item: int) -> None:
+def take_the_last(self: Lockstep[int, int], sender: int, place: int, item: int) -> None:
     if place >= self.place:
         self._heard.setdefault(self.place, {})[sender] = item
 
@@ -162,7 +162,7 @@ def test_a_mistake_is_found(mutant: str) -> None:
 
 
 def test_what_nobody_sends_is_refused() -> None:
-    machine: Lockstep[int] = Lockstep(0, lambda place: (), 9)
+    machine: Lockstep[int, int] = Lockstep(0, lambda place: (), 9)
     machine.arrive(0, {}, {1})
     machine.take(1, 0, 7)
     machine.take(1, 0, 8)
@@ -178,7 +178,7 @@ def test_what_nobody_sends_is_refused() -> None:
 
 
 def test_a_peer_that_went_back_is_found_out() -> None:
-    machine: Lockstep[int] = Lockstep(0, lambda place: {1} if place % 2 else {2}, 100)
+    machine: Lockstep[int, int] = Lockstep(0, lambda place: {1} if place % 2 else {2}, 100)
     machine.arrive(4, {2: 1}, {1})
     machine.told(1, 5)
     with pytest.raises(RunError, match="the checkpoint of peer 0 is an old one"):

@@ -19,6 +19,7 @@ from torch import Tensor
 from flower_privdec.algorithms.state import Edges, State
 from flower_privdec.errors import RunError
 from flower_privdec.mixing import Mixing
+from flower_privdec.rows.finite import all_finite
 
 Link = tuple[int, int]  # sender, receiver
 Payload = Mapping[str, Tensor]  # one row of each name
@@ -258,5 +259,5 @@ def _check_fit(theirs: Tensor, ours: Tensor, what: str) -> None:
             f"{what} is {list(theirs.shape)} {theirs.dtype}, not {list(ours.shape)} {ours.dtype}; "
             "all peers must run one scenario"
         )
-    if not bool(torch.isfinite(theirs).all()):
+    if not all_finite(theirs):
         raise RunError(f"{what} is not finite; a peer diverged, or somebody changed it on its way")

@@ -1,19 +1,17 @@
 """`privdec network-bench`: rounds per second of real peers on this machine, beside what their transport alone takes.
 
-For each size of model, in one run: peers as processes with their folders on the disk; the same messages over bare gRPC
-with TLS between as many processes, along the same links, without computing, checking, copying or disk; peers with their
-folders in memory; and the bare transport again.
+For each size of model and each mode, in one run: peers as processes with their folders on the disk; the same bytes over
+bare gRPC with TLS between as many processes, along the same links, without computing, checking, copying or disk; and
+peers with their folders in memory.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ import numpy as np
 
 from flower_privdec.algorithms import advance
 from flower_privdec.bench.timing import quiet
+from flower_privdec.bench.together import together
 from flower_privdec.data.readers import require
-from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
 
@@ -38,7 +36,11 @@ topology: {name: directed-exponential}
 evaluation: {every: 100000}
 network: {start: 120.0, deadline: 60.0}
 """
-SIZES = {"79,510 parameters": "model.hidden=[1060]", "11 million parameters": "model.hidden=[3280,3280]"}
+SIZES = {  # what it is called, the model, and rounds that are counted
+    "small": ("79,510 parameters", "model.hidden=[1060]", 40),
+    "large": ("11 million parameters", "model.hidden=[3280,3280]", 8),
+}
+MODES = ("asynchronous", "synchronous")
 WARM_UP = 3  # rounds that are not counted, and the last one, after which a peer hands in its model
 MEMORY = Path("/dev/shm")
 STEPS = 7  # timed in this process
@@ -71,38 +73,55 @@ class NetworkPace:
         return cls(float((rounds / clock).mean()), float(cpu.sum()) / rounds * 1e3, sync * 1e3, syncs, sent)
 
 
-def measure_network(rounds: int, settings: Sequence[str], out: Path) -> dict[str, Any]:
-    """Measure every size.
+def measure_network(
+    sizes: Sequence[str],
+    modes: Sequence[str],
+    settings: Sequence[str],
+    out: Path,
+    rounds: int | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure some sizes and modes, and say each figure as soon as it is known.
 
     Args:
-        rounds: that are counted.
-        settings: laid over the scenario, as network.mode=synchronous.
+        sizes: of SIZES.
+        modes: of MODES.
+        settings: laid over the scenario, as network.commit_every=4.
         out: a folder on the disk that is meant.
+        rounds: that are counted; as many as SIZES says when not given.
+        say: takes a line.
 
     Returns:
-        By size: `floor`, `disk` and `memory` (absent where there is no /dev/shm) as NetworkPace, `messages` of a peer
-        in a round, and `computing_ms`, CPU time of all peers' steps of a round, up to its first exchange.
+        By size and mode, `small asynchronous`: `floor`, `disk` and `memory` (absent where there is no /dev/shm) as
+        NetworkPace, `messages` of a peer in a round, `bytes` that these have, and `computing_ms`, CPU time of all
+        peers' steps of a round, up to its first exchange.
     """
     found: dict[str, Any] = {}
-    for size, model in SIZES.items():
-        chosen = [model, *settings, f"rounds={rounds + WARM_UP + 2}"]
-        scenario = parse_scenario(BASE, overrides=chosen)
-        _say(f"{size}: {scenario.n_peers} peers, network.mode={scenario.network.mode}")
-        found[size] = _measure(scenario, out)
+    for size in sizes:
+        name, model, usual = SIZES[size]
+        for mode in modes:
+            chosen = [model, f"network.mode={mode}", *settings, f"rounds={(rounds or usual) + WARM_UP + 2}"]
+            scenario = parse_scenario(BASE, overrides=chosen)
+            say(f"{name}, {scenario.n_peers} peers, network.mode={mode}")
+            found[f"{size} {mode}"] = _measure(scenario, out, say)
     return found
 
 
-def _measure(scenario: Scenario, out: Path) -> dict[str, Any]:
+def _measure(scenario: Scenario, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure the peers on the disk, then the same bytes over bare gRPC, and the peers in memory."""
     receivers = _receivers(scenario)
     messages = sum(len(each) for place in receivers for each in place) / scenario.rounds / scenario.n_peers
+    result: dict[str, Any] = {"messages": messages, "computing_ms": _computing(scenario)}
+    say(f"  {'steps of all peers':<20}{'':18} {result['computing_ms']:9.1f} ms CPU")
     disk = _peers(scenario, out)
-    floors = [_floor(scenario, receivers, round(disk.bytes / messages))]
-    result = {"messages": messages, "computing_ms": _computing(scenario), "disk": disk}
+    floor = replace(_floor(scenario, receivers, round(disk.bytes / messages)), bytes=disk.bytes)
+    say(f"  {'bare gRPC with TLS':<20}{_rate(floor)}; {disk.bytes / 1e6:.2f} MB in {messages:g} messages a round")
+    say(line("peers, disk", disk, floor))
+    result |= {"floor": floor, "disk": disk}
     if MEMORY.is_dir():
         result["memory"] = _peers(scenario, MEMORY)
-        floors.append(_floor(scenario, receivers, round(disk.bytes / messages)))
-    rates, cpu = ([getattr(floor, name) for floor in floors] for name in ("rounds_per_second", "cpu_ms"))
-    return result | {"floor": NetworkPace(float(np.mean(rates)), float(np.mean(cpu)), bytes=disk.bytes)}
+        say(line("peers, memory", result["memory"], floor))
+    return result
 
 
 def _computing(scenario: Scenario) -> float:
@@ -127,11 +146,10 @@ def _receivers(scenario: Scenario) -> list[list[list[int]]]:
 def _peers(scenario: Scenario, where: Path) -> NetworkPace:
     with tempfile.TemporaryDirectory(dir=where) as name:
         folder, placed = Path(name), _placed(scenario, Path(name))
-        words = ["flower_privdec.bench.network_peer", str(folder / "network.yaml")]
-        commands = [
-            [*words, str(peer), str(folder / str(peer)), str(folder / "certs")] for peer in range(placed.n_peers)
-        ]
-        return NetworkPace.of(_together(commands), slice(WARM_UP, -1))
+        file, certs = str(folder / "network.yaml"), str(folder / "certs")
+        words = [(file, peer, str(folder / str(peer)), certs) for peer in range(placed.n_peers)]
+        stamps = together([("flower_privdec.bench.network_peer", each) for each in words])
+        return NetworkPace.of(stamps, slice(WARM_UP, -1))
 
 
 def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int) -> NetworkPace:
@@ -146,8 +164,8 @@ def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int) -> N
             "receivers": receivers,
         }
         (folder / "plan.json").write_text(json.dumps(plan))
-        words = ["flower_privdec.runtime.network.floor", str(folder / "plan.json")]
-        stamps = _together([[*words, str(peer)] for peer in range(placed.n_peers)])
+        words = [(str(folder / "plan.json"), peer) for peer in range(placed.n_peers)]
+        stamps = together([("flower_privdec.runtime.network.floor", each) for each in words])
         each_round = len(receivers) // scenario.rounds
         return NetworkPace.of([each[each_round - 1 :: each_round] for each in stamps], slice(WARM_UP, -1))
 
@@ -162,51 +180,18 @@ def _placed(scenario: Scenario, folder: Path) -> Scenario:
     return placed
 
 
-def _together(commands: list[list[str]]) -> list[Any]:
-    """Run some modules as processes, and return what each of them prints; whatever happens, none stays."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    children = [subprocess.Popen([sys.executable, "-m", *words], text=True, **pipes) for words in commands]  # type: ignore[call-overload]
-    try:
-        return [_answer(child) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.communicate()
-
-
-def _answer(child: subprocess.Popen[str]) -> Any:
-    assert child.stdout is not None
-    assert child.stderr is not None
-    line = child.stdout.readline()
-    if not line:
-        raise RunError(f"a process of the benchmark failed: {child.stderr.read().strip()[-500:]}")
-    return json.loads(line)
-
-
-def lines(found: dict[str, Any]) -> list[str]:
-    """Return what was measured, in lines."""
-    said = []
-    for size, result in found.items():
-        floor = result["floor"]
-        said.append(f"{size}: {floor.bytes / 1e6:.2f} MB a round from each peer, {result['messages']:g} messages")
-        said.append(f"  {'bare gRPC with TLS':<20}{floor.rounds_per_second:9.2f} rounds/s {floor.cpu_ms:9.1f} ms CPU")
-        said.append(f"  {'steps of all peers':<20}{'':18} {result['computing_ms']:9.1f} ms CPU")
-        for name in ("disk", "memory"):
-            if name in result:
-                said.append(_line(f"peers, {name}", result[name], floor))
-    return said
-
-
-def _line(name: str, pace: NetworkPace, floor: NetworkPace) -> str:
-    rate = f"{pace.rounds_per_second:9.2f} rounds/s {pace.cpu_ms:9.1f} ms CPU"
+def line(name: str, pace: NetworkPace, floor: NetworkPace) -> str:
+    """Return in words what some peers took, beside the floor."""
     times = f"{floor.rounds_per_second / pace.rounds_per_second:.2f} times the floor"
-    return f"  {name:<20}{rate}  {times}; {pace.syncs:.1f} syncs of a peer's disk, {pace.sync_ms:.1f} ms a round"
+    cpu = f"{pace.cpu_ms / floor.cpu_ms:.2f} times its CPU"
+    share = "" if pace.bytes == floor.bytes else f" at {pace.bytes / floor.bytes:.2f} of its bytes"
+    return f"  {name:<20}{_rate(pace)}; {times}, {cpu}{share}; {pace.syncs:.1f} syncs of a peer, {pace.sync_ms:.1f} ms"
+
+
+def _rate(pace: NetworkPace) -> str:
+    return f"{pace.rounds_per_second:9.2f} rounds/s {pace.cpu_ms:9.1f} ms CPU"
 
 
 def as_json(found: dict[str, Any]) -> str:
     """Return what was measured as JSON."""
     return json.dumps(found, default=asdict, indent=2)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

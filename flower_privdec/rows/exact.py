@@ -17,7 +17,6 @@ more bits are drawn, and the rest is done in intervals of as many digits as it t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.rows.finite import all_finite
 from flower_privdec.rows.source import check_call, pieces
 from flower_privdec.rows.system import PIECE, SystemNormals, fresh_stream, installed_ciphers
 
@@ -75,7 +75,7 @@ class ExactNoise:
             if not bool((scales > 0).all()):
                 self._add_to_some_(out, std, step, peers)
                 return
-            if not all(math.isfinite(end.item()) for end in torch.aminmax(out)):  # NaN is the least and the most
+            if not all_finite(out):
                 raise ValueError("noise is added to a sum that is not finite: clip what is summed")
             normals = SystemNormals(fresh_stream(self._ciphers), min(PIECE, out.numel()))
             for rows, columns in pieces(out.shape[0], out.shape[1], PIECE):

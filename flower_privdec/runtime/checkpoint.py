@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.algorithms import Edges, State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.files import write_atomically
 from flower_privdec.privacy.ledger_format import RunName
+from flower_privdec.runtime.tensor_file import write_tensors
 from flower_privdec.words import one_line, peer_ranges, shown
 
 EDGE, CARRIED = "edge.", "carried."  # before the names of edges and of what is carried, to tell them from rows
@@ -50,9 +49,9 @@ class Checkpoint:
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint atomically."""
     state = checkpoint.state
-    tensors = {name: rows.contiguous().cpu() for name, rows in state.rows.items()}
-    tensors |= {EDGE + name: edges.values.contiguous().cpu() for name, edges in state.edges.items()}
-    tensors |= {CARRIED + name: tensor.contiguous().cpu() for name, tensor in checkpoint.carried.items()}
+    tensors = dict(state.rows)
+    tensors |= {EDGE + name: edges.values for name, edges in state.edges.items()}
+    tensors |= {CARRIED + name: tensor for name, tensor in checkpoint.carried.items()}
     facts: dict[str, Any] = {
         "scenario": checkpoint.scenario,
         "run": asdict(checkpoint.run),
@@ -65,7 +64,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "edges": {name: [edges.own.tolist(), edges.other.tolist()] for name, edges in state.edges.items()},
         "tensors": _layout(tensors),
     }
-    write_atomically(path, save(tensors, {"privdec": json.dumps(facts)}))
+    write_tensors(path, tensors, {"privdec": json.dumps(facts)})
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:

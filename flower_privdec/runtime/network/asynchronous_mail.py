@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from flower_privdec.errors import RunError
+from flower_privdec.runtime.network.channel import UnreachableError
 from flower_privdec.runtime.network.frames import (
     Framed,
     FrameHeader,
@@ -23,6 +24,7 @@ from flower_privdec.runtime.network.frames import (
     encode,
     read_header,
 )
+from flower_privdec.runtime.network.parts import Parts
 from flower_privdec.runtime.network.share_protocol import (
     Acknowledgement,
     FrozenShare,
@@ -34,7 +36,8 @@ from flower_privdec.runtime.network.shares import Shares
 from flower_privdec.runtime.network.wire_rows import Layout, frame_size
 
 Words = list[Framed]
-SMALL, MANY = 256, 16  # the bytes of a frame without rows, at most, and how many of them are in a call, at most
+GIVEN_UP = 4  # calls in a row that do not reach a neighbour, until it counts as lost
+SMALL, MANY = 256, 16  # the bytes of a frame without rows, at most, and how many frames are in a call beside rows
 
 
 @dataclass
@@ -44,9 +47,10 @@ class Outgoing:
     Attributes:
         hello_at: when the next hello is due.
         words: hellos that answer its own.
-        taken: acknowledgements.
+        taken: the last acknowledgement, which speaks for all before it.
         share: the last that it was brought.
         rows: by place in the program, those that it was not brought yet.
+        failures: how many calls in a row did not reach it.
     """
 
     hello_at: float = 0.0
@@ -54,6 +58,7 @@ class Outgoing:
     taken: list[Acknowledgement] = field(default_factory=list)
     share: FrozenShare[Tensor] | None = None
     rows: dict[int, RowMessage] = field(default_factory=dict)
+    failures: int = 0
 
 
 class AsynchronousMail:
@@ -78,6 +83,7 @@ class AsynchronousMail:
         exchanges: Mapping[int, Layout],
         answers: Collection[int],
         retry: float,
+        last: int,
     ) -> None:
         """Begin without a word.
 
@@ -87,9 +93,10 @@ class AsynchronousMail:
             exchanges: the rows of the exchange at each place of the program that has no shares.
             answers: at which of these places somebody is answered, whose round the rows are then for.
             retry: seconds between two hellos.
+            last: the number of rounds, after which there is none.
         """
         self.machine, self._shares, self._exchanges, self._answers = machine, shares, exchanges, answers
-        self._retry = retry
+        self._retry, self._last = retry, last
         self.fatal: RunError | None = None
         self.rounds: dict[int, int] = {}
         self.fresh = self.joins = False
@@ -99,7 +106,7 @@ class AsynchronousMail:
         self._told: dict[int, int] = {}  # the round that each neighbour has heard of
         self._rows: dict[int, dict[int, RowMessage]] = {at: {} for at in exchanges}
         sizes = [frame_size(layout) for layout in (shares, *exchanges.values())]
-        self._frame_cap = max(*sizes, SMALL)
+        self._frame_cap, self._most = max(*sizes, SMALL), MANY + len(sizes)
         self.cap = sum(sizes) + MANY * SMALL
 
     @property
@@ -116,7 +123,7 @@ class AsynchronousMail:
             wanted: neighbours that may wait for a share of this round: who gets none is told the round.
         """
         for word in self.machine.acknowledgements():
-            self._out[word.receiver].taken.append(word)
+            self._out[word.receiver].taken = [word]
         due = {share.receiver for share in self.machine.shares_to_send()}
         for neighbor in set(wanted) - due:
             self._out[neighbor].hello_at = 0.0
@@ -159,14 +166,23 @@ class AsynchronousMail:
         view = memoryview(content)
         while len(view):
             header = read_header(view, self._frame_cap)
-            if (header.sender, header.receiver) != (caller, self.machine.peer):
-                raise RefusedError(
-                    f"peer {caller} brought a frame from peer {header.sender} to {header.receiver}, and this is peer "
-                    f"{self.machine.peer}; a peer speaks for itself alone"
-                )
+            self._check(caller, header, len(found))
             found.append(decode(view[: header.length], self._layout(header), self._frame_cap))
             view = view[header.length :]
         return found
+
+    def _check(self, caller: int, header: FrameHeader, before: int) -> None:
+        if (header.sender, header.receiver) != (caller, self.machine.peer):
+            raise RefusedError(
+                f"peer {caller} brought a frame from peer {header.sender} to {header.receiver}, and this is peer "
+                f"{self.machine.peer}; a peer speaks for itself alone"
+            )
+        if header.round_index > self._last:
+            raise RefusedError(
+                f"a frame of peer {caller} is of round {header.round_index}, and the run has {self._last}"
+            )
+        if before >= self._most:
+            raise RefusedError(f"a call of peer {caller} has more than {self._most} frames, which no peer has to say")
 
     def _layout(self, header: FrameHeader) -> Layout:
         if header.kind in (FrameKind.HELLO, FrameKind.ACKNOWLEDGEMENT):
@@ -192,8 +208,8 @@ class AsynchronousMail:
             self.machine.acknowledge(message)
             return None
         if isinstance(message, FrozenShare):
-            self.machine.receive(message)
-            self.rounds[caller] = message.round_index + 1
+            if self.machine.receive(message):
+                self.rounds[caller] = message.round_index + 1
         elif self.machine.is_open(caller):
             self._rows[message.place][caller] = message
             if message.place not in self._answers:
@@ -204,19 +220,20 @@ class AsynchronousMail:
         return None
 
     def _greeted(self, hello: Hello) -> Hello | None:
-        neighbor, out = hello.sender, self._out.get(hello.sender)
+        if self.rolled_back is not None:
+            return None
+        self.machine.check_hello(hello)
+        neighbor, out = hello.sender, self._out[hello.sender]
         if self.fresh and hello.round_index > 0 and not hello.knows:  # it began without having met this peer
             self.fresh, self.joins = False, True
             if self.machine.mass:  # which has to come with the shares of others
                 self.rolled_back = f"peer {neighbor} is in round {hello.round_index} already"
-        if self.rolled_back is not None:
-            return None
+                return None
         try:
             answer = self.machine.receive_hello(hello)
         except RolledBackError as error:
             self.rolled_back = str(error)
             return None
-        assert out is not None  # the machine has refused whom it does not know
         self.rounds[neighbor] = hello.round_index
         if out.share is not None and out.share.number > hello.seen:
             out.share = None  # it did not come
@@ -225,7 +242,7 @@ class AsynchronousMail:
     def has_news(self, neighbor: int, now: float) -> bool:
         """See Mail."""
         out = self._out[neighbor]
-        if self.rolled_back is not None:
+        if self.rolled_back is not None or not self.machine.can_greet:
             return False
         if now >= out.hello_at or out.words:
             return True
@@ -249,14 +266,14 @@ class AsynchronousMail:
         out.hello_at = now + self._retry
         return [found] if found else []
 
-    def written(self, neighbor: int, words: Words) -> bytes | bytearray:
+    def written(self, neighbor: int, words: Words) -> Parts:
         """See Mail."""
-        frames = [encode(message) for message in words]
-        return frames[0] if len(frames) == 1 else b"".join(frames)
+        return Parts(tuple(part for message in words for part in encode(message).held))
 
     def answered(self, neighbor: int, words: Words, said: Words) -> None:
         """See Mail."""
         out = self._out[neighbor]
+        out.failures = 0
         for message in words:
             if isinstance(message, FrozenShare):
                 out.share = message
@@ -266,12 +283,14 @@ class AsynchronousMail:
                 del out.rows[message.place]
         out.words = [word for word in out.words if word not in words]
         out.taken = [word for word in out.taken if word not in words]
-        out.words += self.take(neighbor, said)  # type: ignore[arg-type]
+        out.words = [*out.words, *self.take(neighbor, said)][-1:]  # type: ignore[assignment]
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
-        """See Mail: it has to be greeted anew, and what was lost with the call is said by the counters of a hello."""
+        """See Mail: what was lost with the call is said again; who stays away or refuses it has to be greeted anew."""
         out = self._out[neighbor]
-        self.machine.close(neighbor)
+        out.failures += 1
+        if out.failures >= GIVEN_UP or not isinstance(error, UnreachableError):
+            self.machine.close(neighbor)
+            out.taken.clear()  # the counters of a hello say it
         out.words.clear()
-        out.taken.clear()
         out.share, out.hello_at = None, again

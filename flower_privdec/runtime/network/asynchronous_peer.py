@@ -16,7 +16,7 @@ from flower_privdec.algorithms import Exchange, Mix, Reply, State
 from flower_privdec.runtime.network.membership import Membership
 from flower_privdec.runtime.network.peer import POLL
 
-LEAST_WEIGHT = 0.1  # a peer with less sends nothing until it is sent something: steps at x / w grow as w falls
+LEAST = 0.4  # of its weight: with less a peer sends nothing before it is sent something, for steps at x / w grow
 
 
 class AsynchronousPeer(Membership):
@@ -24,65 +24,92 @@ class AsynchronousPeer(Membership):
 
     # --- exchanges ---
 
-    def _await(self, wanted: Collection[int], has_come: Callable[[int], bool]) -> None:
-        """Wait for those of some neighbours who are punctual, as long as that pays."""
+    def _await(self, wanted: Collection[int], has_come: Callable[[int], bool], until: float) -> None:
+        """Wait for those of some neighbours who are punctual, up to a moment."""
 
         def all_came() -> bool:
             missing = {j for j in wanted if not has_come(j)}
-            if len(missing) < len(wanted):
+            return not any(map(self._is_awaited, missing))
+
+        self._wait(all_came, until - time.monotonic())
+
+    def _is_awaited(self, neighbor: int) -> bool:
+        return self.machine.is_open(neighbor) and self._pace.is_awaited(neighbor)
+
+    def _patient(self) -> float:
+        return time.monotonic() + self._pace.patience
+
+    def _hear(self, wanted: Collection[int], has_come: Callable[[int], bool], is_past: Callable[[int], bool]) -> None:
+        """Wait for what some neighbours send, as long as that pays, and remember who of them had come.
+
+        Args:
+            is_past: whether a neighbour is beyond this exchange, so that nothing of it will come.
+        """
+
+        def is_done(neighbor: int) -> bool:
+            done = has_come(neighbor) or is_past(neighbor)
+            if done:
                 self._pace.came(time.monotonic())
-            return not any(self.machine.is_open(j) and self._pace.is_awaited(j) for j in missing)
+            return done
 
-        self._wait(all_came, self._pace.patience)
-
-    def _note(self, wanted: Collection[int], has_come: Callable[[int], bool]) -> None:
-        """Remember who of those wanted in an exchange had come."""
+        self._await(wanted, is_done, self._patient())
         if wanted:
-            there = {neighbor for neighbor in wanted if has_come(neighbor)}
+            new = self.mail.senders(self.state.at)  # of rounds before this, where somebody lags behind
+            there = {neighbor for neighbor in wanted if has_come(neighbor) or neighbor in new}
             self._pace.end(time.monotonic(), there, set(wanted) - there)
 
     def _exchange(self, exchange: Exchange) -> None:
-        resumed, self._resumed = self._resumed, False
         if self._whole.sends_shares:
-            self._push(self.state.round_index, resumed)
+            sent, self._sent = self._sent, False
+            self._push(self.state.round_index, sent)
             self.state.at, self.state.waiting = self.state.at + 1, False
             self._settle()
         else:
-            self._gossip(exchange, self.state, resumed)
+            self._gossip(exchange, self.state)
 
-    def _push(self, round_index: int, resumed: bool) -> None:
-        """Send shares, commit, and add those that come."""
+    def _push(self, round_index: int, sent: bool) -> None:
+        """Send shares, commit, and add those that come.
+
+        Args:
+            sent: whether this was done before a crash, up to the commit.
+        """
         if not self._due(round_index):
             self._absorb()
             return
         self._pace.begin(time.monotonic())
         outgoing = self.timetable.column(self.device.peer, round_index)
         incoming = self.timetable.senders(self.device.peer, self.timetable.place(round_index, self.state.at))
-        if not resumed:
-            self._make_ready(outgoing)
+        if not sent:
+            self._make_ready(outgoing, set(outgoing) - incoming)
             self._split(round_index, outgoing)
             self._commit(round_index + 1, outgoing)
-        self._await(incoming, lambda j: self._is_through(j, round_index))
-        self._note(incoming, lambda j: self._is_through(j, round_index))
+        self._hear(
+            incoming,
+            lambda j: j in self.machine.waiting_rounds() or self.mail.rounds.get(j, 0) > round_index,
+            lambda j: False,
+        )
         self._absorb()
 
-    def _make_ready(self, receivers: Collection[int]) -> None:
-        """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way."""
+    def _make_ready(self, receivers: Collection[int], unheard: Collection[int]) -> None:
+        """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way.
+
+        Args:
+            unheard: those of them who send nothing in this exchange: who of them is punctual shows here alone.
+        """
+        until = self._patient()
         while True:
-            self._await(receivers, lambda j: self.machine.is_ready(j) or j in self.machine.waiting_rounds())
-            if all(self.machine.is_ready(j) for j in receivers) or not self.machine.waiting_rounds():
-                return
+            self._await(receivers, lambda j: self.machine.is_ready(j) or j in self.machine.waiting_rounds(), until)
+            late = {j for j in receivers if not self.machine.is_ready(j)}
+            worth_it = any(map(self._is_awaited, late)) and time.monotonic() < until
+            if not (worth_it and self.machine.waiting_rounds()):
+                break
             self._absorb()
             self._commit(self.state.round_index)
+        self._pace.note(set(unheard) - late, late & set(unheard))
 
     def _split(self, round_index: int, weights: dict[int, float]) -> None:
         with self.courier.changed:
-            weight = self.machine.mass.get("w")
-            self.machine.split(round_index, weights if weight is None or float(weight) > LEAST_WEIGHT else {})
-
-    def _is_through(self, neighbor: int, round_index: int) -> bool:
-        """Return whether a neighbour's share has come, or it sends none in this round."""
-        return neighbor in self.machine.waiting_rounds() or self.mail.rounds.get(neighbor, 0) > round_index
+            self.machine.split(round_index, weights if self._weight() > LEAST * self._full else {})
 
     def _settle(self) -> None:
         """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""
@@ -92,21 +119,17 @@ class AsynchronousPeer(Membership):
             if self.machine.uncommitted() & senders:
                 self._commit(following)
 
-    def _gossip(self, exchange: Exchange, state: State, resumed: bool) -> None:
+    def _gossip(self, exchange: Exchange, state: State) -> None:
         """Send rows, and go on with those that have come."""
         k, at = state.round_index, state.at
         self._pace.begin(time.monotonic())
         sent = exchange.outgoing(state, self._whole)
-        if self._due(k) and not resumed:
+        if self._due(k):
             self._commit(k)
         self._post(at, k, {receiver: rows for (_, receiver), rows in sent.items()})
         wanted = self.timetable.senders(self.device.peer, self.timetable.place(k, at))
 
-        def has_come(neighbor: int) -> bool:
-            return self.mail.has_rows(at, neighbor, k)
-
-        self._await(wanted, lambda j: has_come(j) or self.mail.places.get(j, (0, 0)) > (k, at))
-        self._note(wanted, has_come)
+        self._hear(wanted, lambda j: self.mail.has_rows(at, j, k), lambda j: self.mail.places.get(j, (0, 0)) > (k, at))
         self._mix(exchange, state, wanted)
 
     def _post(self, at: int, round_index: int, rows: dict[int, Any]) -> None:
@@ -138,7 +161,6 @@ class AsynchronousPeer(Membership):
         Who cannot be reached is waited for as long as a deadline, and no longer.
         """
         rounds, network = self.experiment.scenario.rounds, self.experiment.scenario.network
-        self._resumed = False
         self._commit(rounds, self._neighbors)
         lost = time.monotonic()
         while not self._stopped.is_set():

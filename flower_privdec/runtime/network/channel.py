@@ -17,16 +17,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from threading import Lock, Timer
+from threading import Lock
 from typing import Any
 
 import grpc
 
 from flower_privdec.errors import RunError
 from flower_privdec.runtime.network.identity import Credentials, identities_of, standing_problem
+from flower_privdec.runtime.network.parts import Buffer, Parts
 from flower_privdec.runtime.network.share_protocol import RefusedError
+from flower_privdec.runtime.network.time_limit import TimeLimit
 
-Content = bytes | bytearray
+Content = Buffer | Parts
 Answer = Callable[[int, bytearray], Content]  # of a caller's number and what it says
 
 PIECE = 1 << 20
@@ -54,7 +56,12 @@ SERVING = [
     ("grpc.max_connection_age_ms", CONNECTION_SECONDS * 1_000),
     ("grpc.max_connection_age_grace_ms", 60_000),
 ]
-CALLING = [*ALIVE, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 2_000)]
+CALLING = [
+    *ALIVE,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # that an attempt may take: 20 s otherwise, long after a black hole ended
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
 
 
 class UnreachableError(RunError):
@@ -63,9 +70,7 @@ class UnreachableError(RunError):
 
 def pieces(content: Content) -> Iterator[bytes]:
     """Yield what is sent, a MiB at a time; a piece at least."""
-    view = memoryview(content)
-    for start in range(0, max(1, len(view)), PIECE):
-        yield bytes(view[start : start + PIECE])
+    yield from (content if isinstance(content, Parts) else Parts((content,))).pieces(PIECE)
 
 
 def assembled(parts: Iterable[bytes], cap: int, who: str) -> bytearray:
@@ -116,7 +121,7 @@ class Server:
         patience: float = CALL_SECONDS,
     ) -> None:
         self._members, self._answer, self._cap, self._clock = members, answer, cap, clock
-        self._patience, self._guard = patience, Lock()
+        self._limit, self._guard = TimeLimit(patience), Lock()
         self._under_way: Counter[int] = Counter()
         self._refusals: set[str] = set()
         most = CALLS_EACH * threads
@@ -146,13 +151,8 @@ class Server:
 
     def _heard(self, parts: Iterator[bytes], caller: int, context: Any) -> bytearray:
         """Return what a call says, once all of it has come."""
-        timer = Timer(self._patience, context.cancel)
-        timer.daemon = True
-        timer.start()
-        try:
+        with self._limit.ending(context.cancel):
             return assembled(parts, self._cap, f"peer {caller}")
-        finally:
-            timer.cancel()
 
     @contextmanager
     def _counted(self, caller: int) -> Iterator[None]:
@@ -200,6 +200,7 @@ class Server:
     def close(self, grace: float = 0.2) -> None:
         """Take no more calls, and end those that are under way after some seconds."""
         self._server.stop(grace).wait()
+        self._limit.close()
 
 
 class Link:
@@ -217,7 +218,7 @@ class Link:
         shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
         options = [*CALLING, ("grpc.ssl_target_name_override", identity), ("grpc.default_authority", identity)]
         self._channel = grpc.secure_channel(address, shown, options=options)
-        self._method = self._channel.stream_stream(METHOD)
+        self._short, self._long = self._channel.unary_stream(METHOD), self._channel.stream_stream(METHOD)
 
     def call(self, content: Content, seconds: float) -> bytearray:
         """Return what the peer answers.
@@ -231,7 +232,7 @@ class Link:
             UnreachableError: it did not answer, or not in time.
         """
         try:
-            return assembled(self._method(pieces(content), timeout=seconds), self._cap, self.identity)
+            return assembled(self._said(content, seconds), self._cap, self.identity)
         except ValueError as error:  # what the library says of a channel that was closed
             raise UnreachableError(f"{self.identity} at {self.address}: the connection was closed here") from error
         except grpc.RpcError as error:
@@ -241,6 +242,12 @@ class Link:
             raise UnreachableError(
                 f"{self.identity} at {self.address}: {code.name.lower().replace('_', ' ')}"
             ) from error
+
+    def _said(self, content: Content, seconds: float) -> Any:
+        """Begin a call; what is one piece takes no thread that sends it."""
+        if len(content) <= PIECE:
+            return self._short(next(pieces(content)), timeout=seconds)
+        return self._long(pieces(content), timeout=seconds)
 
     def diagnosis(self, seconds: float = 1.0) -> str:
         """Return in words why a connection cannot be made, by trying with a library that says."""

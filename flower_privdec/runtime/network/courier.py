@@ -10,9 +10,10 @@ from threading import Condition, Thread
 from typing import Any, Protocol
 
 from flower_privdec.errors import RunError
-from flower_privdec.runtime.network.channel import Link, Server, UnreachableError
+from flower_privdec.runtime.network.channel import Content, Link, Server, UnreachableError
 from flower_privdec.runtime.network.identity import Credentials
 from flower_privdec.runtime.network.share_protocol import RefusedError
+from flower_privdec.words import one_line
 
 THREADS = 4  # of the server beside one for each neighbour
 SOON = 0.05  # seconds until a call that failed is made again, doubled each time
@@ -46,7 +47,7 @@ class Mail(Protocol):
     def news(self, neighbor: int, now: float) -> list[Any]:
         """Return the calls to make now, to be written one by one."""
 
-    def written(self, neighbor: int, words: Any) -> bytes | bytearray:
+    def written(self, neighbor: int, words: Any) -> Content:
         """Return a call, or an answer, as bytes."""
 
     def answered(self, neighbor: int, words: Any, said: Any) -> None:
@@ -103,7 +104,7 @@ class Courier:
         names = {peer: identity for identity, peer in members.items()}
         self._server = Server(address, credentials, members, self._answer, cap, len(others) + THREADS)
         self._links = {peer: Link(where, names[peer], credentials, cap) for peer, where in others.items()}
-        self._threads = [Thread(target=self._serve, args=(peer,), daemon=True) for peer in self._links]
+        self._threads = [Thread(target=self._serve_on, args=(peer,), daemon=True) for peer in self._links]
         for thread in self._threads:
             thread.start()
         return self._server.port
@@ -141,13 +142,14 @@ class Courier:
 
     def why(self, peer: int) -> str:
         """Say why a neighbour is not heard."""
-        if peer in self.refused:
-            return self.refused[peer]
+        refused = self.refused.get(peer)
+        if refused is not None:
+            return refused
         return self._links[peer].diagnosis() if peer in self.trouble else f"peer {peer} is slow, or waits itself"
 
     # --- what comes ---
 
-    def _answer(self, caller: int, content: bytearray) -> bytes | bytearray:
+    def _answer(self, caller: int, content: bytearray) -> Content:
         if content == ASKING:
             with self.changed:
                 return json.dumps(self._status()).encode()
@@ -158,7 +160,7 @@ class Courier:
                 self.refused[caller] = str(error)
             raise RefusedError(str(error)) from error
 
-    def _taken(self, caller: int, content: bytearray) -> bytes | bytearray:
+    def _taken(self, caller: int, content: bytearray) -> Content:
         said = self.mail.read(caller, content)
         with self.changed:
             self.heard += len(content)
@@ -168,6 +170,16 @@ class Courier:
         return self.mail.written(caller, answer)
 
     # --- what goes ---
+
+    def _serve_on(self, peer: int) -> None:
+        """Serve a neighbour; what nobody thought of ends the run, which would wait for ever otherwise."""
+        try:
+            self._serve(peer)
+        except Exception as error:
+            with self.changed:
+                self.mail.fatal = RunError(f"nothing can be said to peer {peer} any more ({one_line(error)})")
+                self.mail.fatal.__cause__ = error
+                self.changed.notify_all()
 
     def _serve(self, peer: int) -> None:
         """Take what is to be said to a neighbour, as long as there is something."""

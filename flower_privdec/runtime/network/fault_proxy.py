@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 PIECE = 1 << 16  # bytes that are read at a time, and the room for those that wait to be read
+PAUSE = 0.02  # seconds after which what comes is another message
 WAITING = 64  # pieces that are on their way at a time
 HERE = "127.0.0.1"
 PATIENCE = 10.0  # seconds that the proxy's own thread may take over anything
@@ -28,6 +29,7 @@ class Faults:
 
     Attributes:
         cut: chance that a piece, of at most 64 KiB, is lost, and the connection with it.
+        lose: chance that a message is lost, and the connection with it: what follows without a pause in one direction.
         delay: seconds that every piece is on its way.
         jitter: seconds more at most; pieces stay in order.
         rate: bytes a second in each direction; None for as many as there are.
@@ -39,6 +41,7 @@ class Faults:
     """
 
     cut: float = 0.0
+    lose: float = 0.0
     delay: float = 0.0
     jitter: float = 0.0
     rate: float | None = None
@@ -46,8 +49,9 @@ class Faults:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
-        if not 0 <= self.cut <= 1:
-            raise ValueError(f"cut={self.cut!r} must be a chance, from 0 to 1")
+        for name in ("cut", "lose"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a chance, from 0 to 1")
         for name in ("delay", "jitter"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be seconds, >= 0 and finite")
@@ -156,19 +160,26 @@ class FaultyLink:
         """Carry what one side says to the other until it says no more."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(WAITING)
         carrying = asyncio.ensure_future(self._carry(under_way, writer))
+        last = -PAUSE
         try:
             while not carrying.done():
                 piece = await reader.read(PIECE)
-                if piece and draw.random() < self.faults.cut:
+                now = asyncio.get_running_loop().time()
+                if piece and draw.random() < self._chance(now - last > PAUSE):
                     self.cuts += 1
                     raise ConnectionResetError
-                wait = self.faults.delay + draw.random() * self.faults.jitter
-                await under_way.put((asyncio.get_running_loop().time() + wait, piece))
+                last = now
+                await under_way.put((now + self.faults.delay + draw.random() * self.faults.jitter, piece))
                 if not piece:
                     break
             await carrying
         finally:
             carrying.cancel()
+
+    def _chance(self, begins: bool) -> float:
+        """Return the chance that a piece is lost, which may begin a message."""
+        kept = (1 - self.faults.cut) * (1 - self.faults.lose * begins)
+        return 1 - kept
 
     async def _carry(self, under_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
         while True:

@@ -1,13 +1,12 @@
 """What the transport itself takes: the messages of a run as bytes that mean nothing, over bare gRPC with TLS.
 
-Nothing is computed, checked, copied together or put on disk: `python -m flower_privdec.runtime.network.floor PLAN I` is
-one of the processes, which wait for each other at every place as synchronous peers do.
+Nothing is computed, checked, copied together or put on disk: processes wait for each other at every place, as
+synchronous peers do.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -88,12 +87,6 @@ class FloorPeer:
         self._method(receiver)(iter(parts), timeout=PATIENCE, wait_for_ready=True)
 
 
-def main(plan: str, peer: str) -> None:
-    """Be one of the processes; prints the stamps as JSON when it is done."""
-    running = FloorPeer(int(peer), json.loads(Path(plan).read_text()))
-    print(json.dumps(running.run()), flush=True)
-    sys.stdin.read()  # the others may not be done with this one
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def stamps(plan: str, peer: int) -> list[tuple[float, float]]:
+    """Be one of the processes, whose plan is a file of JSON; return the stamps. It goes on taking what comes."""
+    return FloorPeer(peer, json.loads(Path(plan).read_text())).run()

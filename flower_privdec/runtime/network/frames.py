@@ -21,8 +21,9 @@ from enum import IntEnum
 
 from torch import Tensor
 
+from flower_privdec.runtime.network.parts import Parts
 from flower_privdec.runtime.network.share_protocol import VERSION, Acknowledgement, FrozenShare, Hello, RefusedError
-from flower_privdec.runtime.network.wire_rows import Layout, WireRow, frame_size, read_rows, write_rows
+from flower_privdec.runtime.network.wire_rows import Layout, WireRow, frame_size, read_rows, row_parts
 
 MAGIC = b"prvd"
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ")
@@ -83,17 +84,18 @@ class FrameHeader:
         return HEADER.pack(*vars(self).values())
 
 
-def encode(message: Framed) -> bytes | bytearray:
-    """Return the one frame that a message has.
+def encode(message: Framed) -> Parts:
+    """Return the one frame that a message has; its rows are the message's own.
 
     Raises:
         struct.error, KeyError: a number or a type that frames do not have, which is the caller's mistake.
     """
     if isinstance(message, Hello):
-        return _header(message, FrameKind.HELLO, HEADER.size + HELLO.size) + _hello_body(message)
+        return Parts((_header(message, FrameKind.HELLO, HEADER.size + HELLO.size), _hello_body(message)))
     if isinstance(message, Acknowledgement):
         length = HEADER.size + ACKNOWLEDGEMENT.size
-        return _header(message, FrameKind.ACKNOWLEDGEMENT, length) + ACKNOWLEDGEMENT.pack(message.share_life)
+        body = ACKNOWLEDGEMENT.pack(message.share_life)
+        return Parts((_header(message, FrameKind.ACKNOWLEDGEMENT, length), body))
     return _with_rows(message, FrameKind.SHARE if isinstance(message, FrozenShare) else FrameKind.EXCHANGE)
 
 
@@ -122,12 +124,9 @@ def _hello_body(hello: Hello) -> bytes:
     return HELLO.pack(hello.scenario, *counters, hello.received, hello.seen, hello.seen_life)
 
 
-def _with_rows(message: FrozenShare[Tensor] | RowMessage, kind: FrameKind) -> bytearray:
+def _with_rows(message: FrozenShare[Tensor] | RowMessage, kind: FrameKind) -> Parts:
     layout = {name: WireRow(tuple(value.shape), value.dtype) for name, value in message.values.items()}
-    frame = bytearray(frame_size(layout))
-    frame[: HEADER.size] = _header(message, kind, len(frame), len(layout))
-    write_rows(frame, message.values)
-    return frame
+    return Parts((_header(message, kind, frame_size(layout), len(layout)), *row_parts(message.values)))
 
 
 def read_header(data: bytes | bytearray | memoryview, cap: int) -> FrameHeader:
@@ -187,7 +186,7 @@ def decode(data: bytes | bytearray | memoryview, layout: Layout, cap: int | None
 
 def _only(message: Framed, view: memoryview, header: FrameHeader) -> Framed:
     """Return a message whose frame says nothing that it does not."""
-    if encode(message) != view.tobytes():
+    if bytes(encode(message)) != view.tobytes():
         raise _unused(header)
     return message
 

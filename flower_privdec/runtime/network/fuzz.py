@@ -71,7 +71,7 @@ def survives(data: bytes, draw: Random) -> bool:
 
 def fuzz(draw: Random, cases: int) -> int:
     """Try some cases and return how many were taken."""
-    frames = [encode(message) for message in examples()]
+    frames = [bytes(encode(message)) for message in examples()]
     taken = 0
     for _ in range(cases):
         nowhere = draw.random() < 0.05

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from flower_privdec.files import write_atomically
 from flower_privdec.words import one_line
 
 AUTHORITY_DAYS, PEER_DAYS = 3650, 365
+KNOWN_CERTIFICATES = 64  # that need not be read again
 EARLIER = timedelta(minutes=5)  # of a certificate's beginning: clocks differ
 USAGES = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
 NO_USAGE = {
@@ -172,14 +174,21 @@ def _key_pem(key: CertificateIssuerPrivateKeyTypes) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
-def identities_of(certificate: bytes) -> list[str]:
+@lru_cache(KNOWN_CERTIFICATES)
+def _read(certificate: bytes) -> x509.Certificate:
+    """Return a certificate, which is shown at every call, from its PEM."""
+    return x509.load_pem_x509_certificate(certificate)
+
+
+@lru_cache(KNOWN_CERTIFICATES)
+def identities_of(certificate: bytes) -> tuple[str, ...]:
     """Return the DNS names that a certificate is for; none where it cannot be read."""
     try:
-        leaf = x509.load_pem_x509_certificate(certificate)
+        leaf = _read(certificate)
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (ValueError, x509.ExtensionNotFound):
-        return []
-    return names.get_values_for_type(x509.DNSName)
+        return ()
+    return tuple(names.get_values_for_type(x509.DNSName))
 
 
 def time_problem(certificate: bytes, now: datetime | None = None) -> str | None:
@@ -187,7 +196,7 @@ def time_problem(certificate: bytes, now: datetime | None = None) -> str | None:
 
     A connection outlives what was shown when it was made, so this is asked at every call.
     """
-    leaf, now = x509.load_pem_x509_certificate(certificate), now or datetime.now(UTC)
+    leaf, now = _read(certificate), now or datetime.now(UTC)
     if now > leaf.not_valid_after_utc:
         return f"the certificate expired on {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
     if now < leaf.not_valid_before_utc:
@@ -242,8 +251,12 @@ def _extension(leaf: x509.Certificate, kind: type[x509.ExtensionType]) -> Any:
 
 def standing_problem(certificate: bytes, now: datetime | None = None) -> str | None:
     """Say why a certificate that a trusted authority signed is not a peer's now; None where it is."""
-    problem = time_problem(certificate, now)
-    return problem or usage_problem(x509.load_pem_x509_certificate(certificate))
+    return time_problem(certificate, now) or _usage_problem_of(certificate)
+
+
+@lru_cache(KNOWN_CERTIFICATES)
+def _usage_problem_of(certificate: bytes) -> str | None:
+    return usage_problem(_read(certificate))
 
 
 def _signed(chain: Sequence[x509.Certificate], trusted: Sequence[x509.Certificate]) -> bool:

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from flower_privdec.errors import RunError
+from flower_privdec.rows.finite import all_finite
+from flower_privdec.runtime.network.parts import Buffer, Parts
 from flower_privdec.words import shown
 
 MAGIC, VERSION = b"privdec\x00", 1
 CARRYING, PLACE = 1, 2
 KINDS = {CARRYING: "carrying", PLACE: "place"}
 HEADER = struct.Struct("<8sHHIqq32sQ")
+EMPTY = Parts(())
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,11 @@ class Letter:
     sender: int
     place: int
     sender_place: int
-    content: bytes
+    content: Buffer
 
     @classmethod
-    def opened(cls, letter: bytes, run: bytes, sender: int) -> Letter:
-        """Read a letter.
+    def opened(cls, letter: bytes | bytearray, run: bytes, sender: int) -> Letter:
+        """Read a letter, whose content is a view of its bytes.
 
         Args:
             letter: as it came.
@@ -68,21 +71,23 @@ class Letter:
             raise RunError(
                 f"{who} has kind {kind} and {length:,} of {len(letter) - HEADER.size:,} bytes; it is damaged"
             )
-        return cls(kind, sender, place, sender_place, letter[HEADER.size :])
+        return cls(kind, sender, place, sender_place, memoryview(letter)[HEADER.size :])
 
 
-def sealed(kind: int, sender: int, run: bytes, place: int, sender_place: int, content: bytes = b"") -> bytes:
+def sealed(kind: int, sender: int, run: bytes, place: int, sender_place: int, content: Parts = EMPTY) -> Parts:
     """Return a letter as it is sent."""
-    return HEADER.pack(MAGIC, VERSION, kind, sender, place, sender_place, run, len(content)) + content
+    header = HEADER.pack(MAGIC, VERSION, kind, sender, place, sender_place, run, len(content))
+    return Parts((header, *content.held))
 
 
-def packed(rows: Mapping[str, Tensor]) -> bytes:
-    """Return rows as bytes."""
-    return b"".join(row.detach().contiguous().cpu().numpy().tobytes() for row in rows.values())
+def packed(rows: Mapping[str, Tensor]) -> Parts:
+    """Return the bytes of rows, which must stay as they are."""
+    flat = [row.detach().cpu().contiguous().reshape(-1) for row in rows.values()]
+    return Parts(tuple(each.view(torch.uint8).numpy().data for each in flat))
 
 
-def unpacked(content: bytes, like: Mapping[str, Tensor], who: str) -> dict[str, Tensor]:
-    """Return rows from bytes.
+def unpacked(content: Buffer, like: Mapping[str, Tensor], who: str) -> dict[str, Tensor]:
+    """Return rows from bytes: views of them where they can be written to, and are not shared.
 
     Args:
         content: as `packed` made it.
@@ -96,12 +101,13 @@ def unpacked(content: bytes, like: Mapping[str, Tensor], who: str) -> dict[str, 
     if len(content) != expected:
         raise RunError(f"{who} holds {len(content):,} bytes, not {expected:,}; all peers must run one scenario")
     rows, start = {}, 0
+    view = memoryview(bytearray(content)) if memoryview(content).readonly else memoryview(content)
     for name, row in like.items():
         size = row.numel() * row.element_size()
-        part = torch.frombuffer(bytearray(content[start : start + size]), dtype=row.dtype) if size else row.new_empty(0)
+        part = torch.frombuffer(view[start : start + size], dtype=row.dtype) if size else row.new_empty(0)
         rows[name] = part.view(row.shape).to(row.device)
         start += size
-        if not bool(torch.isfinite(rows[name]).all()):
+        if not all_finite(rows[name]):
             raise RunError(f"{who}: {name!r} is not finite; a peer diverged, or somebody made it up")
         if name == "w" and not bool((rows[name] >= 0).all()):
             raise RunError(f"{who}: its push-sum weight is negative, which no peer sends")

@@ -18,11 +18,12 @@ from typing import Generic, TypeVar
 
 from flower_privdec.errors import RunError
 
-Item = TypeVar("Item")
+Sent = TypeVar("Sent")  # a message as it goes
+Heard = TypeVar("Heard")  # and as it comes
 UNDER_WAY = 2  # messages from one peer to another
 
 
-class Lockstep(Generic[Item]):
+class Lockstep(Generic[Sent, Heard]):
     """What one peer has sent, has been sent, and knows of the places of others.
 
     Attributes:
@@ -38,12 +39,13 @@ class Lockstep(Generic[Item]):
             places: how many the run has.
         """
         self.peer, self.place, self._receivers, self._places_in_all = peer, -1, receivers, places
-        self._sent: dict[int, dict[int, Item]] = {}  # by place and receiver
-        self._heard: dict[int, dict[int, Item]] = {}  # by place and sender
+        self._sent: dict[int, dict[int, Sent]] = {}  # by place and receiver
+        self._heard: dict[int, dict[int, Heard]] = {}  # by place and sender
         self._awaited: frozenset[int] = frozenset()
         self._places: dict[int, int] = {}  # of the others, as far as they said
+        self._waiting: dict[int, int] = {}  # from which place of this peer on its message was used, for each that sent
 
-    def arrive(self, place: int, outgoing: Mapping[int, Item], awaited: Iterable[int]) -> None:
+    def arrive(self, place: int, outgoing: Mapping[int, Sent], awaited: Iterable[int]) -> None:
         """Come to a place that is on disk now; where the peer was started again, to the one before it first.
 
         Args:
@@ -56,6 +58,7 @@ class Lockstep(Generic[Item]):
         """
         if behind := self.behind(place - 2):
             raise RunError(f"peer {self.peer}: place {place} came before peers {sorted(behind)} were at {place - 1}")
+        self._waiting |= dict.fromkeys(self._awaited, place)
         self.place, self._awaited = place, frozenset(awaited)
         self._sent = {at: items for at, items in self._sent.items() if at == place - 1} | {place: dict(outgoing)}
         self._heard = {at: items for at, items in self._heard.items() if at >= place}
@@ -63,6 +66,15 @@ class Lockstep(Generic[Item]):
     def behind(self, place: int) -> set[int]:
         """Return who has not used what was sent at a place."""
         return {receiver for receiver in self._sent.get(place, ()) if self._places.get(receiver, -1) <= place}
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all places are done."""
+        return self.place == self._places_in_all
+
+    def wanted(self, other: int) -> int:
+        """Return which place of this peer another has to hear of: one for which it waits, or at the end the end."""
+        return self.place if self.is_at_end else self._waiting.get(other, -1)
 
     def before(self, place: int, others: Iterable[int]) -> set[int]:
         """Return which of some others are not known to be at a place."""
@@ -72,11 +84,11 @@ class Lockstep(Generic[Item]):
         """Return whose messages of this place have not come."""
         return set(self._awaited - self._heard.get(self.place, {}).keys())
 
-    def received(self) -> dict[int, Item]:
+    def received(self) -> dict[int, Heard]:
         """Return the messages of this place by sender; they stay until the next place is on disk."""
         return dict(self._heard.get(self.place, {}))
 
-    def due(self, receiver: int) -> list[tuple[int, Item]]:
+    def due(self, receiver: int) -> list[tuple[int, Sent]]:
         """Return what a receiver has not used as far as is known, with its place, the older first."""
         known = self._places.get(receiver, -1)
         return [
@@ -99,7 +111,7 @@ class Lockstep(Generic[Item]):
             )
         self._places[other] = max(place, self._places.get(other, -1))
 
-    def take(self, sender: int, place: int, item: Item) -> None:
+    def take(self, sender: int, place: int, item: Heard) -> None:
         """Take a message; one that is known already, or that a later place has used, changes nothing.
 
         Raises:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms import Exchange, Mix, Reply
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.mixing.partly_heard import PartlyHeard
 from flower_privdec.runtime.checkpoint import Checkpoint
 from flower_privdec.runtime.network.asynchronous_mail import AsynchronousMail
@@ -27,6 +27,7 @@ from flower_privdec.runtime.network.punctuality import Punctuality
 from flower_privdec.runtime.network.row_mass import RowMass, TensorArithmetic
 from flower_privdec.runtime.network.shares import Shares
 from flower_privdec.runtime.network.wire_rows import Layout, layout_of
+from flower_privdec.runtime.spent import ledger_folder
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.words import one_line
 
@@ -56,10 +57,12 @@ class Membership(RunningPeer):
         machine = Shares(peer, neighbors, run, life, mass, TensorArithmetic(self.cohort.dtype))
         self.machine = machine
         rows, answers = {} if shares else exchanges, [at for at in exchanges if self._answers(at)]
-        self.mail = AsynchronousMail(machine, neighbors, shares, rows, answers, scenario.network.retry)
-        self._resumed, self.mail.fresh = bool(kept), not kept
+        self.mail = AsynchronousMail(machine, neighbors, shares, rows, answers, scenario.network.retry, scenario.rounds)
+        self._resumed, self._sent, self._ledger_ends_here = bool(kept), False, False
         if kept:
             self._restore(kept[-1])
+        self._full = self._weight()  # what it was when something was added last
+        self.mail.fresh = not machine.has_met
         return self.mail
 
     def _layout(self, exchange: Exchange) -> Layout:
@@ -80,13 +83,17 @@ class Membership(RunningPeer):
     def _restore(self, kept: Checkpoint) -> None:
         try:
             found = unpack(self.device.peer, kept.transport["shares"], kept.carried, dict(self.machine.mass))
+            asked = {int(neighbor): int(k) for neighbor, k in kept.transport["asked"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ScenarioError(
                 f"{self._paths()[0]}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or "
                 "start anew with another --out: the peer then joins the others as they are"
             ) from error
         self.machine.restore(found)
-        self._commits = kept.transport["place"]
+        ledger = self.cohort.ledger
+        self._ledger_ends_here = ledger is not None and kept.head is not None and ledger.head == tuple(kept.head)
+        self._commits, self._asked = kept.transport["place"], asked
+        self._sent = self.state.waiting and found.round_index > self.state.round_index
 
     def _cap(self) -> int:
         return self.mail.cap
@@ -108,7 +115,8 @@ class Membership(RunningPeer):
         facts, carried = pack(durable)
         rows = self.state.rows | {name: value[None] for name, value in durable.mass.items()}
         self._commits += 1
-        self._save(self._commits, replace(self.state, rows=rows), {"shares": facts}, carried)
+        asked = {str(neighbor): k for neighbor, k in self._asked.items()}
+        self._save(self._commits, replace(self.state, rows=rows), {"shares": facts, "asked": asked}, carried)
         with self.courier.changed:
             self.machine.committed(durable)
             self.mail.committed(wanted)
@@ -153,11 +161,31 @@ class Membership(RunningPeer):
         )
 
     def _begin_anew(self) -> None:
-        """Become a new incarnation without any mass, which takes over the model that comes with its first share."""
+        """Become a new incarnation without any mass, which takes over the model that comes with its first share.
+
+        Raises:
+            BudgetError: the ledger was put back together with the checkpoint.
+        """
+        self._check_ledger_is_ahead(self.mail.rolled_back)
         with self.courier.changed:
             self.mail.rolled_back = None
             self.machine.begin_anew()
         self._commit(self.state.round_index)
+
+    def _check_ledger_is_ahead(self, why: str | None) -> None:
+        """Refuse a ledger that ends where an older checkpoint does, while steps can be taken that it would not count.
+
+        What neighbours have had of this peer since then was paid for in a ledger that is longer.
+        """
+        if self.mail.joins or self.device.insecure_seeds or not self._ledger_ends_here:
+            return  # it has taken no step yet, or pays for many at once
+        if not self.cohort.active(self.state.round_index).any():
+            return
+        raise BudgetError(
+            f"{ledger_folder(self.experiment.scenario, self.device.folder)}: {why}; its ledger knows of no step since "
+            "its checkpoint, so it was put back as well, and steps that were taken are missing in it: restore the "
+            "newest copy of the ledger"
+        )
 
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Wait until something is so, or for some seconds; meanwhile begin anew where that has to be.
@@ -218,7 +246,13 @@ class Membership(RunningPeer):
 
     def _absorb(self) -> None:
         with self.courier.changed:
-            self.machine.absorb()
+            if self.machine.absorb():
+                self._full = self._weight()
+
+    def _weight(self) -> float:
+        """Return this peer's push-sum weight; 1 where there is none."""
+        weight = self.machine.mass.get("w")
+        return 1.0 if weight is None else float(weight)
 
     def _on_device(self, values: Any) -> dict[str, Tensor]:
         device = self.experiment.device

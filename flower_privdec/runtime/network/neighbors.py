@@ -65,6 +65,16 @@ class Neighbors(Generic[V]):
         """Return whether a neighbour and this process have shaken hands."""
         return neighbor in self._open
 
+    @property
+    def can_greet(self) -> bool:
+        """Whether this incarnation is on disk, before which nobody may hear of it."""
+        return self._durable is not None and self._durable.incarnation == self.incarnation
+
+    @property
+    def has_met(self) -> bool:
+        """Whether this peer knows any neighbour."""
+        return any(link.incarnation for link in self._links.values())
+
     def hello(self, neighbor: int) -> Hello:
         """Return the next word of a handshake, which says what is on disk.
 
@@ -72,7 +82,7 @@ class Neighbors(Generic[V]):
             RunError: this incarnation is not on disk yet.
         """
         heard = self._heard.get(neighbor)
-        if self._durable is None or self._durable.incarnation != self.incarnation:
+        if self._durable is None or not self.can_greet:
             raise RunError(f"peer {self.peer} must commit incarnation {self.incarnation:#x} before it greets anybody")
         link, now = self._on_disk(neighbor), self._links[neighbor]
         seen, seen_life = self._seen(neighbor)
@@ -112,7 +122,7 @@ class Neighbors(Generic[V]):
             RefusedError: another scenario, version or peer, or counters that cannot be.
             RolledBackError: this peer has to begin anew, commit and greet again.
         """
-        self._check_hello(theirs)
+        self.check_hello(theirs)
         neighbor = theirs.sender
         self._listen(theirs)
         if theirs.answers != self._challenges[neighbor]:
@@ -173,7 +183,13 @@ class Neighbors(Generic[V]):
         self._links[neighbor] = PeerLink(incarnation)
         self._open.discard(neighbor)
 
-    def _check_hello(self, theirs: Hello) -> None:
+    def check_hello(self, theirs: Hello) -> None:
+        """Look at a word without hearing it.
+
+        Raises:
+            RefusedError: another scenario, version or peer, or counters that cannot be.
+            RunError: this peer has to begin anew first.
+        """
         self._check_not_behind()
         if theirs.version != VERSION:
             raise RefusedError(f"peer {theirs.sender} speaks version {theirs.version} of the protocol, not {VERSION}")
@@ -193,7 +209,7 @@ class Neighbors(Generic[V]):
     def _on_disk(self, neighbor: int) -> PeerLink[V]:
         """Return the link that is on disk, or an empty one where that is about another incarnation of either."""
         now = self._links[neighbor]
-        if self._durable is None or self._durable.incarnation != self.incarnation:
+        if self._durable is None or not self.can_greet:
             return PeerLink(now.incarnation)
         link = self._durable.links[neighbor]
         return link if link.incarnation == now.incarnation else PeerLink(now.incarnation)

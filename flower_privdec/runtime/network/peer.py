@@ -28,7 +28,7 @@ from flower_privdec.runtime.network.courier import Courier, Mail
 from flower_privdec.runtime.network.identity import Credentials
 from flower_privdec.runtime.network.timetable import Timetable
 from flower_privdec.runtime.recorder import evaluation_rounds
-from flower_privdec.runtime.spent import Spent, epsilons, json_number, ledger_folder
+from flower_privdec.runtime.spent import Spent, check_budget, epsilons, json_number, ledger_folder
 from flower_privdec.scenario import Scenario, scenario_hash, to_yaml
 
 SECRET_BYTES = 32
@@ -101,7 +101,9 @@ class RunningPeer(ABC):
         start = last.transport["paid"] if last else 0
         self.cohort = self.experiment.cohort(ledger_folder(scenario, device.folder), start=start)
         try:
-            if last is not None and self.cohort.ledger is not None:
+            if last is None:
+                check_budget(self.cohort, ledger_folder(scenario, device.folder))
+            elif self.cohort.ledger is not None:
                 self.cohort.ledger.check_head(last.head)
             self.state = last.state if last else self.experiment.initial_state(self.cohort)
             self._prepare(scenario, kept)

@@ -2,12 +2,13 @@
 
 Peers that are equally fast do better when they wait a moment for each other: a round in which nobody is heard spends
 budget and mixes nothing. So a peer waits in each exchange for those neighbours that are *punctual*, PATIENCE times a
-period: its own work from the last exchange to this one, and the wait for the first neighbour that comes, in the
-quickest quarter of the last exchanges. Who has not come by then is late, and waited for no more until it was there in
-AGAIN exchanges in a row, or in one in which it is given another chance: after FIRST_CHANCE exchanges, then twice as
-many each time. So a neighbour that is ten times slower, or stopped, costs a few periods at the beginning and then
-hardly anything, and one that was cut off for a while is waited for again. A peer all of whose neighbours are slow goes
-at their pace.
+period: its own work from the last exchange to this one, and the wait for the first neighbour that comes, in the middle
+of the last exchanges. Who has not come by then STRIKES times in a row is late, and waited for no more. One that
+had a bad moment keeps up: something new of it is there in AGAIN exchanges in a row, be it of the round before, and it
+is waited for again until both are in the same round. Everybody else is given another chance: after FIRST_CHANCE
+exchanges, then twice as many each time. So a neighbour that is ten times slower, or stopped, costs a few periods at the
+beginning and then hardly anything, and one that was cut off for a while is waited for again. A peer all of whose
+neighbours are slow goes at their pace.
 
 Moments are seconds of any clock that never goes back.
 """
@@ -17,10 +18,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from statistics import median
 
-PATIENCE = 2.0
-AGAIN = 3
-FIRST_CHANCE, LAST_CHANCE = 32, 1024  # exchanges until a late neighbour is waited for once more
+PATIENCE = 3.0
+STRIKES, AGAIN = 2, 3
+FIRST_CHANCE, LAST_CHANCE = 4, 1024  # exchanges until a late neighbour is waited for once more
 REMEMBERED = 32  # periods
 
 
@@ -30,30 +32,36 @@ class Record:
 
     Attributes:
         punctual: whether it is waited for.
-        streak: in how many exchanges in a row it was there.
+        streak: in how many exchanges in a row something new of it was there.
+        strikes: in how many exchanges in a row it was waited for and had nothing.
         left: how many exchanges it is not waited for.
         pause: how many that were the last time.
     """
 
     punctual: bool = False
     streak: int = 0
+    strikes: int = 0
     left: int = FIRST_CHANCE
     pause: int = FIRST_CHANCE
 
     def there(self) -> None:
-        """Take note that it had come."""
-        self.streak += 1
+        """Take note that it had come, or at least something new of it."""
+        self.streak, self.strikes = self.streak + 1, 0
         if self.streak >= AGAIN or self.left == 0:
-            self.punctual, self.pause = True, max(FIRST_CHANCE, self.pause // 2)
+            self.punctual, self.pause, self.left = True, max(FIRST_CHANCE, self.pause // 2), FIRST_CHANCE
 
     def missing(self) -> None:
-        """Take note that it had not."""
-        if self.punctual or self.left == 0:
-            self.pause = min(LAST_CHANCE, 2 * self.pause) if not self.punctual else self.pause
+        """Take note that nothing had come."""
+        self.streak = 0
+        if self.punctual:
+            self.strikes += 1
+            if self.strikes >= STRIKES:
+                self.punctual, self.strikes, self.left = False, 0, self.pause
+        elif self.left == 0:
+            self.pause = min(LAST_CHANCE, 2 * self.pause)
             self.left = self.pause
         else:
             self.left -= 1
-        self.punctual, self.streak = False, 0
 
 
 class Punctuality:
@@ -86,7 +94,7 @@ class Punctuality:
     @property
     def patience(self) -> float:
         """Return how long to wait in an exchange, seconds."""
-        return PATIENCE * sorted(self._periods)[len(self._periods) // 4] if self._periods else self._first
+        return PATIENCE * median(self._periods) if self._periods else self._first
 
     def begin(self, now: float) -> None:
         """Take note of the beginning of an exchange, at a moment."""
@@ -108,6 +116,10 @@ class Punctuality:
         if self._ended is not None and self._began is not None:
             self._periods.append((self._came or self._began) - self._ended)
         self._ended = now
+        self.note(there, missing)
+
+    def note(self, there: Collection[int], missing: Collection[int]) -> None:
+        """Take note of who had come, and who had not."""
         for neighbor in missing:
             self._records[neighbor].missing()
         for neighbor in there:

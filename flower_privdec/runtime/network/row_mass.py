@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.algorithms import State
+from flower_privdec.rows.finite import all_finite
 
 
 class RowMass(MutableMapping[str, Tensor]):
@@ -73,4 +74,4 @@ class TensorArithmetic:
 
     def sound(self, value: Tensor) -> bool:
         """See Arithmetic."""
-        return bool(value.isfinite().all())
+        return all_finite(value)

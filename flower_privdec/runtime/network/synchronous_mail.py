@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 
 from flower_privdec.errors import RunError
 from flower_privdec.runtime.network.channel import UnreachableError
-from flower_privdec.runtime.network.letters import CARRYING, PLACE, Letter, sealed
-from flower_privdec.runtime.network.lockstep import Lockstep
+from flower_privdec.runtime.network.letters import CARRYING, EMPTY, PLACE, Letter, sealed
+from flower_privdec.runtime.network.lockstep import UNDER_WAY, Lockstep
+from flower_privdec.runtime.network.parts import Buffer, Parts
 
-Due = tuple[int, int, int, bytes | bytearray]  # a letter's kind, its place, the sender's place and the content
+Due = tuple[int, int, int, Parts]  # a letter's kind, its place, the sender's place and the content
+
+
+GONE = 3  # calls in a row that failed, after which somebody who is at the end has left
 
 
 class SynchronousMail:
@@ -23,9 +28,9 @@ class SynchronousMail:
 
     def __init__(
         self,
-        machine: Lockstep[bytes],
+        machine: Lockstep[Parts, Buffer],
         run: bytes,
-        unpack: Callable[[int, bytes], None],
+        unpack: Callable[[int, Buffer], None],
         neighbors: Collection[int],
         retry: float,
     ) -> None:
@@ -39,19 +44,20 @@ class SynchronousMail:
         """
         self.machine, self._run, self._unpack, self._neighbors, self._retry = machine, run, unpack, neighbors, retry
         self._said: dict[int, int] = {}  # the place that each neighbour knows this peer to be at
-        self._again: dict[int, float] = {}  # when to send again what a neighbour has not used
+        self._again: dict[tuple[int, int], float] = {}  # when to send what a neighbour has not used again, by place
+        self._failures: Counter[int] = Counter()  # since the last call that was answered
         self.fatal: RunError | None = None
 
     def over(self) -> bool:
-        """Return whether this peer and its neighbours know each other to be at the end."""
+        """Return whether all neighbours are known to be at the end, and know it of this peer or have left."""
         place = self.machine.place
         return not self.machine.before(place, self._neighbors) and all(
-            self._said.get(peer, -1) >= place for peer in self._neighbors
+            self._said.get(peer, -1) >= place or self._failures[peer] >= GONE for peer in self._neighbors
         )
 
     def read(self, caller: int, content: bytearray) -> Letter:
         """See Mail."""
-        return Letter.opened(bytes(content), self._run, caller)
+        return Letter.opened(content, self._run, caller)
 
     def take(self, caller: int, said: Letter) -> Due:
         """See Mail; the answer says where this peer is."""
@@ -60,8 +66,9 @@ class SynchronousMail:
             self._unpack(said.place, said.content)
             machine.take(caller, said.place, said.content)
         self._told(caller, said.sender_place)
-        self._said[caller] = machine.place
-        return PLACE, machine.place, machine.place, b""
+        if not machine.is_at_end:  # a caller that did not hear the answer calls again, but for its last word
+            self._said[caller] = machine.place
+        return PLACE, machine.place, machine.place, EMPTY
 
     def _told(self, other: int, place: int) -> None:
         if place < 0:
@@ -73,29 +80,35 @@ class SynchronousMail:
             raise
 
     def has_news(self, neighbor: int, now: float) -> bool:
-        """See Mail: it does not know where this peer is, or has not used what it was sent a while ago."""
-        new = self.machine.place > self._said.get(neighbor, -1)
-        return new or (bool(self.machine.due(neighbor)) and now >= self._again.get(neighbor, 0.0))
+        """See Mail: it waits to hear where this peer is, was not sent something, or did not use it for a while."""
+        said = self._said.get(neighbor)
+        unheard = self.machine.place >= 0 if said is None else said < self.machine.wanted(neighbor)
+        return unheard or bool(self._due(neighbor, now))
+
+    def _due(self, neighbor: int, now: float) -> list[tuple[int, Parts]]:
+        return [(at, what) for at, what in self.machine.due(neighbor) if now >= self._again.get((neighbor, at), 0.0)]
 
     def news(self, neighbor: int, now: float) -> list[Due]:
         """See Mail."""
         place = self.machine.place
-        return [(CARRYING, at, place, content) for at, content in self.machine.due(neighbor)] or [
-            (PLACE, place, place, b"")
-        ]
+        return [(CARRYING, at, place, what) for at, what in self._due(neighbor, now)] or [(PLACE, place, place, EMPTY)]
 
-    def written(self, neighbor: int, words: Due) -> bytes:
+    def written(self, neighbor: int, words: Due) -> Parts:
         """See Mail."""
         kind, at, place, content = words
-        return sealed(kind, self.machine.peer, self._run, at, place, bytes(content))
+        return sealed(kind, self.machine.peer, self._run, at, place, content)
 
     def answered(self, neighbor: int, words: Due, said: Letter) -> None:
         """See Mail."""
-        self._said[neighbor] = max(words[2], self._said.get(neighbor, -1))
-        self._again[neighbor] = time.monotonic() + self._retry
+        kind, at, place, _ = words
+        self._said[neighbor], self._failures[neighbor] = max(place, self._said.get(neighbor, -1)), 0
+        if kind == CARRYING:
+            self._again = {which: when for which, when in self._again.items() if which[1] > place - UNDER_WAY}
+            self._again[neighbor, at] = time.monotonic() + self._retry
         self._told(neighbor, said.sender_place)
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
         """See Mail: peers that wait for each other cannot go on with one that refuses them."""
+        self._failures[neighbor] += 1
         if not isinstance(error, UnreachableError):
             self.fatal = self.fatal or RunError(f"peer {neighbor} says: {error}")

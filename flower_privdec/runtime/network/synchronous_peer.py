@@ -11,6 +11,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.runtime.checkpoint import Checkpoint
 from flower_privdec.runtime.network.letters import HEADER, packed, unpacked
 from flower_privdec.runtime.network.lockstep import Lockstep
+from flower_privdec.runtime.network.parts import Buffer, Parts
 from flower_privdec.runtime.network.peer import POLL, RunningPeer
 from flower_privdec.runtime.network.synchronous_mail import SynchronousMail
 from flower_privdec.scenario import numbers_hash
@@ -26,14 +27,14 @@ class SynchronousPeer(RunningPeer):
 
     def _mail(self, kept: list[Checkpoint]) -> SynchronousMail:
         timetable, peer, scenario = self.timetable, self.device.peer, self.experiment.scenario
-        machine: Lockstep[bytes] = Lockstep(peer, lambda place: timetable.receivers(peer, place), timetable.places)
+        machine = Lockstep[Parts, Buffer](peer, lambda place: timetable.receivers(peer, place), timetable.places)
         self._like = {at: self._rows_of(exchange) for at, exchange in timetable.exchanges.items()}
         self._restored, self._met = [each.state for each in kept], False
         run, neighbors = bytes.fromhex(numbers_hash(scenario)), timetable.neighbours(peer)
         self.mail = SynchronousMail(machine, run, self._check, neighbors, scenario.network.retry)
         return self.mail
 
-    def _check(self, place: int, content: bytes) -> None:
+    def _check(self, place: int, content: Buffer) -> None:
         """Refuse rows that the exchange of a place does not have."""
         unpacked(content, self._like[self.timetable.at(place)], "it")
 
@@ -76,7 +77,7 @@ class SynchronousPeer(RunningPeer):
             mixing = self.experiment.mixing
             assert mixing is not None
             sent = self.timetable.exchange(place).outgoing(state, mixing)
-            known: dict[int, bytes] = {}
+            known: dict[int, Parts] = {}
             for (_, receiver), payload in sent.items():
                 outgoing[receiver] = known.setdefault(id(payload), packed(payload))
         with self.courier.changed:

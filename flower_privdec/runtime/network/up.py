@@ -39,7 +39,7 @@ NUMBERS = {
 
 @contextmanager
 def losing(share: float) -> Iterator[FaultProxy | None]:
-    """Yield a proxy that loses a share of all pieces of bytes, and a connection with each; None where it loses none.
+    """Yield a proxy that loses a share of all messages, and a connection with each; None where it loses none.
 
     Raises:
         ScenarioError: the share is none.
@@ -49,7 +49,7 @@ def losing(share: float) -> Iterator[FaultProxy | None]:
     if not share:
         yield None
         return
-    with FaultProxy(faults=Faults(cut=share)) as proxy:
+    with FaultProxy(faults=Faults(lose=share)) as proxy:
         yield proxy
 
 

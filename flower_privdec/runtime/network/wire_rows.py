@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.runtime.network.parts import Buffer
 from flower_privdec.runtime.network.share_protocol import RefusedError
 
 BEGIN = 72  # bytes of the header before the first line
@@ -84,14 +85,16 @@ def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def write_rows(frame: bytearray, values: Mapping[str, Tensor]) -> None:
-    """Write rows and the lines that describe them into a frame of their size."""
+def row_parts(values: Mapping[str, Tensor]) -> Iterator[Buffer]:
+    """Yield what follows the header of a frame: the lines that describe rows, and the rows as they lie in memory."""
     layout = {name: WireRow(tuple(value.shape), value.dtype) for name, value in values.items()}
-    for number, (row, value) in enumerate(zip(layout.values(), values.values(), strict=True)):
-        LINE.pack_into(frame, BEGIN + number * LINE.size, *LINE.unpack(row.line))
-        at = _places(layout)[number]
-        numbers = value.detach().cpu().contiguous().numpy().reshape(-1).astype(row.little, copy=False)
-        memoryview(frame)[at : at + row.nbytes] = numbers.view(np.uint8).data
+    end = BEGIN + len(layout) * LINE.size
+    yield b"".join(row.line for row in layout.values())
+    for place, row, value in zip(_places(layout), layout.values(), values.values(), strict=False):
+        yield bytes(place - end)
+        yield value.detach().cpu().contiguous().numpy().reshape(-1).astype(row.little, copy=False).view(np.uint8).data
+        end = place + row.nbytes
+    yield bytes(frame_size(layout) - end)
 
 
 def read_rows(view: memoryview, count: int, layout: Layout, who: str) -> dict[str, Tensor]:

@@ -1,0 +1,239 @@
+"""Peers of every family that die and go on, of which nobody waits: what they paid for, and what they end with."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from networked import devices, finish
+from test_network import Killed, Tiny
+from test_network_asynchronous import QUICK, STILL, again, running, stop_all, wait_until
+from test_network_hostile import EARLY
+from variants import settings_for
+
+from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.privacy.ledger_format import read_chain
+from flower_privdec.runtime.network.durable_mass import mass_on_disk
+from flower_privdec.runtime.network.modes import running_peer
+from flower_privdec.runtime.network.peer import RunningPeer
+from flower_privdec.runtime.network.share_protocol import FIRST
+
+POINTS = {  # around everything that is put on disk, sent or used
+    "before a commit": ("_save", "before"),
+    "after a commit": ("_save", "after"),
+    "before rows leave": ("_post", "before"),
+    "after rows left": ("_post", "after"),
+    "before it mixes": ("_mix", "before"),
+    "after it mixed": ("_mix", "after"),
+    "after it split": ("_split", "after"),
+    "after it added what came": ("_absorb", "after"),
+    "before it hands in": ("_look", "before"),
+    "in the last commit": ("_is_over", "before"),
+    "when a round is settled": ("_settle", "after"),
+}
+ROWS = [
+    "before a commit",
+    "after a commit",
+    "before rows leave",
+    "after rows left",
+    "before it mixes",
+    "after it mixed",
+]
+SHARES = ["after a commit", "after it split", "after it added what came", "before it hands in", "in the last commit"]
+GOSSIP = ["d-psgd", "pdsl", "dp-cga", "dp-dda"]
+PUSH = ["privsgp", "privsgp-vr", "feddeper"]
+GRAPHS = {"pdsl": "star", "dp-cga": "ring", "d-psgd": "complete", "dp-dda": "ring"}
+OTHERS = ["directed-exponential-full", "complete", "directed-ring"]
+CASES = [
+    *((name, GRAPHS[name], point, 1 + (i + j) % 4) for i, name in enumerate(GOSSIP) for j, point in enumerate(ROWS)),
+    *(
+        (name, OTHERS[(i + j) % 3], point, 1 + (i + j) % 3)
+        for i, name in enumerate(PUSH)
+        for j, point in enumerate(SHARES)
+    ),
+]
+
+
+def mortal(peer: RunningPeer, point: str, moment: int) -> None:
+    """Make a peer die at a point, when it comes there for the so many-th time."""
+    name, when = POINTS[point]
+    method, left = getattr(peer, name), [moment]
+
+    def dying(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and when == "before":
+            raise Killed
+        found = method(*arguments)
+        if left[0] == 0:
+            raise Killed
+        return found
+
+    setattr(peer, name, dying)
+
+
+def choosing(name: str) -> str:
+    return f"algorithm={{name: {name}}}" if name == "dp-dda" else f"algorithm.name={name}"
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the steps of every peer, from outside."""
+    found, release = list[int](), Cohort.release_rows_
+
+    def counting(cohort: Cohort, *arguments: Any, **options: Any) -> None:
+        found.append(int(cohort.peers[0]))
+        release(cohort, *arguments, **options)
+
+    monkeypatch.setattr(Cohort, "release_rows_", counting)
+    return found
+
+
+def check_ledgers(folder: Path, taken: list[int], least: int) -> None:
+    for peer in range(4):
+        (ledger,) = (folder / f"peer-{peer}" / "ledger").glob("*.jsonl")
+        paid = sum(payment.to_step - payment.from_step for payment in read_chain(ledger)[1])
+        assert paid >= taken.count(peer) >= least, f"peer {peer}"
+
+
+def check_weight(folder: Path, wanted: float = 4.0) -> None:
+    total = mass_on_disk([folder / f"peer-{peer}" for peer in range(4)], ["w"])["w"]
+    assert float(total) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "graph", "point", "moment"), CASES)
+def test_whoever_dies_wherever_goes_on(
+    name: str, graph: str, point: str, moment: int, tiny: Tiny, tmp_path: Path, taken: list[int]
+) -> None:
+    every = 1 if moment % 2 else 2
+    scenario = tiny(
+        *settings_for(choosing(name)),
+        f"topology.name={graph}",
+        "rounds=4",
+        QUICK.replace("}", f", commit_every: {every}}}"),
+    )
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], point, 1 if point in ("before it hands in", "in the last commit") else moment)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(60)
+        last = again(scenario, theirs[1])
+        finish(last)
+        for peer in (0, 2, 3):
+            futures[peer].result(60)
+    for peer in [last, peers[0], *peers[2:]]:  # type: ignore[assignment]
+        assert peer.state.round_index == 4  # type: ignore[attr-defined]
+        assert bool(peer.state.rows["x"].isfinite().all())  # type: ignore[attr-defined]
+    check_ledgers(tmp_path, taken, 1)
+    if name in PUSH:
+        check_weight(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["privsgp", "pdsl"])
+def test_two_that_die_at_once_and_one_that_dies_twice(name: str, tiny: Tiny, tmp_path: Path, taken: list[int]) -> None:
+    scenario = tiny(*settings_for(choosing(name)), "topology.name=complete", "rounds=5", QUICK)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    for victim in (1, 2):
+        mortal(peers[victim], "after a commit", 3)
+    with running(peers) as futures:
+        for victim in (1, 2):
+            with pytest.raises(Killed):
+                futures[victim].result(60)
+        second = again(scenario, theirs[1])
+        mortal(second, "after a commit", 1)
+        others = [again(scenario, theirs[2])]
+        with running([second, *others]) as restarted:
+            with pytest.raises(Killed):
+                restarted[0].result(60)
+            finish(again(scenario, theirs[1]))
+            restarted[1].result(60)
+        for survivor in (0, 3):
+            futures[survivor].result(60)
+    check_ledgers(tmp_path, taken, 5)
+    if name in PUSH:
+        check_weight(tmp_path)
+
+
+def test_who_goes_on_in_a_round_whose_shares_it_had_not_split_sends_them(tiny: Tiny, tmp_path: Path) -> None:
+    """Killed right after the commit that ends a round: what comes next is a whole round."""
+    scenario = tiny("topology.name=complete", "rounds=6", QUICK)
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], "when a round is settled", 2)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(60)
+        last = again(scenario, theirs[1])
+        split, rounds = last._split, list[int]()  # type: ignore[attr-defined]
+        last._split = lambda k, weights: (rounds.append(k), split(k, weights))  # type: ignore[attr-defined]
+        finish(last)
+        for peer in (0, 2, 3):
+            futures[peer].result(60)
+    assert [k for k in rounds if k < 6] == [2, 3, 4, 5]
+    check_weight(tmp_path)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Its first commit is on disk, with mass of its own, when it learns that the others began without it."""
+    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", EARLY, "evaluation.every=100000")
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    POINTS["as it begins anew"] = ("_begin_anew", when)
+    mortal(peers[3], "as it begins anew", 1)
+    with running(peers[:3]) as futures:
+        await_round(peers[0], 2)
+        with pytest.raises(Killed):
+            finish(peers[3])
+        last = again(scenario, theirs[3])
+        with running([last]) as (joining,):
+            await_round(last, 3)
+            stop_all([*peers[:3], last], [*futures, joining])
+    assert last.machine.incarnation > FIRST  # type: ignore[attr-defined]
+    check_weight(tmp_path, 3.0)
+
+
+@pytest.mark.parametrize("name", ["privsgp-vr", "feddeper", "pdsl", "dp-dda"])
+def test_who_joins_late_pays_for_its_own_steps_alone(name: str, tiny: Tiny, tmp_path: Path, taken: list[int]) -> None:
+    scenario = tiny(
+        *settings_for(choosing(name)),
+        "topology.name=complete",
+        "rounds=40",
+        EARLY.replace("0.5", "1.5"),
+        "evaluation.every=40",
+    )
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    with running(peers[:3]) as futures:
+        await_round(peers[0], 2)
+        finish(peers[3])
+        for future in futures:
+            future.result(60)
+    assert bool(peers[3].state.rows["x"].isfinite().all())
+    check_ledgers(tmp_path, taken, 40)
+    if name in PUSH:
+        check_weight(tmp_path, 3.0)
+
+
+def await_round(peer: RunningPeer, round_index: int) -> None:
+    wait_until(lambda: peer.state.round_index >= round_index)
+
+
+@pytest.mark.parametrize("graph", ["directed-ring", "ring"])
+def test_a_neighbour_that_is_ten_times_slower_is_found_out_whichever_way_the_edge_goes(
+    graph: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    scenario = tiny(STILL, f"topology.name={graph}", "rounds=100000", QUICK, "evaluation.every=100000")
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
+    slow = peers[2]._before
+    peers[2]._before = lambda k: (time.sleep(2.0), slow(k))[1]  # type: ignore[method-assign, func-returns-value]
+    with running(peers) as futures:
+        await_round(peers[1], 25)
+        beside = [1, 3] if graph == "ring" else [1]  # who only sends to it
+        awaited = [peers[j]._pace.is_awaited(2) for j in beside]  # type: ignore[attr-defined]
+        stop_all(peers, futures)
+    assert not any(awaited)
+    assert peers[2].state.round_index < peers[1].state.round_index

@@ -1,0 +1,97 @@
+"""What peers that wait for each other say: each message once, and a last word that arrives."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from flower_privdec.runtime.network.channel import UnreachableError
+from flower_privdec.runtime.network.letters import CARRYING
+from flower_privdec.runtime.network.lockstep import Lockstep
+from flower_privdec.runtime.network.parts import Parts
+from flower_privdec.runtime.network.synchronous_mail import GONE, SynchronousMail
+
+RUN = bytes(range(32))
+
+
+class TwoMails:
+    """Two peers that send to each other at every place, and what is said between them, carried by hand."""
+
+    def __init__(self, places: int) -> None:
+        """Begin with both at the first place."""
+        self.places, self.carried = places, 0
+        self.mails = []
+        for peer in (0, 1):
+            machine = Lockstep[Any, Any](peer, lambda place, other=1 - peer: {other}, places)
+            self.mails.append(SynchronousMail(machine, RUN, lambda place, content: None, [1 - peer], retry=1e6))
+            self.arrive(peer, 0)
+
+    def arrive(self, peer: int, place: int) -> None:
+        outgoing, awaited = ({1 - peer: Parts((bytes(8),))}, {1 - peer}) if place < self.places else ({}, ())
+        self.mails[peer].machine.arrive(place, outgoing, awaited)
+
+    def say(self, peer: int, lose_answer: bool = False) -> bool:
+        """Let one say what it has to say; return whether there was something."""
+        mine, other = self.mails[peer], self.mails[1 - peer]
+        if not mine.has_news(1 - peer, time.monotonic()):
+            return False
+        for words in mine.news(1 - peer, time.monotonic()):
+            self.carried += words[0] == CARRYING
+            call = bytearray(bytes(mine.written(1 - peer, words)))
+            answer = bytearray(bytes(other.written(peer, other.take(peer, other.read(peer, call)))))
+            if lose_answer:
+                mine.failed(1 - peer, UnreachableError("lost"), time.monotonic())
+            else:
+                mine.answered(1 - peer, words, mine.read(1 - peer, answer))
+        return True
+
+    def to_the_end(self) -> None:
+        """Go through all places, up to the last word."""
+        for place in range(1, self.places + 1):
+            while any([self.say(0), self.say(1)]):
+                pass
+            for peer in (0, 1):
+                assert not self.mails[peer].machine.missing()
+                self.arrive(peer, place)
+
+
+def test_without_faults_each_message_is_sent_once() -> None:
+    both = TwoMails(places=5)
+    both.to_the_end()
+    while any([both.say(0), both.say(1)]):
+        pass
+    assert both.carried == 2 * 5
+    assert all(mail.over() for mail in both.mails)
+
+
+def test_who_did_not_hear_an_answer_at_the_end_is_waited_for() -> None:
+    both = TwoMails(places=2)
+    both.to_the_end()
+    first, second = both.mails
+    assert both.say(0, lose_answer=True)
+    assert not first.over()
+    assert not second.over(), "the other does not know that this one is at the end: its answer was lost"
+    assert both.say(1)
+    assert second.over()
+    assert not first.over() or first._said[1] == 2
+    assert both.say(0)
+    assert first.over()
+
+
+def test_who_is_at_the_end_and_has_left_is_not_waited_for() -> None:
+    both = TwoMails(places=2)
+    both.to_the_end()
+    assert both.say(0)
+    assert both.mails[0].over()
+    for _ in range(GONE):
+        assert not both.mails[1].over()
+        both.mails[1].failed(0, UnreachableError("gone"), 0.0)
+    assert both.mails[1].over()
+    one = TwoMails(places=2)
+    for _ in range(2 * GONE):
+        one.mails[1].failed(0, UnreachableError("gone"), 0.0)
+    assert not one.mails[1].over(), "who is not at the end is"
