@@ -966,6 +966,14 @@ def test_a_loader_that_cannot_be_sampled_is_refused(loader: Any, said: str, tmp_
         ({"clip_norm": math.inf}, "clip_norm=inf"),
         ({"reserve": 0}, "reserve=0"),
         ({"way": "fast"}, "way='fast'"),
+        *(({name: "1"}, f"{name}='1' must be a") for name in ("clip_norm", "noise_multiplier", "delta", "epsilon")),
+        *(({name: 1.5}, f"{name}=1.5 must be a whole number") for name in ("steps", "rounds", "reserve")),
+        *(({name: True}, f"{name}=True must be a") for name in ("clip_norm", "noise_multiplier", "insecure_seed")),
+        *(({name: None}, f"{name}=None must be given") for name in ("clip_norm", "delta", "ledger", "local_epochs")),
+        ({"local_epochs": 0}, "local_epochs=0 must be >= 1"),
+        ({"report": 5}, "report=5 must be a function"),
+        ({"ledger": 5}, "ledger=5 must be a path"),
+        ({"model": nn.utils.weight_norm(nn.Linear(5, 3))}, "parametrizations has the norms of weights that can"),
         ({"model": nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))}, "group_norm"),
         ({"model": nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Linear(4, 4))}, "group_norm"),
         ({"model": nn.EmbeddingBag(7, 3, max_norm=1.0)}, "max_norm"),
@@ -1015,6 +1023,68 @@ def test_what_a_model_says_of_private_examples_is_withheld(tmp_path: Path) -> No
     assert "2" not in str(caught.value)
     with pytest.raises(ScenarioError, match=r"the model fails on zeros .* mat1 and mat2"):
         loop(setup(tmp_path, nn.Linear(6, 2), ledger=tmp_path / "c"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_a_loader_says_of_private_examples_is_withheld(workers: int, tmp_path: Path) -> None:
+    def telling(examples: list[Any]) -> Any:
+        raise ValueError(f"secret {examples}")
+
+    parts = setup(tmp_path, loader=DataLoader(data(), 10, collate_fn=telling, num_workers=workers))
+    with pytest.raises(RunError, match="the dataset or the collate_fn raised ValueError") as caught:
+        loop(parts)
+    assert "secret" not in str(caught.value)
+    assert caught.value.__context__ is None
+    shrinking = [(torch.zeros(5), torch.tensor(0)) for _ in range(40)]
+    parts = setup(tmp_path, loader=DataLoader(shrinking, 40), ledger=tmp_path / "b")  # type: ignore[arg-type]
+    del shrinking[20:]
+    with pytest.raises(RunError, match="raised IndexError on private examples"):
+        loop(parts)
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_no_buffer_carries_examples_out_of_a_pass_or_an_evaluation(assigned: bool, tmp_path: Path) -> None:
+    class Averaging(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.register_buffer("seen", torch.zeros(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if assigned:
+                self.seen = 0.9 * self.seen + x.mean(0)
+            else:
+                self.seen.mul_(0.9).add_(x.mean(0))
+            return super().forward(x)
+
+    parts = setup(tmp_path, Averaging())
+    loop(parts)
+    with torch.no_grad():
+        assert parts.model(data()[:][0]).shape == (40, 3)
+    assert not parts.model.state_dict()["seen"].any()
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm]
+)
+def test_weights_that_are_made_of_others_are_trained(norm: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    parts = setup(tmp_path, norm(nn.Linear(5, 3)))
+    before = {name: value.clone() for name, value in parts.model.named_parameters()}
+    assert loop(parts) > 0
+    assert all(not torch.equal(value, before[name]) for name, value in parts.model.named_parameters())
+
+
+def test_a_gradient_from_before_is_forgotten(tmp_path: Path) -> None:
+    model = nn.Linear(5, 3)
+    cross_entropy(model(data()[:][0]), data()[:][1]).backward()
+    parts = setup(tmp_path, model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    parts.close()
+
+
+def test_one_example_and_none(tmp_path: Path) -> None:
+    assert loop(setup(tmp_path, loader=DataLoader(data(1), 5))) == 1
+    with pytest.raises(ScenarioError, match="0 examples in batches of 5"):
+        setup(tmp_path, loader=DataLoader(Subset(data(), []), 5))
 
 
 def test_a_model_that_takes_no_single_example_is_named(tmp_path: Path) -> None:

@@ -15,22 +15,26 @@ from flwr.serverapp.strategy import FedAvg
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.flower import PushSum, run_in_process
+from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.flower.app_launcher import _Rounds, run_flower_app
 
 SIMULATIONS = Path(__file__).resolve().parents[1] / "simulations"
 QUICKSTARTS = {name: SIMULATIONS / f"adapted-quickstart-{name}" for name in ("sklearn", "pytorch")}
-PARTS = ("before", "after")
-quickstarts = pytest.mark.parametrize("folder", QUICKSTARTS.values(), ids=QUICKSTARTS)
+ADAPTED = {  # and how many lines may differ from the app before
+    **{name: (folder, "after", 4) for name, folder in QUICKSTARTS.items()},
+    "pytorch-examples": (QUICKSTARTS["pytorch"], "after-examples", 8),
+}
+adapted = pytest.mark.parametrize(("folder", "to", "most"), ADAPTED.values(), ids=ADAPTED)
 
 
-def changed_lines(folder: Path) -> list[str]:
-    """Return the lines that the adapted app has and the other has not."""
+def changed_lines(folder: Path, to: str) -> list[str]:
+    """Return the lines that the adapted app has and the other has not, blank ones aside."""
     changed = []
     for path in sorted((folder / "before").rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts:
-            after = folder / "after" / path.relative_to(folder / "before")
+            after = folder / to / path.relative_to(folder / "before")
             both = (each.read_text().splitlines() for each in (path, after))
-            changed += [line[2:] for line in difflib.ndiff(*both) if line.startswith("+ ")]
+            changed += [line[2:] for line in difflib.ndiff(*both) if line.startswith("+ ") and line[2:].strip()]
     return changed
 
 
@@ -69,21 +73,22 @@ def accuracy(monkeypatch, tmp_path):
     return run
 
 
-@quickstarts
-def test_four_lines_make_a_quickstart_private_and_serverless(folder):
-    changed = changed_lines(folder)
-    assert len(changed) <= 4
-    assert any("PeerMod(clip_norm=" in line for line in changed)
-    names = {path.relative_to(folder / "before") for path in (folder / "before").rglob("*.*") if path.suffix != ".pyc"}
-    assert names == {
-        path.relative_to(folder / "after") for path in (folder / "after").rglob("*.*") if path.suffix != ".pyc"
-    }
+@adapted
+def test_a_few_lines_make_a_quickstart_private_and_serverless(folder, to, most):
+    changed = changed_lines(folder, to)
+    assert len(changed) <= most
+    assert any("PeerMod(" in line for line in changed)
+    before, after = (
+        {path.relative_to(folder / part) for path in (folder / part).rglob("*.*") if path.suffix != ".pyc"}
+        for part in ("before", to)
+    )
+    assert before == after
 
 
-@quickstarts
-def test_the_readme_shows_the_lines_that_change(folder):
+@adapted
+def test_the_readme_shows_the_lines_that_change(folder, to, most):
     readme = (folder / "README.md").read_text()
-    assert all(f"+{line}" in readme for line in changed_lines(folder))
+    assert all(f"+{line}" in readme for line in changed_lines(folder, to))
 
 
 @pytest.mark.parametrize(("name", "rounds"), [("sklearn", 8), pytest.param("pytorch", 20, marks=pytest.mark.slow)])
@@ -112,6 +117,27 @@ def test_a_network_in_torch_keeps_its_names_and_is_saved(monkeypatch, tmp_path):
     saved = torch.load("final_model.pt")
     assert list(saved)[:2] == ["conv1.weight", "conv1.bias"]
     assert all(value.dtype == torch.float32 for value in saved.values())
+
+
+def test_examples_are_protected_over_all_rounds_and_no_loss_of_theirs_leaves(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    strategies, start = [], PushSum.start
+
+    def keeping(self, *given, **options):
+        self.result = start(self, *given, **options)
+        strategies.append(self)
+        return self.result
+
+    monkeypatch.setattr(PushSum, "start", keeping)
+    run_in_process(QUICKSTARTS["pytorch"] / "after-examples", 16, config={"num-server-rounds": 2}, folder=tmp_path)
+    (strategy,) = strategies
+    assert strategy.result.train_metrics_clientapp == strategy.result.evaluate_metrics_clientapp == {}
+    for peer in (0, 15):
+        payments = read_chain(tmp_path / f"peer-{peer}" / "examples.jsonl")[1]
+        releases = [each for payment in payments for share in payment.shares for each in share.releases]
+        assert {each.sampling for each in releases} == {"poisson"}
+        assert sum(each.steps for each in releases) == 2 * 5  # two rounds of a pass over 71 or 72 digits by 16
+        assert "train_loss" in (tmp_path / f"peer-{peer}" / "metrics.jsonl").read_text()
 
 
 # What is wrong, named.

@@ -347,9 +347,12 @@ def answering(content):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({}, r"train function of peer 0 returned no ArrayRecord and none named 'arrays': return the trained model"),
-        ({"m": MetricRecord({"loss": 1.0})}, "returned no ArrayRecord"),
-        ({"a": ArrayRecord([np.ones(3)]), "b": ArrayRecord([np.ones(3)])}, "returned 2 ArrayRecords and none named"),
+        (
+            {},
+            r"app of peer 0 returned no model; its answer has no ArrayRecord and none named 'arrays'",
+        ),
+        ({"m": MetricRecord({"loss": 1.0})}, "answer has no ArrayRecord"),
+        ({"a": ArrayRecord([np.ones(3)]), "b": ArrayRecord([np.ones(3)])}, "answer has 2 ArrayRecords and none named"),
         (
             {"arrays": ArrayRecord([np.ones(4)])},
             r"other arrays.*'0' is float64 \(4,\) and must be float64 \(3,\)",
@@ -370,7 +373,7 @@ def test_one_peer_with_another_model_is_named_and_the_others_go_on(caplog):
         return [np.ones(5)] if peer == 1 else [arrays[0] + 1]
 
     strategy = run_with(step)
-    assert "2 of 3 peers trained (peer 1: the train function of peer 1 returned other arrays" in caplog.text
+    assert "2 of 3 peers trained (peer 1: the app of peer 1 returned other arrays" in caplog.text
     assert first(strategy.peer_arrays[0]).tolist() == [2.0, 2.0, 2.0]
 
 

@@ -13,6 +13,7 @@ FLOORS = [
     *(
         "errors",
         "words",
+        "arguments",
         "files",
         "machine",
         "catalogue",

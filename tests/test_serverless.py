@@ -35,7 +35,7 @@ from flower_privdec.runtime.serverless.app_peer import AppPeer, app_peer
 from flower_privdec.runtime.serverless.driven_app import DrivenApp
 from flower_privdec.runtime.serverless.first_message import first_train_message
 from flower_privdec.runtime.serverless.initial_arrays import InitialArrays, load_initial, save_initial
-from flower_privdec.scenario.app_scenario import AppScenario, parse_app_scenario
+from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
 
 SIMULATIONS = Path(__file__).resolve().parents[1] / "simulations"
 QUICKSTARTS = {name: SIMULATIONS / f"adapted-quickstart-{name}" for name in ("sklearn", "pytorch")}
@@ -206,6 +206,55 @@ def test_a_peer_whose_budget_ends_trains_no_more_and_goes_on_relaying(tmp_path):
         assert not peer.cohort.active(3).any()
     rows = [peer.state.rows["x"] / peer.state.rows["w"] for peer in peers]
     assert max(float((row - rows[0]).abs().max()) for row in rows) < 1e-12, "five rounds of relaying make a mean"
+
+
+def test_an_app_whose_own_budget_ends_trains_no_more_and_its_peer_goes_on_relaying(tmp_path):
+    settings = ("n_peers=2", "rounds=4", "network.mode=synchronous")
+    scenario = scenario_of(*settings, "privacy={clip_norm: 1, noise_multiplier: 1, delta: 1e-3}")
+    places, asked = devices(scenario.as_scenario, tmp_path, insecure_seeds=False), []
+
+    def step(arrays, peer, done):
+        asked.append((peer, done))
+        if peer == 0 and done == 2:
+            raise BudgetError("a private example")
+        return arrays
+
+    peers = peers_of(scenario, places, step)
+    run_all(peers)
+    assert sorted(asked) == [(0, 1), (0, 2), (1, 1), (1, 2), (1, 3), (1, 4)]
+    assert peers[0].status()["idle"] == "its app's own budget allows no more training; it goes on relaying"
+    assert "2 Gaussian updates" in peers[0].status()["privacy"], "that of the round in which it ended was paid for"
+    assert not peers[0].cohort.active(3).any()
+
+
+def test_updates_without_protection_are_said_when_their_run_goes_on_with_it(tmp_path):
+    scenario = scenario_of("n_peers=2", "rounds=3")
+    places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    run_all(peers_of(scenario, places, sets_its_values_once))
+    own = AppPrivacySection(clip_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    app = DrivenApp(client(sets_its_values_once), zeros(), 0, 2, places[0].folder)
+    peer = app_peer(scenario, places[0], zeros(), app, True, own)
+    status = peer.status()
+    peer.close()
+    assert "epsilon = inf" in status["privacy"]
+    assert "3 updates of this run had no protection" in status["privacy"]
+    assert status["epsilon"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("returned", "wrong"),
+    [
+        (
+            [np.zeros(4)],
+            r"the app of peer 0 returned other arrays than it was given; .*\(4,\) and must be float64 \(3,\)",
+        ),
+        ([np.zeros(3), np.zeros(3)], "returned other arrays than it was given"),
+    ],
+)
+def test_an_app_that_returns_another_model_is_named(returned, wrong, tmp_path):
+    app = DrivenApp(client(lambda *_: returned), zeros(), 0, 2, tmp_path)
+    with pytest.raises(RunError, match=wrong):
+        app.train(ArrayRecord([np.zeros(3)]), 1)
 
 
 def test_an_update_of_any_size_moves_the_model_by_its_clip_norm_and_noise(tmp_path):

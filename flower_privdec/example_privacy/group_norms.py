@@ -8,6 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from flower_privdec.arguments import check_whole
 from flower_privdec.errors import ScenarioError
 
 
@@ -29,13 +30,17 @@ def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
         groups: the most groups of a layer.
 
     Raises:
-        ScenarioError: `groups` is below 1, or a lazy layer does not know its channels yet.
+        ScenarioError: the model is none, `groups` is no whole number or below 1, or a lazy layer does not know its
+            channels yet.
 
     Examples:
         >>> group_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups
         4
     """
-    if groups < 1:
+    if not isinstance(model, nn.Module):
+        raise ScenarioError(f"model is a {type(model).__name__}: it must be a torch.nn.Module")
+    check_whole({"groups": groups})
+    if groups is None or groups < 1:
         raise ScenarioError(f"groups={groups} must be >= 1")
     return _replaced(model, groups, {})
 

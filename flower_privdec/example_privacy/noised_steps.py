@@ -70,6 +70,7 @@ class NoisedSteps:
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         setattr(optimizer, MARK, self)
         for name, parameter in parameters.items():
+            parameter.grad = None  # one from before is not noised, and anybody's step would take it
             _guard(name, parameter, self)
 
     def draw(self, size: int, number: int) -> None:

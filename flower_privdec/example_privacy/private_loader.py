@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from flower_privdec.data.sampling import draw_poisson
-from flower_privdec.errors import ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.example_privacy.noised_steps import NoisedSteps
 from flower_privdec.example_privacy.purse import Purse
 from flower_privdec.rows import KEY_BYTES, keyed_generator
@@ -79,7 +79,7 @@ class PrivateLoader:
             if size == 0:
                 self._steps.step_on_noise(number)
                 continue
-            batch = next(batches)
+            batch = _next(batches)
             self._steps.draw(size, number)
             yield batch
             self._steps.check_taken()
@@ -92,6 +92,22 @@ class PrivateLoader:
     def _read(self, batches: list[list[int]]) -> DataLoader[Any]:
         kept: Mapping[str, Any] = {name: getattr(self._loader, name) for name in KEPT}
         return DataLoader(self._loader.dataset, batch_sampler=batches, **kept)
+
+
+def _next(batches: Iterator[Any]) -> Any:
+    """Return the next batch.
+
+    Raises:
+        RunError: the dataset or the collate_fn fails, without what it said, which may tell of examples.
+    """
+    try:
+        return next(batches)
+    except RAISED_BY_USERS as error:
+        failure = type(error).__name__
+    raise RunError(
+        f"the dataset or the collate_fn raised {failure} on private examples (what it said is withheld, for it may "
+        "tell of them); try them on made-up ones, each by its number"
+    )
 
 
 def check_loader(loader: object) -> None:

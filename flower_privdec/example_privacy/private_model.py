@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.example_privacy.clipped_sum import ClippedSum, Criterion
@@ -41,13 +42,14 @@ class PrivateModel(nn.Module):
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's outputs for a batch.
+        """Return the model's outputs for a batch; buffers stay as they were, for they would leave with the model.
 
         Raises:
             ScenarioError: where gradients are on and these are not one tensor.
         """
         if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
+            kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            return functional_call(self.module, kept, args, kwargs)  # what they became of these examples is forgotten
         output = self._clipped_sum.outputs(args, kwargs)
         if not isinstance(output, Tensor):
             raise ScenarioError(

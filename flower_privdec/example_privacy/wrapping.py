@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from flower_privdec.arguments import check_calls, check_numbers, check_paths, check_whole
 from flower_privdec.errors import ScenarioError
 from flower_privdec.example_privacy.clipped_sum import ClippedSum, Criterion
 from flower_privdec.example_privacy.group_norms import mixes
@@ -25,6 +27,7 @@ from flower_privdec.privacy.accounting import check_delta
 from flower_privdec.privacy.calibration import max_steps
 from flower_privdec.privacy.events import Release
 from flower_privdec.rows import SystemNoise, TorchNoise
+from flower_privdec.words import one_line
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -126,10 +129,15 @@ def private(
     Privacy: unit one example, adjacency zero-out (an example's clipped gradient against 0; the number of examples is
         public), towards whoever sees the model after every step. Not covered: losses, accuracies and counts on private
         examples that the loop itself reports; what it does to a batch as a whole before the model sees it
-        (normalising by its own mean, mixing its examples); the same person behind several examples.
+        (normalising by its own mean, mixing its examples); what reached the model or the optimizer's state before;
+        the same person behind several examples.
 
     Deviations: the divisor is the expected batch, not the drawn one.
     """
+    whole = {"steps": steps, "rounds": rounds, "local_epochs": local_epochs, "reserve": reserve}
+    _check_kinds(whole, {"delta": delta, "clip_norm": clip_norm}, {"ledger": ledger, "report": report})
+    check_numbers({"epsilon": epsilon, "noise_multiplier": noise_multiplier})
+    check_whole({"insecure_seed": insecure_seed})
     if isinstance(model, PrivateModel):
         raise ScenarioError("this model is private already: give private() the model that it was made of")
     check_loader(data_loader)
@@ -137,8 +145,6 @@ def private(
     parameters = _trained(model, optimizer)
     if not (clip_norm >= 1e-12 and math.isfinite(clip_norm)):
         raise ScenarioError(f"clip_norm={clip_norm} must be finite and > 0 (1e-12 at least)")
-    if reserve is not None and reserve < 1:
-        raise ScenarioError(f"reserve={reserve} must be >= 1")
     if Path(ledger).is_dir():
         raise ScenarioError(f"ledger={str(ledger)!r} is a folder: name a file in it, one for each peer and dataset")
     if rounds is not None and steps is None:
@@ -185,6 +191,20 @@ def _purse(
     return purse
 
 
+def _check_kinds(whole: dict[str, Any], numbers: dict[str, Any], others: dict[str, Any]) -> None:
+    """Refuse settings of the wrong kind, whole numbers below 1, and what must be given and is None."""
+    check_whole(whole)
+    for name, value in whole.items():
+        if value is not None and value < 1:
+            raise ScenarioError(f"{name}={value} must be >= 1")
+    for name, value in {**numbers, **others, "local_epochs": whole["local_epochs"]}.items():
+        if value is None:
+            raise ScenarioError(f"{name}=None must be given")
+    check_numbers(numbers)
+    check_paths({"ledger": others["ledger"]})
+    check_calls({"report": others["report"]})
+
+
 def _check_modules(model: nn.Module) -> None:
     """Refuse layers by which examples reach each other, or a model's parameters change without a gradient."""
     if not isinstance(model, nn.Module):
@@ -202,6 +222,13 @@ def _check_modules(model: nn.Module) -> None:
             raise ScenarioError(
                 f"{kind} ({where}) has max_norm, which changes the weights of what occurs without noise: leave it out"
             )
+    try:
+        copy.deepcopy(model)
+    except (RuntimeError, TypeError, ValueError) as error:  # what torch says of a tensor with a gradient's history
+        raise ScenarioError(
+            "the model cannot be copied, as it is for each example; torch.nn.utils.parametrizations has the norms of "
+            f"weights that can: {one_line(error)}"
+        ) from error
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
+from flower_privdec.arguments import check_kinds, check_paths, check_whole
 from flower_privdec.errors import ScenarioError
 from flower_privdec.runtime.flower.local_grid import LocalGrid
 from flower_privdec.words import did_you_mean
@@ -37,6 +38,7 @@ def run_in_process(
     Raises:
         ScenarioError: the folder is no Flower app, or has no such key.
     """
+    check_app(app, n_nodes, config)
     with opened_app(Path(app), config or {}) as opened:
         grid = LocalGrid(opened.client, n_nodes, folder=folder, run_config=opened.run_config)
         opened.server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), dict(opened.run_config)))
@@ -73,6 +75,21 @@ def opened_app(app: Path, config: Mapping[str, Any]) -> Iterator[OpenedApp]:
         yield OpenedApp(server, client, run_config)
 
 
+def check_app(app: object, n_nodes: object, config: object) -> None:
+    """Refuse what cannot be run.
+
+    Raises:
+        ScenarioError: naming it.
+    """
+    if app is None or n_nodes is None:
+        raise ScenarioError("give the app's folder, and how many nodes it runs on")
+    check_paths({"app": app})
+    check_whole({"n_nodes": n_nodes})
+    check_kinds({"config": config}, (Mapping,), "a dict")
+    if n_nodes < 1:  # type: ignore[operator]
+        raise ScenarioError(f"n_nodes={n_nodes} must be >= 1")
+
+
 def read_app(app: Path) -> dict[str, Any]:
     """Return what an app's pyproject.toml says of its components and its run-config, flat.
 
@@ -96,7 +113,11 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _laid_over(config: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    for key in given:
+    for key, value in given.items():
+        if key in config and isinstance(value, str) != isinstance(config[key], str):
+            raise ScenarioError(
+                f"{key}={value!r} must be of the kind that the app's run-config has, as {config[key]!r}"
+            )
         if key not in config:
             raise ScenarioError(
                 f"{key!r} is no key of the app's run-config{did_you_mean(key, config)}; it has {list(config)}"
@@ -120,4 +141,12 @@ def _importable(folder: Path) -> Iterator[None]:
 def _load(reference: str) -> object:
     module, _, name = reference.partition(":")
     importlib.invalidate_caches()
-    return getattr(importlib.import_module(module), name)
+    try:
+        found = importlib.import_module(module)
+    except (ModuleNotFoundError, ValueError) as error:
+        if not module.startswith(getattr(error, "name", None) or ""):
+            raise  # what the app itself imports
+        raise ScenarioError(f"component {reference!r} of pyproject.toml is in no module: {error}") from error
+    if not hasattr(found, name):
+        raise ScenarioError(f"component {reference!r} of pyproject.toml: {module} has no {name!r}")
+    return getattr(found, name)

@@ -17,6 +17,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from flower_privdec.arguments import check_whole
+from flower_privdec.errors import ScenarioError
 from flower_privdec.runtime.flower.own import simulating
 
 
@@ -30,6 +32,9 @@ class LocalGrid(Grid):
         folder: where the nodes keep what is theirs; None is a temporary folder that goes with the grid.
         config: more of each node's own configuration; nodes that say more than their folder are no simulation's.
         run_config: the run's, which every node is given.
+
+    Raises:
+        ScenarioError: there is no node.
     """
 
     def __init__(
@@ -41,6 +46,9 @@ class LocalGrid(Grid):
         config: Mapping[int, UserConfig] | None = None,
         run_config: UserConfig | None = None,
     ) -> None:
+        check_whole({"n_nodes": n_nodes})
+        if n_nodes < 1:
+            raise ScenarioError(f"n_nodes={n_nodes} must be >= 1")
         self.client_app = client_app
         self._temporary = TemporaryDirectory() if folder is None else None
         own = str(self._temporary.name if self._temporary is not None else folder)

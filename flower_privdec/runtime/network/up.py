@@ -225,4 +225,7 @@ class Up:
             notes += [facts["note"]] * bool(facts["note"])
             for name, column in said.items():
                 column += facts[name]
+        notes += [
+            f"peer {peer} was killed, and took no step after round {self._last_round(peer)}" for peer in self._gone
+        ]
         return Spent(**said, note="; ".join(dict.fromkeys(notes)) or None)

@@ -10,6 +10,8 @@ from pathlib import Path
 from flwr.app import ArrayRecord, RecordDict
 
 from flower_privdec.errors import RunError
+from flower_privdec.runtime.routed.layout import Layout, numpy_arrays
+from flower_privdec.words import one_line
 
 _folder: ContextVar[Path] = ContextVar("folder")
 
@@ -39,16 +41,46 @@ def working_in(folder: Path) -> Iterator[None]:
         _folder.reset(token)
 
 
-def returned_arrays(content: RecordDict, key: str, peer: int) -> ArrayRecord:
-    """Return the arrays of an app's answer.
+class UnfitAnswerError(RunError):
+    """An app's answer is no model of the peer's; its details may tell of the app's data.
+
+    Attributes:
+        what: what the app did, which tells nothing.
+        details: what is wrong with it, and what to do.
+    """
+
+    def __init__(self, what: str, details: str) -> None:
+        super().__init__(f"the app {what}; {details}")
+        self.what, self.details = what, details
+
+
+def returned_arrays(content: RecordDict, key: str, layout: Layout) -> ArrayRecord:
+    """Return the arrays of a train function's answer.
+
+    Args:
+        content: the answer.
+        key: under which they are, where there are several.
+        layout: of the arrays that it was given.
 
     Raises:
-        RunError: there are none, or several and none under the key.
+        UnfitAnswerError: there are none, or several and none under the key, or others than were given.
     """
     records = content.array_records
     if key not in records and len(records) != 1:
-        raise RunError(
-            f"the train function of peer {peer} returned {len(records) or 'no'} ArrayRecord{'s' * (len(records) > 1)} "
-            f"and none named {key!r}: return the trained model, as RecordDict({{{key!r}: ArrayRecord(...)}})"
+        raise UnfitAnswerError(
+            "returned no model",
+            f"its answer has {len(records) or 'no'} ArrayRecord{'s' * (len(records) > 1)} and none named {key!r}: "
+            f"return RecordDict({{{key!r}: ArrayRecord(...)}})",
         )
-    return records[key] if key in records else next(iter(records.values()))
+    returned = records[key] if key in records else next(iter(records.values()))
+    if difference := _misfit(returned, layout):
+        raise UnfitAnswerError("returned other arrays than it was given", difference)
+    return returned
+
+
+def _misfit(returned: ArrayRecord, layout: Layout) -> str:
+    """Return in words how arrays that an app returned are not the model's; empty where they are."""
+    try:
+        return layout.misfit(numpy_arrays(returned))
+    except (TypeError, ValueError) as error:  # what Flower says of arrays of another framework
+        return f"they cannot be read as NumPy's: {one_line(error)}"

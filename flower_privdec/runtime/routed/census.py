@@ -19,6 +19,9 @@ log = logging.getLogger("flwr.privdec")
 NO_MOD = "its ClientApp is no peer: write app = ClientApp(mods=[PeerMod(...)])"
 
 
+MOST = 2**20  # peers: what masked sums hold, and a graph that fits into memory
+
+
 @dataclass
 class Census:
     """Peers and nodes.
@@ -80,6 +83,11 @@ class Census:
         return Told.of(reply.content, f"SuperNode {node}: {NO_MOD}")
 
     def _admit(self, told: Told, node: int, there: set[int]) -> None:
+        if not 0 <= told.peer < told.n_peers <= MOST:
+            raise RunError(
+                f"SuperNode {node} says partition-id={told.peer} of num-partitions={told.n_peers}: it must be 0 to "
+                f"num-partitions - 1, of at most {MOST:,}"
+            )
         self.n_peers = self.n_peers or told.n_peers
         if told.n_peers != self.n_peers:
             raise RunError(

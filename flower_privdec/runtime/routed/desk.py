@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ from flower_privdec.runtime.routed.orders import (
     unpack_bytes,
 )
 from flower_privdec.runtime.routed.peer_file import load_state, save_state, state_path
-from flower_privdec.runtime.routed.peer_ledger import PeerLedger, PeerSpent
+from flower_privdec.runtime.routed.peer_ledger import PeerLedger, PeerSpent, bare_words
 from flower_privdec.runtime.routed.peer_place import PeerPlace
 from flower_privdec.runtime.routed.peer_state import PeerState, check_shares
 from flower_privdec.runtime.routed.protecting import PeerPrivacy
 from flower_privdec.runtime.routed.sealing import Identity, KnownPeers
-from flower_privdec.runtime.routed.stepping import LEAST_WEIGHT, Train, take_step
+from flower_privdec.runtime.routed.stepping import APP_SPENT, LEAST_WEIGHT, Train, take_step
+from flower_privdec.runtime.routed.update import clipped, noised
 
 log = logging.getLogger("flwr.privdec")
 
@@ -145,7 +147,7 @@ class Desk:
         asked, privacy, noise = self.asked, self.privacy, 0.0
         if privacy.on:
             noise = privacy.noise(self.place, asked.rounds)
-            self._spent = self.ledger.pay(asked.run, state.epoch, asked.round_index, state.peer, noise)
+            self._spent = self.ledger.pay(asked.run, state.epoch, asked.round_index, state.peer, noise, state.paid)
             if self._spent is None:
                 self.told["stopped"] = (
                     f"its next update would exceed epsilon = {self.ledger.budget:g}; it trains no more, and goes on "
@@ -153,7 +155,12 @@ class Desk:
                 )
                 self.told["exhausted"] = True
                 return False
-        take_step(state, train, privacy.clip_norm, noise, asked.round_index)
+            state.paid = self.ledger.lines
+        protect = None if privacy.clip_norm is None else partial(protected, privacy.clip_norm, noise)
+        if not take_step(state, train, protect, asked.round_index):
+            self.told["stopped"] = APP_SPENT
+            self.told["exhausted"] = True
+            return False
         return True
 
     def _hand_in(self, state: PeerState) -> None:
@@ -173,9 +180,13 @@ class Desk:
             log.warning("peer %s has no part in the mean: %s", state.peer, error)
 
     def _mask_key(self, other: int) -> bytes:
-        asked = self.asked
+        """Return a key for one mask: of this round, and of the two states, for one begun anew asks for others."""
+        asked, state = self.asked, self.state
+        assert state is not None
+        epochs = dict(zip(asked.neighbors, asked.epochs, strict=True)) | {state.peer: state.epoch}
+        pair = [[peer, epochs.get(peer)] for peer in sorted((state.peer, other))]
         purpose = json.dumps(
-            ["mask", asked.run, asked.kind, asked.round_index, asked.serial, sorted(asked.mean_of)]
+            ["mask", asked.run, asked.kind, asked.round_index, asked.serial, sorted(asked.mean_of), pair]
         ).encode()
         return self.identity.key_for(self.known.key(other), b"", purpose)
 
@@ -203,6 +214,7 @@ class Desk:
 
     def _tell(self, state: PeerState | None) -> Told:
         spent = self._spent or (self.ledger.spent() if self.privacy.on else None)
+        bare = 0 if state is None else state.bare
         taken = [] if state is None else [(s, e, n) for s, epochs in state.received.items() for e, n in epochs.items()]
         return Told(
             self.place.peer,
@@ -211,8 +223,8 @@ class Desk:
             round_index=0 if state is None else state.round_index,
             key=self.identity.public,
             sealed=self.seals,
-            spent="" if spent is None else str(spent),
-            epsilon=float("inf") if spent is None else spent.epsilon,
+            spent="" if spent is None else bare_words(bare) if bare else str(spent),
+            epsilon=float("inf") if spent is None or bare else spent.epsilon,
             senders=[s for s, _, _ in taken],
             sender_epochs=[e for _, e, _ in taken],
             taken=[n for _, _, n in taken],
@@ -222,6 +234,19 @@ class Desk:
             address=self.place.address,
             **self.told,
         )
+
+
+def protected(clip_norm: float, noise: float, update: np.ndarray) -> np.ndarray:
+    """Return u · min(1, C / ‖u‖) + N(0, σ² C² I), float64 [d].
+
+    Args:
+        clip_norm: C.
+        noise: σ, over C.
+        update: u, finite, float64 [d].
+
+    Privacy: one Gaussian release of the whole update, which has to be paid for before.
+    """
+    return noised(clipped(update, clip_norm), noise * clip_norm)
 
 
 def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str, Mapping[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from flwr.serverapp.strategy import Result
 
+from flower_privdec.arguments import check_numbers
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.runtime.routed.orders import INITIAL, MESH
 from flower_privdec.runtime.routed.routing import EvaluateMean
@@ -55,6 +56,10 @@ class Mesh(PushSum):
     ) -> None:
         if not isinstance(topology, str):
             raise ScenarioError(f"topology={topology!r} of a mesh must be the name of a graph, which every node builds")
+        for option, value in (("deadline", deadline), ("start", start)):
+            if value is None:
+                raise ScenarioError(f"{option}=None must be a number of seconds; leave it out for the usual one")
+        check_numbers({"deadline": deadline, "start": start})
         super().__init__(topology, name=name, **options)
         self._network: dict[str, Any] = {"mode": mode, "deadline": float(deadline), "start": float(start)}
         self._scenario([f"127.0.0.1:{port}" for port in (1, 2)], 1)  # which refuses what is wrong before the run

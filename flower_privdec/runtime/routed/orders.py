@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
@@ -15,7 +15,13 @@ INTRODUCE, JOIN, ROUND, DELIVER, EVALUATE, MESH = "introduce", "join", "round", 
 
 
 class _Said:
-    """A record of plain fields."""
+    """A record of plain fields.
+
+    Attributes:
+        together: fields that are lists of one length.
+    """
+
+    together: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     def record(self) -> ConfigRecord:
         """Return the fields as a record."""
@@ -32,6 +38,9 @@ class _Said:
         kinds = {name: each.type for name, each in cls.__dataclass_fields__.items()}  # type: ignore[attr-defined]
         if given.keys() != kinds.keys() or not all(_is(given[name], kind) for name, kind in kinds.items()):
             raise RunError(remedy)
+        for together in cls.together:
+            if len({len(given[name]) for name in together}) > 1:
+                raise RunError(f"a message whose {', '.join(together)} are not of one length is none of ours: {remedy}")
         return cls(**given)
 
 
@@ -63,6 +72,13 @@ class Asked(_Said):
         taken_by, taken_epochs, taken: who has which share of this peer's in its mass: receiver, epoch, number.
         scenario: mesh: what the peers agree on, and where they are, as YAML.
     """
+
+    together = (
+        ("receivers", "weights"),
+        ("neighbors", "epochs", "keys"),
+        ("held_by", "held"),
+        ("taken_by", "taken_epochs", "taken"),
+    )
 
     kind: str
     run: str = ""
@@ -108,6 +124,8 @@ class Told(_Said):
         stranded: how many of its shares went to states that were lost.
         address: HOST:PORT at which other peers can reach it; empty where they cannot.
     """
+
+    together = (("senders", "sender_epochs", "taken"), ("refused_keys", "refused"))
 
     peer: int
     n_peers: int

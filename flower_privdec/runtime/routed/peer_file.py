@@ -58,6 +58,8 @@ def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
         "round": state.round_index,
         "stranded": state.stranded,
         "handed": state.handed,
+        "paid": state.paid,
+        "bare": state.bare,
         "layout": state.layout.parts,
         "links": {receiver: [link.epoch, link.sent] for receiver, link in state.links.items()},
         "received": [[who, *pair] for who, epochs in state.received.items() for pair in epochs.items()],
@@ -106,4 +108,6 @@ def _state(said: dict[str, object], arrays: dict[str, np.ndarray]) -> PeerState:
         received=received,
         stranded=int(said["stranded"]),  # type: ignore[call-overload]
         handed=int(said["handed"]),  # type: ignore[call-overload]
+        paid=int(said["paid"]),  # type: ignore[call-overload]
+        bare=int(said["bare"]),  # type: ignore[call-overload]
     )

@@ -22,6 +22,11 @@ ADJACENCY = "its update of every round replaced by zero"
 UNPROTECTED = f"epsilon = inf (unit: {UNIT}); what an app's own training protects is not counted here"
 
 
+def bare_words(updates: int) -> str:
+    """Return what is to be said of ε where some updates of a run were made without protection."""
+    return f"epsilon = inf (unit: {UNIT}; {updates} update{'s' * (updates > 1)} of this run had no protection)"
+
+
 def update_release(noise: float, steps: int = 1) -> Release:
     """Return what a round releases: one Gaussian sum that the peer's whole update enters, as its only example."""
     return Release("full", 1.0, 1, 1, noise_multiplier=noise, steps=steps)
@@ -72,10 +77,14 @@ class PeerLedger:
         folder: where the file lies.
         delta: δ at which ε is said.
         budget: the ε that no run may exceed, or ∞.
+
+    Attributes:
+        lines: how many payments the file held after the last one.
     """
 
     def __init__(self, folder: Path, delta: float, budget: float = math.inf) -> None:
         self.folder, self.delta, self.budget = folder, delta, budget
+        self.lines = 0
 
     def spent(self) -> PeerSpent:
         """Return what the file says.
@@ -91,7 +100,7 @@ class PeerLedger:
         """Return what the ledger's file says, where it is open."""
         return PeerSpent(_releases(file.payments), self.delta)
 
-    def pay(self, run: str, epoch: int, round_index: int, peer: int, noise: float) -> PeerSpent | None:
+    def pay(self, run: str, epoch: int, round_index: int, peer: int, noise: float, known: int = 0) -> PeerSpent | None:
         """Pay for one round's update, on disk, before it is made.
 
         Args:
@@ -99,14 +108,20 @@ class PeerLedger:
             epoch: of the peer in that run.
             round_index: from 1.
             noise: the noise multiplier.
+            known: how many payments the peer's state knows of.
 
         Returns:
             What is spent then; None where the budget does not allow it, and nothing is paid.
 
         Raises:
-            BudgetError: the ledger is in use, cannot be trusted or not be written.
+            BudgetError: the ledger is in use, cannot be trusted, not be written, or is older than the state.
         """
         with LedgerFile(self.folder, SOURCE) as file:
+            if len(file.payments) < known:
+                raise BudgetError(
+                    f"{file.path} holds {len(file.payments)} payments, and peer {peer} has made {known}: it was "
+                    "deleted, or is an old copy; restore it"
+                )
             return self.pay_into(file, run, epoch, round_index, peer, noise)
 
     def pay_into(
@@ -120,6 +135,7 @@ class PeerLedger:
         steps = (round_index - 1, round_index)
         share = Share((peer,), (((steps,), release),))
         file.append(Payment(RunName(f"{run}-{epoch}", run, "system entropy"), *steps, (share,)))
+        self.lines = len(file.payments)
         return after
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
-from flower_privdec.errors import RunError
+from flower_privdec.arguments import check_kinds, check_paths
+from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError
+from flower_privdec.runtime.flower.nodes import reason
 from flower_privdec.runtime.flower.plainly import CLIENT_APP_RAISED, MENDABLE, said
-from flower_privdec.runtime.routed.app_calls import returned_arrays, working_in
+from flower_privdec.runtime.routed.app_calls import UnfitAnswerError, returned_arrays, working_in
 from flower_privdec.runtime.routed.desk import Desk, keep_metrics
+from flower_privdec.runtime.routed.layout import Layout, numpy_arrays
 from flower_privdec.runtime.routed.orders import (
     DELIVER,
     EVALUATE,
@@ -62,10 +65,12 @@ class PeerMod:
             not one of a simulation.
         share_metrics: whether the app's metrics (losses, accuracies, numbers of examples) of private data leave, which
             no ε covers. By default a protected peer keeps them in metrics.jsonl in its folder, and another sends them:
-            say False where the app's own training protects its examples.
+            say False where the app's own training protects its examples. Where they stay, so does what the app says
+            when it fails. Of what it answers beside metrics and the model's arrays nothing leaves.
 
     Raises:
-        ScenarioError: a value out of its range, or a clip norm without noise, or noise without a clip norm.
+        ScenarioError: a value of the wrong kind or out of its range, or a clip norm without noise, or noise without a
+            clip norm.
 
     Privacy: unit one peer with all its data; adjacency: its update of every round replaced by zero; one Gaussian
     release a round, charged on disk before the update is made, in a round that fails or is repeated too. It holds
@@ -90,10 +95,13 @@ class PeerMod:
         seal: bool | None = None,
         share_metrics: bool | None = None,
     ) -> None:
+        check_paths({"folder": folder})
+        check_kinds({"seal": seal, "share_metrics": share_metrics}, (bool,), "True, False or None")
         self.privacy = PeerPrivacy(clip_norm, noise_multiplier, epsilon, delta)
         self.folder = None if folder is None else Path(folder)
         self.seal = seal
         self.keeps_metrics = self.privacy.on if share_metrics is None else not share_metrics
+        self.withholds = self.privacy.on or self.keeps_metrics
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
         """Answer a message in the app's place, and let it answer what is its own."""
@@ -110,7 +118,7 @@ class PeerMod:
             theirs = self._work(desk, message, context, app)
             return Message(RecordDict({**theirs, **desk.answer()}), reply_to=message)
 
-    def _work(self, desk: Desk, message: Message, context: Context, app: App) -> dict[str, ConfigRecord | MetricRecord]:
+    def _work(self, desk: Desk, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
         """Do what is asked, and return what of the app's own answer goes along."""
         kind, content, theirs = desk.asked.kind, message.content, RecordDict()
         if kind == INTRODUCE:
@@ -128,7 +136,7 @@ class PeerMod:
             return theirs
 
         if kind == ROUND:
-            desk.take_part(lambda arrays: returned_arrays(call(arrays), desk.asked.arrays, state.peer))
+            desk.take_part(lambda arrays: self._trained(desk, call(arrays), state.layout))
         elif kind == EVALUATE and state.w > 0:
             call(state.layout.record(state.model(), state.kept))
         elif kind == DELIVER:
@@ -151,6 +159,7 @@ class PeerMod:
             return
         if INITIAL not in content.array_records:
             raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
+        layout = Layout.of(numpy_arrays(content.array_records[INITIAL]))
         told = {name: dict(config) for name, config in content.config_records.items() if name != SAYS}
 
         def train(arrays: ArrayRecord, server_round: int) -> ArrayRecord:
@@ -158,7 +167,7 @@ class PeerMod:
             message.content = RecordDict({**configs})
             answer = self._call(desk, arrays, message, context, app)
             keep_metrics(desk.place.folder, server_round, "train", answer.metric_records)
-            return returned_arrays(answer, asked.arrays, desk.place.peer)
+            return self._trained(desk, answer, layout)
 
         desk.state = run_mesh(asked, desk.place, self.privacy, content.array_records[INITIAL], MeshApp(train))
 
@@ -166,7 +175,7 @@ class PeerMod:
         """Let the app's own function answer, with the peer's model where it looks for the global one.
 
         Raises:
-            RunError: it answers with an error, or raises one while the peer is protected, whose words may tell of data.
+            RunError: it answers with an error or with nothing, or raises one whose words are withheld.
         """
         own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, INBOX)}
         copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
@@ -174,20 +183,41 @@ class PeerMod:
         try:
             with working_in(desk.place.folder):
                 reply = app(message, context)
-        except Exception as error:
-            if not self.privacy.on:
+        except BudgetError:
+            log.exception("peer %s: the app's own budget", desk.place.peer)
+            raise
+        except RAISED_BY_USERS as error:
+            if not self.withholds:
                 raise
             log.exception("peer %s: the app's function failed", desk.place.peer)
-            raise RunError(
-                f"the app of peer {desk.place.peer} raised {type(error).__name__}; see its own log"
-            ) from None
+            raise self._failed(desk, f"raised {type(error).__name__}", "") from None
+        if not isinstance(reply, Message):
+            raise self._failed(desk, f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
         if reply.has_error():
-            raise RunError(f"the app of peer {desk.place.peer} answered with an error: {reply.error.reason}")
+            raise self._failed(desk, "answered with an error", reason(reply.error.reason))
         return reply.content
 
-    def _leaving(self, desk: Desk, theirs: RecordDict) -> dict[str, ConfigRecord | MetricRecord]:
-        """Return what of the app's answer leaves: of a protected peer nothing, for it was made of private data."""
+    def _trained(self, desk: Desk, content: RecordDict, layout: Layout) -> ArrayRecord:
+        """Return the arrays of the train function's answer.
+
+        Raises:
+            RunError: there are none, or several and none under the key, or others than were given.
+        """
+        try:
+            return returned_arrays(content, desk.asked.arrays, layout)
+        except UnfitAnswerError as error:
+            raise self._failed(desk, error.what, error.details) from None
+
+    def _failed(self, desk: Desk, what: str, details: str) -> RunError:
+        """Return an error that says what an app did; details may tell of its data, and stay where all such does."""
+        if details and self.withholds:
+            log.warning("peer %s: its app %s: %s", desk.place.peer, what, details)
+        words = "see its own log" if self.withholds else details
+        return RunError(f"the app of peer {desk.place.peer} {what}; {words}")
+
+    def _leaving(self, desk: Desk, theirs: RecordDict) -> dict[str, MetricRecord]:
+        """Return what of the app's answer leaves: its metrics, unless they are of private data."""
         if self.keeps_metrics:
             keep_metrics(desk.place.folder, desk.asked.round_index, desk.asked.kind, theirs.metric_records)
             return {}
-        return {name: record for name, record in theirs.items() if not isinstance(record, ArrayRecord)}
+        return dict(theirs.metric_records)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_privdec.errors import RunError
@@ -24,8 +24,6 @@ from flower_privdec.runtime.routed.peer_ledger import UNPROTECTED
 from flower_privdec.topology.graphs import CompleteTopology, Topology
 
 log = logging.getLogger("flwr.privdec")
-
-Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 
 LEAST_TTL = 60.0  # seconds; later Flower drops a message, and its answer
 
@@ -147,9 +145,14 @@ class PeerNetwork:
             failed = self.blind if reply.metadata.message_type == "evaluate" else self.deaf
             failed[peer] = reason(reply.error.reason)
             return
-        told = Told.of(reply.content, f"peer {peer}: {NO_MOD}")
-        if told.peer != peer:
-            raise RunError(f"peer {peer} says that it is peer {told.peer}: give each SuperNode its own partition-id")
+        try:
+            told = Told.of(reply.content, NO_MOD)
+        except RunError as error:
+            self.deaf[peer] = str(error)
+            return
+        if (told.peer, told.n_peers) != (peer, self.census.n_peers):
+            self.deaf[peer] = f"it says now that it is peer {told.peer} of {told.n_peers}: give it its own partition-id"
+            return
         self.deaf.pop(peer, None)
         self.told[peer] = told
         self.mailroom.hear(told, reply.content.array_records.get(OUTBOX))
@@ -173,10 +176,35 @@ class PeerNetwork:
             raise RunError(f"no peer could go on: {said_by(failed)}")
 
 
-def masses_in(replies: Mapping[int, Message]) -> dict[int, np.ndarray]:
-    """Return what each peer handed in for the mean, (x, w) as one vector: open, or masked."""
-    records = {peer: reply.content.array_records.get(MASS) for peer, reply in replies.items()}
-    return {peer: record["mass"].numpy() for peer, record in records.items() if record is not None and "mass" in record}
+def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[int, np.ndarray]:
+    """Return what each peer handed in for the mean, (x, w) as one vector: open, or masked.
+
+    Args:
+        replies: of each peer.
+        size: of x.
+        sealed: whether they are masked. What is not of that shape and type, or not finite, is left out, and named.
+    """
+    wanted = ("uint64", (2, size + 1)) if sealed else ("float64", (size + 1,))
+    found: dict[int, np.ndarray] = {}
+    for peer, reply in replies.items():
+        record = reply.content.array_records.get(MASS)
+        if record is None or "mass" not in record:
+            continue
+        value = _read(record["mass"], *wanted)
+        if value is None:
+            log.warning("what peer %s handed in for the mean is none of %s %s, and left out", peer, *wanted)
+        else:
+            found[peer] = value
+    return found
+
+
+def _read(array: Array, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Return the numbers of an array that anybody may have sent; None where they are not of a shape, or not finite."""
+    try:
+        value = array.numpy()
+    except (TypeError, ValueError, EOFError):
+        return None
+    return value if (str(value.dtype), value.shape) == (dtype, shape) and np.isfinite(value).all() else None
 
 
 def total_mass(masses: Mapping[int, np.ndarray], wanted: set[int], sealed: bool) -> np.ndarray | None:
@@ -192,14 +220,6 @@ def total_mass(masses: Mapping[int, np.ndarray], wanted: set[int], sealed: bool)
         return None
     total = unmasked_sum(masses.values()) if sealed else np.sum(list(masses.values()), axis=0)
     return np.asarray(total) if total[-1] > 0 else None
-
-
-def metrics_in(replies: Iterable[Message], aggregate: Aggregate, key: str) -> MetricRecord | None:
-    """Return the mean of what peers say, weighed by a key where all have it; None where nobody says anything."""
-    said = [next(iter(reply.content.metric_records.values())) for reply in replies if reply.content.metric_records]
-    weighed = all(key in metrics for metrics in said)
-    alike = [metrics if weighed else MetricRecord({**metrics, key: 1}) for metrics in said]
-    return aggregate([RecordDict({"metrics": metrics}) for metrics in alike], key) if alike else None
 
 
 def say_privacy(told: Mapping[int, Told]) -> None:

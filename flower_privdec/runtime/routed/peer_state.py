@@ -64,6 +64,8 @@ class PeerState:
         received: the last number taken, by sender and by the sender's epoch.
         stranded: how many shares went to states that were lost.
         handed: the serial of the last mean that it had a part in, outside a round.
+        paid: how many payments the peer's ledger held when it last paid; one with fewer is not the same.
+        bare: how many updates of its own are in it without protection.
     """
 
     run: str
@@ -78,6 +80,8 @@ class PeerState:
     received: dict[int, dict[int, int]] = field(default_factory=dict)
     stranded: int = 0
     handed: int = 0
+    paid: int = 0
+    bare: int = 0
 
     @classmethod
     def begun(cls, run: str, peer: int, arrays: Mapping[str, np.ndarray], founding: bool) -> PeerState:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from flower_privdec.arguments import check_numbers
 from flower_privdec.errors import ScenarioError
 from flower_privdec.runtime.routed.peer_ledger import check_budget, solved_noise
 from flower_privdec.runtime.routed.peer_place import PeerPlace
@@ -27,13 +28,14 @@ class PeerPrivacy:
     delta: float
 
     def __post_init__(self) -> None:
+        check_numbers(asdict(self))
         for name, value in (("clip_norm", self.clip_norm), ("epsilon", self.epsilon)):
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ScenarioError(f"{name}={value} must be finite and > 0; leave it out for none")
         noise = self.noise_multiplier
         if noise is not None and not (noise > 0 and math.isfinite(noise)):
             raise ScenarioError(f"noise_multiplier={noise} must be finite and > 0; leave it out to have no noise")
-        if not 0 < self.delta < 1:
+        if self.delta is None or not 0 < self.delta < 1:
             raise ScenarioError(f"delta={self.delta} must be in (0, 1); well below one over the number of peers")
         if (self.clip_norm is None) != (noise is None and self.epsilon is None):
             raise ScenarioError(

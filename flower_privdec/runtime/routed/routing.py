@@ -16,30 +16,25 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.mixing import Mixing
 from flower_privdec.participation import build_participation
 from flower_privdec.rows import keyed_generator
 from flower_privdec.runtime.flower.plainly import failing_plainly
 from flower_privdec.runtime.routed.census import said_by
+from flower_privdec.runtime.routed.given_options import check_start, check_strategy
 from flower_privdec.runtime.routed.layout import Layout, numpy_arrays
 from flower_privdec.runtime.routed.orders import DELIVER, EVALUATE, ROUND, Told
-from flower_privdec.runtime.routed.peer_network import (
-    Aggregate,
-    PeerNetwork,
-    masses_in,
-    matrix_of,
-    metrics_in,
-    say_privacy,
-    total_mass,
-)
+from flower_privdec.runtime.routed.peer_network import PeerNetwork, masses_in, matrix_of, say_privacy, total_mass
 from flower_privdec.runtime.routed.peer_place import FOLDER, safe_name
+from flower_privdec.runtime.routed.reported import comparable
 from flower_privdec.topology.graphs import Topology
 from flower_privdec.topology.named import build_topology
 
 log = logging.getLogger("flwr.privdec")
 log.setLevel(logging.INFO)
 
+Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -73,7 +68,7 @@ class Routed(Strategy):
         network: the peers of the run.
 
     Raises:
-        ScenarioError: an option out of its range, or a graph without such weights.
+        ScenarioError: an option of the wrong kind or out of its range, or a graph without such weights.
     """
 
     weights: ClassVar[str]
@@ -95,6 +90,7 @@ class Routed(Strategy):
         train_metrics_aggr_fn: Aggregate | None = None,
         evaluate_metrics_aggr_fn: Aggregate | None = None,
     ) -> None:
+        check_strategy({name: value for name, value in locals().items() if name != "self"})
         self.topology, self.topology_options = topology, dict(topology_options or {})
         self.participation, self.fraction_evaluate, self.seed = participation, fraction_evaluate, seed
         self.name, self.folder, self.patience = name, folder, patience
@@ -103,14 +99,7 @@ class Routed(Strategy):
         self.train_metrics_aggr_fn = train_metrics_aggr_fn or aggregate_metricrecords
         self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or aggregate_metricrecords
         self.peer_arrays: dict[int, ArrayRecord] = {}
-        self._check_options()
         self._check_graph()
-
-    def _check_options(self) -> None:
-        if not 0 < self.participation <= 1:
-            raise ScenarioError(f"participation={self.participation} must be in (0, 1], the share of peers in a round")
-        if not 0 <= self.fraction_evaluate <= 1:
-            raise ScenarioError(f"fraction_evaluate={self.fraction_evaluate} must be in [0, 1]")
 
     def _is_named(self) -> bool:
         """Return whether the graph is given by a name that any number of peers has."""
@@ -150,6 +139,8 @@ class Routed(Strategy):
             RunError: nodes are no peers, or claim the same partition, or none of them answers; or all fail.
             ScenarioError: the graph cannot be, or not with so many peers.
         """
+        given = {"train_config": train_config, "evaluate_config": evaluate_config}
+        check_start(grid, initial_arrays, num_rounds, timeout, given, evaluate_fn)
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self._wants_mean = evaluate_fn is not None
         with failing_plainly():
@@ -270,6 +261,8 @@ class Routed(Strategy):
         present = np.zeros(self.network.census.n_peers, dtype=bool)
         present[self._counted] = True
         links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(len(present))}
+        if present.sum() < 2:
+            return links
         for sender, receiver, weight in matrix_of(self._graph, self.weights, round_index, present).terms():
             if sender != receiver:
                 links[sender].append((receiver, weight))
@@ -293,7 +286,7 @@ class Routed(Strategy):
             f" ({troubles})" if troubles else "",
         )
         mean = self._mean(answers, self._counted) if self._wants_mean else None
-        return mean, metrics_in(answers.values(), self.train_metrics_aggr_fn, self.weighted_by_key)
+        return mean, self._metrics(answers.values(), self.train_metrics_aggr_fn)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -311,12 +304,18 @@ class Routed(Strategy):
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Return the metrics of the peers that say them."""
-        return metrics_in(replies, self.evaluate_metrics_aggr_fn, self.weighted_by_key)
+        return self._metrics(replies, self.evaluate_metrics_aggr_fn)
+
+    def _metrics(self, replies: Iterable[Message], aggregate: Aggregate) -> MetricRecord | None:
+        alike = comparable(replies, self.weighted_by_key)
+        return aggregate(alike, self.weighted_by_key) if alike else None
 
     def _evaluate_mean(
         self, server_round: int, mean: ArrayRecord | None, evaluate_fn: EvaluateMean | None, result: Result
     ) -> None:
         metrics = None if mean is None or evaluate_fn is None else evaluate_fn(server_round, mean)
+        if metrics is not None and not isinstance(metrics, MetricRecord):
+            raise RunError(f"evaluate_fn returned a {type(metrics).__name__}: it must be a MetricRecord, or None")
         if metrics is not None:
             said = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if not isinstance(value, list))
             log.info("[ROUND %s/%s] the peers' mean: %s", server_round, self._rounds, said)
@@ -336,13 +335,13 @@ class Routed(Strategy):
         messages = [network.message(peer, "train", DELIVER, RecordDict(), **common) for peer in network.members()]
         answers = network.ask(messages)
         if not self._sealed:
-            masses = sorted(masses_in(answers).items())
+            masses = sorted(masses_in(answers, self._layout.size, self._sealed).items())
             self.peer_arrays = {peer: self._record(mass) for peer, mass in masses if mass[-1] > 0}
         say_privacy(self.told)
         return self._mean(answers, peers)
 
     def _mean(self, answers: Mapping[int, Message], peers: Iterable[int]) -> ArrayRecord | None:
-        total = total_mass(masses_in(answers), set(peers), self._sealed)
+        total = total_mass(masses_in(answers, self._layout.size, self._sealed), set(peers), self._sealed)
         return None if total is None else self._record(total)
 
     def _record(self, mass: np.ndarray) -> ArrayRecord:

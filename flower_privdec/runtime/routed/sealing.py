@@ -23,7 +23,8 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from flower_privdec.errors import RunError
+from flower_privdec.arguments import check_paths
+from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.files import write_atomically
 from flower_privdec.runtime.network.share_protocol import RefusedError
 
@@ -93,8 +94,15 @@ def public_key(folder: Path | str) -> str:
     """Return the public key of the peer whose folder this is, in hexadecimal; made if it has none.
 
     It is what other peers pin: a JSON file of peer ids and keys, named by `known-peers` in their node-config.
+
+    Raises:
+        ScenarioError: the folder cannot be made.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    check_paths({"folder": folder})
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ScenarioError(f"folder={str(folder)!r} cannot be made ({error.strerror}); give another") from error
     return Identity(Path(folder)).public.hex()
 
 

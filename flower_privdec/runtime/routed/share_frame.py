@@ -99,7 +99,7 @@ def unpack_body(body: bytes) -> Opened:
         (w,) = _WEIGHT.unpack_from(body, stop)
         dtype = layout.dtype.newbyteorder("<")
         x = np.frombuffer(body, dtype, offset=stop + _WEIGHT.size).astype(layout.dtype)
-    except (struct.error, ValueError, TypeError, RecursionError) as error:
+    except (struct.error, ValueError, TypeError, OverflowError, SyntaxError, RecursionError) as error:
         raise RefusedError(f"what it holds cannot be read ({error})") from error
     if x.size != layout.size:
         raise RefusedError(f"it holds {x.size} numbers, and its arrays have {layout.size}")

@@ -73,6 +73,11 @@ class AppLedger:
         self.spent: PeerSpent = self._ledger.spent_in(self._file)
 
     @property
+    def lines(self) -> int:
+        """Return how many payments the file holds."""
+        return len(self._file.payments)
+
+    @property
     def head(self) -> tuple[int, str]:
         """Return what a checkpoint names."""
         return self._file.head
@@ -120,6 +125,7 @@ class AppCohort:
 
     Attributes:
         noise: returns its noise multiplier, where it is protected.
+        exhausted: whether a budget, the peer's or the app's own, has ended its training for as long as it runs.
     """
 
     peers: np.ndarray
@@ -131,10 +137,11 @@ class AppCohort:
     noise: Callable[[], float]
     protection: None = None
     steps_per_round: int = 1
+    exhausted: bool = False
 
     def active(self, round_index: int) -> np.ndarray:
         """Return whether the peer takes its step in a round, bool [1]: participating, and within its budget."""
-        active = np.asarray(self.participation.active(round_index)[self.peers])
+        active = np.asarray(self.participation.active(round_index)[self.peers]) & (not self.exhausted)
         return active & (self.ledger is None or self.ledger.allows(self.noise()))
 
 

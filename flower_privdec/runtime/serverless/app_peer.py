@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,12 +24,12 @@ from flower_privdec.runtime.checkpoint import Checkpoint
 from flower_privdec.runtime.network.asynchronous_peer import AsynchronousPeer
 from flower_privdec.runtime.network.peer import OnRound, PeerDevice, RunningPeer, rows_path
 from flower_privdec.runtime.network.synchronous_peer import SynchronousPeer
-from flower_privdec.runtime.routed.desk import keep_metrics
+from flower_privdec.runtime.routed.desk import keep_metrics, protected
 from flower_privdec.runtime.routed.layout import numpy_arrays
-from flower_privdec.runtime.routed.peer_ledger import UNPROTECTED, solved_noise
+from flower_privdec.runtime.routed.peer_ledger import UNPROTECTED, bare_words, solved_noise
 from flower_privdec.runtime.routed.peer_state import PeerState
-from flower_privdec.runtime.routed.stepping import LEAST_WEIGHT, take_step
-from flower_privdec.runtime.serverless.app_parts import KEPT, AppExperiment, AppLedger
+from flower_privdec.runtime.routed.stepping import APP_SPENT, LEAST_WEIGHT, take_step
+from flower_privdec.runtime.serverless.app_parts import KEPT, AppCohort, AppExperiment, AppLedger
 from flower_privdec.runtime.serverless.driven_app import TrainedApp
 from flower_privdec.runtime.serverless.initial_arrays import InitialArrays, save_initial
 from flower_privdec.runtime.spent import json_number
@@ -80,7 +80,6 @@ class AppPeer(RunningPeer):
         self._initial, self._app, self._arrays = initial, app, initial.layout
         self._private = own or scenario.private
         self.idle = ""  # why it trains no more, or not now
-        self._exhausted = False
         super().__init__(scenario.as_scenario, device, resume)
 
     # --- what it is built of ---
@@ -101,10 +100,14 @@ class AppPeer(RunningPeer):
             save_initial(self.device.folder / INITIAL, self._initial)
 
     def _first_rows(self) -> dict[str, Tensor]:
-        """Return the rows before round 0: x [1, d], w [1], and the bytes of each array that is not mixed."""
+        """Return the rows before round 0: x [1, d], w [1], bare [1], and the bytes of each array that is not mixed.
+
+        `bare` counts the updates without protection, whatever protects the peer when it goes on.
+        """
         layout, arrays = self._arrays, self._initial.arrays
         x = torch.from_numpy(layout.vector(arrays).astype(layout.dtype))[None]
-        return {"x": x, "w": torch.ones(1, dtype=x.dtype), **_kept_rows(layout.kept(arrays))}
+        own = {"bare": torch.zeros(1, dtype=torch.int64), **_kept_rows(layout.kept(arrays))}
+        return {"x": x, "w": torch.ones(1, dtype=x.dtype), **own}
 
     @property
     def _ledger(self) -> AppLedger | None:
@@ -133,7 +136,7 @@ class AppPeer(RunningPeer):
     def _train(self, cohort: Cohort, state: State) -> None:
         """Take a round's step, where this peer is active, has some mass, and can pay for it."""
         k, held = state.round_index, float(state.rows["w"][0])
-        if self._exhausted or not cohort.participation.active(k)[self.device.peer]:
+        if cast(AppCohort, cohort).exhausted or not cohort.participation.active(k)[self.device.peer]:
             return
         if held < LEAST_WEIGHT:
             self.idle = f"it holds {held:.2g} of the mass, and waits for a share before it trains"
@@ -144,9 +147,12 @@ class AppPeer(RunningPeer):
             if not self._pays(k + 1, noise):
                 return
         mass = self._mass(state)
-        clip = None if private is None else private.clip_norm
-        take_step(mass, lambda arrays: self._app.train(arrays, k + 1), clip, noise, k + 1)
+        protect = None if private is None else partial(protected, private.clip_norm, noise)
+        if not take_step(mass, lambda arrays: self._app.train(arrays, k + 1), protect, k + 1):
+            self._exhaust(k + 1, APP_SPENT)
+            return
         state.rows["x"][0].copy_(torch.from_numpy(mass.x))
+        state.rows["bare"].fill_(mass.bare)
         state.rows.update(_kept_rows(mass.kept))
 
     def _pays(self, server_round: int, noise: float) -> bool:
@@ -154,15 +160,22 @@ class AppPeer(RunningPeer):
         assert ledger is not None
         if ledger.pay(server_round, noise):
             return True
-        self._exhausted = True
-        self.idle = f"its next update would exceed epsilon = {ledger.budget:g}; it trains no more, and goes on relaying"
-        log.warning("peer %s, round %s: %s", self.device.peer, server_round, self.idle)
+        why = f"its next update would exceed epsilon = {ledger.budget:g}; it trains no more, and goes on relaying"
+        self._exhaust(server_round, why)
         return False
+
+    def _exhaust(self, server_round: int, why: str) -> None:
+        cast(AppCohort, self.cohort).exhausted, self.idle = True, why
+        log.warning("peer %s, round %s: %s", self.device.peer, server_round, why)
 
     def _mass(self, state: State) -> PeerState:
         """Return the mass and what is not mixed, as arrays that may be changed."""
         x, w = state.rows["x"][0].numpy().copy(), float(state.rows["w"][0])
-        return PeerState(self.experiment.scenario.name, self.device.peer, self._arrays, x, w, self._kept_arrays(state))
+        kept, bare = self._kept_arrays(state), self._bare(state)
+        return PeerState(self.experiment.scenario.name, self.device.peer, self._arrays, x, w, kept, bare=bare)
+
+    def _bare(self, state: State) -> int:
+        return int(state.rows["bare"][0])
 
     def _kept_arrays(self, state: State) -> dict[str, np.ndarray]:
         whole = [part for part in self._arrays.parts if np.dtype(part[1]).kind != "f"]
@@ -181,7 +194,7 @@ class AppPeer(RunningPeer):
     def result(self) -> PeerState:
         """Return the mass as it is now, and the arrays that are not mixed."""
         mass = self._mass(self.state)
-        mass.round_index = self.state.round_index
+        mass.round_index, mass.paid = self.state.round_index, 0 if self._ledger is None else self._ledger.lines
         return mass
 
     def _look(self) -> None:
@@ -218,10 +231,13 @@ class AppPeer(RunningPeer):
         return {**super().status(), "budget": budget, "privacy": self._privacy(), "idle": self.idle}
 
     def _privacy(self) -> str:
-        return UNPROTECTED if self._ledger is None else str(self._ledger.spent)
+        if self._ledger is None:
+            return UNPROTECTED
+        bare = self._bare(self.state)
+        return bare_words(bare) if bare else str(self._ledger.spent)
 
     def _epsilon(self) -> float:
-        return math.inf if self._ledger is None else self._ledger.spent.epsilon
+        return math.inf if self._ledger is None or self._bare(self.state) else self._ledger.spent.epsilon
 
 
 def _kept_rows(kept: dict[str, np.ndarray]) -> dict[str, Tensor]:

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.runtime.flower.local_grid import LocalGrid, message_to
-from flower_privdec.runtime.routed.app_calls import returned_arrays, working_in
+from flower_privdec.runtime.flower.nodes import reason
+from flower_privdec.runtime.routed.app_calls import UnfitAnswerError, returned_arrays, working_in
+from flower_privdec.runtime.routed.layout import Layout, numpy_arrays
 from flower_privdec.runtime.serverless.initial_arrays import InitialArrays
 from flower_privdec.words import one_line
 
@@ -32,6 +34,7 @@ class TrainedApp(Protocol):
 
         Raises:
             RunError: it cannot.
+            BudgetError: the app's own ledger allows no more training.
         """
 
     def evaluate(self, arrays: ArrayRecord, server_round: int) -> Mapping[str, MetricRecord]:
@@ -95,15 +98,21 @@ class DrivenApp:
         """See TrainedApp."""
         try:
             reply = self._call("train", arrays, server_round)
-        except Exception as error:
+        except BudgetError:
+            log.exception("peer %s: the app's own budget", self._peer)
+            raise
+        except RAISED_BY_USERS as error:
             log.exception("peer %s: the app's train function failed", self._peer)
             raise RunError(
                 f"the app of peer {self._peer} raised {type(error).__name__} in round {server_round}, see above; mend "
                 "it, and run the same command with --resume"
             ) from error
         if reply.has_error():
-            raise RunError(f"the app of peer {self._peer} answered with an error: {reply.error.reason}")
-        return returned_arrays(reply.content, self._key, self._peer)
+            raise RunError(f"the app of peer {self._peer} answered with an error; {reason(reply.error.reason)}")
+        try:
+            return returned_arrays(reply.content, self._key, Layout.of(numpy_arrays(arrays)))
+        except UnfitAnswerError as error:
+            raise RunError(f"the app of peer {self._peer} {error.what}; {error.details}") from None
 
     def evaluate(self, arrays: ArrayRecord, server_round: int) -> Mapping[str, MetricRecord]:
         """See TrainedApp: what cannot be evaluated is said once, and stops no training."""
@@ -111,8 +120,8 @@ class DrivenApp:
             reply = self._call("evaluate", arrays, server_round)
             if not reply.has_error():
                 return reply.content.metric_records
-            why = str(reply.error.reason)
-        except Exception as error:
+            why = reason(reply.error.reason)
+        except RAISED_BY_USERS as error:
             why = one_line(error)
         if not self._deaf:
             log.warning("peer %s: the app does not evaluate (%s)", self._peer, why)
@@ -122,4 +131,7 @@ class DrivenApp:
     def _call(self, kind: str, arrays: ArrayRecord, server_round: int) -> Message:
         message = message_to(self._node, kind, self._content(kind, arrays, server_round))
         with working_in(self._folder):
-            return self._client(message, self._context)
+            reply = self._client(message, self._context)
+        if not isinstance(reply, Message):
+            raise RunError(f"it returned a {type(reply).__name__}, and must return Message(..., reply_to=msg)")
+        return reply
