@@ -38,7 +38,7 @@ def authority() -> Authority:
 
 @contextmanager
 def served(
-    credentials: Credentials, cap: int = 1 << 22, clock: Callable[[], datetime] = lambda: NOW
+    credentials: Credentials, cap: int = 1 << 22, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
 ) -> Iterator[Server]:
     """Serve an echo that says who called."""
     server = Server("127.0.0.1:0", credentials, MEMBERS, lambda who, said: b"%d:" % who + said, cap, 4, clock)
@@ -123,7 +123,7 @@ def test_a_member_of_another_scenario_is_refused_by_name(authority: Authority, i
 
 
 def test_a_certificate_that_expires_while_connected_ends_the_talk(authority: Authority) -> None:
-    times = [NOW, NOW + timedelta(days=3 * 365)]
+    times = [datetime.now(UTC), NOW + timedelta(days=3 * 365)]
     with (
         served(authority.issue("peer-0.tiny"), clock=lambda: times.pop(0)) as server,
         linked(server, authority.issue("peer-1.tiny")) as link,

@@ -156,8 +156,7 @@ def test_nothing_leaves_before_it_is_paid_for_whoever_dies(
     assert sum(map(len, observer.steps.values())) > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("moment", [1, 2])
+@pytest.mark.parametrize(("mode", "moment"), [("synchronous", 1), ("synchronous", 2), ("asynchronous", 2)])
 @pytest.mark.parametrize("point", POINTS, ids=" ".join)
 def test_no_moment_to_die_leaves_a_step_unpaid(
     point: tuple[str, str], moment: int, mode: str, tiny: Tiny, tmp_path: Path, observer: Observer
