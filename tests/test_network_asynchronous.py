@@ -20,11 +20,12 @@ from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import BudgetError, StoppedError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger_format import read_chain
+from flower_privdec.runtime.network.asynchronous_mail import GIVEN_UP
 from flower_privdec.runtime.network.channel import Link, UnreachableError
 from flower_privdec.runtime.network.durable_mass import mass_on_disk
 from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
-from flower_privdec.runtime.network.share_protocol import FIRST
+from flower_privdec.runtime.network.share_protocol import FIRST, RefusedError
 from flower_privdec.scenario import Scenario
 
 QUICK = "network={retry: 0.1, start: 20.0, deadline: 2.0}"
@@ -288,6 +289,39 @@ def stop_all(peers: list[RunningPeer], futures: list[Future[Any]]) -> None:
     for future in futures:
         with pytest.raises(StoppedError):
             future.result(60)
+
+
+# --- sent nothing, or not reached for a moment ---
+
+
+@pytest.mark.parametrize(("held", "sends"), [(1.0, True), (0.5, True), (0.39, False), (0.0, False)])
+def test_a_peer_that_is_sent_nothing_soon_sends_nothing(
+    held: float, sends: bool, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = running_peer(tiny(STILL, QUICK), devices(tiny(STILL, QUICK), tmp_path)[0])
+    peer.state.rows["w"].fill_(held)  # of the 1 that it had when something was added last
+    asked: list[dict[int, float]] = []
+    monkeypatch.setattr(peer.machine, "split", lambda round_index, weights: asked.append(weights))  # type: ignore[attr-defined]
+    peer._split(0, {1: 0.5})  # type: ignore[attr-defined]
+    peer.close()
+    assert asked == [{1: 0.5} if sends else {}]
+
+
+def test_a_call_that_is_lost_loses_no_neighbour_and_several_do(tiny: Tiny, tmp_path: Path) -> None:
+    peer = running_peer(tiny(STILL, QUICK), devices(tiny(STILL, QUICK), tmp_path)[0])
+    machine, mail = peer.machine, peer.mail  # type: ignore[attr-defined]
+    neighbor = peer.timetable.neighbours(0)[0]
+    machine._open.add(neighbor)
+    for _ in range(GIVEN_UP - 1):
+        mail.failed(neighbor, UnreachableError("cut"), 0.0)
+        assert machine.is_open(neighbor)
+    mail.failed(neighbor, UnreachableError("cut"), 0.0)
+    assert not machine.is_open(neighbor)
+    mail.answered(neighbor, [], [])
+    machine._open.add(neighbor)
+    mail.failed(neighbor, RefusedError("greet first"), 0.0)
+    assert not machine.is_open(neighbor)
+    peer.close()
 
 
 # --- cut off ---

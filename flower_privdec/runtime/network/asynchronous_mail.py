@@ -109,11 +109,6 @@ class AsynchronousMail:
         self._frame_cap, self._most = max(*sizes, SMALL), MANY + len(sizes)
         self.cap = sum(sizes) + MANY * SMALL
 
-    @property
-    def out(self) -> Mapping[int, Outgoing]:
-        """Return what is on its way to each neighbour."""
-        return self._out
-
     # --- what the peer asks of it ---
 
     def committed(self, wanted: Collection[int]) -> None:
