@@ -178,18 +178,36 @@ def check_memory(experiment: Experiment) -> None:
 
 def outputs_per_example(module: nn.Module, x: Features) -> int:
     """Count the numbers that all leaf modules together put out for one example, like those of x [N, ...]."""
-    counts: list[int] = []
+    return sum(count for _, count in _outputs(module, x))
+
+
+def multiplications_per_example(module: nn.Module, x: Features) -> int:
+    """Estimate how often numbers are multiplied to try a model on one example, like those of x [N, ...].
+
+    Each output of a linear layer or a convolution takes as many as it has weights, and those of others one.
+    """
+    return sum(count * _weights_per_output(leaf) for leaf, count in _outputs(module, x))
+
+
+def _weights_per_output(leaf: nn.Module) -> int:
+    kernels = [part for part in leaf.parameters(recurse=False) if part.ndim > 1]
+    return max(1, sum(part.numel() // len(part) for part in kernels))
+
+
+def _outputs(module: nn.Module, x: Features) -> list[tuple[nn.Module, int]]:
+    """Return how many numbers each leaf module puts out for one example."""
+    counts: list[tuple[nn.Module, int]] = []
     leaves = [leaf for leaf in module.modules() if not list(leaf.children())]
-    handles = [leaf.register_forward_hook(lambda _m, _i, out: counts.append(_numbers(out))) for leaf in leaves]
+    handles = [leaf.register_forward_hook(lambda m, _i, out: counts.append((m, _numbers(out)))) for leaf in leaves]
     parameter = next(module.parameters())
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
             one = x[:1].dense() if isinstance(x, SparseRows) else x[:1]
             module(inputs_like(torch.zeros_like(one), parameter))
     finally:
         for handle in handles:
             handle.remove()
-    return sum(counts)
+    return counts
 
 
 def _numbers(out: Any) -> int:

@@ -14,6 +14,15 @@ class Engine:
         self.algorithm, self.cohort, self.state = algorithm, cohort, state
         self._spares: Spares = {}
 
+    trial = None  # models are tried by whoever asks
+
+    def collected(self) -> State:
+        """Return the state between two rounds."""
+        return self.state
+
+    def close(self) -> None:
+        """Let go of nothing: an engine in one piece holds nothing."""
+
     def round(self) -> None:
         """Run one whole round: every step, every exchange."""
         while (exchange := advance(self.algorithm, self.cohort, self.state)) is not None:

@@ -21,7 +21,7 @@ from flower_privdec.algorithms.dual_averaging import DPDDA
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
-from flower_privdec.experiment.evaluation import evaluate, finite, shows_private
+from flower_privdec.experiment.evaluation import Trial, evaluate, finite, shows_private
 from flower_privdec.experiment.minimum import Minimum, find_minimum
 from flower_privdec.experiment.objective import ConvexObjective
 from flower_privdec.experiment.own_parts import public_name
@@ -123,7 +123,7 @@ class Recorder:
         return state
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Let go of the folder; in a forked process, of what it inherited of it, by which nobody loses the lock."""
         self._lock.release()
 
     def save(self, state: State, head: Head | None) -> None:
@@ -135,16 +135,19 @@ class Recorder:
             save_checkpoint(self.out / CHECKPOINT, checkpoint)
         self._saved = time.monotonic()
 
-    def record(self, rows: dict[str, Tensor], round_index: int, epsilons: Sequence[float]) -> dict[str, Any]:
+    def record(
+        self, rows: dict[str, Tensor], round_index: int, epsilons: Sequence[float], trial: Trial | None = None
+    ) -> dict[str, Any]:
         """Evaluate the network after `round_index` rounds and append the line to metrics.jsonl.
 
         Args:
             rows: the state's, at least those that others may see.
             epsilons: what each peer has spent.
+            trial: tries the peers' models elsewhere.
         """
         metrics = {
             "round": round_index,
-            **evaluate(self.agreement, rows, round_index, self.own),
+            **evaluate(self.agreement, rows, round_index, self.own, trial),
             **self._suboptimality(rows),
             **self._told(rows, round_index),
             "epsilon": json_number(max(epsilons)),
