@@ -191,26 +191,20 @@ def test_nothing_lingers_when_the_run_is_ended(tmp_path, how):
     going_on.close()
 
 
-@pytest.fixture
-def cohort(build):
-    """Return an experiment and its cohort."""
+def test_a_small_model_stays_in_one_process(build, tmp_path):
     experiment = build()
-    return experiment, experiment.cohort()
-
-
-def test_a_small_model_stays_in_one_process(cohort, tmp_path):
-    experiment, whole_cohort = cohort
-    assert dealing.deal(experiment, whole_cohort) == dealing.Dealing((0, 4), 1)
+    assert dealing.deal(experiment) == dealing.Dealing((0, 4), 1)
     under_way = Run(experiment, tmp_path / "run")
     assert isinstance(under_way.engine, Engine)
     under_way.close()
 
 
-def test_auto_takes_the_cores_that_there_are_and_no_more_than_pay(cohort, monkeypatch):
+def test_auto_takes_the_cores_that_there_are_and_no_more_than_pay(build, monkeypatch):
+    experiment = build()
     with smallest_blocks():
         for cores, workers in ((1, 1), (2, 2), (3, 3), (64, 4)):
             monkeypatch.setattr(dealing, "available_cores", lambda cores=cores: cores)
-            assert dealing.deal(*cohort) == dealing.Dealing((0, 1, 2, 3, 4), workers)
+            assert dealing.deal(experiment) == dealing.Dealing((0, 1, 2, 3, 4), workers)
 
 
 def test_the_blocks_depend_on_the_scenario_alone(build, monkeypatch):
@@ -218,7 +212,7 @@ def test_the_blocks_depend_on_the_scenario_alone(build, monkeypatch):
     cuts = set()
     for cores in (1, 5):
         monkeypatch.setattr(dealing, "available_cores", lambda cores=cores: cores)
-        cuts |= {dealing.deal(experiment, experiment.cohort(), workers).cuts for workers in (None, 1, 2)}
+        cuts |= {dealing.deal(experiment, workers).cuts for workers in (None, 1, 2)}
     assert len(cuts) == 1
     assert len(cuts.pop()) > 2
 
@@ -248,11 +242,11 @@ def test_what_cannot_be_is_refused(tiny, setting, said):
 
 def test_more_workers_than_pay_or_than_cores_are_said(build, caplog, monkeypatch):
     experiment = build("compute.workers=3")
-    assert dealing.deal(experiment, experiment.cohort()).workers == 1
+    assert dealing.deal(experiment).workers == 1
     assert "a round of this run is worth 1" in caplog.text
     monkeypatch.setattr(dealing, "available_cores", lambda: 2)
     with smallest_blocks():
-        assert dealing.deal(experiment, experiment.cohort()).workers == 3
+        assert dealing.deal(experiment).workers == 3
     assert "compute.workers=3 take turns on 2 cores" in caplog.text
 
 
@@ -261,20 +255,20 @@ def test_where_nothing_can_be_forked_one_process_takes_all_blocks(build, monkeyp
     monkeypatch.setattr(dealing, "available_cores", lambda: 8)
     experiment = build()
     with smallest_blocks():
-        assert dealing.deal(experiment, experiment.cohort()) == dealing.Dealing((0, 1, 2, 3, 4), 1)
+        assert dealing.deal(experiment) == dealing.Dealing((0, 1, 2, 3, 4), 1)
         with pytest.raises(ScenarioError, match=r"compute.workers=2 needs Linux"):
-            dealing.deal(experiment, experiment.cohort(), 2)
+            dealing.deal(experiment, 2)
 
 
 def test_auto_is_one_beside_other_processes_of_ours_and_with_threads(build, monkeypatch):
     monkeypatch.setattr(dealing, "available_cores", lambda: 8)
     with smallest_blocks():
         threaded = build("compute.threads=2")
-        assert dealing.deal(threaded, threaded.cohort()).workers == 1
+        assert dealing.deal(threaded).workers == 1
         experiment = build()
-        assert dealing.deal(experiment, experiment.cohort()).workers == 4
+        assert dealing.deal(experiment).workers == 4
         monkeypatch.setattr(dealing.multiprocessing, "parent_process", lambda: object())
-        assert dealing.deal(experiment, experiment.cohort()).workers == 1
+        assert dealing.deal(experiment).workers == 1
 
 
 def test_the_number_of_workers_decides_no_number(tiny):

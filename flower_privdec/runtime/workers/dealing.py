@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
-from flower_privdec.algorithms import Algorithm, Exchange
-from flower_privdec.algorithms.cohort import Cohort
-from flower_privdec.algorithms.exchange import Gather, Mix, Reply
+from flower_privdec.algorithms import Exchange, Gather, Mix, Reply
 from flower_privdec.data.sparse_rows import Features
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
@@ -55,19 +53,19 @@ class Dealing:
         return list(range(worker * count // self.workers, (worker + 1) * count // self.workers))
 
 
-def deal(experiment: Experiment, cohort: Cohort, workers: int | None = None) -> Dealing:
-    """Deal out an experiment's cohort as the scenario says.
+def deal(experiment: Experiment, workers: int | None = None) -> Dealing:
+    """Deal out the peers of an experiment, which are all of its network's, as the scenario says.
 
     Args:
-        cohort: of all its peers.
         workers: how many processes, in place of the scenario's.
+
+    Raises:
+        ScenarioError: so many cannot be had on this system.
     """
-    wanted, blocks = experiment.scenario.compute.workers if workers is None else workers, 1
-    if cohort.device.type == "cpu":
-        multiplications = multiplications_for(experiment.module, experiment.public.x)
-        blocks = block_count(experiment.algorithm, cohort, multiplications)
+    wanted = experiment.scenario.compute.workers if workers is None else workers
+    blocks = _blocks(experiment)
     if wanted == "auto":
-        return Dealing(_cuts(cohort, blocks), min(blocks, affordable(experiment)))
+        return Dealing(_cuts(experiment, blocks), min(blocks, affordable(experiment)))
     if wanted > 1 and not can_fork():
         raise ScenarioError(f"compute.workers={wanted} needs Linux, where a process can be forked safely; use auto")
     if wanted > blocks:
@@ -77,7 +75,7 @@ def deal(experiment: Experiment, cohort: Cohort, workers: int | None = None) -> 
         )
     elif wanted > available_cores():
         _log.warning("compute.workers=%d take turns on %d cores; use auto", wanted, available_cores())
-    return Dealing(_cuts(cohort, blocks), min(blocks, wanted))
+    return Dealing(_cuts(experiment, blocks), min(blocks, wanted))
 
 
 def affordable(experiment: Experiment) -> int:
@@ -91,44 +89,58 @@ def can_fork() -> bool:
     return all(hasattr(os, name) for name in ("memfd_create", "eventfd", "pidfd_open"))
 
 
-def multiplications_for(module: nn.Module, x: Features) -> int:
+def _blocks(experiment: Experiment) -> int:
+    """Return into how many blocks an experiment falls: one on a GPU, and where exchanges are of a user's own kind."""
+    exchanges = [item for item in experiment.algorithm.program if isinstance(item, Exchange)]
+    known = all(type(item) in (Mix, Gather, Reply) for item in exchanges)
+    if experiment.device.type != "cpu" or not known:
+        return 1
+    return block_count(experiment.scenario.n_peers, _estimated(experiment))
+
+
+def block_count(n_peers: int, seconds: float) -> int:
+    """Return into how many blocks a round of some seconds falls: a power of two.
+
+    Examples:
+        >>> block_count(16, 0.001), block_count(16, 0.003), block_count(16, 0.05), block_count(5, 0.05)
+        (1, 2, 8, 4)
+    """
+    worth = max(1 + (seconds >= HALVES), int(seconds / LEAST))
+    return 1 << (min(worth, MOST_BLOCKS, n_peers).bit_length() - 1)
+
+
+def _estimated(experiment: Experiment) -> float:
+    algorithm, members, validation = experiment.algorithm, 1.0, experiment.public.validation
+    if algorithm.edge_slots and experiment.mixing is not None:
+        members += float(experiment.mixing.heard(1).mean())
+    return round_seconds(
+        experiment.scenario.n_peers * float(experiment.participation.chances.mean()),
+        len(experiment.initial),
+        float(np.mean(experiment.own.sampler.normalizer)),
+        multiplications(experiment.module, experiment.public.x),
+        algorithm.steps_per_round * members,
+        0.0 if validation is None else algorithm.trials(members) * len(validation.y),
+    )
+
+
+def multiplications(module: nn.Module, x: Features) -> int:
     """Return how often numbers are multiplied for one example: once a parameter, or more in a convolution."""
     return max(multiplications_per_example(module, x), sum(part.numel() for part in module.parameters()))
 
 
-def block_count(algorithm: Algorithm, cohort: Cohort, multiplications: int) -> int:
-    """Return how many blocks a cohort of all peers falls into: a power of two, and 1 where a round is short.
+def round_seconds(active: float, d: int, examples: float, products: float, steps: float = 1, tried: float = 0) -> float:
+    """Estimate what a round takes on one core: noise and mixing, gradients, and what is tried on public examples.
 
     Args:
-        multiplications: for one example.
+        active: peers.
+        d: parameters.
+        examples: of a step.
+        products: multiplications for one of them.
+        steps: gradients that a peer takes.
+        tried: outputs for one public example each that it computes.
     """
-    if not _known_exchanges(algorithm, cohort):
-        return 1
-    seconds = round_seconds(algorithm, cohort, multiplications)
-    worth = max(1 + (seconds >= HALVES), int(seconds / LEAST))
-    return 1 << (min(worth, MOST_BLOCKS, len(cohort.peers)).bit_length() - 1)
+    return active * (steps * (d * NUMBER + examples * products * PRODUCT) + tried * products * TRIAL)
 
 
-def _known_exchanges(algorithm: Algorithm, cohort: Cohort) -> bool:
-    """Return whether rows that cross are among those that a run begins with, and cross in one of the three ways."""
-    exchanges = [item for item in algorithm.program if isinstance(item, Exchange)]
-    known = all(type(item) in (Mix, Gather, Reply) for item in exchanges)
-    return known and (cohort.mixing is not None or not exchanges)
-
-
-def round_seconds(algorithm: Algorithm, cohort: Cohort, multiplications: int) -> float:
-    """Estimate what a round takes on one core: noise and mixing, gradients, and what is tried on public examples."""
-    d, sampler, validation = len(cohort.initial), cohort.data.sampler, cohort.validation
-    members = 1.0
-    if algorithm.edge_slots and cohort.mixing is not None:
-        members += float(cohort.mixing.heard(1).mean())
-    examples = float(np.mean(sampler.normalizer))
-    step = members * (d * NUMBER + examples * multiplications * PRODUCT)
-    tried = 0 if validation is None else algorithm.trials(members) * len(validation)
-    chance = float(cohort.participation.chances.mean())
-    each = algorithm.steps_per_round * step + tried * multiplications * TRIAL
-    return len(cohort.peers) * chance * each
-
-
-def _cuts(cohort: Cohort, blocks: int) -> tuple[int, ...]:
-    return tuple(number * len(cohort.peers) // blocks for number in range(blocks + 1))
+def _cuts(experiment: Experiment, blocks: int) -> tuple[int, ...]:
+    return tuple(number * experiment.scenario.n_peers // blocks for number in range(blocks + 1))

@@ -31,7 +31,7 @@ def start_engine(
     Raises:
         ScenarioError: so many cannot be had here.
     """
-    dealing = deal(experiment, cohort, workers)
+    dealing = deal(experiment, workers)
     crossing = {name for item in experiment.algorithm.program if isinstance(item, Mix | Gather) for name in item.names}
     if len(dealing.blocks) == 1 or not crossing <= state.rows.keys():
         return Engine(experiment.algorithm, cohort, state)
