@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -59,10 +60,10 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
 
 def _rounds(experiment: Experiment, engine: Engine | Crew) -> tuple[float, float]:
     """Return the seconds of the first round, which warms up and of SVRG is a snapshot, and of one of the others."""
-    whole = _timed(experiment, engine.round)
+    whole = _timed(experiment, partial(engine.rounds, 1))
     times = [whole]
     while len(times) < min(1 + TIMED_ROUNDS, experiment.scenario.rounds) and sum(times) < TIMED_SECONDS:
-        times.append(_timed(experiment, engine.round))
+        times.append(_timed(experiment, partial(engine.rounds, 1)))
     return whole, median(times[1:] or times)
 
 

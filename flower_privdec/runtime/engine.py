@@ -23,6 +23,11 @@ class Engine:
     def close(self) -> None:
         """Let go of nothing: an engine in one piece holds nothing."""
 
+    def rounds(self, count: int) -> None:
+        """Run some whole rounds."""
+        for _ in range(count):
+            self.round()
+
     def round(self) -> None:
         """Run one whole round: every step, every exchange."""
         while (exchange := advance(self.algorithm, self.cohort, self.state)) is not None:

@@ -89,8 +89,7 @@ class Run:
         until = min(scenario.rounds, (state.round_index // every + 1) * every)
         started = time.perf_counter()
         with self._telling():
-            while state.round_index < until:
-                self.engine.round()
+            self.engine.rounds(until - state.round_index)
             state = self.engine.collected()
             self.recorder.seconds += time.perf_counter() - started
             spent = epsilons(self.cohort, state.round_index)

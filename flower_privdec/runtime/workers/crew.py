@@ -34,7 +34,7 @@ from flower_privdec.runtime.workers.shared_memory import EdgeBox, shared_copy
 from flower_privdec.words import peer_ranges
 
 Attempt = Callable[[Mapping[str, Tensor]], Any]  # at a block's rows
-ROUND, COLLECT, TRY = "round", "collect", "try"
+COLLECT, TRY = "collect", "try"  # orders, beside the number of rounds to run
 Kept = tuple[dict[str, np.ndarray], dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]
 
 
@@ -119,39 +119,49 @@ class Crew:
             until = time.perf_counter() + SPIN
             while not calls.poll(0) and time.perf_counter() < until:
                 pass
-            found = self._obey(line.recv())
+            found = self._obey(line.recv())  # rounds give nothing, and are not answered
             sys.stdout.flush()
             if found is not None:
                 line.send((found, None))
 
-    def _obey(self, word: str) -> Any:
-        if word == ROUND:
-            return self._take_round()
-        return self._kept() if word == COLLECT else self._tried()
+    def _obey(self, order: int | str) -> Any:
+        if isinstance(order, int):
+            return self._take_rounds(order)
+        return self._kept() if order == COLLECT else self._tried()
 
-    def round(self) -> None:
-        """Run one whole round: every step, every exchange, once it is paid."""
-        self._pay()
-        self._order(ROUND)
-        self._take_round()
-        self.state.round_index = self._mine[0].state.round_index
+    def rounds(self, count: int) -> None:
+        """Run some whole rounds, every step and every exchange, each once it is paid."""
+        while count:
+            together = self._pay(count)
+            self._order(together)
+            self._take_rounds(together)
+            count -= together
 
-    def _order(self, word: str) -> None:
+    def _order(self, order: int | str) -> None:
         for other in self._others:
-            other.order(word)
+            other.order(order)
 
-    def _pay(self) -> None:
-        """Pay the private steps of a round, of all who are active in it."""
-        each, k = self.cohort.steps_per_round, self.state.round_index
-        if self.cohort.ledger is not None:
+    def _pay(self, count: int) -> int:
+        """Pay the private steps of the next round, of all who are active in it; return how many rounds are paid then.
+
+        Args:
+            count: of the rounds to come, at most so many.
+        """
+        each, k, ledger = self.cohort.steps_per_round, self.state.round_index, self.cohort.ledger
+        stop = k + count
+        if ledger is not None:
             active = np.flatnonzero(self.cohort.active(k))
             for step in range(k * each, (k + 1) * each if len(active) else k * each):
-                self.cohort.ledger.pay(step, active)
-        self._paid[0] = (k + 1) * each
+                ledger.pay(step, active)
+            stop = min(stop, max(k + 1, ledger.paid // each))
+        self._paid[0] = stop * each
+        return stop - k
 
-    def _take_round(self) -> None:
-        while (exchange := self._advance()) is not None:
-            self._perform(exchange)
+    def _take_rounds(self, count: int) -> None:
+        for _ in range(count):
+            while (exchange := self._advance()) is not None:
+                self._perform(exchange)
+            self.state.round_index = self._mine[0].state.round_index
 
     def _advance(self) -> Exchange | None:
         exchange = None

@@ -59,7 +59,7 @@ class Forked:
         self._pid = pid
         self._process: int | None = os.pidfd_open(pid)
 
-    def order(self, word: str) -> None:
+    def order(self, order: object) -> None:
         """Tell the process what to do.
 
         Raises:
@@ -67,7 +67,7 @@ class Forked:
             GoneError: it is gone.
         """
         try:
-            self.line.send(word)
+            self.line.send(order)
         except OSError:
             self.fail()
 
