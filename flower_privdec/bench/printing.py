@@ -63,6 +63,16 @@ def _ledger(facts: dict[str, Any]) -> str:
     return f"privacy ledgers: {facts['share']:.2%} of a run of {facts['rounds']:,} rounds, {facts['seconds']:.1f} s"
 
 
+def _workers(facts: dict[str, Any]) -> str:
+    if facts["blocks"] == 1:
+        return "workers: one takes it all, for a round is too short to be shared"
+    alone, busy = facts["alone"], facts["busy"]
+    return (
+        f"two workers take {alone['times']:.2f} times as many rounds as one ({alone['two_ms']:.2f} and "
+        f"{alone['one_ms']:.2f} ms wall), and beside two busy loops {busy['times']:.2f} times as many"
+    )
+
+
 def _scaling(facts: dict[str, Any]) -> str:
     cost = ", ".join(f"{float(ns):.3f} (n={n})" for n, ns in facts["ns_per_peer_and_parameter"].items())
     return f"ns for each peer and parameter: {cost}; largest over smallest {facts['spread']:.2f}"
@@ -91,6 +101,7 @@ def _flwr_run(facts: dict[str, Any]) -> str:
 
 
 _EXTRAS = {
+    "workers": _workers,
     "ledger": _ledger,
     "scaling": _scaling,
     "memory": _memory,

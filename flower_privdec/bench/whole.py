@@ -15,6 +15,7 @@ from flower_privdec.bench import flower_relay, local_steps, noise, peak_memory, 
 from flower_privdec.bench.comparison import SCALES, generators, measure_workload, scaling
 from flower_privdec.bench.ledgers import SECONDS, ledger_share
 from flower_privdec.bench.printing import print_results
+from flower_privdec.bench.two_workers import compare_workers
 from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload
 from flower_privdec.errors import PrivdecError, ScenarioError
 from flower_privdec.experiment.agreement import resolve_device
@@ -63,6 +64,9 @@ def measure(
     for workload in chosen:
         _say(f"{workload.name}: comparing in float64, then timing {workload.describe()}")
         results[workload.name] = measure_workload(workload, where, rounds, extras)
+        if where.type == "cpu":
+            _say(f"{workload.name}: two workers against one")
+            _try(results[workload.name], "workers", partial(compare_workers, workload, generators(where)[0][0], rounds))
         if workload.name in WITH_LEDGER and ledger_seconds > 0:
             _say(f"{workload.name}: a run of {ledger_seconds:g} s with its ledgers")
             setup = Setup.build(workload, where)
