@@ -67,7 +67,7 @@ def train_cohort(message: Message, context: Context) -> Message:
     os.chdir(order.base)
     experiment = _whole(order.scenario)
     torch.set_num_threads(experiment.scenario.compute.threads)
-    run = Run(experiment, Path(order.folder), runtime="flower", resume=order.resume)
+    run = Run(experiment, Path(order.folder), runtime="flower", resume=order.resume, workers=1)
     try:
         while run.round_index < order.until:
             run.advance()
