@@ -134,6 +134,30 @@ def test_a_killed_worker_ends_the_run_with_its_reason_and_nothing_is_lost(build,
     assert said == figures[1:]
 
 
+def test_a_worker_holds_no_lock_and_a_second_run_is_refused(build, tmp_path):
+    experiment = build()
+    with smallest_blocks():
+        under_way = Run(experiment, tmp_path / "run", workers=3)
+    under_way.advance()
+    for worker in children(os.getpid()):
+        held = [os.readlink(f"/proc/{worker}/fd/{file}") for file in os.listdir(f"/proc/{worker}/fd")]
+        assert not [name for name in held if name.startswith(str(tmp_path))]
+    with pytest.raises(ScenarioError, match="another run writes to it"):
+        Run(experiment, tmp_path / "run", resume=True)
+    files = len(os.listdir("/proc/self/fd"))
+    under_way.close()
+    assert len(os.listdir("/proc/self/fd")) < files
+    assert not children(os.getpid())
+
+
+def test_runs_leave_no_file_open(build, tmp_path):
+    experiment = build("rounds=2")
+    whole(experiment, tmp_path / "first", 2)
+    files = len(os.listdir("/proc/self/fd"))
+    whole(experiment, tmp_path / "second", 3)
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
 def own(name: str) -> str:
     return f"algorithm={{module: 'worker_runs:{name}', learning_rate: 0.5}}"
 

@@ -62,7 +62,8 @@ class Crew:
             leave: lets go, in a forked process, of what this one alone holds: locks.
         """
         self.algorithm, self.cohort, self.state, self._dealing = algorithm, cohort, state, dealing
-        self._attempt, self._me, self._others = attempt, 0, list[Forked]()
+        self._attempt, self._me = attempt, 0
+        self._others, self._boxes, self._meeting = list[Forked](), list[EdgeBox](), Meeting(dealing.workers)
         self._parts: WeakKeyDictionary[MixingMatrix, MixingMatrix] = WeakKeyDictionary()
         self._share(state)
         self._mine = self._blocks(state)
@@ -94,7 +95,7 @@ class Crew:
         return blocks
 
     def _fork(self, blocks: list[Block], leave: list[Callable[[], None]]) -> None:
-        self._meeting, self._boxes = Meeting(self._dealing.workers), [EdgeBox() for _ in range(self._dealing.workers)]
+        self._boxes = [EdgeBox() for _ in range(self._dealing.workers)]
         for number in range(1, self._dealing.workers):
             hosted = [blocks[block] for block in self._dealing.of(number)]
             name = f"peers {peer_ranges(range(hosted[0].start, hosted[-1].stop))}"
@@ -275,12 +276,11 @@ class Crew:
     def close(self) -> None:
         """End the other processes, and let go of what was shared with them."""
         for other in self._others:
-            other.end()
-        if self._others:
-            self._meeting.close()
-            for box in self._boxes:
-                box.close()
-        self._others = []
+            other.close()
+        self._meeting.close()
+        for box in self._boxes:
+            box.close()
+        self._others, self._boxes = [], []
 
 
 def _gone(line: int) -> None:

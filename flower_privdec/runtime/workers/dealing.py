@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from torch import nn
@@ -84,9 +85,15 @@ def affordable(experiment: Experiment) -> int:
     return available_cores() if alone and experiment.scenario.compute.threads == 1 and can_fork() else 1
 
 
+@cache
 def can_fork() -> bool:
     """Return whether this system can fork a process whose libraries go on working, and end it with its parent."""
-    return all(hasattr(os, name) for name in ("memfd_create", "eventfd", "pidfd_open"))
+    try:
+        for file in (os.memfd_create("tried"), os.eventfd(0), os.pidfd_open(os.getpid())):
+            os.close(file)
+    except (AttributeError, OSError):  # no Linux, or a container that forbids it
+        return False
+    return True
 
 
 def _blocks(experiment: Experiment) -> int:

@@ -110,7 +110,7 @@ class Forked:
             return os.waitpid(self._pid, 0)[1]
         return None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the process and wait until it is gone."""
         if self._process is not None:
             with suppress(ProcessLookupError):

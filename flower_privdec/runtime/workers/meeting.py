@@ -19,8 +19,9 @@ class Meeting:
     """
 
     def __init__(self, members: int) -> None:
-        """Make the counters, before the processes are forked."""
-        self._calls = [[os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(TURNS)] for _ in range(members)]
+        """Make the counters, before the processes are forked; who is alone needs none."""
+        several = members if members > 1 else 0
+        self._calls = [[os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(TURNS)] for _ in range(several)]
         self._me, self._turn = 0, 0
         self._alarms: Callable[[int], None] | None = None
         self._sleeps: list[select.poll] = []
