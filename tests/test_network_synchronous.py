@@ -27,7 +27,7 @@ class TwoMails:
         self.mails = []
         for peer in (0, 1):
             machine = Lockstep[Any, Any](peer, lambda place, other=1 - peer: {other}, places)
-            self.mails.append(SynchronousMail(machine, RUN, lambda place, content: None, [1 - peer], retry=1e6))
+            self.mails.append(SynchronousMail(machine, RUN, lambda sender, place, content: {}, [1 - peer], retry=1e6))
             self.arrive(peer, 0)
 
     def arrive(self, peer: int, place: int) -> None:
@@ -41,8 +41,8 @@ class TwoMails:
             return False
         for words in mine.news(1 - peer, time.monotonic()):
             self.carried += words[0] == CARRYING
-            call = bytearray(bytes(mine.written(1 - peer, words)))
-            answer = bytearray(bytes(other.written(peer, other.take(peer, other.read(peer, call)))))
+            call = memoryview(bytes(mine.written(1 - peer, words)))
+            answer = memoryview(bytes(other.written(peer, other.take(peer, other.read(peer, call))())))
             if lose_answer:
                 mine.failed(1 - peer, UnreachableError("lost"), time.monotonic())
             else:
