@@ -28,6 +28,7 @@ from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
 from flower_privdec.runtime.network.share_protocol import FIRST, RefusedError
 from flower_privdec.scenario import Scenario
 
+LONG = 100.0  # seconds that nothing takes
 QUICK = "network={retry: 0.1, start: 20.0, deadline: 2.0}"
 HASTY = "network={retry: 0.1, start: 20.0, deadline: 0.5}"
 STILL = (
@@ -276,7 +277,7 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(also: str, 
         stop_all([peers[0], *peers[2:]], [futures[0], *futures[2:]])
 
 
-def wait_until(ready: Callable[[], bool], seconds: float = 100.0) -> None:
+def wait_until(ready: Callable[[], bool], seconds: float = LONG) -> None:
     until = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < until
