@@ -100,6 +100,7 @@ class AsynchronousMail:
         self._retry, self._last = retry, last
         self.fatal: RunError | None = None
         self.rounds: dict[int, int] = {}
+        self._lives: dict[int, int] = {}  # in which each neighbour said so
         self.fresh = self.joins = False
         self.places: dict[int, tuple[int, int]] = {}
         self.rolled_back: str | None = None
@@ -225,11 +226,11 @@ class AsynchronousMail:
             return None
         if isinstance(message, FrozenShare):
             if self.machine.receive(message):
-                self.rounds[caller] = message.round_index + 1
+                self._is_at(caller, message.round_index + 1)
         elif self.machine.is_open(caller):
             self._rows[message.place][caller] = message
             if message.place not in self._answers:
-                self.rounds[caller] = message.round_index
+                self._is_at(caller, message.round_index)
                 self.places[caller] = message.round_index, message.place
         else:
             raise RefusedError(f"peer {caller} must greet peer {self.machine.peer} first, which has started since")
@@ -250,10 +251,20 @@ class AsynchronousMail:
         except RolledBackError as error:
             self.rolled_back = str(error)
             return None
-        self.rounds[neighbor] = hello.round_index
+        if self._lives.get(neighbor) != hello.life:
+            self._lives[neighbor] = hello.life
+            self.rounds[neighbor] = hello.round_index
+        self._is_at(neighbor, hello.round_index)
         if out.share is not None and out.share.number > hello.seen:
             out.share = None  # it did not come
         return answer
+
+    def _is_at(self, neighbor: int, round_index: int) -> None:
+        """Take note of a neighbour's round; what was under way for a while does not set it back, only a new life does.
+
+        A hello that says the last round may come before a share of an earlier one, and is the last word there is.
+        """
+        self.rounds[neighbor] = max(round_index, self.rounds.get(neighbor, 0))
 
     def has_news(self, neighbor: int, now: float) -> bool:
         """See Mail."""
