@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("grpc")
 
 from flower_privdec.runtime.network.channel import UnreachableError
-from flower_privdec.runtime.network.letters import CARRYING
+from flower_privdec.runtime.network.letters import CARRYING, PLACE
 from flower_privdec.runtime.network.lockstep import Lockstep
 from flower_privdec.runtime.network.parts import Parts
 from flower_privdec.runtime.network.synchronous_mail import GONE, SynchronousMail
@@ -95,3 +95,18 @@ def test_who_is_at_the_end_and_has_left_is_not_waited_for() -> None:
     for _ in range(2 * GONE):
         one.mails[1].failed(0, UnreachableError("gone"), 0.0)
     assert not one.mails[1].over(), "who is not at the end is"
+
+
+def test_an_answer_to_rows_waits_until_they_were_used() -> None:
+    mails = TwoMails(2)
+    mine, other = mails.mails
+    (words,) = mine.news(1, time.monotonic())
+    said = other.read(0, memoryview(bytes(mine.written(1, words))))
+    answer = other.take(0, said)
+    assert not other.is_answered(0, said)
+    mails.arrive(1, 1)  # peer 1 has used them, and has that on disk
+    assert other.is_answered(0, said)
+    mine.answered(1, words, mine.read(1, memoryview(bytes(other.written(0, answer())))))
+    assert not mine.machine.behind(0)
+    again = mine.read(1, memoryview(bytes(other.written(0, (PLACE, 1, 1, Parts(()))))))
+    assert mine.is_answered(1, again)
