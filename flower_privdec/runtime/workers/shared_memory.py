@@ -57,7 +57,6 @@ class EdgeBox:
         views = [buffer.raw() for buffer in buffers]
         head = pickle.dumps((payload, [view.nbytes for view in views]))
         places = _places(len(head), [view.nbytes for view in views])
-        os.truncate(self._file, max(places[-1], os.fstat(self._file).st_size))
         _write(self._file, len(head).to_bytes(LENGTH, "little") + head, 0)
         for view, place in zip(views, places, strict=False):
             _write(self._file, view, place)
