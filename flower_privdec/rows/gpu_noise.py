@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,11 +57,13 @@ class GPUNoise:
         """
         from flower_privdec.rows import triton_philox
 
-        self._kernel = triton_philox.add_normals
-        self._keys, self._device = PeerKeys(keys), torch.device(device)
-        self._there: dict[tuple[str, bytes, bytes], Tensor] = {}
+        self._prepare(triton_philox.add_normals, keys, torch.device(device))
         for dtype in _TOLERANCES:
             self._try(dtype)
+
+    def _prepare(self, kernel: Any, keys: Mapping[int, bytes], device: torch.device) -> None:
+        self._kernel, self._keys, self._device = kernel, PeerKeys(keys), device
+        self._there: dict[tuple[str, bytes, bytes], Tensor] = {}
 
     def add_(
         self,
@@ -85,8 +88,7 @@ class GPUNoise:
 
     def _launch(self, rows: Tensor, std: Tensor, keys: Tensor, receivers: Tensor, step: int) -> None:
         grid, double = (len(rows), -(-rows.shape[1] // _BLOCK)), rows.dtype == torch.float64
-        with torch.cuda.device_of(rows):
-            self._kernel[grid](rows, rows.stride(0), rows.shape[1], std, keys, receivers, step, DOUBLE=double)
+        self._kernel[grid](rows, rows.stride(0), rows.shape[1], std, keys, receivers, step, DOUBLE=double)
 
     def _on_device(self, purpose: str, peers: np.ndarray, receivers: np.ndarray | None) -> tuple[Tensor, Tensor]:
         """Return the rows' keys and receivers, int64 [m] each, and keep them for the next call."""
