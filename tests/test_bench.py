@@ -166,6 +166,12 @@ def test_figures_have_the_promised_shape(monkeypatch, tiny_workloads, capsys):
     assert comparison.FAST in results["W1"]["variants"] or "numba" in " ".join(results["W1"]["left_out"])
 
 
+def test_as_many_peers_as_asked_for(tiny_workloads):
+    results = bench.measure(["W2"], rounds=3, peers=6)
+    assert results["W2"]["description"].startswith("6 peers, ")
+    assert "ledger" not in results["W2"]
+
+
 def test_without_numba_the_figures_are_torchs_and_the_reason_is_given(monkeypatch, tiny_workloads, capsys):
     monkeypatch.setattr(generators, "_has_fast", lambda device: False)
     results = bench.measure(["W4"], rounds=3)
