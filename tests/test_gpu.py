@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.rows import GPUNoise, seed_keys
 from flower_privdec.runtime.engine import Engine
 
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="THE ENGINE ON CUDA NOT TESTED: no GPU here")
 FAKE = torch.device("cuda", 7)  # no real one, so that no cache of constants is shared with one
 ASKING = {
@@ -143,7 +146,22 @@ def test_noise_brings_its_keys_once() -> None:
         for step in range(3):
             noise.add_(torch.empty(5, 5000, device=FAKE), torch.empty(5, device=FAKE), step, np.arange(5))
     assert copies.count == 1
-    assert launched == [((5, 2), {"DOUBLE": False})] * 3
+    assert launched == [((5, 2), {"DOUBLE": False, "enable_fp_fusion": True})] * 3
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="GPU NOISE NOT COMPILED: Triton is not installed")
+def test_noise_compiles_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.compiler import compile as compiled
+
+    from flower_privdec.rows.triton_philox import add_normals
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = {"out": "*fp32", "std": "*fp32", "keys": "*i64", "receivers": "*i64", "stride": "i32", "d": "i32"}
+    source = ASTSource(add_normals, types | {"step": "i64", "DOUBLE": "constexpr"}, {"DOUBLE": False})
+    made = compiled(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True})
+    assert "add_normals" in made.asm["ptx"]
 
 
 # --- where there is a GPU ---

@@ -88,7 +88,9 @@ class GPUNoise:
 
     def _launch(self, rows: Tensor, std: Tensor, keys: Tensor, receivers: Tensor, step: int) -> None:
         grid, double = (len(rows), -(-rows.shape[1] // _BLOCK)), rows.dtype == torch.float64
-        self._kernel[grid](rows, rows.stride(0), rows.shape[1], std, keys, receivers, step, DOUBLE=double)
+        self._kernel[grid](
+            rows, rows.stride(0), rows.shape[1], std, keys, receivers, step, DOUBLE=double, enable_fp_fusion=True
+        )
 
     def _on_device(self, purpose: str, peers: np.ndarray, receivers: np.ndarray | None) -> tuple[Tensor, Tensor]:
         """Return the rows' keys and receivers, int64 [m] each, and keep them for the next call."""
