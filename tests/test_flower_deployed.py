@@ -18,6 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives import serialization as serial
 from cryptography.hazmat.primitives.asymmetric import ec
+from ports import own_addresses
 
 from flower_privdec.privacy.ledger_format import read_chain
 
@@ -44,8 +45,7 @@ def certify(folder: Path) -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    return int(own_addresses(1)[0].rpartition(":")[2])
 
 
 @pytest.fixture

@@ -21,12 +21,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from ports import own_addresses
 from safetensors.numpy import load_file
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.network.certificates import make_certificates
-from flower_privdec.runtime.network.peer_processes import free_addresses
 from flower_privdec.scenario import parse_scenario
 from flower_privdec.scenario.app_scenario import parse_app_scenario
 
@@ -189,7 +189,7 @@ def deployment(folder: Path) -> Iterator[Deployment]:
     found = Deployment(folder)
     (folder / "home").mkdir()
     write_certificate(folder)
-    link, *runtime = free_addresses(1 + N)
+    link, *runtime = own_addresses(1 + N)
     (folder / "home" / "config.toml").write_text(
         f'[superlink]\ndefault = "dep"\n\n[superlink.dep]\naddress = "{link}"\n'
         f'root-certificates = "{folder / "link.pem"}"\n'
@@ -201,7 +201,7 @@ def deployment(folder: Path) -> Iterator[Deployment]:
         port = link.rpartition(":")[2]
         found.start("superlink", "flower-superlink", "--host", "127.0.0.1", "--port", port, *tls.split())
         wait_for(int(port))
-        for peer, (address, api) in enumerate(zip(free_addresses(N), runtime, strict=True)):
+        for peer, (address, api) in enumerate(zip(own_addresses(N), runtime, strict=True)):
             config = f'partition-id={peer} num-partitions={N} folder="{folder}" address="{address}"'
             config += f' certificates="{folder / "certs"}"'
             options = f"--superlink {link} --root-certificates link.pem --port {api.rpartition(':')[2]}".split()

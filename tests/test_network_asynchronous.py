@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
-from networked import LONG, begin_without, devices, finish, wait_until
+from networked import LONG, begin_without, devices, finish, go_on, running, wait_until
 from test_network import TOGETHER, Killed, Tiny
 from variants import settings_for
 
@@ -109,29 +107,6 @@ def mortal(peer: RunningPeer, point: str, moment: int) -> None:
 
 def again(scenario: Scenario, device: PeerDevice) -> RunningPeer:
     return running_peer(scenario, device, resume=(device.folder / "checkpoint-0").exists())
-
-
-@contextmanager
-def running(peers: list[RunningPeer]) -> Iterator[list[Future[Any]]]:
-    with ThreadPoolExecutor(len(peers)) as pool:
-        try:
-            yield [pool.submit(finish, peer) for peer in peers]
-        except BaseException:
-            for peer in peers:
-                peer.stop()
-            raise
-
-
-def go_on(peer: RunningPeer, others: list[Future[Any]]) -> None:
-    """Run a peer that was started again to its end; if the others have left by then, it need not wait for them."""
-    leave, leaving = peer._leave, Event()
-    peer._leave = lambda: (leaving.set(), leave())[1]  # type: ignore[method-assign, func-returns-value]
-    with running([peer]) as (future,):
-        for other in others:
-            other.result(LONG)
-        wait_until(lambda: leaving.is_set() or future.done())
-        peer.stop()
-        future.result(LONG)
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +21,10 @@ from variants import VARIANTS, settings_for
 
 pytest.importorskip("grpc")
 
-from networked import devices, finish
+from networked import LONG, devices, finish, go_on, running
 
 from flower_privdec.algorithms.cohort import Cohort, PrivateStep
-from flower_privdec.errors import BudgetError, RunError
+from flower_privdec.errors import BudgetError
 from flower_privdec.privacy.ledger_format import NOTHING, Payment, chained, header, read_chain
 from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer, rows_path
@@ -37,9 +37,8 @@ TOGETHER = [each for each in VARIANTS if each[0].removeprefix("algorithm.name=")
 
 
 def quick(mode: str) -> str:
-    """Return settings of a network whose peers wait for long only where they have to."""
-    waits = "start: 20.0, deadline: 20.0" if mode == "synchronous" else "start: 5.0, deadline: 0.5"
-    return f"network={{mode: {mode}, retry: 0.1, {waits}}}"
+    """Return settings of a network in which no deadline ends a wait between peers that are there."""
+    return f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 
 
 def ledger_of(folder: Path) -> Path:
@@ -117,26 +116,14 @@ def run_with_a_death(scenario: Scenario, theirs: list[PeerDevice], point: tuple[
     """Run all peers; peer 1 dies at a point, where it comes there, and goes on. Return whether it died."""
     peers = [running_peer(scenario, device) for device in theirs]
     mortal(peers[1], *point, moment)
-    with ThreadPoolExecutor(len(peers)) as pool:
-        running = [pool.submit(finish, peer) for peer in peers]
-        died = isinstance(running[1].exception(60), Killed)
+    with running(peers) as futures:
+        died = isinstance(futures[1].exception(LONG), Killed)
         if died:
             resume = any(theirs[1].folder.glob("checkpoint-*"))
-            again = pool.submit(finish, running_peer(scenario, theirs[1], resume=resume))
-        for each in running[:1] + running[2:]:
-            each.result(60)
-        if died:
-            _check_end(again, scenario.network.mode)
+            go_on(running_peer(scenario, theirs[1], resume=resume), futures[:1] + futures[2:])
+        for each in futures[:1] + futures[2:]:
+            each.result(LONG)
     return died
-
-
-def _check_end(again: Future[Any], mode: str) -> None:
-    """Check that a peer that was started again came to its end; those who go on without it may have left by then."""
-    try:
-        again.result(60)
-    except RunError as error:
-        if mode == "synchronous" or "could be greeted" not in str(error):
-            raise
 
 
 @pytest.mark.parametrize("mode", MODES)
