@@ -61,7 +61,7 @@ def privdec(binaries: Path, folder: Path, words: list[str]) -> subprocess.Comple
     """Run the installed command in a folder, with nothing of this checkout in sight."""
     environment = {"PATH": f"{binaries}:/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
     command = [str(binaries / "privdec"), *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
 
 
 def try_it(binaries: Path, folder: Path) -> None:

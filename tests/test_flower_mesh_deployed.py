@@ -69,9 +69,9 @@ app = ServerApp()
 
 @app.main()
 def main(grid, context):
-    strategy = Mesh(name="deployed", mode="synchronous", fraction_evaluate=0.0, patience=120.0)
+    strategy = Mesh(name="deployed", mode="synchronous", fraction_evaluate=0.0, patience=800.0)
     arrays = ArrayRecord(experiment.module.state_dict())
-    strategy.start(grid, arrays, num_rounds={ROUNDS}, timeout=300)
+    strategy.start(grid, arrays, num_rounds={ROUNDS}, timeout=800)
     print("the mesh is done", flush=True)
 """
 CLIENT = f'''
@@ -175,7 +175,7 @@ def write_certificate(folder: Path) -> None:
 
 def wait_for(port: int) -> None:
     """Wait until somebody listens on a port of this machine."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while time.monotonic() < until:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
@@ -226,7 +226,7 @@ def test_a_mesh_of_supernodes_over_tls_has_the_engines_numbers(tmp_path, capsys)
     app = write_app(tmp_path)
     with deployment(tmp_path) as deployed:
         run = deployed.start("run", "flwr", "run", str(app), "dep", "--stream")
-        until = time.monotonic() + 280
+        until = time.monotonic() + 800
         while "the mesh is done" not in deployed.log("run") and time.monotonic() < until:
             assert run.poll() is None or "the mesh is done" in deployed.log("run"), deployed.log("run")
             time.sleep(0.5)
