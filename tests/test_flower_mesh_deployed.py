@@ -1,4 +1,4 @@
-"""A SuperLink and four SuperNodes as real processes, over TLS: a mesh of 200 rounds with the engine's numbers."""
+"""A SuperLink and four SuperNodes as real processes, over TLS: a mesh of 40 rounds with the engine's numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flower_privdec.runtime.network.certificates import make_certificates
 from flower_privdec.scenario import parse_scenario
 from flower_privdec.scenario.app_scenario import parse_app_scenario
 
-ROUNDS, N = 200, 4
+ROUNDS, N = 40, 4
 SCENARIO = f"""
 name: deployed
 n_peers: {N}

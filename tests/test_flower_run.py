@@ -213,11 +213,7 @@ def test_the_readmes_command_needs_no_variable_and_leaves_its_results_where_it_w
         (out,) = (tmp_path / name / "runs").iterdir()
         assert f"Done: {out / 'summary.json'}" in told
         assert (out / "summary.json").exists()
-    for wrong, said in (
-        ("mode='rely'", "mode='rely' must be one of cohort, relay; did you mean 'relay'?"),
-        ("set='rounds=few'", "rounds='few' must be"),
-    ):
-        told = user.types(tmp_path / "wrong", "run", app, "--stream", "-c", wrong)
-        assert said in told.rstrip().splitlines()[-1]
-        assert "Traceback" not in told
+    told = user.types(tmp_path / "wrong", "run", app, "--stream", "-c", "mode='rely'")
+    assert "mode='rely' must be one of cohort, relay; did you mean 'relay'?" in told.rstrip().splitlines()[-1]
+    assert "Traceback" not in told
     assert not (tmp_path / "wrong" / "runs").exists()
