@@ -248,8 +248,9 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
         assert all(torch.equal(before[name], row) for name, row in peer.state.rows.items())
         link.call(sealed(CARRYING, 3, run, 0, 0, Parts((whole,))), LONG)
         link.call(sealed(CARRYING, 3, run, 0, 0, Parts((bytes(len(whole)),))), LONG)  # a second time, and another
-        assert peer.mail.machine.received() == {3: whole}
-        assert json.loads(link.call(ASKING, LONG))["round"] == 0
+        ((sender, rows),) = peer.mail.machine.received().items()
+        assert (sender, bytes(packed(rows))) == (3, whole)
+        assert json.loads(bytes(link.call(ASKING, LONG)))["round"] == 0
     finally:
         link.close()
         peer.close()

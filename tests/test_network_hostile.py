@@ -211,7 +211,7 @@ def test_what_breaks_a_rule_is_refused_by_name_and_changes_nothing(hostile: Host
         assert known(hostile.target) == before, case
         assert hostile.target.machine.is_open(3) == (case not in THEN_GREET_ANEW), case
         hostile.greet()
-    assert json.loads(hostile.link.call(ASKING, LONG))["round"] == 0
+    assert json.loads(bytes(hostile.link.call(ASKING, LONG)))["round"] == 0
     hostile.say(hostile.good())
     assert known(hostile.target) != before  # what is right is taken
 

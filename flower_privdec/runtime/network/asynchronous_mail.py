@@ -8,7 +8,8 @@ been taken away: a slow neighbour gets the newest alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -104,6 +105,7 @@ class AsynchronousMail:
         self.places: dict[int, tuple[int, int]] = {}
         self.rolled_back: str | None = None
         self._out = {neighbor: Outgoing() for neighbor in neighbors}
+        self._answering: Counter[int] = Counter()  # the calls of each neighbour whose answer is waited with
         self._told: dict[int, int] = {}  # the round that each neighbour has heard of
         self._rows: dict[int, dict[int, RowMessage]] = {at: {} for at in exchanges}
         sizes = [frame_size(layout) for layout in (shares, *exchanges.values())]
@@ -156,10 +158,10 @@ class AsynchronousMail:
 
     # --- what the courier asks of it ---
 
-    def read(self, caller: int, content: bytearray) -> Words:
+    def read(self, caller: int, content: memoryview) -> Words:
         """See Mail."""
         found: Words = []
-        view = memoryview(content)
+        view = content
         while len(view):
             header = read_header(view, self._frame_cap)
             self._check(caller, header, len(found))
@@ -192,8 +194,27 @@ class AsynchronousMail:
             "that this algorithm has; all peers must run one scenario"
         )
 
-    def take(self, caller: int, said: Words) -> Words:
-        """See Mail; hellos are answered at once."""
+    def take(self, caller: int, said: Words) -> Callable[[], Words]:
+        """See Mail; an answer to a share says, where that is so by then, that the share was taken."""
+        answers = self._taken(caller, said)
+        waits = not self.is_answered(caller, said)
+        self._answering[caller] += waits
+        return lambda: self._answer(caller, answers, waited=waits)
+
+    def is_answered(self, caller: int, said: Words) -> bool:
+        """See Mail: who brought a share that was kept waits for the next commit, which acknowledges it."""
+        kept = caller in self.machine.waiting_rounds() or caller in self.machine.uncommitted()
+        return not kept or not any(isinstance(message, FrozenShare) for message in said)
+
+    def _answer(self, caller: int, answers: Words, *, waited: bool) -> Words:
+        self._answering[caller] -= waited
+        if not self.machine.is_open(caller):
+            return answers
+        out = self._out[caller]
+        taken, out.taken = out.taken, []
+        return [*answers, *taken]
+
+    def _taken(self, caller: int, said: Words) -> Words:
         answers = [self._heard(caller, message) for message in said]
         return [answer for answer in answers if answer is not None]
 
@@ -252,7 +273,11 @@ class AsynchronousMail:
             return False
         if now >= out.hello_at or out.words:
             return True
-        return self.machine.is_open(neighbor) and bool(out.taken or out.rows or self._share(neighbor))
+        return self.machine.is_open(neighbor) and bool(self._taken_from(neighbor) or out.rows or self._share(neighbor))
+
+    def _taken_from(self, neighbor: int) -> list[Acknowledgement]:
+        """Return what a call has to acknowledge, where no answer will."""
+        return [] if self._answering[neighbor] else self._out[neighbor].taken
 
     def _share(self, neighbor: int) -> FrozenShare[Tensor] | None:
         """Return the share that is to be brought to a neighbour."""
@@ -268,7 +293,7 @@ class AsynchronousMail:
         found: Words = [*out.words, *([self.machine.hello(neighbor)] if now >= out.hello_at else [])]
         if self.machine.is_open(neighbor):
             share = self._share(neighbor)
-            found += [*out.taken, *([share] if share is not None else []), *out.rows.values()]
+            found += [*self._taken_from(neighbor), *([share] if share is not None else []), *out.rows.values()]
         out.hello_at = now + self._retry
         return [found] if found else []
 
@@ -289,7 +314,7 @@ class AsynchronousMail:
                 del out.rows[message.place]
         out.words = [word for word in out.words if word not in words]
         out.taken = [word for word in out.taken if word not in words]
-        out.words = [*out.words, *self.take(neighbor, said)][-1:]  # type: ignore[assignment]
+        out.words = [*out.words, *self._taken(neighbor, said)][-1:]  # type: ignore[assignment]
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
         """See Mail: what was lost with the call is said again; who stays away or refuses it has to be greeted anew."""
