@@ -7,8 +7,10 @@ the data was opened, so that reading costs no privacy.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +112,8 @@ def _embedded(
 
 def read_digits(_root: str | None, _wanted: Wanted) -> Source:
     """Read scikit-learn's 1,797 digits: [1, 8, 8], counts of 0 to 16 scaled to [0, 1]."""
-    bunch = _sklearn("digits").load_digits()
-    return _embedded(bunch.images[:, None] / 16.0, bunch.target, DIGITS_TRAIN, "digits")
+    table = _sklearn_table("digits", "digits.csv.gz", delimiter=",")
+    return _embedded(table[:, :-1].reshape(-1, 1, 8, 8) / 16.0, table[:, -1], DIGITS_TRAIN, "digits")
 
 
 def nucleus_features(x: np.ndarray) -> np.ndarray:
@@ -126,15 +128,15 @@ def nucleus_features(x: np.ndarray) -> np.ndarray:
 
 def read_breast_cancer(_root: str | None, _wanted: Wanted) -> Source:
     """Read scikit-learn's 569 tumours: [30] by `nucleus_features`."""
-    bunch = _sklearn("breast-cancer").load_breast_cancer()
-    return _embedded(nucleus_features(bunch.data), bunch.target, BREAST_CANCER_TRAIN, "breast-cancer")
+    table = _sklearn_table("breast-cancer", "breast_cancer.csv", delimiter=",", skiprows=1)
+    return _embedded(nucleus_features(table[:, :-1]), table[:, -1], BREAST_CANCER_TRAIN, "breast-cancer")
 
 
 def read_diabetes(_root: str | None, _wanted: Wanted) -> Source:
     """Read scikit-learn's 442 patients: [10] and how far the disease went in a year, by constants known before."""
-    bunch = _sklearn("diabetes").load_diabetes(scaled=False)
-    x = (bunch.data - np.array(PATIENT_MIDDLE)) / np.array(PATIENT_STEPS)
-    return _embedded(x, (bunch.target[:, None] - 150) / 100, DIABETES_TRAIN, "diabetes", "numbers")
+    data, target = (_sklearn_table("diabetes", f"diabetes_{part}.csv.gz") for part in ("data_raw", "target"))
+    x = (data - np.array(PATIENT_MIDDLE)) / np.array(PATIENT_STEPS)
+    return _embedded(x, (target[:, None] - 150) / 100, DIABETES_TRAIN, "diabetes", "numbers")
 
 
 def read_synthetic_labels(_root: str | None, _wanted: Wanted) -> Source:
@@ -159,8 +161,24 @@ def read_synthetic_sparse(_root: str | None, _wanted: Wanted) -> Source:
     return Source(lambda: split(order[:SYNTHETIC_TRAIN]), lambda: split(order[SYNTHETIC_TRAIN:]), 2)
 
 
-def _sklearn(name: str) -> Any:
-    return require("sklearn.datasets", f"data.dataset={name}", "pip install scikit-learn")
+@lru_cache
+def _sklearn_table(name: str, file: str, **options: Any) -> np.ndarray:
+    """Read a table that comes with scikit-learn, which takes long to import and is not.
+
+    Raises:
+        ScenarioError: scikit-learn is not installed, or has no such file.
+    """
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ScenarioError(f"data.dataset={name} needs sklearn, which is not installed: pip install scikit-learn")
+    path = Path(found.origin).parent / "datasets" / "data" / file
+    try:
+        return np.loadtxt(path, **options)
+    except (OSError, ValueError) as error:
+        raise ScenarioError(
+            f"data.dataset={name}: {path} of scikit-learn cannot be read ({one_line(error)}): install scikit-learn 1.4 "
+            "or later anew"
+        ) from error
 
 
 _IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
