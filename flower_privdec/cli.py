@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # a terminal that has no ε
     if arguments is None:
         arguments = sys.argv[1:]
-        atexit.register(gc.freeze)  # what there is at the end goes with the process, unlooked at
+        atexit.register(_leave_all)
     if not _somewhere():
         _leave("error", "the folder this was started in is gone; cd to one that is there", 2)
     if "" in arguments:
@@ -274,6 +274,12 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         _leave_unless_a_bug(error)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _leave_all() -> None:
+    """Let all objects go with the process, unlooked at; but triton, which torch may bring along, tells of each."""
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def _somewhere() -> bool:
