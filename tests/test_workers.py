@@ -25,12 +25,12 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.run import Run
-from flower_privdec.runtime.workers import Crew, dealing
+from flower_privdec.runtime.workers import Crew, dealt_blocks
 from flower_privdec.runtime.workers.block import PaidLedger
 from flower_privdec.runtime.workers.shared_memory import EdgeBox, shared_copy
 from flower_privdec.scenario import parse_scenario
 
-pytestmark = pytest.mark.skipif(not dealing.can_fork(), reason="workers are forked, on Linux")
+pytestmark = pytest.mark.skipif(not dealt_blocks.can_fork(), reason="workers are forked, on Linux")
 LIMIT = 120  # seconds that a test waits for a state that comes in a moment
 
 
@@ -224,7 +224,7 @@ def test_nothing_lingers_when_the_run_is_ended(tmp_path, how):
 
 def test_a_small_model_stays_in_one_process(build, tmp_path):
     experiment = build()
-    assert dealing.deal(experiment) == dealing.Dealing((0, 4), 1)
+    assert dealt_blocks.deal(experiment) == dealt_blocks.Dealing((0, 4), 1)
     under_way = Run(experiment, tmp_path / "run")
     assert isinstance(under_way.engine, Engine)
     under_way.close()
@@ -234,16 +234,16 @@ def test_auto_takes_the_cores_that_there_are_and_no_more_than_pay(build, monkeyp
     experiment = build()
     with smallest_blocks():
         for cores, workers in ((1, 1), (2, 2), (3, 3), (64, 4)):
-            monkeypatch.setattr(dealing, "available_cores", lambda cores=cores: cores)
-            assert dealing.deal(experiment) == dealing.Dealing((0, 1, 2, 3, 4), workers)
+            monkeypatch.setattr(dealt_blocks, "available_cores", lambda cores=cores: cores)
+            assert dealt_blocks.deal(experiment) == dealt_blocks.Dealing((0, 1, 2, 3, 4), workers)
 
 
 def test_the_blocks_depend_on_the_scenario_alone(build, monkeypatch):
     experiment = build("model={name: mlp, hidden: [900, 900]}", "n_peers=6", "data.batch.size=20")
     cuts = set()
     for cores in (1, 5):
-        monkeypatch.setattr(dealing, "available_cores", lambda cores=cores: cores)
-        cuts |= {dealing.deal(experiment, workers).cuts for workers in (None, 1, 2)}
+        monkeypatch.setattr(dealt_blocks, "available_cores", lambda cores=cores: cores)
+        cuts |= {dealt_blocks.deal(experiment, workers).cuts for workers in (None, 1, 2)}
     assert len(cuts) == 1
     assert len(cuts.pop()) > 2
 
@@ -251,7 +251,7 @@ def test_the_blocks_depend_on_the_scenario_alone(build, monkeypatch):
 def test_every_block_has_one_worker():
     for blocks in range(1, 17):
         for workers in range(1, blocks + 1):
-            dealt = dealing.Dealing(tuple(range(blocks + 1)), workers)
+            dealt = dealt_blocks.Dealing(tuple(range(blocks + 1)), workers)
             hosted = [dealt.of(worker) for worker in range(workers)]
             assert [block for blocks_of_one in hosted for block in blocks_of_one] == list(range(blocks))
             assert max(map(len, hosted)) - min(map(len, hosted)) <= 1
@@ -273,33 +273,33 @@ def test_what_cannot_be_is_refused(tiny, setting, said):
 
 def test_more_workers_than_pay_or_than_cores_are_said(build, caplog, monkeypatch):
     experiment = build("compute.workers=3")
-    assert dealing.deal(experiment).workers == 1
+    assert dealt_blocks.deal(experiment).workers == 1
     assert "a round of this run is worth 1" in caplog.text
-    monkeypatch.setattr(dealing, "available_cores", lambda: 2)
+    monkeypatch.setattr(dealt_blocks, "available_cores", lambda: 2)
     with smallest_blocks():
-        assert dealing.deal(experiment).workers == 3
+        assert dealt_blocks.deal(experiment).workers == 3
     assert "compute.workers=3 take turns on 2 cores" in caplog.text
 
 
 def test_where_nothing_can_be_forked_one_process_takes_all_blocks(build, monkeypatch):
-    monkeypatch.setattr(dealing, "can_fork", lambda: False)
-    monkeypatch.setattr(dealing, "available_cores", lambda: 8)
+    monkeypatch.setattr(dealt_blocks, "can_fork", lambda: False)
+    monkeypatch.setattr(dealt_blocks, "available_cores", lambda: 8)
     experiment = build()
     with smallest_blocks():
-        assert dealing.deal(experiment) == dealing.Dealing((0, 1, 2, 3, 4), 1)
+        assert dealt_blocks.deal(experiment) == dealt_blocks.Dealing((0, 1, 2, 3, 4), 1)
         with pytest.raises(ScenarioError, match=r"compute.workers=2 needs Linux"):
-            dealing.deal(experiment, 2)
+            dealt_blocks.deal(experiment, 2)
 
 
 def test_auto_is_one_beside_other_processes_of_ours_and_with_threads(build, monkeypatch):
-    monkeypatch.setattr(dealing, "available_cores", lambda: 8)
+    monkeypatch.setattr(dealt_blocks, "available_cores", lambda: 8)
     with smallest_blocks():
         threaded = build("compute.threads=2")
-        assert dealing.deal(threaded).workers == 1
+        assert dealt_blocks.deal(threaded).workers == 1
         experiment = build()
-        assert dealing.deal(experiment).workers == 4
-        monkeypatch.setattr(dealing.multiprocessing, "parent_process", lambda: object())
-        assert dealing.deal(experiment).workers == 1
+        assert dealt_blocks.deal(experiment).workers == 4
+        monkeypatch.setattr(dealt_blocks.multiprocessing, "parent_process", lambda: object())
+        assert dealt_blocks.deal(experiment).workers == 1
 
 
 def test_the_number_of_workers_decides_no_number(tiny):

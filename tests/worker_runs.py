@@ -20,7 +20,7 @@ from flower_privdec.algorithms.state import State
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.declared import one_sum
 from flower_privdec.runtime.run import Run
-from flower_privdec.runtime.workers import dealing
+from flower_privdec.runtime.workers import dealt_blocks
 
 PEER = 3  # whose process has something happen to it
 
@@ -28,7 +28,7 @@ PEER = 3  # whose process has something happen to it
 @contextmanager
 def smallest_blocks() -> Iterator[None]:
     """Deal out runs inside however small they are."""
-    with patch.multiple(dealing, HALVES=0.0, LEAST=1e-12):
+    with patch.multiple(dealt_blocks, HALVES=0.0, LEAST=1e-12):
         yield
 
 

@@ -81,7 +81,8 @@ class ComputeSection(Section):
         threads: of torch in each product; they change no number.
         workers: processes that share the peers of a run on a CPU; they change no number. auto takes the cores that
             this process may use, and as many as pay: small models stay in one process.
-        generator: of the noise in simulation: fast needs the extra `fast`, auto takes it where it is installed.
+        generator: of the noise in simulation: fast needs the extra `fast`, or on a GPU Triton and a C
+            compiler; auto takes it where it can.
         memory_mib: about how much temporary memory gradients may take; it changes no number.
     """
 

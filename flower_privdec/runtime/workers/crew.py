@@ -26,10 +26,10 @@ from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.algorithms.exchange import Changed, InReach
 from flower_privdec.mixing import Mixing
 from flower_privdec.mixing.matrix import MixingMatrix
+from flower_privdec.runtime.workers.barrier import SPIN, Meeting
 from flower_privdec.runtime.workers.block import Block, bring_home
-from flower_privdec.runtime.workers.dealing import Dealing
+from flower_privdec.runtime.workers.dealt_blocks import Dealing
 from flower_privdec.runtime.workers.forked import Forked
-from flower_privdec.runtime.workers.meeting import SPIN, Meeting
 from flower_privdec.runtime.workers.shared_memory import EdgeBox, shared_copy
 from flower_privdec.words import peer_ranges
 

@@ -11,7 +11,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import try_models
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.workers.crew import Crew
-from flower_privdec.runtime.workers.dealing import deal
+from flower_privdec.runtime.workers.dealt_blocks import deal
 
 
 def start_engine(
