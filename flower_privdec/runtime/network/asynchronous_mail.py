@@ -313,7 +313,8 @@ class AsynchronousMail:
         if self.machine.is_open(neighbor):
             share = self._share(neighbor)
             found += [*self._taken_from(neighbor), *([share] if share is not None else []), *out.rows.values()]
-        out.hello_at = now + self._retry
+        if not all(isinstance(word, Acknowledgement) for word in found):  # all others say in which round this peer is
+            out.hello_at = now + self._retry
         return [found] if found else []
 
     def written(self, neighbor: int, words: Words) -> Parts:

@@ -97,11 +97,12 @@ class AsynchronousPeer(Membership):
             self._commit(round_index + 1, outgoing)
         self._hear(
             incoming,
-            lambda j: j in self.machine.waiting_rounds() or self.mail.rounds.get(j, 0) > round_index,
+            lambda j: j in self._new or j in self.machine.waiting_rounds() or self.mail.rounds.get(j, 0) > round_index,
             lambda j: False,
             late,
         )
         self._absorb()
+        self._new -= incoming
 
     def _make_ready(self, receivers: Collection[int], unheard: Collection[int]) -> set[int]:
         """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way.

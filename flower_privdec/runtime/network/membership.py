@@ -63,6 +63,7 @@ class Membership(RunningPeer):
         if kept:
             self._restore(kept[-1])
         self._full = self._weight()  # what it was when something was added last
+        self._new: set[int] = set()  # whose shares were added since the last exchange in which they are due
         self.mail.fresh = not machine.has_met
         return self.mail
 
@@ -253,8 +254,10 @@ class Membership(RunningPeer):
 
     def _absorb(self) -> None:
         with self.courier.changed:
-            if self.machine.absorb():
-                self._full = self._weight()
+            added = self.machine.absorb()
+        if added:
+            self._full = self._weight()
+            self._new |= {share.sender for share in added}
 
     def _weight(self) -> float:
         """Return this peer's push-sum weight; 1 where there is none."""

@@ -3,11 +3,11 @@
 Peers that are equally fast do better when they wait a moment for each other: a round in which nobody is heard spends
 budget and mixes nothing. So a peer waits in each exchange for those neighbours that are *punctual*, PATIENCE times a
 period: its own work from the last exchange to this one, and the wait for the first neighbour that comes, in the middle
-of the last exchanges. Who has not come by then STRIKES times in a row is late, and waited for no more, until it keeps
-up: of its last SEEN rounds that became known, it needed no more than SLOWEST exchanges of this peer for each. So a
-neighbour that is ten times slower, or stopped, costs a few periods at the beginning and then nothing, and one that had
-a bad moment, or was cut off for a while, is soon waited for again. A peer all of whose neighbours are slow goes at
-their pace.
+of the last exchanges. Who has not come by then STRIKES times in a row is late, and waited for no more, and so is who
+does not keep up: for the last rounds of it that became known, SEEN times, it needed more than SLOWEST exchanges of this
+peer each. Whoever keeps up is waited for again. So a neighbour that is ten times slower, or stopped, costs a few
+periods at the beginning and then nothing, and one that had a bad moment, or was cut off for a while, is soon waited for
+again. A peer all of whose neighbours are slow goes at their pace.
 
 Moments are seconds of any clock that never goes back.
 """
@@ -46,12 +46,11 @@ class Record:
         if not self.rounds or round_index > self.rounds[-1][1]:
             self.rounds.append((exchange, round_index))
 
-    def keeps_up(self, exchange: int) -> bool:
-        """Return whether a neighbour goes on about as fast as this peer, by an exchange."""
-        if len(self.rounds) <= SEEN:
-            return False
-        (began, first), (_, last) = self.rounds[0], self.rounds[-1]
-        return exchange - began <= SLOWEST * (last - first)
+    def judge(self, exchange: int) -> None:
+        """Say who keeps up, and is punctual, and who does not, by an exchange; nothing while too little is known."""
+        if len(self.rounds) > SEEN:
+            (began, first), (_, last) = self.rounds[0], self.rounds[-1]
+            self.punctual = exchange - began <= SLOWEST * (last - first)
 
     def there(self) -> None:
         """Take note that it had come, or at least something new of it."""
@@ -108,7 +107,7 @@ class Punctuality:
         for neighbor, round_index in rounds.items():
             record = self._records[neighbor]
             record.known(self._exchanges, round_index)
-            record.punctual |= record.keeps_up(self._exchanges)
+            record.judge(self._exchanges)
 
     def came(self, now: float) -> None:
         """Take note that some neighbour had come by a moment; the first in an exchange counts."""
