@@ -188,7 +188,7 @@ def test_rows_that_do_not_fit_are_refused(case: str) -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 200), st.integers(0, 255))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_bytes_do_more_than_be_refused(noise: bytes, place: int, value: int) -> None:
     changed = bytearray(letter())
     changed[place % len(changed)] = value

@@ -31,7 +31,7 @@ from flower_privdec.runtime.spent import ledger_folder
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.words import one_line
 
-GREETING_SECONDS = 2.0  # for the others, once a neighbour is known to be under way already
+GREETING_SECONDS = 2.0  # for the others, where they are known to be under way already
 
 
 class Membership(RunningPeer):
@@ -48,7 +48,9 @@ class Membership(RunningPeer):
         peer, neighbors = self.device.peer, self.timetable.neighbours(self.device.peer)
         self._whole, self._partly = whole, PartlyHeard(whole, peer)
         self.cohort.mixing = self._partly
-        self._pace, self._asked = Punctuality(neighbors, scenario.network.deadline), dict[int, int]()
+        deadline = scenario.network.deadline
+        first = min(GREETING_SECONDS, deadline) if kept else deadline  # the others may have used its rows, and be done
+        self._pace, self._asked = Punctuality(neighbors, first), dict[int, int]()
         self._neighbors, self._commits, self._joining = neighbors, 0, False
         exchanges = {at: self._layout(exchange) for at, exchange in self.timetable.exchanges.items()}
         shares = self._shares_of(exchanges) if whole.sends_shares else {}
