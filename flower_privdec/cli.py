@@ -232,13 +232,16 @@ def bench(
     workloads: Annotated[list[str] | None, typer.Argument(metavar="[W1 W2 ... FedDeper noise]", help="Which.")] = None,
     device: Annotated[Device, typer.Option(help="Where to time it.")] = Device.cpu,
     rounds: Annotated[int, typer.Option(min=3, max=10_000, help="Timed rounds of each variant.")] = 15,
+    peers: Annotated[
+        int | None, typer.Option(min=2, max=100_000, help="How many, in W1 to W4.", show_default="each its own")
+    ] = None,
     extras: Annotated[bool, typer.Option("--all", help="Also Opacus, vmap, gloo, relay and scaling.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure the engine against a plain loop over peers, side by side in one process."""
     from flower_privdec import bench as benchmark
 
-    benchmark.main(workloads or [], device=device.value, rounds=rounds, extras=extras, as_json=as_json)
+    benchmark.main(workloads or [], device=device.value, rounds=rounds, peers=peers, extras=extras, as_json=as_json)
 
 
 command()(flower_run)

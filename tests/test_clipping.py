@@ -121,7 +121,7 @@ def check_law(name: str, kind: str, loss: str, dtype: torch.dtype, draw: Any) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("name", "kind"), KINDS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, data: Any) -> None:
     check_law(name, kind, "cross-entropy", dtype, data.draw)
@@ -130,7 +130,7 @@ def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("loss", [*MARGINS, *OTHERS])
 @pytest.mark.parametrize("name", ["linear", "mlp", "cnn-small"])
 @pytest.mark.parametrize("kind", ["auto", "factored", "vmap", "loop"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_no_value_or_target_moves_a_sum_by_more_with_other_losses(loss: str, name: str, kind: str, data: Any) -> None:
     check_law(name, kind, loss, torch.float32, data.draw)
@@ -233,7 +233,7 @@ def test_a_divisor_of_zero_moves_nothing(kind: str) -> None:
 # --- norms ---
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     n=st.sampled_from([1, 2, 3, 10, 100, BLOCK, LONGEST, LONGEST + 1, 9 * BLOCK, 10 * BLOCK + 7]),
     how=st.sampled_from([*FILLS[:-1], "falling", "tiny"]),
@@ -268,7 +268,7 @@ def test_bounds_are_close() -> None:
     assert length(torch.ones(3, 5 * LONGEST)).tolist() == pytest.approx([math.sqrt(5 * LONGEST)] * 3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     norm=st.floats(2**-50, LARGEST[torch.float32], width=32),
     clip=st.floats(2**-20, 2**20, width=32),
@@ -342,7 +342,7 @@ class Difference(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["factored", "vmap", "loop"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.sampled_from([(2, 36, 4), (16, 300, 64), (16, 100, 100), (32, 36, 4)]),
     halves=st.booleans(),
@@ -388,7 +388,7 @@ def test_clipping_is_hardly_tighter_than_it_must_be(name: str) -> None:
     assert 1e-3 * (1 - 2e-4) <= out.double().norm().item() <= 1e-3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.sampled_from([(1, 2, 4, 4), (3, 5, 40, 9), (7, 16, 100, 60)]),
     apart=st.sampled_from([None, 0.0, 1e-9, 1e-5]),
@@ -420,7 +420,7 @@ def test_the_bound_of_a_product_over_positions(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(params=st.sampled_from(FILLS), example=st.sampled_from(FILLS), seed=st.integers(0, 2**16))
 def test_factors_are_finite(dtype: torch.dtype, params: str, example: str, seed: int) -> None:
     _, kernel = kernel_of("mlp", "stacked")

@@ -7,9 +7,9 @@ from threading import Event
 from typing import Any
 
 import pytest
-from networked import LONG, begin_without, devices, finish, wait_until
+from networked import LONG, begin_without, devices, finish, go_on, running, wait_until
 from test_network import Killed, Tiny
-from test_network_asynchronous import QUICK, STILL, again, go_on, join_late, running, stop_all
+from test_network_asynchronous import QUICK, STILL, again, join_late, stop_all
 from variants import settings_for
 
 from flower_privdec.algorithms.cohort import Cohort
@@ -195,9 +195,8 @@ def test_who_joins_late_pays_for_its_own_steps_alone(name: str, tiny: Tiny, tmp_
     scenario = tiny(
         *settings_for(choosing(name)),
         "topology.name=complete",
-        "privacy={noise_multiplier: 1.0, delta: 1.0e-3}",
-        "rounds=100000",
-        "evaluation.every=100000",
+        "rounds=3000",
+        "evaluation.every=3000",
         QUICK,
     )
     theirs = devices(scenario, tmp_path, insecure_seeds=False)

@@ -129,7 +129,11 @@ class AsynchronousPeer(Membership):
         self._post(at, k, {receiver: rows for (_, receiver), rows in sent.items()})
         wanted = self.timetable.senders(self.device.peer, self.timetable.place(k, at))
 
-        self._hear(wanted, lambda j: self.mail.has_rows(at, j, k), lambda j: self.mail.places.get(j, (0, 0)) > (k, at))
+        def is_past(j: int) -> bool:
+            at_its_end = self.mail.rounds.get(j, 0) >= self.experiment.scenario.rounds  # where it mixes, and no more
+            return self.mail.places.get(j, (0, 0)) > (k, at) or (at_its_end and not isinstance(exchange, Mix))
+
+        self._hear(wanted, lambda j: self.mail.has_rows(at, j, k), is_past)
         self._mix(exchange, state, wanted)
 
     def _post(self, at: int, round_index: int, rows: dict[int, Any]) -> None:
