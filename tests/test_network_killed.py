@@ -17,7 +17,6 @@ from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.network.durable_mass import mass_on_disk
 from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import RunningPeer
-from flower_privdec.runtime.network.punctuality import FIRST_CHANCE
 from flower_privdec.runtime.network.share_protocol import FIRST
 
 POINTS = {  # around everything that is put on disk, sent or used
@@ -212,10 +211,11 @@ def await_round(peer: RunningPeer, round_index: int) -> None:
     wait_until(lambda: peer.state.round_index >= round_index)
 
 
-def await_more_rarely(peer: RunningPeer, neighbor: int) -> None:
-    """Wait until a peer has found out that a neighbour does not come, and tries it again after ever longer pauses."""
-    record = peer._pace._records[neighbor]  # type: ignore[attr-defined]
-    wait_until(lambda: not record.punctual and record.pause > 2 * FIRST_CHANCE)
+def await_without(peer: RunningPeer, neighbor: int) -> None:
+    """Wait until a peer has found out that a neighbour does not come, and goes on for a while."""
+    wait_until(lambda: not peer._pace.is_awaited(neighbor))  # type: ignore[attr-defined]
+    await_round(peer, peer.state.round_index + 20)
+    assert not peer._pace.is_awaited(neighbor)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("graph", ["directed-ring", "ring"])
@@ -230,7 +230,7 @@ def test_a_neighbour_that_does_not_come_is_found_out_and_left_behind_whichever_w
     with running(peers) as futures:
         try:
             for j in [1, 3] if graph == "ring" else [1]:  # who only sends to it
-                await_more_rarely(peers[j], 2)
+                await_without(peers[j], 2)
             await_round(peers[1], 25)
             assert peers[2].state.round_index <= 1
         finally:
