@@ -51,6 +51,7 @@ class FlowerMode(StrEnum):
     """How Flower hosts the peers."""
 
     cohort = "cohort"
+    sharded = "sharded"
     relay = "relay"
 
 
@@ -79,10 +80,15 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
     mode: Annotated[
         FlowerMode | None,
-        typer.Option(help="flower: all peers in one SuperNode, or dealt out to several.", show_default="cohort"),
+        typer.Option(
+            help="flower: all peers in one SuperNode, or shares of them in several that send each other rows, or one "
+            "each by a relay.",
+            show_default="cohort",
+        ),
     ] = None,
     supernodes: Annotated[
-        int | None, typer.Option(min=1, help="flower, relay: how many.", show_default="n_peers")
+        int | None,
+        typer.Option(min=1, help="flower: how many.", show_default="relay: n_peers; sharded: one for --cpus of them"),
     ] = None,
     cpus: Annotated[int | None, typer.Option(min=1, help="flower: CPUs for each ClientApp.", show_default="1")] = None,
     gpus: Annotated[

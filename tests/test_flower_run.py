@@ -214,7 +214,7 @@ def test_the_readmes_command_needs_no_variable_and_leaves_its_results_where_it_w
         assert f"Done: {out / 'summary.json'}" in told
         assert (out / "summary.json").exists()
     for wrong, said in (
-        ("mode='rely'", "mode='rely' must be one of cohort, relay; did you mean 'relay'?"),
+        ("mode='rely'", "mode='rely' must be one of cohort, sharded, relay; did you mean 'relay'?"),
         ("set='rounds=few'", "rounds='few' must be"),
     ):
         told = user.types(tmp_path / "wrong", "run", app, "--stream", "-c", wrong)

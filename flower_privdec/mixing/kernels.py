@@ -81,6 +81,11 @@ def halves_shifted(x: Tensor, out: Tensor, shift: int) -> None:
     torch.lerp(x[:shift], x[rest:], 0.5, out=out[:shift])
 
 
+def halves_of_runs(x: Tensor, out: Tensor, own: int, other: int) -> None:
+    """Take half of the rows that begin at `own` and half of those that begin at `other`: two slices, no copy."""
+    torch.lerp(x[own : own + len(out)], x[other : other + len(out)], 0.5, out=out)
+
+
 def halves_shifted_(x: Tensor, shift: int) -> None:
     """Do the same in place, row after row round each cycle: every row is read and written once.
 
@@ -97,6 +102,11 @@ def halves_shifted_(x: Tensor, shift: int) -> None:
 
 def mean_row(x: Tensor, members: Tensor | None) -> Tensor:
     """Return the mean of the members' rows (None: of all), summed pairwise in blocks and divided once."""
+    return sum_rows(x, members) / (len(x) if members is None else len(members))
+
+
+def sum_rows(x: Tensor, members: Tensor | None) -> Tensor:
+    """Return the sum of the members' rows (None: of all), pairwise in blocks."""
     count = len(x) if members is None else len(members)
     total: Tensor | None = None
     for start in range(0, count, BLOCK):
@@ -104,8 +114,8 @@ def mean_row(x: Tensor, members: Tensor | None) -> Tensor:
         part = x[chosen] if members is None else x.index_select(0, members[chosen])
         total = _pairwise_sum(part) if total is None else total.add_(_pairwise_sum(part))
     if total is None:
-        raise ValueError("a mean needs at least one member")
-    return total / count
+        raise ValueError("a sum needs at least one member")
+    return total
 
 
 def _pairwise_sum(part: Tensor) -> Tensor:

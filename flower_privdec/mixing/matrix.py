@@ -174,6 +174,8 @@ class SparseMatrix(MixingMatrix):
     def _combine(self, x: Tensor, out: Tensor) -> None:
         if self.halves and self._shift is not None:
             kernels.halves_shifted(x, out, self._shift)
+        elif self.halves and self._runs is not None:
+            kernels.halves_of_runs(x, out, *self._runs)
         elif self.halves:
             kernels.halves(x, out, self._slots(x))
         elif not kernels.fused(x, out, self.indptr, self.columns, self._cast(x), self._widest):
@@ -199,6 +201,13 @@ class SparseMatrix(MixingMatrix):
         shifts = (own - other) % self.n_columns
         in_order = len(own) == self.n_columns and np.array_equal(own, np.arange(self.n_columns))
         return int(shifts[0]) if in_order and (shifts == shifts[0]).all() else None
+
+    @cached_property
+    def _runs(self) -> tuple[int, int] | None:
+        """Where two runs of consecutive columns begin, of which each row in order takes its two halves."""
+        own, other = self.columns.reshape(-1, 2).T
+        runs = all(np.array_equal(each, each[0] + np.arange(len(each))) for each in (own, other))
+        return (int(own[0]), int(other[0])) if runs else None
 
     @cached_property
     def _on_device(self) -> dict[tuple[torch.device, torch.dtype], list[kernels.Slot]]:
