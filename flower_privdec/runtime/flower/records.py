@@ -59,7 +59,7 @@ class Order:
         if ORDER not in content.config_records:
             raise RunError("the message has no record 'order': send it with a strategy of flower_privdec")
         fields = dict(content.config_records[ORDER])
-        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})  # type: ignore[arg-type]
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})  # type: ignore[arg-type]
 
 
 def pack_rows(rows: Mapping[str, Tensor]) -> ArrayRecord:
