@@ -217,7 +217,9 @@ def study(
 
 @command()
 def bench(
-    workloads: Annotated[list[str] | None, typer.Argument(metavar="[W1 W2 ... FedDeper noise]", help="Which.")] = None,
+    workloads: Annotated[
+        list[str] | None, typer.Argument(metavar="[W1 W2 ... FedDeper noise sharded]", help="Which.")
+    ] = None,
     device: Annotated[Device, typer.Option(help="Where to time it.")] = Device.cpu,
     rounds: Annotated[int, typer.Option(min=3, max=10_000, help="Timed rounds of each variant.")] = 15,
     extras: Annotated[bool, typer.Option("--all", help="Also Opacus, vmap, gloo, relay and scaling.")] = False,
