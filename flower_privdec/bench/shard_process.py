@@ -23,8 +23,7 @@ from flower_privdec.runtime.sharded.shard_engine import ShardEngine
 from flower_privdec.runtime.sharded.wires import Wires
 from flower_privdec.topology import build_topology
 
-SHARDS, PEERS = 2, 4  # of which two are on each shard, whose exchanges are timed
-PHASES = 2  # rounds after which the graph of so few peers begins anew
+SHARDS = 2
 FEW = 4  # examples of a peer where it is the number of peers that counts
 Times = dict[str, list[float]]  # milliseconds, by what was timed
 
@@ -35,8 +34,8 @@ def stamps(folder: str, shard: int, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Meet the other shard, and time what is asked.
 
     Args:
-        asked: generator, repeats, `rounds` by workload, `exchanges` by parameters of a row, and `many`, peers by
-            workload, of the first shard alone.
+        asked: generator, repeats, `rounds` by workload, `exchanges`, peers and periods of the graph by parameters of a
+            row, and `many`, peers by workload, of the first shard alone.
     """
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "meeting"), SHARDS)
@@ -44,8 +43,8 @@ def stamps(folder: str, shard: int, asked: Mapping[str, Any]) -> dict[str, Any]:
     generator, repeats, found = asked["generator"], asked["repeats"], dict[str, Any]()
     for name, rounds in asked["rounds"].items():
         found[name] = _pace(_again(wires, WORKLOADS[name].n_peers), WORKLOADS[name], generator, rounds, repeats)
-    for d, rounds in asked["exchanges"].items():
-        found[f"exchange-{d}"] = _exchanges(_again(wires, PEERS), int(d), rounds, repeats)
+    for d, (peers, periods) in asked["exchanges"].items():
+        found[f"exchange-{d}"] = _exchanges(_again(wires, peers), d, periods, repeats)
     for name, peers in asked["many"].items():
         found[f"many-{name}"] = _alone(replace(WORKLOADS[name], examples=FEW).resized(peers), generator)
     wires.part()
@@ -67,9 +66,11 @@ def _pace(wires: Wires, workload: Workload, generator: str, rounds: int, repeats
     return _side_by_side(wires, works, rounds, repeats)
 
 
-def _exchanges(wires: Wires, d: int, rounds: int, repeats: int) -> Times:
+def _exchanges(wires: Wires, d: int, periods: int, repeats: int) -> Times:
     """Time an exchange of rows, and what it is made of: as many bytes over gloo alone, and mixing as many in memory."""
-    peers, mixing = wires.shards.peers(wires.shard), _mixing()
+    n_peers, peers = int(wires.shards.ends[-1]), wires.shards.peers(wires.shard)
+    mixing = Mixing(build_topology("directed-exponential", n_peers), "column-stochastic")
+    phases = mixing.topology.period or 1
     rows = {"x": torch.randn(len(peers), d), "w": torch.ones(len(peers))}
     cohort = cast(Any, SimpleNamespace(mixing=mixing))
     engine = ShardEngine(cast(Any, None), cohort, State(peers, rows=rows), wires)
@@ -82,23 +83,20 @@ def _exchanges(wires: Wires, d: int, rounds: int, repeats: int) -> Times:
     def mix() -> None:
         torch.lerp(own, other, 0.5, out=out)
 
-    works = {"shards": _times(exchange, PHASES), "gloo": _bare(wires, d), "mixing": _times(mix, PHASES)}
-    return {name: [ms / PHASES for ms in took] for name, took in _side_by_side(wires, works, rounds, repeats).items()}
+    crossing = [min(2**phase, len(peers)) for phase in range(phases)]
+    works = {"shards": _times(exchange, phases), "gloo": _bare(wires, d, crossing), "mixing": _times(mix, phases)}
+    return {name: [ms / phases for ms in took] for name, took in _side_by_side(wires, works, periods, repeats).items()}
 
 
-def _mixing() -> Mixing:
-    return Mixing(build_topology("directed-exponential", PEERS), "column-stochastic")
-
-
-def _bare(wires: Wires, d: int) -> Work:
-    """Return what sends and receives as many rows as cross in a period of the graph, from and to the same memory."""
-    ours, theirs = torch.randn(2, d), torch.empty(2, d)
+def _bare(wires: Wires, d: int, rows: list[int]) -> Work:
+    """Return what sends and receives so many rows one after the other, from and to the same memory."""
+    ours, theirs = torch.randn(max(rows), d), torch.empty(max(rows), d)
     other, group = 1 - wires.shard, wires.group
 
     def swap() -> None:
-        for crossing in (1, 2):  # hearing the peer 1 before, one row crosses; 2 before, two
-            arriving = group.recv([theirs[:crossing]], other, 0)
-            leaving = group.send([ours[:crossing]], other, 0)
+        for count in rows:
+            arriving = group.recv([theirs[:count]], other, 0)
+            leaving = group.send([ours[:count]], other, 0)
             arriving.wait()
             leaving.wait()
 

@@ -19,7 +19,11 @@ from flower_privdec.bench.workloads import WORKLOADS, Setup
 
 NAME = "sharded"
 ROUNDS = {"W1": 10, "W2": 4, "W3": 1}  # of a timed stretch
-EXCHANGES = {2_000: 50, 80_000: 20, 11_000_000: 1}  # periods of a stretch, by parameters: 8 KB, 320 KB and 44 MB
+EXCHANGES = {  # peers, and periods of the graph in a stretch, by parameters: rows of 8 KB, 320 KB and 44 MB
+    2_000: (100, 20),
+    80_000: (50, 3),
+    11_000_000: (4, 1),
+}
 MANY = {"W4": 1000, "W1": 200}  # peers of one process, by which a host is forecast
 REPEATS = 25
 PEERS, HOSTS = 100_000, 64
@@ -35,9 +39,9 @@ def measure_sharding(generator: str, repeats: int = REPEATS, sizes: Sequence[int
         sizes: parameters of the rows whose exchange is timed, of EXCHANGES.
 
     Returns:
-        pace: by workload, ms of a round of one process and of two, and the ratio; exchanges: by bytes of a row, ms of an
-        exchange, of bare gloo and of mixing in memory, and the ratio of the exchange without mixing to bare gloo;
-        forecast: see `forecast`. Ratios are of the least of many short stretches.
+        pace: by workload, ms of a round of one process and of two, and the ratio; exchanges: by bytes of a row, ms of
+        an exchange, of bare gloo and of mixing in memory, and the ratio of the exchange to both together; forecast: see
+        `forecast`. Ratios are of the least of many short stretches.
     """
     asked = {
         "generator": generator,
@@ -51,7 +55,9 @@ def measure_sharding(generator: str, repeats: int = REPEATS, sizes: Sequence[int
         found = together([("flower_privdec.bench.shard_process", words) for words in works])[0]
     exchanges = {str(d * 4): _exchange(found[f"exchange-{d}"]) for d in sizes}
     steps = {name: found[f"many-{name}"] / peers for name, peers in MANY.items()}
-    rate = _rate(max(sizes), exchanges[str(max(sizes) * 4)]["gloo_ms"])
+    rate = (
+        1.5 * 4 * max(sizes) / exchanges[str(4 * max(sizes))]["gloo_ms"] * 1e3
+    )  # of 4 peers one row crosses, then two
     return {
         "description": "two shards of one cohort, a process each, over gloo on this machine",
         "pace": {name: _pace(found[name]) for name in ROUNDS},
@@ -73,18 +79,13 @@ def _pace(took: dict[str, list[float]]) -> dict[str, float]:
 
 def _exchange(took: dict[str, list[float]]) -> dict[str, float]:
     shards, gloo, mixing = (min(took[name]) for name in ("shards", "gloo", "mixing"))
-    return _facts(took) | {"ratio": (shards - mixing) / gloo}
+    return _facts(took) | {"ratio": shards / (gloo + mixing)}
 
 
 def _facts(took: dict[str, list[float]]) -> dict[str, float]:
-    """Return the least and the median of each: what else the machine does slows two processes that wait for each other."""
+    """Return the least and the median of each: other work slows two processes that wait for each other."""
     least = {f"{name}_ms": min(times) for name, times in took.items()}
     return least | {f"{name}_median_ms": float(np.median(times)) for name, times in took.items()}
-
-
-def _rate(d: int, ms: float) -> float:
-    """Return how many bytes a second leave a shard over gloo; 1.5 rows cross in an exchange on average."""
-    return 1.5 * d * 4 / (ms / 1e3)
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,9 @@ def sharding_lines(result: dict[str, Any]) -> list[str]:
         )
     for size, took in result["exchanges"].items():
         lines.append(
-            f"rows of {int(size) / 1e3:,.0f} KB: an exchange {took['shards_ms']:.3f} ms, mixing in memory "
-            f"{took['mixing_ms']:.3f}, as many bytes over bare gloo {took['gloo_ms']:.3f}: "
-            f"without mixing {took['ratio']:.2f} times bare gloo"
+            f"rows of {int(size) / 1e3:,.0f} KB, {EXCHANGES[int(size) // 4][0]} peers: an exchange "
+            f"{took['shards_ms']:.3f} ms; as many bytes over bare gloo {took['gloo_ms']:.3f} and mixing in memory "
+            f"{took['mixing_ms']:.3f}: {took['ratio']:.2f} times both"
         )
     lines.append(f"bare gloo: {result['gloo_bytes_per_second'] / 1e9:.1f} GB/s each way between two processes here")
     return lines + [_forecast_line(name, Forecast(**facts)) for name, facts in result["forecast"].items()]
@@ -152,6 +153,6 @@ def _forecast_line(name: str, facts: Forecast) -> str:
     return (
         f"on paper, {facts.peers:,} peers of {name} (d = {facts.d:,}) on {facts.hosts} hosts, a core of each: "
         f"{facts.step_ms:,.0f} ms of steps a round and {facts.network_ms:,.0f} ms for {facts.crossing:,.0f} rows, "
-        f"{facts.bytes / 1e6:,.0f} MB, that leave a host at 10 Gbit/s; {facts.state_bytes / 1e9:,.1f} GB of rows a host; "
-        f"the first collects {facts.collected_bytes / 1e9:,.1f} GB at an evaluation"
+        f"{facts.bytes / 1e6:,.0f} MB, that leave a host at 10 Gbit/s; {facts.state_bytes / 1e9:,.1f} GB of rows a "
+        f"host; the first collects {facts.collected_bytes / 1e9:,.1f} GB at an evaluation"
     )

@@ -81,6 +81,7 @@ class Sharded(Serverless):
         messages = [self._message(node, "train.sharded", peers, **said) for node, peers in self.nodes]
         answers = _ask(grid, messages)
         if len(answers) < len(self.nodes) or any(answer.has_error() for answer in answers.values()):
+            self.recorder.close()
             raise self._failure(answers)
         self._answered = [answers[shard] for shard in range(len(self.nodes))]
         return []

@@ -150,16 +150,16 @@ class Tables:
             rows: [m, ...]; left alone.
             foreign: how many rows from elsewhere the table has room for.
         """
+        count = rows.shape[0]
         one, other = self._pairs.get(name, (rows[:0], rows[:0]))
-        need = len(rows) + foreign
-        if len(one) < need or one.dtype != rows.dtype or one.shape[1:] != rows.shape[1:]:
-            one, other = (empty_rows(rows, need, *rows.shape[1:]) for _ in range(2))
+        if one.shape[0] < count + foreign or one.dtype != rows.dtype or one.shape[1:] != rows.shape[1:]:
+            one, other = (empty_rows(rows, count + foreign, *rows.shape[1:]) for _ in range(2))
             self._pairs[name] = one, other
         if rows.data_ptr() == other.data_ptr():
             one, other = other, one
         elif rows.data_ptr() != one.data_ptr():
-            one[: len(rows)] = rows
-        return one[:need], other[: len(rows)]
+            one[:count] = rows
+        return one[: count + foreign], other[:count]
 
 
 def _apply(part: Part, tables: list[tuple[Tensor, Tensor]]) -> None:

@@ -8,7 +8,7 @@ connections, at once, and one whose machine is gone by its silence, after PATIEN
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, cast
@@ -20,11 +20,11 @@ from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr
 from flower_privdec.errors import RunError
 from flower_privdec.rows.finite import all_finite
 from flower_privdec.runtime.sharded.dealing import Shards
+from flower_privdec.runtime.sharded.parcels import Layout, Parcel, layout_of, size_of
 from flower_privdec.words import one_line
 
 PATIENCE = 600.0  # seconds to wait for rows: longer than any shard computes or is evaluated in one go
 LONG = 2**16  # bytes of a row from which it goes by itself, straight from where it lies to where it is wanted
-UNIT = 64  # bytes between the beginnings of parts of a buffer
 LAST_TAG = 2**30
 LOST = "lost touch with"
 
@@ -75,17 +75,21 @@ class Pending:
     """Rows on their way, see `Wires.begin`.
 
     Attributes:
+        here: where the run is, for errors.
+        tag: the stamp of parcels of this exchange.
         arriving: what is waited for, with the shard it comes from.
         leaving: what is sent, with the shard it goes to.
-        land: by shard, puts what came packed into its place.
-        here: where the run is, for errors.
+        parcels: what comes packed, by shard, and where it is wanted.
+        alone: rows that come one by one, each with its shard.
     """
 
     shards: Shards
     here: str
+    tag: int = 0
     arriving: list[tuple[int, Work]] = field(default_factory=list)
     leaving: list[tuple[int, Work]] = field(default_factory=list)
-    land: list[Callable[[], None]] = field(default_factory=list)
+    parcels: list[tuple[int, Parcel, list[Tensor]]] = field(default_factory=list)
+    alone: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def wait(self) -> None:
         """Wait until all rows have come, are checked and are where they are wanted, and all that was sent is gone.
@@ -95,9 +99,18 @@ class Pending:
             RunError: naming the shard whose rows are not finite, or are of another place of the run.
         """
         self._wait(self.arriving)
-        for land in self.land:
-            land()
+        for shard, parcel, wanted in self.parcels:
+            self._check(shard, int(parcel.stamp) == self.tag, "are of another place; all shards must run one scenario")
+            self._check(shard, parcel.finite(), "are not finite; a peer diverged")
+            for into, part in zip(wanted, parcel.parts, strict=True):
+                into.copy_(part)
+        for shard, row in self.alone:
+            self._check(shard, all_finite(row), "are not finite; a peer diverged")
         self._wait(self.leaving)
+
+    def _check(self, shard: int, right: bool, wrong: str) -> None:
+        if not right:
+            raise RunError(f"{self.here}: rows of {self.shards.name(shard)} {wrong}")
 
     def _wait(self, ways: list[tuple[int, Work]]) -> None:
         for shard, work in ways:
@@ -133,6 +146,7 @@ class Wires:
         self.shard, self.shards = shard, shards
         self._tag, self._pending = 0, Pending(shards, "")
         self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._parcels: dict[tuple[str, int, Layout], Parcel] = {}
 
     @classmethod
     def meet(cls, store: Store, shard: int, shards: Shards, address: str, patience: float = PATIENCE) -> Wires:
@@ -171,6 +185,7 @@ class Wires:
         self._pending.forget()
         self._group = None
         self._buffers.clear()
+        self._parcels.clear()
 
     def agree(self, digest: bytes) -> None:
         """Check that all shards have the same 32 bytes to say of what they are about to do.
@@ -228,25 +243,26 @@ class Wires:
             foreign: of each name, where those from elsewhere go, [f, ...].
             here: where the run is, for errors.
         """
-        first, self._tag = self._tag, (self._tag + len(rows) + 1) % LAST_TAG
-        self._pending = pending = Pending(self.shards, here)
-        long = [goes_alone(part) for part in rows]
+        tag = self._tag = (self._tag + 1) % LAST_TAG
+        self._pending = pending = Pending(self.shards, here, tag)
+        long = [number for number, part in enumerate(rows) if goes_alone(part)]
+        short = [part for part in rows if not goes_alone(part)] if long else list(rows)
+        into = [part for part in foreign if not goes_alone(part)] if long else list(foreign)
         for shard, part in traffic.receives.items():
-            for number, each in enumerate(foreign):
-                if long[number]:
-                    wanted = each[part]
-                    for row in wanted:
-                        self._recv(pending, row, shard, first + number)
-                    pending.land.append(_Landing(wanted, None, self.shards.name(shard), here))
-            short = [each[part] for each, alone in zip(foreign, long, strict=True) if not alone]
-            self._receive_packed(pending, shard, short, first + len(rows))
+            for number in long:
+                for row in foreign[number][part]:
+                    self._recv(pending, row, shard, tag)
+                    pending.alone.append((shard, row))
+            parcel = self._parcel("in", shard, layout_of(into, part.stop - part.start))
+            self._recv(pending, parcel.whole, shard, tag)
+            pending.parcels.append((shard, parcel, [each[part] for each in into]))
         for shard, which in traffic.sends.items():
-            for number, each in enumerate(rows):
-                if long[number]:
-                    for row in which.tolist():
-                        self._send(pending, each[row], shard, first + number)
-            short = [each for each, alone in zip(rows, long, strict=True) if not alone]
-            self._send_packed(pending, shard, short, which, first + len(rows))
+            for number in long:
+                for row in which.tolist():
+                    self._send(pending, rows[number][row], shard, tag)
+            parcel = self._parcel("out", shard, layout_of(short, which.shape[0]))
+            _fill(parcel, short, which, tag)
+            self._send(pending, parcel.whole, shard, tag)
         return pending
 
     def _send(self, pending: Pending, values: Tensor, shard: int, tag: int) -> None:
@@ -261,75 +277,28 @@ class Wires:
         except RuntimeError as error:
             raise lost(self.shards.name(shard), pending.here, error) from error
 
-    def _send_packed(self, pending: Pending, shard: int, rows: list[Tensor], which: Tensor, tag: int) -> None:
-        """Send the chosen rows of all names, and behind them the tag, by which a message of another place is known."""
-        shapes = [(len(which), *each.shape[1:]) for each in rows]
-        buffer, parts, stamp = self._packed("out", shard, rows, shapes)
-        for each, part in zip(rows, parts, strict=True):
-            if each.device.type == "cpu":
-                torch.index_select(each, 0, which, out=part)
-            else:
-                part.copy_(each.index_select(0, which.to(each.device)))
-        stamp.fill_(tag)
-        self._send(pending, buffer, shard, tag)
+    def _parcel(self, way: str, shard: int, layout: Layout) -> Parcel:
+        """Return a parcel to or from a shard; all that go one way between two shards lie in one buffer."""
+        key = (way, shard, layout)
+        if key not in self._parcels:
+            size, kept = size_of(layout), self._buffers.get((way, shard))
+            if kept is None or len(kept) < size:
+                kept = self._buffers[way, shard] = torch.zeros(size, dtype=torch.uint8)
+                self._parcels = {known: each for known, each in self._parcels.items() if known[:2] != key[:2]}
+            self._parcels[key] = Parcel.within(kept, layout)
+        return self._parcels[key]
 
-    def _receive_packed(self, pending: Pending, shard: int, foreign: list[Tensor], tag: int) -> None:
-        buffer, parts, stamp = self._packed("in", shard, foreign, [tuple(each.shape) for each in foreign])
-        self._recv(pending, buffer, shard, tag)
-        name = self.shards.name(shard)
-        pending.land.append(_Stamped(stamp, tag, name, pending.here))
-        pending.land += [_Landing(part, into, name, pending.here) for part, into in zip(parts, foreign, strict=True)]
 
-    def _packed(
-        self, way: str, shard: int, like: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Return a buffer for a shard, the parts of it that hold tensors of some types and shapes, and the tag's."""
-        sizes = [torch.Size(shape).numel() * each.element_size() for each, shape in zip(like, shapes, strict=True)]
-        begins = [0]
-        for size in sizes:
-            begins.append(begins[-1] + -(-size // UNIT) * UNIT)
-        end = begins[-1] + 8
-        kept = self._buffers.get((way, shard))
-        if kept is None or len(kept) < end:
-            kept = self._buffers[way, shard] = torch.zeros(end, dtype=torch.uint8)
-        parts = [
-            kept[begin : begin + size].view(each.dtype).view(shape)
-            for begin, size, each, shape in zip(begins, sizes, like, shapes, strict=False)
-        ]
-        return kept[:end], parts, kept[end - 8 : end].view(torch.int64)
+def _fill(parcel: Parcel, rows: Sequence[Tensor], which: Tensor, tag: int) -> None:
+    """Put the chosen rows of all names into a parcel, and which message it is."""
+    for each, part in zip(rows, parcel.parts, strict=True):
+        if each.device.type == "cpu":
+            torch.index_select(each, 0, which, out=part)
+        else:
+            part.copy_(each.index_select(0, which.to(each.device)))
+    parcel.stamp.fill_(tag)
 
 
 def goes_alone(rows: Tensor) -> bool:
     """Return whether rows, [m, ...], are long enough to go one by one, from memory that the network reads."""
     return rows.device.type == "cpu" and rows.shape[1:].numel() * rows.element_size() >= LONG
-
-
-@dataclass(frozen=True)
-class _Landing:
-    """Rows that have come, which are checked and put where they are wanted."""
-
-    rows: Tensor
-    into: Tensor | None
-    sender: str
-    here: str
-
-    def __call__(self) -> None:
-        parts = self.rows if self.into is None else [self.rows]
-        if not all(all_finite(part) for part in parts):
-            raise RunError(f"{self.here}: rows of {self.sender} are not finite; a peer diverged")
-        if self.into is not None:
-            self.into.copy_(self.rows)
-
-
-@dataclass(frozen=True)
-class _Stamped:
-    """A message whose tag is to be looked at."""
-
-    stamp: Tensor
-    tag: int
-    sender: str
-    here: str
-
-    def __call__(self) -> None:
-        if int(self.stamp) != self.tag:
-            raise RunError(f"{self.here}: {self.sender} sent rows of another place; all shards must run one scenario")
