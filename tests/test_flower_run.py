@@ -108,20 +108,28 @@ DYING_SHARD = """\
 import os
 import signal
 
-from flower_privdec.runtime.flower.client_app import client_app
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from flower_privdec.runtime.flower.client_app import answer_place
 from flower_privdec.runtime.flower.node import Node
+from flower_privdec.runtime.flower.shard_app import train_sharded
 
-app = client_app()
-keep = Node.keep
-
-
-def die(node, state, cohort):
-    if node.peers[0] == 2 and state.round_index == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    keep(node, state, cohort)
+app = ClientApp()
+app.query("place")(answer_place)
 
 
-Node.keep = die
+@app.train("sharded")
+def train(message: Message, context: Context) -> Message:
+    keep = Node.keep
+
+    def die(node, state, cohort):
+        if node.peers[0] == 2 and state.round_index == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        keep(node, state, cohort)
+
+    Node.keep = die
+    return train_sharded(message, context)
 """
 
 

@@ -116,7 +116,7 @@ class Forecast:
 def forecast(peers: int, hosts: int, d: int, step_ms: float) -> Forecast:
     """Work out a round of push-sum on the one-peer directed exponential graph, one core of each host at work.
 
-        m = n / hosts;  rows that leave = mean over p = ceil(log2 n) phases of min(2^j, m)
+        m = n / hosts;  rows that leave = mean over the phases 2^j < n of min(2^j, m, n - 2^j)
         round = m t + rows · 4 d / B
 
     Args:
@@ -124,7 +124,7 @@ def forecast(peers: int, hosts: int, d: int, step_ms: float) -> Forecast:
     """
     m = math.ceil(peers / hosts)
     phases = math.ceil(math.log2(peers))
-    crossing = sum(min(2**j, m) for j in range(phases)) / phases
+    crossing = sum(min(2**j, m, peers - 2**j) for j in range(phases)) / phases
     size = crossing * 4 * d
     state = 2 * (m + m) * 4 * d
     return Forecast(peers, hosts, d, m * step_ms, crossing, size, size / NETWORK * 1e3, state, peers * 4 * d)
