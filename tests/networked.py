@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +16,23 @@ from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import OnRound, PeerDevice, RunningPeer
 from flower_privdec.runtime.network.peer_processes import free_addresses
 from flower_privdec.scenario import Scenario
+
+LONG = 100.0  # seconds that nothing takes, however busy the machine is
+
+
+def wait_until(ready: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    until = time.monotonic() + LONG
+    while not ready():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def begin_without(peers: Iterable[RunningPeer], absent: int) -> None:
+    """Let peers that nobody waits for begin once they have greeted all others but one, however long that takes."""
+    for peer in peers:
+        others = [j for j in peer.timetable.neighbours(peer.device.peer) if j != absent]
+        peer._greeted = lambda since, peer=peer, others=others: all(map(peer.machine.is_open, others))  # type: ignore[attr-defined]
 
 
 def devices(scenario: Scenario, folder: Path, *, insecure_seeds: bool = True) -> list[PeerDevice]:

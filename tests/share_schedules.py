@@ -40,7 +40,10 @@ class Exact:
     def copy(self, value: Fraction) -> Fraction:
         return value
 
-    def sound(self, value: Fraction) -> bool:
+    def same(self, value: Fraction, part: Fraction) -> bool:
+        return value == part
+
+    def fits(self, value: Fraction, part: Fraction) -> bool:
         return True
 
 

@@ -241,8 +241,9 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
         assert all(torch.equal(before[name], row) for name, row in peer.state.rows.items())
         link.call(sealed(CARRYING, 3, run, 0, 0, Parts((whole,))), 10)
         link.call(sealed(CARRYING, 3, run, 0, 0, Parts((bytes(len(whole)),))), 10)  # a second time, and another
-        assert peer.mail.machine.received() == {3: whole}
-        assert json.loads(link.call(ASKING, 10))["round"] == 0
+        ((sender, rows),) = peer.mail.machine.received().items()
+        assert (sender, bytes(packed(rows))) == (3, whole)
+        assert json.loads(bytes(link.call(ASKING, 10)))["round"] == 0
     finally:
         link.close()
         peer.close()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
 import torch
-from networked import devices, finish
+from networked import LONG, begin_without, devices, finish, wait_until
 from test_network import TOGETHER, Killed, Tiny
 from variants import settings_for
 
@@ -28,8 +28,8 @@ from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
 from flower_privdec.runtime.network.share_protocol import FIRST, RefusedError
 from flower_privdec.scenario import Scenario
 
-QUICK = "network={retry: 0.1, start: 20.0, deadline: 2.0}"
-HASTY = "network={retry: 0.1, start: 20.0, deadline: 0.5}"
+QUICK = f"network={{retry: 0.1, start: {LONG}, deadline: {LONG}}}"
+HASTY = f"network={{retry: 0.1, start: {LONG}, deadline: 0.5}}"
 STILL = (
     "algorithm={name: sgp, learning_rate: 1.0e-12}"  # whose steps move next to nothing, so that Σ x stays what it was
 )
@@ -122,6 +122,18 @@ def running(peers: list[RunningPeer]) -> Iterator[list[Future[Any]]]:
             raise
 
 
+def go_on(peer: RunningPeer, others: list[Future[Any]]) -> None:
+    """Run a peer that was started again to its end; if the others have left by then, it need not wait for them."""
+    leave, leaving = peer._leave, Event()
+    peer._leave = lambda: (leaving.set(), leave())[1]  # type: ignore[method-assign, func-returns-value]
+    with running([peer]) as (future,):
+        for other in others:
+            other.result(LONG)
+        wait_until(lambda: leaving.is_set() or future.done())
+        peer.stop()
+        future.result(LONG)
+
+
 @pytest.mark.parametrize("moment", [1, 2, 3])
 @pytest.mark.parametrize("point", POINTS)
 def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
@@ -141,10 +153,8 @@ def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
     mortal(peers[1], point, 1 if point == "at the end" else moment)
     with running(peers) as futures:
         with pytest.raises(Killed):
-            futures[1].result(60)
-        finish(again(scenario, theirs[1]))
-        for peer in (0, 2, 3):
-            futures[peer].result(60)
+            futures[1].result(LONG)
+        go_on(again(scenario, theirs[1]), [futures[peer] for peer in (0, 2, 3)])
     check_mass(tmp_path, initial(scenario))
     for peer in range(4):
         (ledger,) = (tmp_path / f"peer-{peer}" / "ledger").glob("*.jsonl")
@@ -157,6 +167,8 @@ def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_p
     setting = "algorithm={name: dp-dda}" if name == "dp-dda" else f"algorithm.name={name}"
     scenario = tiny(*settings_for(setting), "topology.name=complete", "rounds=8", HASTY)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
+    for peer in peers:
+        peer.courier._patience = LONG  # with each other
     dying, left = peers[3]._exchange, [3]
 
     def exchange(*arguments: Any) -> None:
@@ -168,9 +180,9 @@ def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_p
     peers[3]._exchange = exchange  # type: ignore[method-assign]
     with running(peers) as futures:
         with pytest.raises(Killed):
-            futures[3].result(60)
+            futures[3].result(LONG)
         for peer in (0, 1, 2):
-            futures[peer].result(60)
+            futures[peer].result(LONG)
     for peer in peers[:3]:
         assert peer.state.round_index == 8
         assert bool(peer.state.rows["x"].isfinite().all())
@@ -178,21 +190,16 @@ def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_p
 
 
 def test_who_joins_late_brings_no_mass_and_takes_over_a_neighbours_model(tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny(STILL, "topology.name=complete", "rounds=60", "network={retry: 0.1, start: 0.3, deadline: 2.0}")
-    theirs = devices(scenario, tmp_path)
-    peers = [running_peer(scenario, device) for device in theirs]
+    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
     start = peers[0].state.rows["x"][0].clone()
     peers[3].state.rows["x"] += 5.0  # what it would begin with
-    with running(peers[:3]) as futures:
-        while peers[0].state.round_index < 2:
-            time.sleep(0.01)
-        last = finish(peers[3])
-        for future in futures:
-            future.result(60)
-    assert peers[3].machine.incarnation > FIRST
+    join_late(peers)
+    last = peers[3].state.rows
+    assert peers[3].machine.incarnation > FIRST  # type: ignore[attr-defined]
     assert float(last["w"]) > 0
     torch.testing.assert_close(last["x"][0] / last["w"], start)
-    found = mass_on_disk([device.folder for device in theirs])
+    found = mass_on_disk([tmp_path / name for name in FOLDERS])
     torch.testing.assert_close(found["w"], torch.tensor(3.0, dtype=torch.float64))
     torch.testing.assert_close(found["x"], 3 * start)
 
@@ -202,19 +209,26 @@ def test_who_joins_late_adopts_a_neighbours_model_in_gossip_too(tiny: Tiny, tmp_
         *settings_for("algorithm.name=d-psgd"),
         "topology.name=complete",
         "algorithm.learning_rate=1.0e-12",
-        "rounds=60",
-        "network={retry: 0.1, start: 0.3, deadline: 2.0}",
+        "rounds=100000",
+        "evaluation.every=100000",
+        QUICK,
     )
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
     start = peers[0].state.rows["x"].clone()
     peers[3].state.rows["x"] += 5.0
+    join_late(peers)
+    for peer in peers:
+        torch.testing.assert_close(peer.state.rows["x"], start)
+
+
+def join_late(peers: list[RunningPeer], rounds: int = 3) -> None:
+    """Run peers, of which the last comes when the others are under way, until it was in some rounds; stop them."""
+    begin_without(peers[:3], 3)
     with running(peers[:3]) as futures:
-        while peers[0].state.round_index < 2:
-            time.sleep(0.01)
-        last = finish(peers[3])
-        rows = [last, *(future.result(60) for future in futures)]
-    for each in rows:
-        torch.testing.assert_close(each["x"], start)
+        wait_until(lambda: peers[0].state.round_index >= 2)
+        with running(peers[3:]) as (joining,):
+            wait_until(lambda: peers[3].state.round_index >= rounds or joining.done())
+            stop_all(peers, [*futures, joining])
 
 
 def taken_from(peer: RunningPeer) -> int:
@@ -229,7 +243,7 @@ def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_tw
     mortal(peers[1], "after a commit", 4)
     with running(peers) as futures:
         with pytest.raises(Killed):
-            futures[1].result(60)
+            futures[1].result(LONG)
         older = tmp_path / "older"
         shutil.copy(theirs[1].folder / "checkpoint-0", older)
         second = again(scenario, theirs[1])
@@ -255,7 +269,7 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(also: str, 
     mortal(peers[1], "after a commit", 4)
     with running(peers) as futures:
         with pytest.raises(Killed):
-            futures[1].result(60)
+            futures[1].result(LONG)
         older = Path(shutil.copytree(theirs[1].folder, tmp_path / "older"))
         second = again(scenario, theirs[1])
         before = taken_from(second)
@@ -269,18 +283,11 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(also: str, 
         with running([third]) as (future,):
             if also == "ledger":
                 with pytest.raises(BudgetError, match="its ledger knows of no step since its checkpoint"):
-                    future.result(60)
+                    future.result(LONG)
             else:
                 wait_until(lambda: third.machine.incarnation > FIRST)  # type: ignore[attr-defined]
                 stop_all([third], [future])
         stop_all([peers[0], *peers[2:]], [futures[0], *futures[2:]])
-
-
-def wait_until(ready: Callable[[], bool], seconds: float = 100.0) -> None:
-    until = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def stop_all(peers: list[RunningPeer], futures: list[Future[Any]]) -> None:
@@ -288,7 +295,7 @@ def stop_all(peers: list[RunningPeer], futures: list[Future[Any]]) -> None:
         peer.stop()
     for future in futures:
         with pytest.raises(StoppedError):
-            future.result(60)
+            future.result(LONG)
 
 
 # --- sent nothing, or not reached for a moment ---
@@ -350,7 +357,7 @@ def _own_address(link: Link) -> str:
 
 
 def test_both_sides_of_a_partition_go_on_and_merge(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = tiny(STILL, "topology.name=complete", "rounds=120", QUICK)
+    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
     for peer, shift in zip(peers, (0.0, 0.0, 1.0, 1.0), strict=True):
@@ -364,18 +371,26 @@ def test_both_sides_of_a_partition_go_on_and_merge(tiny: Tiny, tmp_path: Path, m
         link.own = theirs[0].addresses[numbers[0]]  # type: ignore[attr-defined]
 
     monkeypatch.setattr(Link, "__init__", knowing)
-    cut = Cut(monkeypatch, sides)
+    cut, met = Cut(monkeypatch, sides), Barrier(5)
+    for peer in peers:
+        begin = peer._before
+        peer._before = lambda k, begin=begin: (k or met.wait(LONG), begin(k))[1]  # type: ignore[method-assign, misc]
     with running(peers) as futures:
-        while not all(peer.state.round_index >= 1 for peer in peers):
-            time.sleep(0.005)
+        wait_until(lambda: met.n_waiting == 4)
         cut.down = True
-        since = [peer.state.round_index for peer in peers]
-        while not all(peer.state.round_index >= k + 10 for peer, k in zip(peers, since, strict=True)):
-            time.sleep(0.005)
+        met.wait(LONG)
+        wait_until(lambda: all(peer.state.round_index >= 10 for peer in peers))
+        assert apart(peers) > 0.4
         cut.down = False
-        rows = [future.result(120) for future in futures]
+        wait_until(lambda: apart(peers) < 1e-3)
+        stop_all(peers, futures)
+    assert apart(peers) < 1e-2  # each moves as shares come, one after the other
     found = mass_on_disk([device.folder for device in theirs])
     torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64))
-    models = torch.cat([each["x"] / each["w"][:, None] for each in rows])
-    assert float((models - models.mean(0)).abs().max()) < 1e-3  # 1.0 apart before they merged
     torch.testing.assert_close(found["x"], 4 * initial(scenario) + 2.0)
+
+
+def apart(peers: list[RunningPeer]) -> float:
+    """Return how far the models of peers are from their mean."""
+    models = torch.cat([peer.state.rows["x"] / peer.state.rows["w"][:, None] for peer in peers])
+    return float((models - models.mean(0)).abs().max())

@@ -206,7 +206,7 @@ def test_what_breaks_a_rule_is_refused_by_name_and_changes_nothing(hostile: Host
         assert known(hostile.target) == before, case
         assert hostile.target.machine.is_open(3) == (case not in THEN_GREET_ANEW), case
         hostile.greet()
-    assert json.loads(hostile.link.call(ASKING, 10))["round"] == 0
+    assert json.loads(bytes(hostile.link.call(ASKING, 10)))["round"] == 0
     hostile.say(hostile.good())
     assert known(hostile.target) != before  # what is right is taken
 
@@ -238,6 +238,22 @@ def test_whatever_is_said_again_changes_nothing(hostile: Hostile) -> None:
         say_again(hostile)
         hostile.target._absorb()
         assert known(hostile.target) == before
+
+
+def test_what_was_under_way_for_a_while_sets_no_neighbour_back_and_a_new_life_does(hostile: Hostile) -> None:
+    """The last hello may overtake a share, or rows: who took its sender to be under way still would wait for nobody."""
+    hostile.greet()
+    late: Framed = hostile.message()
+    if hostile.own.machine.mass:
+        hostile.own._split(0, {0: 0.5})
+        hostile.own._commit(1)
+        (late,) = hostile.own.machine.shares_to_send()
+    last = replace(hostile.own.machine.hello(0), round_index=ROUNDS)
+    hostile.say(last, late)
+    hostile.say(replace(last, round_index=2))
+    assert hostile.target.mail.rounds[3] == ROUNDS
+    hostile.say(replace(last, round_index=2, life=last.life + 1, opened=False))
+    assert hostile.target.mail.rounds[3] == 2
 
 
 @pytest.mark.parametrize("change", [{"scenario": bytes(32)}, {"sent": 5}, {"sender": 2}])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
-from networked import devices, finish
+from networked import LONG, begin_without, devices, finish, wait_until
 from test_network import Killed, Tiny
-from test_network_asynchronous import QUICK, STILL, again, running, stop_all, wait_until
-from test_network_hostile import EARLY
+from test_network_asynchronous import QUICK, STILL, again, go_on, join_late, running, stop_all
 from variants import settings_for
 
 from flower_privdec.algorithms.cohort import Cohort
@@ -18,6 +17,7 @@ from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.network.durable_mass import mass_on_disk
 from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import RunningPeer
+from flower_privdec.runtime.network.punctuality import FIRST_CHANCE
 from flower_privdec.runtime.network.share_protocol import FIRST
 
 POINTS = {  # around everything that is put on disk, sent or used
@@ -118,11 +118,9 @@ def test_whoever_dies_wherever_goes_on(
     mortal(peers[1], point, 1 if point in ("before it hands in", "in the last commit") else moment)
     with running(peers) as futures:
         with pytest.raises(Killed):
-            futures[1].result(60)
+            futures[1].result(LONG)
         last = again(scenario, theirs[1])
-        finish(last)
-        for peer in (0, 2, 3):
-            futures[peer].result(60)
+        go_on(last, [futures[peer] for peer in (0, 2, 3)])
     for peer in [last, peers[0], *peers[2:]]:  # type: ignore[assignment]
         assert peer.state.round_index == 4  # type: ignore[attr-defined]
         assert bool(peer.state.rows["x"].isfinite().all())  # type: ignore[attr-defined]
@@ -141,17 +139,14 @@ def test_two_that_die_at_once_and_one_that_dies_twice(name: str, tiny: Tiny, tmp
     with running(peers) as futures:
         for victim in (1, 2):
             with pytest.raises(Killed):
-                futures[victim].result(60)
+                futures[victim].result(LONG)
         second = again(scenario, theirs[1])
         mortal(second, "after a commit", 1)
         others = [again(scenario, theirs[2])]
         with running([second, *others]) as restarted:
             with pytest.raises(Killed):
-                restarted[0].result(60)
-            finish(again(scenario, theirs[1]))
-            restarted[1].result(60)
-        for survivor in (0, 3):
-            futures[survivor].result(60)
+                restarted[0].result(LONG)
+            go_on(again(scenario, theirs[1]), [futures[0], futures[3], restarted[1]])
     check_ledgers(tmp_path, taken, 5)
     if name in PUSH:
         check_weight(tmp_path)
@@ -165,13 +160,11 @@ def test_who_goes_on_in_a_round_whose_shares_it_had_not_split_sends_them(tiny: T
     mortal(peers[1], "when a round is settled", 2)
     with running(peers) as futures:
         with pytest.raises(Killed):
-            futures[1].result(60)
+            futures[1].result(LONG)
         last = again(scenario, theirs[1])
         split, rounds = last._split, list[int]()  # type: ignore[attr-defined]
         last._split = lambda k, weights: (rounds.append(k), split(k, weights))  # type: ignore[attr-defined]
-        finish(last)
-        for peer in (0, 2, 3):
-            futures[peer].result(60)
+        go_on(last, [futures[peer] for peer in (0, 2, 3)])
     assert [k for k in rounds if k < 6] == [2, 3, 4, 5]
     check_weight(tmp_path)
 
@@ -179,9 +172,10 @@ def test_who_goes_on_in_a_round_whose_shares_it_had_not_split_sends_them(tiny: T
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: Path) -> None:
     """Its first commit is on disk, with mass of its own, when it learns that the others began without it."""
-    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", EARLY, "evaluation.every=100000")
+    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", QUICK, "evaluation.every=100000")
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
+    begin_without(peers[:3], 3)
     POINTS["as it begins anew"] = ("_begin_anew", when)
     mortal(peers[3], "as it begins anew", 1)
     with running(peers[:3]) as futures:
@@ -201,19 +195,16 @@ def test_who_joins_late_pays_for_its_own_steps_alone(name: str, tiny: Tiny, tmp_
     scenario = tiny(
         *settings_for(choosing(name)),
         "topology.name=complete",
-        "rounds=40",
-        EARLY.replace("0.5", "1.5"),
-        "evaluation.every=40",
+        "privacy={noise_multiplier: 1.0, delta: 1.0e-3}",
+        "rounds=100000",
+        "evaluation.every=100000",
+        QUICK,
     )
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
     peers = [running_peer(scenario, device) for device in theirs]
-    with running(peers[:3]) as futures:
-        await_round(peers[0], 2)
-        finish(peers[3])
-        for future in futures:
-            future.result(60)
+    join_late(peers, 20)
     assert bool(peers[3].state.rows["x"].isfinite().all())
-    check_ledgers(tmp_path, taken, 40)
+    check_ledgers(tmp_path, taken, 2)
     if name in PUSH:
         check_weight(tmp_path, 3.0)
 
@@ -222,18 +213,27 @@ def await_round(peer: RunningPeer, round_index: int) -> None:
     wait_until(lambda: peer.state.round_index >= round_index)
 
 
+def await_more_rarely(peer: RunningPeer, neighbor: int) -> None:
+    """Wait until a peer has found out that a neighbour does not come, and tries it again after ever longer pauses."""
+    record = peer._pace._records[neighbor]  # type: ignore[attr-defined]
+    wait_until(lambda: not record.punctual and record.pause > 2 * FIRST_CHANCE)
+
+
 @pytest.mark.parametrize("graph", ["directed-ring", "ring"])
-def test_a_neighbour_that_is_ten_times_slower_is_found_out_whichever_way_the_edge_goes(
+def test_a_neighbour_that_does_not_come_is_found_out_and_left_behind_whichever_way_the_edge_goes(
     graph: str, tiny: Tiny, tmp_path: Path
 ) -> None:
+    """It is held up until the others have found it out, and gone on; how fast they do is `test_punctuality`'s."""
     scenario = tiny(STILL, f"topology.name={graph}", "rounds=100000", QUICK, "evaluation.every=100000")
-    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
-    slow = peers[2]._before
-    peers[2]._before = lambda k: (time.sleep(2.0), slow(k))[1]  # type: ignore[method-assign, func-returns-value]
+    peers, go_on = [running_peer(scenario, device) for device in devices(scenario, tmp_path)], Event()
+    before = peers[2]._before
+    peers[2]._before = lambda k: (k == 0 or go_on.wait(LONG), before(k))[1]  # type: ignore[method-assign, func-returns-value]
     with running(peers) as futures:
-        await_round(peers[1], 25)
-        beside = [1, 3] if graph == "ring" else [1]  # who only sends to it
-        awaited = [peers[j]._pace.is_awaited(2) for j in beside]  # type: ignore[attr-defined]
+        try:
+            for j in [1, 3] if graph == "ring" else [1]:  # who only sends to it
+                await_more_rarely(peers[j], 2)
+            await_round(peers[1], 25)
+            assert peers[2].state.round_index <= 1
+        finally:
+            go_on.set()
         stop_all(peers, futures)
-    assert not any(awaited)
-    assert peers[2].state.round_index < peers[1].state.round_index

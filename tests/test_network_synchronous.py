@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("grpc")
 
 from flower_privdec.runtime.network.channel import UnreachableError
-from flower_privdec.runtime.network.letters import CARRYING
+from flower_privdec.runtime.network.letters import CARRYING, PLACE
 from flower_privdec.runtime.network.lockstep import Lockstep
 from flower_privdec.runtime.network.parts import Parts
 from flower_privdec.runtime.network.synchronous_mail import GONE, SynchronousMail
@@ -27,7 +27,7 @@ class TwoMails:
         self.mails = []
         for peer in (0, 1):
             machine = Lockstep[Any, Any](peer, lambda place, other=1 - peer: {other}, places)
-            self.mails.append(SynchronousMail(machine, RUN, lambda place, content: None, [1 - peer], retry=1e6))
+            self.mails.append(SynchronousMail(machine, RUN, lambda sender, place, content: {}, [1 - peer], retry=1e6))
             self.arrive(peer, 0)
 
     def arrive(self, peer: int, place: int) -> None:
@@ -41,8 +41,8 @@ class TwoMails:
             return False
         for words in mine.news(1 - peer, time.monotonic()):
             self.carried += words[0] == CARRYING
-            call = bytearray(bytes(mine.written(1 - peer, words)))
-            answer = bytearray(bytes(other.written(peer, other.take(peer, other.read(peer, call)))))
+            call = memoryview(bytes(mine.written(1 - peer, words)))
+            answer = memoryview(bytes(other.written(peer, other.take(peer, other.read(peer, call))())))
             if lose_answer:
                 mine.failed(1 - peer, UnreachableError("lost"), time.monotonic())
             else:
@@ -95,3 +95,18 @@ def test_who_is_at_the_end_and_has_left_is_not_waited_for() -> None:
     for _ in range(2 * GONE):
         one.mails[1].failed(0, UnreachableError("gone"), 0.0)
     assert not one.mails[1].over(), "who is not at the end is"
+
+
+def test_an_answer_to_rows_waits_until_they_were_used() -> None:
+    mails = TwoMails(2)
+    mine, other = mails.mails
+    (words,) = mine.news(1, time.monotonic())
+    said = other.read(0, memoryview(bytes(mine.written(1, words))))
+    answer = other.take(0, said)
+    assert not other.is_answered(0, said)
+    mails.arrive(1, 1)  # peer 1 has used them, and has that on disk
+    assert other.is_answered(0, said)
+    mine.answered(1, words, mine.read(1, memoryview(bytes(other.written(0, answer())))))
+    assert not mine.machine.behind(0)
+    again = mine.read(1, memoryview(bytes(other.written(0, (PLACE, 1, 1, Parts(()))))))
+    assert mine.is_answered(1, again)

@@ -137,6 +137,9 @@ class Mix(Exchange):
 def _sum(out: Tensor, own: Tensor, terms: Iterator[tuple[int, int, float]], received: Messages, name: str) -> None:
     """Add up a receiver's shares, its own first, then the others' by distance."""
     for number, (sender, receiver, weight) in enumerate(terms):
+        if sender == receiver and not number:
+            torch.mul(own, weight, out=out)
+            continue
         share = own * weight if sender == receiver else received[sender, receiver][name]
         if number:
             out.add_(share)

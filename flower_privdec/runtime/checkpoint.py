@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,10 @@ from flower_privdec.runtime.tensor_file import write_tensors
 from flower_privdec.words import one_line, peer_ranges, shown
 
 EDGE, CARRIED = "edge.", "carried."  # before the names of edges and of what is carried, to tell them from rows
+BESIDE = "share-{}.safetensors"  # files beside a checkpoint that hold tensors of it
+_A_FILE_BESIDE = re.compile(re.escape(BESIDE).replace(r"\{\}", "[0-9a-f]{16}"))
+
+Place = tuple[str, str]  # a file beside a checkpoint, and the name of a tensor in it
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,16 @@ class Checkpoint:
     carried: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint atomically."""
+def _nowhere(tensor: Tensor) -> Place | None:
+    return None
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint, beside: Callable[[Tensor], Place | None] = _nowhere) -> None:
+    """Write a checkpoint atomically.
+
+    Args:
+        beside: says of a tensor where beside the path its numbers are on disk already; None where they are not.
+    """
     state = checkpoint.state
     tensors = dict(state.rows)
     tensors |= {EDGE + name: edges.values for name, edges in state.edges.items()}
@@ -63,8 +76,10 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "peers": state.peers.tolist(),
         "edges": {name: [edges.own.tolist(), edges.other.tolist()] for name, edges in state.edges.items()},
         "tensors": _layout(tensors),
+        "beside": {name: place for name, tensor in tensors.items() if (place := beside(tensor)) is not None},
     }
-    write_tensors(path, tensors, {"privdec": json.dumps(facts)})
+    own = {name: tensor for name, tensor in tensors.items() if name not in facts["beside"]}
+    write_tensors(path, own, {"privdec": json.dumps(facts)})
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
@@ -141,6 +156,8 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
         with safe_open(path, framework="pt", device=str(device)) as file:
             facts = json.loads(file.metadata()["privdec"])
             rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        for name, place in facts["beside"].items():
+            rows[name] = _beside(path.parent, place, device).reshape(facts["tensors"][name][1:])
         _check_facts(facts, rows)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ScenarioError(
@@ -148,6 +165,16 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
             "another --out"
         ) from error
     return facts, rows
+
+
+def _beside(folder: Path, place: Place, device: torch.device) -> Tensor:
+    """Return a tensor of its own from a file beside a checkpoint."""
+    file, name = place
+    if not _A_FILE_BESIDE.fullmatch(file):
+        raise ValueError(f"{shown(file, 40)} is no file of its own")
+    with safe_open(folder / file, framework="pt", device=str(device)) as opened:
+        found: Tensor = opened.get_tensor(name)
+        return found
 
 
 def _check_facts(facts: Any, tensors: Mapping[str, Tensor]) -> None:

@@ -38,7 +38,7 @@ class Asker:
         """
         said = self._link.call(ASKING, seconds)
         try:
-            status = json.loads(said)
+            status = json.loads(bytes(said))
         except (ValueError, RecursionError):
             status = None
         if not isinstance(status, dict):

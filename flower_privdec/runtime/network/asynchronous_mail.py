@@ -8,7 +8,8 @@ been taken away: a slow neighbour gets the newest alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -99,10 +100,12 @@ class AsynchronousMail:
         self._retry, self._last = retry, last
         self.fatal: RunError | None = None
         self.rounds: dict[int, int] = {}
+        self._lives: dict[int, int] = {}  # in which each neighbour said so
         self.fresh = self.joins = False
         self.places: dict[int, tuple[int, int]] = {}
         self.rolled_back: str | None = None
         self._out = {neighbor: Outgoing() for neighbor in neighbors}
+        self._answering: Counter[int] = Counter()  # the calls of each neighbour whose answer is waited with
         self._told: dict[int, int] = {}  # the round that each neighbour has heard of
         self._rows: dict[int, dict[int, RowMessage]] = {at: {} for at in exchanges}
         sizes = [frame_size(layout) for layout in (shares, *exchanges.values())]
@@ -155,10 +158,10 @@ class AsynchronousMail:
 
     # --- what the courier asks of it ---
 
-    def read(self, caller: int, content: bytearray) -> Words:
+    def read(self, caller: int, content: memoryview) -> Words:
         """See Mail."""
         found: Words = []
-        view = memoryview(content)
+        view = content
         while len(view):
             header = read_header(view, self._frame_cap)
             self._check(caller, header, len(found))
@@ -191,8 +194,27 @@ class AsynchronousMail:
             "that this algorithm has; all peers must run one scenario"
         )
 
-    def take(self, caller: int, said: Words) -> Words:
-        """See Mail; hellos are answered at once."""
+    def take(self, caller: int, said: Words) -> Callable[[], Words]:
+        """See Mail; an answer to a share says, where that is so by then, that the share was taken."""
+        answers = self._taken(caller, said)
+        waits = not self.is_answered(caller, said)
+        self._answering[caller] += waits
+        return lambda: self._answer(caller, answers, waited=waits)
+
+    def is_answered(self, caller: int, said: Words) -> bool:
+        """See Mail: who brought a share that was kept waits for the next commit, which acknowledges it."""
+        kept = caller in self.machine.waiting_rounds() or caller in self.machine.uncommitted()
+        return not kept or not any(isinstance(message, FrozenShare) for message in said)
+
+    def _answer(self, caller: int, answers: Words, *, waited: bool) -> Words:
+        self._answering[caller] -= waited
+        if not self.machine.is_open(caller):
+            return answers
+        out = self._out[caller]
+        taken, out.taken = out.taken, []
+        return [*answers, *taken]
+
+    def _taken(self, caller: int, said: Words) -> Words:
         answers = [self._heard(caller, message) for message in said]
         return [answer for answer in answers if answer is not None]
 
@@ -204,11 +226,11 @@ class AsynchronousMail:
             return None
         if isinstance(message, FrozenShare):
             if self.machine.receive(message):
-                self.rounds[caller] = message.round_index + 1
+                self._is_at(caller, message.round_index + 1)
         elif self.machine.is_open(caller):
             self._rows[message.place][caller] = message
             if message.place not in self._answers:
-                self.rounds[caller] = message.round_index
+                self._is_at(caller, message.round_index)
                 self.places[caller] = message.round_index, message.place
         else:
             raise RefusedError(f"peer {caller} must greet peer {self.machine.peer} first, which has started since")
@@ -229,10 +251,20 @@ class AsynchronousMail:
         except RolledBackError as error:
             self.rolled_back = str(error)
             return None
-        self.rounds[neighbor] = hello.round_index
+        if self._lives.get(neighbor) != hello.life:
+            self._lives[neighbor] = hello.life
+            self.rounds[neighbor] = hello.round_index
+        self._is_at(neighbor, hello.round_index)
         if out.share is not None and out.share.number > hello.seen:
             out.share = None  # it did not come
         return answer
+
+    def _is_at(self, neighbor: int, round_index: int) -> None:
+        """Take note of a neighbour's round; what was under way for a while does not set it back, only a new life does.
+
+        A hello that says the last round may come before a share of an earlier one, and is the last word there is.
+        """
+        self.rounds[neighbor] = max(round_index, self.rounds.get(neighbor, 0))
 
     def has_news(self, neighbor: int, now: float) -> bool:
         """See Mail."""
@@ -241,7 +273,11 @@ class AsynchronousMail:
             return False
         if now >= out.hello_at or out.words:
             return True
-        return self.machine.is_open(neighbor) and bool(out.taken or out.rows or self._share(neighbor))
+        return self.machine.is_open(neighbor) and bool(self._taken_from(neighbor) or out.rows or self._share(neighbor))
+
+    def _taken_from(self, neighbor: int) -> list[Acknowledgement]:
+        """Return what a call has to acknowledge, where no answer will."""
+        return [] if self._answering[neighbor] else self._out[neighbor].taken
 
     def _share(self, neighbor: int) -> FrozenShare[Tensor] | None:
         """Return the share that is to be brought to a neighbour."""
@@ -257,7 +293,7 @@ class AsynchronousMail:
         found: Words = [*out.words, *([self.machine.hello(neighbor)] if now >= out.hello_at else [])]
         if self.machine.is_open(neighbor):
             share = self._share(neighbor)
-            found += [*out.taken, *([share] if share is not None else []), *out.rows.values()]
+            found += [*self._taken_from(neighbor), *([share] if share is not None else []), *out.rows.values()]
         out.hello_at = now + self._retry
         return [found] if found else []
 
@@ -278,7 +314,7 @@ class AsynchronousMail:
                 del out.rows[message.place]
         out.words = [word for word in out.words if word not in words]
         out.taken = [word for word in out.taken if word not in words]
-        out.words = [*out.words, *self.take(neighbor, said)][-1:]  # type: ignore[assignment]
+        out.words = [*out.words, *self._taken(neighbor, said)][-1:]  # type: ignore[assignment]
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
         """See Mail: what was lost with the call is said again; who stays away or refuses it has to be greeted anew."""

@@ -138,7 +138,7 @@ class AsynchronousPeer(Membership):
             for neighbor, values in rows.items():
                 if not replies or neighbor in self._asked:  # else it asked before this process began, and asks again
                     self.mail.post(at, self._asked[neighbor] if replies else round_index, {neighbor: values})
-            self.courier.changed.notify_all()
+            self.courier.tell()
 
     def _mix(self, exchange: Exchange, state: State, wanted: Collection[int]) -> None:
         """Perform an exchange with the rows that have come."""

@@ -21,6 +21,7 @@ from threading import Lock
 from typing import Any
 
 import grpc
+import numpy as np
 
 from flower_privdec.errors import RunError
 from flower_privdec.runtime.network.identity import Credentials, identities_of, standing_problem
@@ -29,7 +30,7 @@ from flower_privdec.runtime.network.share_protocol import RefusedError
 from flower_privdec.runtime.network.time_limit import TimeLimit
 
 Content = Buffer | Parts
-Answer = Callable[[int, bytearray], Content]  # of a caller's number and what it says
+Answer = Callable[[int, memoryview], Content]  # of a caller's number and what it says
 
 PIECE = 1 << 20
 ROOM = 1 << 16  # of a message beside its piece
@@ -73,7 +74,7 @@ def pieces(content: Content) -> Iterator[bytes]:
     yield from (content if isinstance(content, Parts) else Parts((content,))).pieces(PIECE)
 
 
-def assembled(parts: Iterable[bytes], cap: int, who: str) -> bytearray:
+def assembled(parts: Iterable[bytes], cap: int, who: str) -> memoryview:
     """Put pieces together.
 
     Args:
@@ -84,12 +85,17 @@ def assembled(parts: Iterable[bytes], cap: int, who: str) -> bytearray:
     Raises:
         RefusedError: there are more; what came is forgotten.
     """
-    found = bytearray()
+    found, size = memoryview(bytearray()), 0
     for part in parts:
-        if len(found) + len(part) > cap:
+        if size + len(part) > cap:
             raise RefusedError(f"{who} sent more than {cap:,} bytes, which no message of this run has")
-        found += part
-    return found
+        if size + len(part) > len(found):  # room for one piece, or for all that may come: pages are taken as they fill
+            room = np.empty(cap if size else len(part), np.uint8).data
+            room[:size] = found[:size]
+            found = room
+        found[size : size + len(part)] = part
+        size += len(part)
+    return found[:size]
 
 
 class Server:
@@ -149,7 +155,7 @@ class Server:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, said)
         yield from pieces(reply)
 
-    def _heard(self, parts: Iterator[bytes], caller: int, context: Any) -> bytearray:
+    def _heard(self, parts: Iterator[bytes], caller: int, context: Any) -> memoryview:
         """Return what a call says, once all of it has come."""
         with self._limit.ending(context.cancel):
             return assembled(parts, self._cap, f"peer {caller}")
@@ -220,7 +226,7 @@ class Link:
         self._channel = grpc.secure_channel(address, shown, options=options)
         self._short, self._long = self._channel.unary_stream(METHOD), self._channel.stream_stream(METHOD)
 
-    def call(self, content: Content, seconds: float) -> bytearray:
+    def call(self, content: Content, seconds: float) -> memoryview:
         """Return what the peer answers.
 
         Args:

@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from threading import Condition, Thread
+from threading import Condition, RLock, Thread
 from typing import Any, Protocol
 
 from flower_privdec.errors import RunError
@@ -31,15 +31,18 @@ class Mail(Protocol):
 
     fatal: RunError | None
 
-    def read(self, caller: int, content: bytearray) -> Any:
+    def read(self, caller: int, content: memoryview) -> Any:
         """Return what a call says.
 
         Raises:
             RunError: it breaks a rule, which is told to the caller, and changed nothing.
         """
 
-    def take(self, caller: int, said: Any) -> Any:
-        """Take in what was read, and return what to answer, to be written."""
+    def take(self, caller: int, said: Any) -> Callable[[], Any]:
+        """Take in what was read, and return what makes the answer, to be written."""
+
+    def is_answered(self, caller: int, said: Any) -> bool:
+        """Return whether there is no use in waiting with the answer, so that it may say more."""
 
     def has_news(self, neighbor: int, now: float) -> bool:
         """Return whether something is to be said to a neighbour by now."""
@@ -61,7 +64,7 @@ class Courier:
     """Makes a peer's calls to its neighbours, and takes theirs.
 
     Attributes:
-        changed: guards the mail, and is told when it changes.
+        changed: guards the mail; `tell` lets those who wait for it know that it changed.
         trouble: why each neighbour could not be reached, since it last could.
         refused: what was wrong with the last call of each caller that was refused.
         sent, heard: bytes.
@@ -77,7 +80,10 @@ class Courier:
             patience: seconds that a call may take.
         """
         self.mail, self._status, self._retry, self._patience = mail, status, retry, patience
-        self.changed = Condition()
+        self._holding = min(retry, patience) / 2  # seconds that an answer may be waited with
+        self._lock = RLock()
+        self.changed = Condition(self._lock)
+        self._ears: dict[int, Condition] = {}  # of the same lock: a neighbour's thread wakes up for its own news alone
         self.trouble: dict[int, str] = {}
         self.refused: dict[int, str] = {}
         self.sent = self.heard = 0
@@ -104,6 +110,7 @@ class Courier:
         names = {peer: identity for identity, peer in members.items()}
         self._server = Server(address, credentials, members, self._answer, cap, len(others) + THREADS)
         self._links = {peer: Link(where, names[peer], credentials, cap) for peer, where in others.items()}
+        self._ears = {peer: Condition(self._lock) for peer in self._links}
         self._threads = [Thread(target=self._serve_on, args=(peer,), daemon=True) for peer in self._links]
         for thread in self._threads:
             thread.start()
@@ -113,13 +120,21 @@ class Courier:
         """Stop calling and listening."""
         with self.changed:
             self._stopping = True
-            self.changed.notify_all()
+            self.tell()
         for link in self._links.values():
             link.close()
         for thread in self._threads:
             thread.join(2.0)
         if self._server is not None:
             self._server.close()
+
+    def tell(self) -> None:
+        """Let everybody whom it concerns know that the mail changed; to be called with the lock held."""
+        now = time.monotonic()
+        self.changed.notify_all()
+        for peer, ear in self._ears.items():
+            if self._stopping or self.mail.has_news(peer, now):
+                ear.notify()
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Wait until something is so, as the mail changes.
@@ -149,7 +164,7 @@ class Courier:
 
     # --- what comes ---
 
-    def _answer(self, caller: int, content: bytearray) -> Content:
+    def _answer(self, caller: int, content: memoryview) -> Content:
         if content == ASKING:
             with self.changed:
                 return json.dumps(self._status()).encode()
@@ -160,14 +175,16 @@ class Courier:
                 self.refused[caller] = str(error)
             raise RefusedError(str(error)) from error
 
-    def _taken(self, caller: int, content: bytearray) -> Content:
+    def _taken(self, caller: int, content: memoryview) -> Content:
         said = self.mail.read(caller, content)
         with self.changed:
             self.heard += len(content)
             answer = self.mail.take(caller, said)
             self.refused.pop(caller, None)
-            self.changed.notify_all()
-        return self.mail.written(caller, answer)
+            self.tell()
+            self.changed.wait_for(lambda: self._stopping or self.mail.is_answered(caller, said), self._holding)
+            words = answer()
+        return self.mail.written(caller, words)
 
     # --- what goes ---
 
@@ -179,13 +196,13 @@ class Courier:
             with self.changed:
                 self.mail.fatal = RunError(f"nothing can be said to peer {peer} any more ({one_line(error)})")
                 self.mail.fatal.__cause__ = error
-                self.changed.notify_all()
+                self.tell()
 
     def _serve(self, peer: int) -> None:
         """Take what is to be said to a neighbour, as long as there is something."""
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self._stopping or self._has_news(peer), self._retry)
+                self._ears[peer].wait_for(lambda: self._stopping or self._has_news(peer), self._retry)
                 if self._stopping:
                     return
                 calls = self.mail.news(peer, time.monotonic()) if self._has_news(peer) else []
@@ -206,7 +223,7 @@ class Courier:
                 self.trouble.pop(peer, None)
                 self._failures.pop(peer, None)
                 self.mail.answered(peer, words, said)
-                self.changed.notify_all()
+                self.tell()
         except RunError as error:
             self._failed(peer, error)
             return False
@@ -219,5 +236,5 @@ class Courier:
             wait = min(self._retry, SOON * 2 ** min(16, self._failures[peer]))
             self._failures[peer] += 1
             self.mail.failed(peer, error, time.monotonic() + wait)
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self._stopping, wait)
+            self.tell()
+            self._ears[peer].wait_for(lambda: self._stopping, wait)

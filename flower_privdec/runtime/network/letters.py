@@ -44,7 +44,7 @@ class Letter:
     content: Buffer
 
     @classmethod
-    def opened(cls, letter: bytes | bytearray, run: bytes, sender: int) -> Letter:
+    def opened(cls, letter: Buffer, run: bytes, sender: int) -> Letter:
         """Read a letter, whose content is a view of its bytes.
 
         Args:

@@ -120,7 +120,7 @@ class Membership(RunningPeer):
         with self.courier.changed:
             self.machine.committed(durable)
             self.mail.committed(wanted)
-            self.courier.changed.notify_all()
+            self.courier.tell()
 
     def _due(self, round_index: int) -> bool:
         """Return whether a round is one that is committed, and in which shares are sent."""

@@ -26,6 +26,7 @@ from flower_privdec.runtime.folder_lock import FolderLock
 from flower_privdec.runtime.network.certificates import identities
 from flower_privdec.runtime.network.courier import Courier, Mail
 from flower_privdec.runtime.network.identity import Credentials
+from flower_privdec.runtime.network.share_files import ShareFiles
 from flower_privdec.runtime.network.timetable import Timetable
 from flower_privdec.runtime.recorder import evaluation_rounds
 from flower_privdec.runtime.spent import Spent, check_budget, epsilons, json_number, ledger_folder
@@ -103,7 +104,8 @@ class RunningPeer(ABC):
         return Experiment.joined(agreement, OwnParts.of(agreement, np.array([device.peer]), secret, root=device.data))
 
     def _own(self, scenario: Scenario, agreement: Agreement, resume: bool) -> None:
-        self.experiment = self._joined(agreement)
+        self.experiment, self._hash = self._joined(agreement), scenario_hash(scenario)
+        self._shares_on_disk = ShareFiles(self.device.folder)
         kept = self._kept(resume)
         last = kept[-1] if kept else None
         start = last.transport["paid"] if last else 0
@@ -158,8 +160,8 @@ class RunningPeer(ABC):
             raise ScenarioError(f"{folder} already holds a run; give --resume to go on with it, or another --out")
         if resume and not there:
             raise ScenarioError(f"{folder} holds no checkpoint to resume from; leave --resume out")
-        hashed, scenario = scenario_hash(experiment.scenario), experiment.scenario
-        kept = [load_checkpoint(path, hashed, experiment.own.run, experiment.device) for path in there]
+        scenario = experiment.scenario
+        kept = [load_checkpoint(path, self._hash, experiment.own.run, experiment.device) for path in there]
         for path, each in zip(there, kept, strict=True):
             check_state(path, each.state, experiment.own.peers, scenario.rounds)
         return sorted(kept, key=lambda each: each.transport["place"])
@@ -171,13 +173,15 @@ class RunningPeer(ABC):
 
         Args:
             place: a number that grows.
-            transport, carried: see Checkpoint.
+            transport, carried: see Checkpoint; what is carried never changes.
         """
         ledger, experiment = self.cohort.ledger, self.experiment
         facts = {**transport, "place": place, "paid": 0 if ledger is None else ledger.paid}
-        hashed, head = scenario_hash(experiment.scenario), None if ledger is None else ledger.head
-        found = Checkpoint(state, hashed, experiment.own.run, head=head, transport=facts, carried=carried or {})
-        save_checkpoint(self._paths()[place % self.generations], found)
+        head = None if ledger is None else ledger.head
+        found = Checkpoint(state, self._hash, experiment.own.run, head=head, transport=facts, carried=carried or {})
+        self._shares_on_disk.keep(found.carried)
+        save_checkpoint(self._paths()[place % self.generations], found, self._shares_on_disk.place)
+        self._shares_on_disk.tidy()
 
     # --- a run ---
 

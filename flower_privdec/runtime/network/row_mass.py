@@ -10,6 +10,9 @@ from torch import Tensor
 from flower_privdec.algorithms import State
 from flower_privdec.rows.finite import all_finite
 
+AT_ONCE = 2**17  # numbers whose sum stays in cache
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
 
 class RowMass(MutableMapping[str, Tensor]):
     """Some named rows of a state of one peer: `mass["x"]` is [d], `mass["w"]` has no axis.
@@ -28,7 +31,9 @@ class RowMass(MutableMapping[str, Tensor]):
         return self._state.rows[name][0]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._state.rows[name][0].copy_(value)
+        row = self._state.rows[name][0]
+        if value.data_ptr() != row.data_ptr():
+            row.copy_(value)
 
     def __delitem__(self, name: str) -> None:
         raise TypeError(f"row {name!r} belongs to the algorithm and must stay")
@@ -57,12 +62,12 @@ class TensorArithmetic:
         return (value * weight).to(self.wire)
 
     def subtract(self, value: Tensor, part: Tensor) -> Tensor:
-        """See Arithmetic."""
-        return value - part.to(value)
+        """See Arithmetic; in place."""
+        return value.sub_(part.to(value))
 
     def add(self, value: Tensor, part: Tensor) -> Tensor:
-        """See Arithmetic."""
-        return value + part.to(value)
+        """See Arithmetic; in place."""
+        return value.add_(part.to(value))
 
     def nothing(self, value: Tensor) -> Tensor:
         """See Arithmetic."""
@@ -72,6 +77,15 @@ class TensorArithmetic:
         """See Arithmetic."""
         return value.clone()
 
-    def sound(self, value: Tensor) -> bool:
+    def same(self, value: Tensor, part: Tensor) -> bool:
+        """See Arithmetic; -0 is not 0 here."""
+        return value.dtype == part.dtype and torch.equal(_bits(value), _bits(part))
+
+    def fits(self, value: Tensor, part: Tensor) -> bool:
         """See Arithmetic."""
-        return all_finite(value)
+        pairs = zip(value.reshape(-1).split(AT_ONCE), part.reshape(-1).split(AT_ONCE), strict=True)
+        return all(all_finite(ours + theirs.to(ours)) for ours, theirs in pairs)
+
+
+def _bits(value: Tensor) -> Tensor:
+    return value.reshape(-1).view(BITS[value.element_size()])

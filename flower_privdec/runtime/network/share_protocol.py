@@ -30,7 +30,7 @@ class RolledBackError(RunError):
 
 
 class Arithmetic(Protocol[V]):
-    """What the protocol does with values; each function returns a new value."""
+    """What the protocol does with values; what is subtracted from, or added to, is not used again."""
 
     def part(self, value: V, weight: float) -> V:
         """Return weight times a value, as it is after it was cast for the wire."""
@@ -47,8 +47,11 @@ class Arithmetic(Protocol[V]):
     def copy(self, value: V) -> V:
         """Return a copy that later changes of the value leave alone."""
 
-    def sound(self, value: V) -> bool:
-        """Return whether a value is finite."""
+    def same(self, value: V, part: V) -> bool:
+        """Return whether two values are the same, bit for bit."""
+
+    def fits(self, value: V, part: V) -> bool:
+        """Return whether value + part is finite."""
 
 
 @dataclass(frozen=True, eq=False)

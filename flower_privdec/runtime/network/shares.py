@@ -171,8 +171,14 @@ class Shares(Neighbors[V]):
         """Return all that has to be on disk together; it stays as it is while the machine goes on."""
         self._check_not_behind()
         self._commits += 1
-        mass = {name: self._arithmetic.copy(value) for name, value in self.mass.items()}
+        mass = {name: self._still(name, value) for name, value in self.mass.items()}
         return Durable(self.incarnation, round_index, mass, dict(self._links), self._commits)
+
+    def _still(self, name: str, value: V) -> V:
+        """Return a value as it is now: one's own share where that is the same, which never changes, else a copy."""
+        frozen = (link.frozen.values[name] for link in self._links.values() if link.frozen is not None)
+        same = next((part for part in frozen if self._arithmetic.same(value, part)), None)
+        return self._arithmetic.copy(value) if same is None else same
 
     def committed(self, durable: Durable[V]) -> None:
         """Take note that a snapshot is on disk, fsynced, in the place of the one before.
@@ -253,15 +259,18 @@ class Shares(Neighbors[V]):
     def _add(self, share: FrozenShare[V]) -> bool:
         """Add a share, unless it would make the mass infinite: then it is dropped and its sender has to greet anew."""
         del self._held[share.sender]
-        total = {name: self._arithmetic.add(self.mass[name], part) for name, part in share.values.items()}
-        if not all(self._arithmetic.sound(value) for value in total.values()):
+        if not all(self._arithmetic.fits(self.mass[name], part) for name, part in share.values.items()):
             self.spoiled[share.sender] += 1
             self.close(share.sender)
             return False
-        self.mass.update(total)
+        self._put_in(share.values)
         link = self._links[share.sender]
         self._links[share.sender] = replace(link, received=share.number, received_life=share.life)
         return True
+
+    def _put_in(self, values: Mapping[str, V]) -> None:
+        for name, part in values.items():
+            self.mass[name] = self._arithmetic.add(self.mass[name], part)
 
     def acknowledge(self, word: Acknowledgement) -> bool:
         """Forget the share that was acknowledged.
@@ -286,7 +295,7 @@ class Shares(Neighbors[V]):
         super()._meet(neighbor, incarnation)
         if share is not None and share is not on_disk:  # it cannot have left
             self.stranded[neighbor] -= 1
-            self.mass.update({name: self._arithmetic.add(self.mass[name], part) for name, part in share.values.items()})
+            self._put_in(share.values)
         self._held.pop(neighbor, None)
         self._owed.discard(neighbor)
 

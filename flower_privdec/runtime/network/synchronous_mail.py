@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 
+from flower_privdec.algorithms.exchange import Payload
 from flower_privdec.errors import RunError
 from flower_privdec.runtime.network.channel import UnreachableError
 from flower_privdec.runtime.network.letters import CARRYING, EMPTY, PLACE, Letter, sealed
@@ -28,9 +29,9 @@ class SynchronousMail:
 
     def __init__(
         self,
-        machine: Lockstep[Parts, Buffer],
+        machine: Lockstep[Parts, Payload],
         run: bytes,
-        unpack: Callable[[int, Buffer], None],
+        unpack: Callable[[int, int, Buffer], Payload],
         neighbors: Collection[int],
         retry: float,
     ) -> None:
@@ -38,7 +39,7 @@ class SynchronousMail:
 
         Args:
             run: what tells this run from others, in every letter.
-            unpack: checks what a letter holds for a place; raises RunError.
+            unpack: returns the rows that a letter of some sender holds for a place; raises RunError.
             neighbors: of the peer.
             retry: seconds until what was not used is sent again.
         """
@@ -55,20 +56,27 @@ class SynchronousMail:
             self._said.get(peer, -1) >= place or self._failures[peer] >= GONE for peer in self._neighbors
         )
 
-    def read(self, caller: int, content: bytearray) -> Letter:
+    def read(self, caller: int, content: memoryview) -> Letter:
         """See Mail."""
         return Letter.opened(content, self._run, caller)
 
-    def take(self, caller: int, said: Letter) -> Due:
+    def take(self, caller: int, said: Letter) -> Callable[[], Due]:
         """See Mail; the answer says where this peer is."""
         machine = self.machine
         if said.kind == CARRYING and said.place >= machine.place:
-            self._unpack(said.place, said.content)
-            machine.take(caller, said.place, said.content)
+            machine.take(caller, said.place, self._unpack(caller, said.place, said.content))
         self._told(caller, said.sender_place)
+        return lambda: self._answer(caller)
+
+    def _answer(self, caller: int) -> Due:
+        machine = self.machine
         if not machine.is_at_end:  # a caller that did not hear the answer calls again, but for its last word
             self._said[caller] = machine.place
         return PLACE, machine.place, machine.place, EMPTY
+
+    def is_answered(self, caller: int, said: Letter) -> bool:
+        """See Mail: who brought the rows of this place hears, once they were used, that they were."""
+        return said.kind != CARRYING or said.place != self.machine.place
 
     def _told(self, other: int, place: int) -> None:
         if place < 0:

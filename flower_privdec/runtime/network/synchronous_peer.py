@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from flower_privdec.algorithms import Exchange, State
+from flower_privdec.algorithms.exchange import Payload
 from flower_privdec.errors import RunError
 from flower_privdec.runtime.checkpoint import Checkpoint
 from flower_privdec.runtime.network.letters import HEADER, packed, unpacked
@@ -27,16 +28,16 @@ class SynchronousPeer(RunningPeer):
 
     def _mail(self, kept: list[Checkpoint]) -> SynchronousMail:
         timetable, peer, scenario = self.timetable, self.device.peer, self.experiment.scenario
-        machine = Lockstep[Parts, Buffer](peer, lambda place: timetable.receivers(peer, place), timetable.places)
+        machine = Lockstep[Parts, Payload](peer, lambda place: timetable.receivers(peer, place), timetable.places)
         self._like = {at: self._rows_of(exchange) for at, exchange in timetable.exchanges.items()}
         self._restored, self._met = [each.state for each in kept], False
         run, neighbors = bytes.fromhex(numbers_hash(scenario)), timetable.neighbours(peer)
-        self.mail = SynchronousMail(machine, run, self._check, neighbors, scenario.network.retry)
+        self.mail = SynchronousMail(machine, run, self._unpack, neighbors, scenario.network.retry)
         return self.mail
 
-    def _check(self, place: int, content: Buffer) -> None:
-        """Refuse rows that the exchange of a place does not have."""
-        unpacked(content, self._like[self.timetable.at(place)], "it")
+    def _unpack(self, sender: int, place: int, content: Buffer) -> Payload:
+        """Return rows of a place; refuse such as its exchange does not have."""
+        return unpacked(content, self._like[self.timetable.at(place)], f"what peer {sender} sent")
 
     def _cap(self) -> int:
         return HEADER.size + max(sum(row.nbytes for row in like.values()) for like in self._like.values())
@@ -62,12 +63,9 @@ class SynchronousPeer(RunningPeer):
         self._arrive(self.state, place)
         machine = self.mail.machine
         self._await(lambda: not machine.missing() and not machine.behind(place - 1))
-        like, mixing = self._like[self.state.at], self.experiment.mixing
+        mixing = self.experiment.mixing
         assert mixing is not None
-        messages = {
-            (sender, self.device.peer): unpacked(content, like, f"what peer {sender} sent")
-            for sender, content in machine.received().items()
-        }
+        messages = {(sender, self.device.peer): rows for sender, rows in machine.received().items()}
         exchange.incoming(self.state, mixing, messages).apply_(self.state)
 
     def _arrive(self, state: State, place: int) -> None:
@@ -82,7 +80,7 @@ class SynchronousPeer(RunningPeer):
                 outgoing[receiver] = known.setdefault(id(payload), packed(payload))
         with self.courier.changed:
             self.mail.machine.arrive(place, outgoing, self.timetable.senders(peer, place))
-            self.courier.changed.notify_all()
+            self.courier.tell()
 
     def _await(self, ready: Callable[[], bool]) -> None:
         """Wait for the neighbours; for the first of them as long as it takes them to start."""

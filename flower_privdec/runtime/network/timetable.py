@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class Timetable:
         self.places = agreement.scenario.rounds * len(self._at)
         self._mixing = _of_a_graph(agreement)
         self.links = lru_cache(KNOWN)(self._links)
+        self.neighbours = cache(self._neighbours)
 
     def place(self, round_index: int, at: int) -> int:
         """Return the number of the exchange at some place of the program in a round."""
@@ -61,7 +62,7 @@ class Timetable:
         terms = self._mixing.matrix(round_index).terms()
         return {receiver: weight for sender, receiver, weight in terms if sender == peer != receiver}
 
-    def neighbours(self, peer: int) -> list[int]:
+    def _neighbours(self, peer: int) -> list[int]:
         """Return whom a peer may ever send to, or hear."""
         edges = self._mixing.topology.support()
         mine = edges[(edges == peer).any(1)]

@@ -1,0 +1,78 @@
+"""What peers that nobody waits for say, without a network."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_shares import SCENARIO, commit, shake
+
+from flower_privdec.runtime.network.asynchronous_mail import AsynchronousMail, Words
+from flower_privdec.runtime.network.row_mass import TensorArithmetic
+from flower_privdec.runtime.network.share_protocol import Acknowledgement, FrozenShare
+from flower_privdec.runtime.network.shares import Shares
+from flower_privdec.runtime.network.wire_rows import layout_of
+
+
+def two() -> tuple[AsynchronousMail, AsynchronousMail]:
+    """Return the mails of two peers that have greeted each other, the first with a share for the second on disk."""
+    found = []
+    for peer in range(2):
+        mass = {"x": torch.full((3,), 4.0), "w": torch.tensor(1.0)}
+        machine = Shares(peer, [0, 1], SCENARIO, 5 + peer, mass, TensorArithmetic(torch.float32))
+        shares = layout_of(mass, torch.float32)
+        found.append(AsynchronousMail(machine, [1 - peer], shares, {}, [], retry=1e6, last=9))
+    sender, receiver = found
+    commit(sender.machine, receiver.machine)
+    shake(sender.machine, receiver.machine)
+    sender.machine.split(0, {1: 0.5})
+    commit(sender.machine)
+    for mail in found:
+        mail._out[1 - mail.machine.peer].hello_at = 1e9
+    return sender, receiver
+
+
+def heard(mail: AsynchronousMail, words: Words) -> Words:
+    """Return what a mail reads from the bytes of some words that the other says."""
+    return mail.read(1 - mail.machine.peer, memoryview(bytearray(bytes(mail.written(1 - mail.machine.peer, words)))))
+
+
+def test_an_answer_to_a_share_acknowledges_it_once_that_is_on_disk() -> None:
+    sender, receiver = two()
+    assert sender.has_news(1, 0.0)
+    ((share,),) = sender.news(1, 0.0)
+    assert isinstance(share, FrozenShare)
+    said = heard(receiver, [share])
+    answer = receiver.take(0, said)
+    assert not receiver.is_answered(0, said)  # it is in memory alone
+    receiver.machine.absorb()
+    assert not receiver.is_answered(0, said)
+    commit(receiver.machine)
+    receiver.committed([])
+    assert receiver.is_answered(0, said)
+    assert not receiver.has_news(0, 0.0)  # no call says what the answer does
+    (word,) = answer()
+    assert isinstance(word, Acknowledgement)
+    assert not receiver.has_news(0, 0.0)
+    sender.answered(1, [share], heard(sender, [word]))
+    assert sender.machine.is_ready(1)
+    assert not sender.has_news(1, 0.0)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_answer_that_cannot_wait_leaves_the_word_to_a_call(lost: bool) -> None:
+    sender, receiver = two()
+    ((share,),) = sender.news(1, 0.0)
+    assert receiver.take(0, heard(receiver, [share]))() == []  # too early
+    receiver.machine.absorb()
+    commit(receiver.machine)
+    receiver.committed([])
+    assert receiver.has_news(0, 0.0)
+    ((word,),) = receiver.news(0, 0.0)
+    if lost:  # the share comes again, is not added again, and is acknowledged again
+        said = heard(receiver, [share])
+        answer = receiver.take(0, said)
+        assert receiver.is_answered(0, said)
+        assert [type(each) for each in answer()] == [Acknowledgement]
+        assert float(receiver.machine.mass["w"]) == 1.5
+    sender.take(1, heard(sender, [word]))()
+    assert sender.machine.is_ready(1)
