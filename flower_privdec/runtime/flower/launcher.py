@@ -87,7 +87,8 @@ def flower_run(
     experiment = scenario if isinstance(scenario, Experiment) else Experiment.build(scenario)
     nodes = _check_nodes(experiment, mode, n_supernodes, cpus)
     gpus = _check_resources(experiment, nodes, cpus, gpus)
-    Recorder(experiment, experiment.own, out, "flower", resume)  # refuses a folder that holds another run
+    own = experiment.own if mode == "cohort" else None  # elsewhere the nodes keep what is the peers' own
+    Recorder(experiment, own, out, "flower", resume)  # refuses a folder that holds another run
     resources = {"num-supernodes": nodes, "client-resources-num-cpus": cpus, "client-resources-num-gpus": gpus}
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
     with LocalSuperLink() as superlink:
