@@ -24,8 +24,9 @@ from flower_privdec.runtime.sharded.wires import Wires
 from flower_privdec.topology import build_topology
 
 SHARDS = 2
+CPU = " cpu"  # behind the name of what was timed
 FEW = 4  # examples of a peer where it is the number of peers that counts
-Times = dict[str, list[float]]  # milliseconds, by what was timed
+Times = dict[str, list[float]]  # milliseconds of wall time and of this process's CPU time, by what was timed
 
 Work = Callable[[], object]
 
@@ -104,17 +105,19 @@ def _bare(wires: Wires, d: int, rows: list[int]) -> Work:
 
 
 def _side_by_side(wires: Wires, works: Mapping[str, Work], rounds: int, repeats: int) -> Times:
-    """Return milliseconds of each work, in turns; no shard begins before the other has come to the end."""
-    found: Times = {name: [] for name in works}
+    """Return milliseconds of each work, and of CPU, in turns; no shard begins before the other has come to the end."""
+    found: Times = {f"{name}{kind}": [] for name in works for kind in ("", CPU)}
     for repeat in range(repeats + 1):
         for name, work in list(works.items())[:: 1 if repeat % 2 else -1]:
             wires.part()
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             for _ in range(rounds):
                 work()
             wires.part()
+            busy, took = time.process_time() - busy, time.perf_counter() - began
             if repeat:
-                found[name].append((time.perf_counter() - began) / rounds * 1e3)
+                found[name].append(took / rounds * 1e3)
+                found[name + CPU].append(busy / rounds * 1e3)
     return found
 
 

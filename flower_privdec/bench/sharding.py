@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flower_privdec.bench.shard_process import SHARDS
+from flower_privdec.bench.shard_process import CPU, SHARDS
 from flower_privdec.bench.together import together
 from flower_privdec.bench.workloads import WORKLOADS, Setup
 
@@ -39,7 +39,8 @@ def measure_sharding(generator: str, repeats: int = REPEATS, sizes: Sequence[int
         sizes: parameters of the rows whose exchange is timed, of EXCHANGES.
 
     Returns:
-        pace: by workload, ms of a round of one process and of two, and the ratio; exchanges: by bytes of a row, ms of
+        pace: by workload, ms of a round of one process and of two, and the ratio, of wall time and of a process's CPU
+        time, which other work on the machine does not change; exchanges: by bytes of a row, ms of
         an exchange, of bare gloo and of mixing in memory, and the ratio of the exchange to both together; forecast: see
         `forecast`. Ratios are of the least of many short stretches.
     """
@@ -74,7 +75,8 @@ def _d(name: str) -> int:
 
 
 def _pace(took: dict[str, list[float]]) -> dict[str, float]:
-    return _facts(took) | {"ratio": min(took["one"]) / min(took["two"])}
+    cpu = min(took["one" + CPU]) / min(took["two" + CPU])
+    return _facts(took) | {"ratio": min(took["one"]) / min(took["two"]), "cpu_ratio": cpu}
 
 
 def _exchange(took: dict[str, list[float]]) -> dict[str, float]:
@@ -84,8 +86,8 @@ def _exchange(took: dict[str, list[float]]) -> dict[str, float]:
 
 def _facts(took: dict[str, list[float]]) -> dict[str, float]:
     """Return the least and the median of each: other work slows two processes that wait for each other."""
-    least = {f"{name}_ms": min(times) for name, times in took.items()}
-    return least | {f"{name}_median_ms": float(np.median(times)) for name, times in took.items()}
+    least = {f"{name}_ms".replace(" ", "_"): min(times) for name, times in took.items()}
+    return least | {f"{name}_median_ms": float(np.median(took[name])) for name in took if not name.endswith(CPU)}
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ def sharding_lines(result: dict[str, Any]) -> list[str]:
         medians = f"medians {pace['one_median_ms']:.1f} and {pace['two_median_ms']:.1f}"
         lines.append(
             f"{name}: {pace['one_ms']:.1f} ms a round in one process, {pace['two_ms']:.1f} in two ({medians}): "
-            f"{pace['ratio']:.2f} times as fast"
+            f"{pace['ratio']:.2f} times as fast; a process's CPU time {pace['one_cpu_ms']:.1f} and "
+            f"{pace['two_cpu_ms']:.1f}: {pace['cpu_ratio']:.2f}"
         )
     for size, took in result["exchanges"].items():
         lines.append(
