@@ -98,6 +98,31 @@ def test_shards_do_what_the_engine_does_on_any_graph(
         assert_as_engine(tiny(*SHORT, *settings), tmp_path, 3)
 
 
+@pytest.mark.parametrize("generator", ["torch", "fast"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_lies_between_rows_that_are_sent_is_zero(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, generator: str
+) -> None:
+    if generator == "fast":
+        pytest.importorskip("numba")
+    monkeypatch.setattr(wires_module, "LONG", 0)
+    between: list[Tensor] = []
+    block = wires_module._block
+
+    def watched(rows: Tensor, start: int, stop: int) -> Tensor:
+        found = block(rows, start, stop)
+        if found.ndim == 2 and found.shape[1] > rows.shape[1]:
+            between.append(found[:, rows.shape[1] :])
+        return found
+
+    monkeypatch.setattr(wires_module, "_block", watched)
+    for algorithm in ("privsgp-vr", "feddeper"):
+        settings = [f"algorithm.name={algorithm}", f"compute={{dtype: {dtype}, generator: {generator}}}"]
+        run_in_shards(tiny(*SHORT, *settings), tmp_path, 2)
+    assert between
+    assert not any(each.any() for each in between)
+
+
 def test_one_shard_is_the_engine_bit_for_bit(tiny: Tiny, tmp_path: Path) -> None:
     (state,), _ = run_in_shards(tiny(), tmp_path, 1)
     expected = testing.run_rounds(Experiment.build(tiny()), tiny().rounds).state
@@ -143,7 +168,7 @@ def test_a_row_crosses_once_and_nothing_else_does(tiny: Tiny, tmp_path: Path, mo
 
     def watched(wires: Wires, rows: list[Tensor], traffic: Traffic, *rest: object) -> object:
         state = engines[wires.shard].state
-        assert [each.data_ptr() for each in rows] == [state.rows[name].data_ptr() for name in ("x", "w")]
+        assert all(torch.equal(each, state.rows[name]) for each, name in zip(rows, ("x", "w"), strict=True))
         sent[wires.shard] += [(shard, which.tolist()) for shard, which in traffic.sends.items()]
         return begin(wires, rows, traffic, *rest)  # type: ignore[arg-type]
 

@@ -80,8 +80,11 @@ def _pace(took: dict[str, list[float]]) -> dict[str, float]:
 
 
 def _exchange(took: dict[str, list[float]]) -> dict[str, float]:
-    shards, gloo, mixing = (min(took[name]) for name in ("shards", "gloo", "mixing"))
-    return _facts(took) | {"ratio": shards / (gloo + mixing)}
+    ratios = {}
+    for key, kind in (("ratio", ""), ("cpu_ratio", CPU)):
+        shards, gloo, mixing = (min(took[name + kind]) for name in ("shards", "gloo", "mixing"))
+        ratios[key] = shards / (gloo + mixing)
+    return _facts(took) | ratios
 
 
 def _facts(took: dict[str, list[float]]) -> dict[str, float]:
@@ -146,7 +149,7 @@ def sharding_lines(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"rows of {int(size) / 1e3:,.0f} KB, {EXCHANGES[int(size) // 4][0]} peers: an exchange "
             f"{took['shards_ms']:.3f} ms; as many bytes over bare gloo {took['gloo_ms']:.3f} and mixing in memory "
-            f"{took['mixing_ms']:.3f}: {took['ratio']:.2f} times both"
+            f"{took['mixing_ms']:.3f}: {took['ratio']:.2f} times both, in CPU time {took['cpu_ratio']:.2f}"
         )
     lines.append(f"bare gloo: {result['gloo_bytes_per_second'] / 1e9:.1f} GB/s each way between two processes here")
     return lines + [_forecast_line(name, Forecast(**facts)) for name, facts in result["forecast"].items()]

@@ -100,30 +100,24 @@ def reply_plan(links: np.ndarray, shards: Shards, shard: int) -> GatherPlan:
     """
     asked, answers = links[np.lexsort((links[:, 0], links[:, 1]))].T  # the order of edges: by own, who answers
     to, by = shards.of(asked), shards.of(answers)
-    sends, at = {}, np.flatnonzero(by == shard)
-    for other in np.unique(to[at]):
-        if other != shard:
-            sends[int(other)] = torch.from_numpy(np.flatnonzero(to[at] == other))
-    coming = np.flatnonzero(to == shard)
-    place, receives = np.zeros(len(links), dtype=np.int64), {}
-    place[at], foreign = np.arange(len(at)), 0
-    for other in np.unique(by[coming]):
-        theirs = coming[by[coming] == other]
-        if other != shard:
-            receives[int(other)] = slice(foreign, foreign + len(theirs))
-            place[theirs] = len(at) + foreign + np.arange(len(theirs))
-            foreign += len(theirs)
+    at, coming = np.flatnonzero(by == shard), np.flatnonzero(to == shard)
+    others = [other for other in range(len(shards)) if other != shard]
+    sends = {other: np.flatnonzero(to[at] == other) for other in others}
+    theirs = {other: np.flatnonzero(to[by == other] == shard) for other in others}
+    sends, theirs = ({other: which for other, which in each.items() if len(which)} for each in (sends, theirs))
+    traffic, place = Traffic.of(sends, theirs), np.zeros(len(links), dtype=np.int64)
+    place[at] = np.arange(len(at))
+    for other, part in traffic.receives.items():
+        place[coming[by[coming] == other]] = len(at) + np.arange(part.start, part.stop)
     order = coming[np.lexsort((answers[coming], asked[coming]))]
-    return GatherPlan(Traffic(sends, receives), asked[order], answers[order], torch.from_numpy(place[order]))
+    return GatherPlan(traffic, asked[order], answers[order], torch.from_numpy(place[order]))
 
 
 def collecting(shards: Shards, shard: int) -> Traffic:
     """Return what crosses where the first shard is sent every row of the others."""
     if shard:
-        return Traffic({0: torch.arange(len(shards.peers(shard)))}, {})
-    first = int(shards.ends[1])
-    others = range(1, len(shards))
-    return Traffic({}, {s: slice(int(shards.ends[s]) - first, int(shards.ends[s + 1]) - first) for s in others})
+        return Traffic.of({0: np.arange(len(shards.peers(shard)))}, {})
+    return Traffic.of({}, {other: np.arange(len(shards.peers(other))) for other in range(1, len(shards))})
 
 
 def _rows_that_cross(
@@ -132,14 +126,13 @@ def _rows_that_cross(
     """Return which rows cross, each once, in the order of ids, and the ids of those that come."""
     there, here = shards.of(senders), shards.of(receivers)
     foreign = np.unique(senders[(here == shard) & (there != shard)])
-    ends = np.searchsorted(foreign, shards.ends)
-    came = {s: slice(int(ends[s]), int(ends[s + 1])) for s in range(len(shards)) if ends[s] < ends[s + 1]}
-    leaving = (there == shard) & (here != shard)
-    sends = {}
-    for other in np.unique(here[leaving]):
-        which = np.unique(senders[leaving & (here == other)]) - shards.ends[shard]
-        sends[int(other)] = torch.from_numpy(which)
-    return Traffic(sends, came), foreign
+    whose, leaving = shards.of(foreign), (there == shard) & (here != shard)
+    coming = {int(other): foreign[whose == other] for other in np.unique(whose)}
+    sends = {
+        int(other): np.unique(senders[leaving & (here == other)]) - shards.ends[shard]
+        for other in np.unique(here[leaving])
+    }
+    return Traffic.of(sends, coming), foreign
 
 
 class Plans:

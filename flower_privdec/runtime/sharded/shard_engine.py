@@ -26,7 +26,7 @@ from flower_privdec.runtime.sharded.crossings import (
     mix_plan,
     reply_plan,
 )
-from flower_privdec.runtime.sharded.wires import Wires
+from flower_privdec.runtime.sharded.wires import Wires, clean_rows
 
 
 class ShardEngine(Engine):
@@ -68,11 +68,11 @@ class ShardEngine(Engine):
         names, peers = self.algorithm.open_rows, len(self.state.peers)
         rows = [self.state.rows[name] for name in names]
         traffic = collecting(self.wires.shards, self.wires.shard)
-        whole = [empty_rows(each, peers + traffic.foreign, *each.shape[1:]) for each in rows]
-        pending = self.wires.begin(rows, traffic, [each[peers:] for each in whole], self._here)
+        whole = [clean_rows(each, peers + traffic.foreign) for each in rows]
         for each, mine in zip(whole, rows, strict=True):
             each[:peers] = mine
-        pending.wait()
+        here, foreign = [each[:peers] for each in whole], [each[peers:] for each in whole]
+        self.wires.begin(here, traffic, foreign, self._here).wait()
         return None if self.wires.shard else dict(zip(names, whole, strict=True))
 
     @property
@@ -88,8 +88,9 @@ class ShardEngine(Engine):
         wires, rows = self.wires, [self.state.rows[name] for name in exchange.names]
         plan: MixPlan = self._plans.of(matrix, "mix", lambda: mix_plan(matrix, wires.shards, wires.shard))
         tables = [self._tables.of(name, self.state.rows[name], plan.traffic.foreign) for name in exchange.names]
+        here = [table[: len(each)] for (table, _), each in zip(tables, rows, strict=True)]
         foreign = [table[len(each) :] for (table, _), each in zip(tables, rows, strict=True)]
-        pending = wires.begin(rows, plan.traffic, foreign, self._here)
+        pending = wires.begin(here, plan.traffic, foreign, self._here)
         for part in plan.inner:
             _apply(part, tables)
         pending.wait()
@@ -122,12 +123,12 @@ class ShardEngine(Engine):
         matrix = mixing.matrix(self.state.round_index)
         plan: GatherPlan = self._plans.of(matrix, make.__name__, lambda: make(links, wires.shards, wires.shard))
         here = [self.state.edges[name].values if replies else self.state.rows[name] for name in exchange.names]
-        tables = [empty_rows(each, len(each) + plan.traffic.foreign, *each.shape[1:]) for each in here]
-        foreign = [table[len(each) :] for table, each in zip(tables, here, strict=True)]
-        pending = wires.begin(here, plan.traffic, foreign, self._here)
+        tables = [clean_rows(each, len(each) + plan.traffic.foreign) for each in here]
         for table, each in zip(tables, here, strict=True):
             table[: len(each)] = each
-        pending.wait()
+        rows = [table[: len(each)] for table, each in zip(tables, here, strict=True)]
+        foreign = [table[len(each) :] for table, each in zip(tables, here, strict=True)]
+        wires.begin(rows, plan.traffic, foreign, self._here).wait()
         place = plan.place.to(here[0].device)
         values = (table.index_select(0, place) for table in tables)
         edges = (Edges(plan.own, plan.other, value) for value in values)
@@ -153,7 +154,7 @@ class Tables:
         count = rows.shape[0]
         one, other = self._pairs.get(name, (rows[:0], rows[:0]))
         if one.shape[0] < count + foreign or one.dtype != rows.dtype or one.shape[1:] != rows.shape[1:]:
-            one, other = (empty_rows(rows, count + foreign, *rows.shape[1:]) for _ in range(2))
+            one, other = (clean_rows(rows, count + foreign) for _ in range(2))
             self._pairs[name] = one, other
         if rows.data_ptr() == other.data_ptr():
             one, other = other, one

@@ -11,20 +11,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
 from flower_privdec.errors import RunError
+from flower_privdec.rows.aligned import empty_rows, padded
 from flower_privdec.rows.finite import all_finite
 from flower_privdec.runtime.sharded.dealing import Shards
 from flower_privdec.runtime.sharded.parcels import Layout, Parcel, layout_of, size_of
 from flower_privdec.words import one_line
 
 PATIENCE = 600.0  # seconds to wait for rows: longer than any shard computes or is evaluated in one go
-LONG = 2**16  # bytes of a row from which it goes by itself, straight from where it lies to where it is wanted
+LONG = 2**16  # bytes of a run of rows from which it is not copied first
 LAST_TAG = 2**30
 LOST = "lost touch with"
 
@@ -59,15 +62,39 @@ class Traffic:
     Attributes:
         sends: by shard, which of the rows here, int64, in the order in which they go.
         receives: by shard, where among the rows from elsewhere its own stand, which are consecutive.
+        leave, arrive: by shard, where runs of rows begin and end that lie one behind the other at their sender's: here,
+            and among the rows from elsewhere.
     """
 
     sends: Mapping[int, Tensor]
     receives: Mapping[int, slice]
+    leave: Mapping[int, list[tuple[int, int]]]
+    arrive: Mapping[int, list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, sends: Mapping[int, np.ndarray], coming: Mapping[int, np.ndarray]) -> Traffic:
+        """Return the traffic of rows that go, and of rows that come, each by where they stand at their sender's."""
+        receives, arrive, first = {}, {}, 0
+        for shard, which in sorted(coming.items()):
+            receives[shard] = slice(first, first + len(which))
+            arrive[shard] = [(first + start, first + stop) for start, stop in _runs(which)]
+            first += len(which)
+        leave = {
+            shard: [(int(which[start]), int(which[stop - 1]) + 1) for start, stop in _runs(which)]
+            for shard, which in sends.items()
+        }
+        return cls({shard: torch.from_numpy(which) for shard, which in sends.items()}, receives, leave, arrive)
 
     @property
     def foreign(self) -> int:
         """Return how many rows come from elsewhere."""
         return max((part.stop for part in self.receives.values()), default=0)
+
+
+def _runs(which: np.ndarray) -> list[tuple[int, int]]:
+    """Return where runs of consecutive numbers begin and end."""
+    ends = [0, *(np.flatnonzero(np.diff(which) != 1) + 1).tolist(), len(which)]
+    return list(pairwise(ends))
 
 
 @dataclass
@@ -80,7 +107,7 @@ class Pending:
         arriving: what is waited for, with the shard it comes from.
         leaving: what is sent, with the shard it goes to.
         parcels: what comes packed, by shard, and where it is wanted.
-        alone: rows that come one by one, each with its shard.
+        alone: runs of rows that come by themselves, each with its shard.
     """
 
     shards: Shards
@@ -236,31 +263,38 @@ class Wires:
     def begin(self, rows: Sequence[Tensor], traffic: Traffic, foreign: Sequence[Tensor], here: str) -> Pending:
         """Send some rows to other shards and receive theirs; no row is touched until `wait` has returned.
 
-        Long rows go one by one, from where they lie to where they are wanted; short ones of all names in one buffer.
+        Runs of rows that are long enough go from where they lie to where they are wanted; the others, of all names, in
+        one buffer.
 
         Args:
-            rows: of each name, those here, [m, ...].
-            foreign: of each name, where those from elsewhere go, [f, ...].
+            rows: of each name, those here, [m, ...], made by `clean_rows`.
+            foreign: of each name, where those from elsewhere go, [f, ...], likewise.
             here: where the run is, for errors.
         """
         tag = self._tag = (self._tag + 1) % LAST_TAG
         self._pending = pending = Pending(self.shards, here, tag)
-        long = [number for number, part in enumerate(rows) if goes_alone(part)]
-        short = [part for part in rows if not goes_alone(part)] if long else list(rows)
-        into = [part for part in foreign if not goes_alone(part)] if long else list(foreign)
         for shard, part in traffic.receives.items():
-            for number in long:
-                for row in foreign[number][part]:
-                    self._recv(pending, row, shard, tag)
-                    pending.alone.append((shard, row))
-            parcel = self._parcel("in", shard, layout_of(into, part.stop - part.start))
+            short, count = [], part.stop - part.start
+            for each in foreign:
+                if go_alone(each, count, len(traffic.arrive[shard])):
+                    for start, stop in traffic.arrive[shard]:
+                        block = _block(each, start, stop)
+                        self._recv(pending, block, shard, tag)
+                        pending.alone.append((shard, block))
+                else:
+                    short.append(each)
+            parcel = self._parcel("in", shard, layout_of(short, count))
             self._recv(pending, parcel.whole, shard, tag)
-            pending.parcels.append((shard, parcel, [each[part] for each in into]))
+            pending.parcels.append((shard, parcel, [each[part] for each in short]))
         for shard, which in traffic.sends.items():
-            for number in long:
-                for row in which.tolist():
-                    self._send(pending, rows[number][row], shard, tag)
-            parcel = self._parcel("out", shard, layout_of(short, which.shape[0]))
+            short, count = [], which.shape[0]
+            for each in rows:
+                if go_alone(each, count, len(traffic.leave[shard])):
+                    for start, stop in traffic.leave[shard]:
+                        self._send(pending, _block(each, start, stop), shard, tag)
+                else:
+                    short.append(each)
+            parcel = self._parcel("out", shard, layout_of(short, count))
             _fill(parcel, short, which, tag)
             self._send(pending, parcel.whole, shard, tag)
         return pending
@@ -299,6 +333,24 @@ def _fill(parcel: Parcel, rows: Sequence[Tensor], which: Tensor, tag: int) -> No
     parcel.stamp.fill_(tag)
 
 
-def goes_alone(rows: Tensor) -> bool:
-    """Return whether rows, [m, ...], are long enough to go one by one, from memory that the network reads."""
-    return rows.device.type == "cpu" and rows.shape[1:].numel() * rows.element_size() >= LONG
+def go_alone(rows: Tensor, count: int, runs: int) -> bool:
+    """Return whether so many rows, in so many runs, go by themselves, straight from and to where they lie."""
+    return rows.device.type == "cpu" and rows.shape[1:].numel() * rows.element_size() * count >= LONG * runs
+
+
+def _block(rows: Tensor, start: int, stop: int) -> Tensor:
+    """Return a run of rows as one block of memory, with what lies between them, see `clean_rows`."""
+    part = rows[start:stop]
+    if part.is_contiguous():
+        return part
+    whole = padded(part)
+    assert whole is not None
+    return whole
+
+
+def clean_rows(like: Tensor, count: int) -> Tensor:
+    """Return rows as long as others, [count, ...], which are not set, with zeros in the padding: it may be sent."""
+    made = empty_rows(like, count, *like.shape[1:])
+    if made.ndim == 2 and count and made.stride(0) > made.shape[1]:
+        torch.as_strided(made, (count, made.stride(0)), (made.stride(0), 1))[:, made.shape[1] :] = 0
+    return made
