@@ -29,7 +29,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/pytest -n logical --maxprocesses 4
+	$(BIN)/pytest -n logical --maxprocesses 4 --maxschedchunk 16
 
 $(DOCS_STAMP): $(STAMP)
 	$(PIP_INSTALL) -e '.[docs]'

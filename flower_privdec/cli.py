@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import io
 import os
 import sys
@@ -17,7 +19,15 @@ from flower_privdec import __version__
 from flower_privdec.errors import PrivdecError, RunError, ScenarioError, StoppedError
 from flower_privdec.flower_commands import flower_run
 from flower_privdec.network_commands import NETWORK_COMMANDS
-from flower_privdec.typer_parts import Command, CommandGroup, Json, ScenarioFile, Settings, saying_when_interrupted
+from flower_privdec.typer_parts import (
+    Command,
+    CommandGroup,
+    Json,
+    ScenarioFile,
+    Settings,
+    saying_when_interrupted,
+    starting,
+)
 from flower_privdec.words import printable, shown
 
 HUGE_PAGES = ("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch then takes large tensors in pages of 2 MiB: a third of the time
@@ -97,15 +107,16 @@ def run(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUT/tensorboard as well.")] = False,
 ) -> None:
     """Train: run a scenario to its end and leave metrics, models, ledgers and a summary."""
-    from flower_privdec.experiment import Experiment
-    from flower_privdec.reporting import console
-    from flower_privdec.reporting.plots import save_run_plots
-    from flower_privdec.scenario import load_scenario
+    with starting():
+        from flower_privdec.experiment import Experiment
+        from flower_privdec.reporting import console
+        from flower_privdec.reporting.plots import save_run_plots
+        from flower_privdec.scenario import load_scenario
 
-    for_flower = _for_flower(runtime, mode=mode, n_supernodes=supernodes, cpus=cpus, gpus=gpus)
-    loaded = load_scenario(scenario, settings or ())
-    folder = out or Path("runs") / loaded.name
-    experiment = Experiment.build(loaded)
+        for_flower = _for_flower(runtime, mode=mode, n_supernodes=supernodes, cpus=cpus, gpus=gpus)
+        loaded = load_scenario(scenario, settings or ())
+        folder = out or Path("runs") / loaded.name
+        experiment = Experiment.build(loaded)
     kept = saying_when_interrupted(
         "nothing was kept yet; run the same command again",
         f"the same command with --resume goes on from {folder}",
@@ -139,8 +150,9 @@ def _for_flower(runtime: Runtime, **options: Any) -> dict[str, Any]:
 @command()
 def show(scenario: ScenarioFile, settings: Settings = None) -> None:
     """Print a scenario with every default: as a value, or as a comment where it follows from something else."""
-    from flower_privdec.reporting.scenario_view import complete_yaml
-    from flower_privdec.scenario import load_scenario
+    with starting():
+        from flower_privdec.reporting.scenario_view import complete_yaml
+        from flower_privdec.scenario import load_scenario
 
     typer.echo(complete_yaml(load_scenario(scenario, settings or ())), nl=False)
 
@@ -148,7 +160,8 @@ def show(scenario: ScenarioFile, settings: Settings = None) -> None:
 @command("list")
 def list_parts(as_json: Json = False) -> None:
     """List everything a scenario can name: algorithms, topologies, models, datasets and more."""
-    from flower_privdec.reporting import console
+    with starting():
+        from flower_privdec.reporting import console
 
     console.print_parts(as_json)
 
@@ -156,12 +169,14 @@ def list_parts(as_json: Json = False) -> None:
 @command()
 def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = False) -> None:
     """Say what a run would cost: noise, ε over the rounds, memory and time; run nothing."""
-    from flower_privdec import planner
-    from flower_privdec.experiment import Experiment
-    from flower_privdec.reporting import console
-    from flower_privdec.scenario import load_scenario
+    with starting():
+        from flower_privdec import planner
+        from flower_privdec.experiment import Experiment
+        from flower_privdec.reporting import console
+        from flower_privdec.scenario import load_scenario
 
-    console.print_plan(planner.make_plan(Experiment.build(load_scenario(scenario, settings or ()))), as_json)
+        experiment = Experiment.build(load_scenario(scenario, settings or ()))
+    console.print_plan(planner.make_plan(experiment), as_json)
 
 
 @command()
@@ -172,8 +187,9 @@ def topology(
     as_json: Json = False,
 ) -> None:
     """Describe the graph: edges, spectral gap, rounds until jointly connected; draw it."""
-    from flower_privdec.reporting import console, graph_view
-    from flower_privdec.scenario import load_scenario
+    with starting():
+        from flower_privdec.reporting import console, graph_view
+        from flower_privdec.scenario import load_scenario
 
     console.print_topology(graph_view.describe(load_scenario(scenario, settings or ()), out), as_json)
 
@@ -184,7 +200,8 @@ def report(
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Write a self-contained HTML page about one run, or comparing several."""
-    from flower_privdec.reporting import console, page
+    with starting():
+        from flower_privdec.reporting import console, page
 
     summaries = page.write_report(runs, out)
     console.print_comparison(summaries)
@@ -203,7 +220,8 @@ def study(
     list_studies: Annotated[bool, typer.Option("--list", help="List the studies and their parts.")] = False,
 ) -> None:
     """Run a grid of scenarios, a paper's or your own, and publish tables, plots and whether its claims show."""
-    from flower_privdec.study import command as studies
+    with starting():
+        from flower_privdec.study import command as studies
 
     if list_studies:
         studies.print_studies()
@@ -222,13 +240,16 @@ def bench(
     ] = None,
     device: Annotated[Device, typer.Option(help="Where to time it.")] = Device.cpu,
     rounds: Annotated[int, typer.Option(min=3, max=10_000, help="Timed rounds of each variant.")] = 15,
+    peers: Annotated[
+        int | None, typer.Option(min=2, max=100_000, help="How many, in W1 to W4.", show_default="each its own")
+    ] = None,
     extras: Annotated[bool, typer.Option("--all", help="Also Opacus, vmap, gloo, relay and scaling.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure the engine against a plain loop over peers, side by side in one process."""
     from flower_privdec import bench as benchmark
 
-    benchmark.main(workloads or [], device=device.value, rounds=rounds, extras=extras, as_json=as_json)
+    benchmark.main(workloads or [], device=device.value, rounds=rounds, peers=peers, extras=extras, as_json=as_json)
 
 
 command()(flower_run)
@@ -244,7 +265,9 @@ def main(arguments: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that has no ε
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
+        atexit.register(_leave_all)
     if not _somewhere():
         _leave("error", "the folder this was started in is gone; cd to one that is there", 2)
     if "" in arguments:
@@ -262,6 +285,12 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         _leave_unless_a_bug(error)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _leave_all() -> None:
+    """Let all objects go with the process, unlooked at; but triton, which torch may bring along, tells of each."""
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def _somewhere() -> bool:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from flower_privdec.typer_parts import Json, ScenarioFile, Settings, saying_when_interrupted
+from flower_privdec.typer_parts import Json, ScenarioFile, Settings, saying_when_interrupted, starting
 
 
 def certs(
@@ -69,8 +69,9 @@ def peer(
         return
     if initial is not None or node_config:
         raise typer.BadParameter("--initial and --node-config are for --app: name the app's folder")
-    network = require("flower_privdec.runtime.network.foreground", "privdec peer", "pip install grpcio")
-    loaded = load_scenario(scenario, settings or ())
+    with starting():
+        network = require("flower_privdec.runtime.network.foreground", "privdec peer", "pip install grpcio")
+        loaded = load_scenario(scenario, settings or ())
     folder = out or Path("peers") / f"{loaded.name}-{number}"
     with saying_when_interrupted(f"the same command with --resume goes on from {folder}"):
         network.run_peer(
@@ -137,8 +138,9 @@ def up(
     from flower_privdec.reporting.plots import save_run_plots
     from flower_privdec.scenario import load_scenario
 
-    network = require("flower_privdec.runtime.network.up", "privdec up", "pip install grpcio")
-    loaded = load_scenario(scenario, settings or ())
+    with starting():
+        network = require("flower_privdec.runtime.network.up", "privdec up", "pip install grpcio")
+        loaded = load_scenario(scenario, settings or ())
     folder = out or Path("runs") / loaded.name
     with (
         network.losing(loss) as proxy,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,8 +51,25 @@ class CommandGroup(TyperGroup):
         Raises:
             StoppedError: Ctrl-C was pressed, which typer would end without a word.
         """
-        with saying_when_interrupted("run the same command again"):
-            return super().invoke(ctx)
+        try:
+            with saying_when_interrupted("run the same command again"):
+                return super().invoke(ctx)
+        finally:
+            gc.unfreeze()  # see `starting`
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Import and build without Python's garbage collector, which would look through all modules again and again.
+
+    What is there at the end lasts as long as the command, and is not looked at before it ends.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

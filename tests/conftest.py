@@ -1,16 +1,24 @@
-"""Small scenarios that several tests share."""
+"""Small scenarios that several tests share, and how all tests are run."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario, parse_scenario
 
 # The core runs without Flower; so do all tests of the core.
 collect_ignore_glob = [] if find_spec("flwr") else ["test_flower*.py"]
+
+# Examples that are the same in each run, however long they take: no run fails by luck. `pytest
+# --hypothesis-profile=explore` looks at others.
+PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]}
+settings.register_profile("explore", **PATIENT)
+settings.register_profile("same", derandomize=True, **PATIENT)
+settings.load_profile("same")
 
 TINY = """\
 name: tiny
@@ -24,6 +32,11 @@ privacy: {epsilon: 3.0, delta: 1.0e-3}
 evaluation: {every: 2}
 compute: {dtype: float64, generator: torch}
 """
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the slow tests first, so that none of them is the last, on one processor while the others have nothing."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.fixture

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import torch
+from ports import own_addresses
 from torch import Tensor
 
 from flower_privdec.runtime.network.certificates import identities
 from flower_privdec.runtime.network.identity import Authority
 from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import OnRound, PeerDevice, RunningPeer
-from flower_privdec.runtime.network.peer_processes import free_addresses
 from flower_privdec.scenario import Scenario
 
 LONG = 100.0  # seconds that nothing takes, however busy the machine is
@@ -37,7 +40,7 @@ def begin_without(peers: Iterable[RunningPeer], absent: int) -> None:
 
 def devices(scenario: Scenario, folder: Path, *, insecure_seeds: bool = True) -> list[PeerDevice]:
     """Return a device for each peer, with a certificate of a new authority."""
-    authority, addresses = Authority.create(scenario.name), tuple(free_addresses(scenario.n_peers))
+    authority, addresses = Authority.create(scenario.name), tuple(own_addresses(scenario.n_peers))
     return [
         PeerDevice(peer, folder / f"peer-{peer}", authority.issue(name), addresses, insecure_seeds=insecure_seeds)
         for peer, name in enumerate(identities(scenario))
@@ -63,3 +66,31 @@ def run_network(scenario: Scenario, folder: Path) -> dict[str, Tensor]:
     with ThreadPoolExecutor(len(peers)) as pool:
         rows = list(pool.map(finish, peers))
     return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
+
+
+@contextmanager
+def running(peers: list[RunningPeer]) -> Iterator[list[Future[Any]]]:
+    """Run peers to their ends; stop them where the test fails."""
+    with ThreadPoolExecutor(len(peers)) as pool:
+        try:
+            yield [pool.submit(finish, peer) for peer in peers]
+        except BaseException:
+            for peer in peers:
+                peer.stop()
+            raise
+
+
+def go_on(peer: RunningPeer, others: Iterable[Future[Any]]) -> dict[str, Tensor]:
+    """Run a peer that was started again to its end and return its rows.
+
+    Where the others were done and have left, it need not wait for them as long as a deadline.
+    """
+    leave, leaving = peer._leave, Event()
+    peer._leave = lambda: (leaving.set(), leave())[1]  # type: ignore[method-assign, func-returns-value]
+    with running([peer]) as (future,):
+        for other in others:
+            other.result(LONG)
+        wait_until(lambda: leaving.is_set() or future.done())
+        peer.stop()
+        rows: dict[str, Tensor] = future.result(LONG)
+        return rows

@@ -34,7 +34,7 @@ from flower_privdec.privacy.events import (
 ZERO_OUT = NeighboringRelation.REPLACE_SPECIAL
 ADD_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
-laws = settings(max_examples=20, derandomize=True, deadline=None)
+laws = settings(max_examples=20)
 
 
 def poisson(q: float, noise: float, steps: int = 1) -> Release:

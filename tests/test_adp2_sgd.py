@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_algorithms import NoiseTape, softmax_gradients
 
@@ -108,7 +108,7 @@ def test_at_each_event_one_peer_steps_and_one_pair_averages(build):
     assert tape.asked == [(k, [i]) for k, i in enumerate(wakes(experiment))]
 
 
-@settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 @given(st.integers(1, 12), st.integers(0, 99))
 def test_no_gradient_is_of_a_model_older_than_the_staleness(build, staleness, seed):
     experiment = asynchronous(build, f"seed={seed}", "privacy=none", staleness=staleness)

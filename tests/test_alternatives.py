@@ -31,13 +31,13 @@ def dearest(several: list[alternatives.Alternatives]) -> float:
     return max((epsilon(itertools.chain(*choice), DELTA) for choice in choices), default=0.0)
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=30)
 @given(runs)
 def test_an_example_is_charged_what_the_dearest_peers_paid(several):
     assert epsilon_of_runs(several, DELTA) == pytest.approx(dearest(several), rel=1e-9)
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=30)
 @given(runs.filter(bool))
 def test_where_choices_are_too_many_the_bound_is_above_them_and_not_far(several):
     kept, alternatives.MOST_CHOICES = alternatives.MOST_CHOICES, 0

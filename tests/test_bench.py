@@ -120,7 +120,7 @@ def test_every_generator_is_timed(monkeypatch, capsys):
     monkeypatch.setattr(timing, "STRETCH", 1e-4)
     results = {"noise": noise.measure_noise(CPU, 3, 1000)}
     assert {"torch", "system", "exact"} <= results["noise"]["normals"].keys()
-    assert all(rate > 1e3 for rate in results["noise"]["normals"].values())
+    assert all(0 < rate < float("inf") for rate in results["noise"]["normals"].values())
     printing.print_results(results)
     assert "exact: " in capsys.readouterr().out
 
@@ -203,12 +203,14 @@ def test_figures_have_the_promised_shape(monkeypatch, tiny_workloads, capsys):
     assert comparison.FAST in results["W1"]["variants"] or "numba" in " ".join(results["W1"]["left_out"])
 
 
-def needs_numba(*_):
-    raise ImportError("No module named 'numba'")
+def test_as_many_peers_as_asked_for(tiny_workloads):
+    results = bench.measure(["W2"], rounds=3, peers=6)
+    assert results["W2"]["description"].startswith("6 peers, ")
+    assert "ledger" not in results["W2"]
 
 
 def test_without_numba_the_figures_are_torchs_and_the_reason_is_given(monkeypatch, tiny_workloads, capsys):
-    monkeypatch.setattr(generators, "FastNoise", needs_numba)
+    monkeypatch.setattr(generators, "_has_fast", lambda device: False)
     results = bench.measure(["W4"], rounds=3)
     assert results["W4"]["ratio_to_loop"] == results["W4"]["ratio_to_loop_torch"]
     assert comparison.FAST not in results["W4"]["variants"]

@@ -173,7 +173,7 @@ def test_a_run_does_not_go_on_with_another_generator(
 ) -> None:
     """As where numba is missing now: rounds that were paid for would be drawn anew."""
     interrupted(build("compute.generator=auto"), tmp_path / "run")
-    monkeypatch.setattr("flower_privdec.rows.generators._has_numba", lambda: False)
+    monkeypatch.setattr("flower_privdec.rows.generators._has_fast", lambda device: False)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(
         ScenarioError, match=r"was made with fast, .*, and here is torch, .*, which draws other numbers"

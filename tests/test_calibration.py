@@ -71,7 +71,7 @@ def test_noise_spends_the_budget_and_no_more(budget, target, change):
     assert epsilon([release_of(noise * 0.99, mechanism)], target) > budget * 0.9975
 
 
-@settings(max_examples=12, derandomize=True, deadline=None)
+@settings(max_examples=12)
 @given(
     st.floats(0.05, 30.0),
     st.sampled_from([1e-3, 1e-5, 1e-8]),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from flower_privdec.gradients.protocol import Parameter, coefficient
 from flower_privdec.models import flatten
 from flower_privdec.tasks.losses import LOSSES
 
+needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 KINDS = [  # every kernel that fits a model
     (name, kind)
     for name, (_, best) in MODELS.items()
@@ -79,6 +81,8 @@ def assert_within(moved: Tensor, limit: float) -> None:
 
 def kernel_of(name: str, kind: str, loss: str = "cross-entropy") -> tuple[nn.Module, GradientKernel]:
     module = module_of(name, 1 if LOSSES[loss].single else CLASSES)
+    if kind == "lone":
+        return module, build_kernel(module, loss, SHAPE, lone=True)
     return module, build_kernel(module, loss, SHAPE, kind=kind)
 
 
@@ -117,7 +121,7 @@ def check_law(name: str, kind: str, loss: str, dtype: torch.dtype, draw: Any) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("name", "kind"), KINDS)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, data: Any) -> None:
     check_law(name, kind, "cross-entropy", dtype, data.draw)
@@ -126,10 +130,42 @@ def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("loss", [*MARGINS, *OTHERS])
 @pytest.mark.parametrize("name", ["linear", "mlp", "cnn-small"])
 @pytest.mark.parametrize("kind", ["auto", "factored", "vmap", "loop"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_no_value_or_target_moves_a_sum_by_more_with_other_losses(loss: str, name: str, kind: str, data: Any) -> None:
     check_law(name, kind, loss, torch.float32, data.draw)
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("loss", MARGINS)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_no_value_moves_a_sum_of_one_example_by_more(loss: str, dtype: torch.dtype, data: Any) -> None:
+    check_law("linear", "lone", loss, dtype, data.draw)
+
+
+@needs_numba
+@pytest.mark.parametrize("name", ["linear", "linear without bias"])
+@pytest.mark.parametrize("loss", MARGINS)
+@settings(max_examples=12, deadline=None)
+@given(how=st.sampled_from(FILLS), seed=st.integers(0, 2**16), clip=st.sampled_from([None, 0.3]))
+def test_one_example_by_itself_adds_what_it_does_in_stacks(
+    loss: str, name: str, how: str, seed: int, clip: float | None
+) -> None:
+    (module, stacked), (_, lone) = kernel_of(name, "stacked", loss), kernel_of(name, "lone", loss)
+    params = flatten(module).expand(5, -1).double() + fill("usual", (5, lone.d), torch.float64, seed) / 10
+    x = fill("usual", (5, 1, *SHAPE), torch.float64, seed + 1)
+    x[2] = fill(how, (1, *SHAPE), torch.float64, seed + 2)
+    batch = Batch(
+        x, targets_of(LOSSES[loss], (5, 1), seed, torch.float64), torch.tensor([[1.0]] * 4 + [[0.0]]).double()
+    )
+    scale, share = (fill("usual", (5,), torch.float64, seed + 3 + k).abs() + 0.1 for k in range(2))
+    rest = (None if clip is None else torch.full((5,), clip).double(), scale, share)
+    assert type(lone).__name__ == "LoneKernel"
+    (sums, norms), (expected, bounds) = added(lone, params, batch, *rest), added(stacked, params, batch, *rest)
+    torch.testing.assert_close(sums, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(norms[:4], bounds[:4], rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("bad", [1e20, 3e38, math.inf, -math.inf, math.nan])
@@ -197,7 +233,7 @@ def test_a_divisor_of_zero_moves_nothing(kind: str) -> None:
 # --- norms ---
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     n=st.sampled_from([1, 2, 3, 10, 100, BLOCK, LONGEST, LONGEST + 1, 9 * BLOCK, 10 * BLOCK + 7]),
     how=st.sampled_from([*FILLS[:-1], "falling", "tiny"]),
@@ -232,7 +268,7 @@ def test_bounds_are_close() -> None:
     assert length(torch.ones(3, 5 * LONGEST)).tolist() == pytest.approx([math.sqrt(5 * LONGEST)] * 3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     norm=st.floats(2**-50, LARGEST[torch.float32], width=32),
     clip=st.floats(2**-20, 2**20, width=32),
@@ -306,7 +342,7 @@ class Difference(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["factored", "vmap", "loop"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.sampled_from([(2, 36, 4), (16, 300, 64), (16, 100, 100), (32, 36, 4)]),
     halves=st.booleans(),
@@ -352,7 +388,7 @@ def test_clipping_is_hardly_tighter_than_it_must_be(name: str) -> None:
     assert 1e-3 * (1 - 2e-4) <= out.double().norm().item() <= 1e-3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.sampled_from([(1, 2, 4, 4), (3, 5, 40, 9), (7, 16, 100, 60)]),
     apart=st.sampled_from([None, 0.0, 1e-9, 1e-5]),
@@ -384,7 +420,7 @@ def test_the_bound_of_a_product_over_positions(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(params=st.sampled_from(FILLS), example=st.sampled_from(FILLS), seed=st.integers(0, 2**16))
 def test_factors_are_finite(dtype: torch.dtype, params: str, example: str, seed: int) -> None:
     _, kernel = kernel_of("mlp", "stacked")

@@ -46,7 +46,7 @@ def test_version_module_and_completion(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == f"privdec {__version__}\n"
     env = {**os.environ, "_PRIVDEC_COMPLETE": "complete_bash", "COMP_WORDS": "privdec to", "COMP_CWORD": "1"}
     completed = subprocess.run(
-        [sys.executable, "-m", "flower_privdec"], env=env, capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "flower_privdec"], env=env, capture_output=True, text=True, check=False, timeout=500
     )
     assert completed.stdout.split() == ["topology"]
 

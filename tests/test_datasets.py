@@ -6,6 +6,7 @@ import hashlib
 import io
 import pickle
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from whole_dataset import load_dataset
 
 from flower_privdec.data import DATASETS
-from flower_privdec.data.readers import CIFAR10_PIXELS, FASHION_PIXELS, MNIST_PIXELS, nucleus_features
+from flower_privdec.data.readers import CIFAR10_PIXELS, FASHION_PIXELS, MNIST_PIXELS, _sklearn_table, nucleus_features
 from flower_privdec.errors import ScenarioError
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -366,5 +367,6 @@ def test_unknown_dataset_names_the_nearest() -> None:
 
 
 def test_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    _sklearn_table.cache_clear()
     refused("sklearn", "pip install scikit-learn", name="digits")

@@ -119,6 +119,8 @@ def _check_command(command: Command) -> None:
             from flwr.cli.app import app as flower
 
             _parse(get_command(flower), words)
+    elif program == "python":
+        assert (ROOT / words[0]).exists()
     elif program == "cd":
         assert all((ROOT / word).is_dir() for word in words)
     else:

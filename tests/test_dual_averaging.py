@@ -108,7 +108,7 @@ def test_it_follows_its_reference(build: Build, loss: str, algorithm: str, who: 
 # --- who is active ---
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     st.sampled_from(["complete", "ring", "star", "random-regular"]),
     st.integers(6, 12),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_algorithms import NoiseTape, softmax_gradients
 
@@ -170,7 +170,7 @@ def test_shorter_lists_are_straight_lines_and_one_number_is_all_rounds(build):
         np.testing.assert_allclose(a, b, rtol=1e-3)
 
 
-@settings(max_examples=8, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8)
 @given(st.floats(1.0, 8.0), st.floats(1.0, 8.0), st.integers(1, 40), st.floats(0.5, 5.0))
 def test_schedules_fall_as_they_should_and_keep_the_budget(build, rho_c, rho_mu, rounds, budget):
     name = algorithm("dyn-d2p", rho_c=rho_c, rho_mu=rho_mu, initial_clip=1.3)

@@ -94,7 +94,7 @@ def test_every_release_is_on_the_grid_whatever_the_sum(asked: list[int], dtype: 
 
 
 @given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=30), st.floats(1e-12, 1e12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_is_released_is_the_rounded_sum_of_exact_numbers(sums: list[float], std: float) -> None:
     """Against fractions: the same normals, added to the sums without any rounding before the last."""
     g = np.random.default_rng(len(sums))

@@ -243,7 +243,7 @@ def test_most_models_are_called_on_many_examples_at_a_time(kind: str, caplog: py
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     st.integers(0, N - 1),
     st.integers(0, 99),

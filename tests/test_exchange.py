@@ -81,7 +81,7 @@ def deliver(exchange: Exchange, states: list[State], mixing: Mixing) -> None:
     cuts=st.lists(st.integers(0, 20), max_size=9),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_messages_do_what_the_short_cut_does(
     graph: str, n: int, k: int, fraction: float, cuts: list[int], dtype: torch.dtype
 ) -> None:
@@ -115,7 +115,7 @@ def assert_same(one: Edges, other: Edges) -> None:
 
 @pytest.mark.parametrize("graph", ["star", "ring", "directed-exponential", "complete"])
 @given(n=st.integers(4, 9), cuts=st.lists(st.integers(0, 20), max_size=9), k=st.integers(0, 3))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_an_answer_comes_from_each_whom_one_sent_to(graph: str, n: int, cuts: list[int], k: int) -> None:
     mixing = mixing_of(graph, n, 1.0)
     ids = {"x": torch.arange(n, dtype=torch.float64)[:, None]}

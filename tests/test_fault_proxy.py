@@ -28,7 +28,7 @@ from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.scenario import Scenario
 
 LINK = (0, 1)
-PATIENCE = 30.0
+PATIENCE = 100.0
 
 
 @pytest.fixture

@@ -421,7 +421,7 @@ def test_launcher_refuses_before_anything_starts(
 def test_keeper_ends_what_it_keeps_when_its_user_is_gone(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     folder.mkdir()
-    script = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('up', flush=True); time.sleep(60)"
+    script = "import subprocess, time; subprocess.Popen(['sleep', '300']); print('up', flush=True); time.sleep(300)"
     process = subprocess.Popen(
         [sys.executable, "-I", keeper.__file__, str(folder), sys.executable, "-c", script],
         stdin=subprocess.PIPE,
@@ -433,7 +433,7 @@ def test_keeper_ends_what_it_keeps_when_its_user_is_gone(tmp_path: Path) -> None
     process.stdout.readline()
     family = keeper.family(process.pid, str(folder))
     process.stdin.close()
-    process.wait(timeout=20)
+    process.wait(timeout=200)
     assert len(family) == 3
     assert keeper.family(process.pid, str(folder)) == set()
     assert not folder.exists()

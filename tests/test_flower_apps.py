@@ -180,7 +180,7 @@ def test_the_round_of_a_log_is_passed_on_when_it_changes(tmp_path):
 
 def privdec(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flower_privdec", "flower-run", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800)
 
 
 @pytest.mark.slow

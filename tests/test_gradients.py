@@ -370,7 +370,7 @@ def test_padding_and_empty_batches_add_nothing(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["linear", "mlp", "cnn-small", "residual", "scaled"])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**16),
     clip=st.floats(1e-4, 10),

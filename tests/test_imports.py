@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,16 @@ FLOORS = [
     *("network_commands", "flower_commands", "cli", "__main__"),
 ]
 FLOWER = {"flwr", "ray", "grpc"}
+# What takes long to import, and what each start may do without.
+HEAVY = {
+    *("matplotlib", "pandas", "sklearn", "torchvision", "networkx", "dp_accounting", "jinja2", "PIL", "numba"),
+    *("scipy.signal", "scipy.stats", "scipy.optimize", "torch._dynamo", "torch._inductor", *FLOWER),
+}
+STARTS = {
+    "import flower_privdec": {*HEAVY, "torch", "numpy", "scipy", "pydantic"},
+    "import runpy, sys; sys.argv[1:] = ['--help']; runpy.run_module('flower_privdec')": {*HEAVY, "torch", "numpy"},
+    "import flower_privdec.runtime.run, flower_privdec.reporting.console, flower_privdec.reporting.plots": HEAVY,
+}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
@@ -57,6 +69,13 @@ def test_a_room_imports_only_from_its_own_floor_and_those_below(path: Path) -> N
 
 def test_every_room_is_on_a_floor() -> None:
     assert {room_of(path) for path in MODULES} <= set(FLOORS)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_start_imports_nothing_heavy_that_it_can_do_without(start: str) -> None:
+    told = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
+    begun = subprocess.run([sys.executable, "-c", told + start], capture_output=True, text=True, check=True)
+    assert STARTS[start] & set(begun.stderr.split()) == set()
 
 
 def test_no_two_modules_share_a_name() -> None:

@@ -128,25 +128,30 @@ def test_so_many_kills_are_sixty_and_more() -> None:
     assert KILLS * len(VARIANTS) >= 60
 
 
+def reached(checkpoint: Path) -> int:
+    """Return the round of a checkpoint; 0 where there is none."""
+    return read_checkpoint(checkpoint).state.round_index if checkpoint.exists() else 0
+
+
 @pytest.mark.slow
 def test_processes_that_are_killed_at_any_moment_leave_what_goes_on(tmp_path: Path) -> None:
     scenario = tmp_path / "s.yaml"
     scenario.write_text(TINY.replace("rounds: 6", "rounds: 1500"))
     run(Experiment.build(parse_scenario(scenario.read_text())), tmp_path / "whole")
     command = [sys.executable, "-m", "flower_privdec", "run", str(scenario), "--out", str(tmp_path / "parted")]
-    draw, metrics = random.Random(1), tmp_path / "parted" / "metrics.jsonl"
+    draw, kept = random.Random(1), tmp_path / "parted" / "checkpoint"
     for _ in range(3):
-        known = metrics.stat().st_size if metrics.exists() else 0
-        resume = ["--resume"] if (tmp_path / "parted" / "checkpoint").exists() else []
+        known = reached(kept)
+        resume = ["--resume"] if kept.exists() else []
         child = subprocess.Popen(
             [*command, *resume], env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL
         )
-        while child.poll() is None and not (metrics.exists() and metrics.stat().st_size != known):
-            time.sleep(0.005)
-        time.sleep(draw.uniform(0, 0.3))
+        while child.poll() is None and reached(kept) <= known:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.1))
         child.send_signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
-        state = read_checkpoint(tmp_path / "parted" / "checkpoint").state
+        state = read_checkpoint(kept).state
         _, payments = read_chain(tmp_path / "parted" / "ledger" / "digits.jsonl")
         assert max(payment.to_step for payment in payments) >= state.round_index > 0
     run(Experiment.build(parse_scenario(scenario.read_text())), tmp_path / "parted", resume=True)

@@ -580,7 +580,7 @@ plans = st.lists(
 )
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=30)
 @given(plans, st.floats(0.3, 2.0))
 def test_no_sequence_of_runs_exceeds_a_budget_or_runs_uncounted(tmp_path_factory, runs, budget):
     folder = tmp_path_factory.mktemp("ledger")

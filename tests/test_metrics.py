@@ -75,7 +75,7 @@ def problem(loss: str, n: int, k: int, models: int, seed: int) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize(("name", "loss", "wanted"), CASES, ids=lambda value: value if isinstance(value, str) else "")
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(n=st.integers(2, 30), k=st.integers(2, 5), seed=st.integers(0, 2**16))
 def test_metrics_are_scikit_learn_s(name: str, loss: str, wanted: Reference, n: int, k: int, seed: int) -> None:
     outputs, targets = problem(loss, n, k, 3, seed)

@@ -30,7 +30,7 @@ from flower_privdec.topology import (
     in_neighbors,
 )
 
-laws = settings(max_examples=30, deadline=None, derandomize=True)
+laws = settings(max_examples=30)
 NAMED = [name for name in TOPOLOGIES if name not in ("edge-list", "server")]
 UNDIRECTED = [name for name in NAMED if not name.startswith("directed")]
 REGULAR = [name for name in NAMED if name not in ("star", "erdos-renyi", "small-world", "random-edges")]

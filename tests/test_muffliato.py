@@ -17,7 +17,7 @@ from flower_privdec.mixing import Mixing, spectral_gap
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.topology import build_topology
 
-laws = settings(max_examples=30, deadline=None, derandomize=True)
+laws = settings(max_examples=30)
 
 
 def settings_of(graph: str, steps: int, acceleration: str) -> list[str]:

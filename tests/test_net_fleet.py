@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_algorithms import ROUNDS, NoiseTape, clipped_step, engine_with
 
@@ -17,9 +17,7 @@ from flower_privdec.runtime.engine import Engine
 
 RATE = 0.5
 HALF = "participation={kind: uniform, fraction: 0.5}"
-laws = settings(
-    max_examples=8, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+laws = settings(max_examples=8)
 
 
 def settings_of(steps: int, *more: str) -> list[str]:

@@ -18,7 +18,7 @@ from variants import VARIANTS, settings_for
 
 pytest.importorskip("grpc")
 
-from networked import devices, finish, run_network
+from networked import LONG, devices, finish, run_network, wait_until
 
 from flower_privdec import cli, testing
 from flower_privdec.algorithms import advance
@@ -41,7 +41,7 @@ from flower_privdec.scenario import Scenario, numbers_hash
 from flower_privdec.words import number
 
 Tiny = Callable[..., Scenario]
-QUICK = "network={mode: synchronous, retry: 0.1, start: 20.0, deadline: 20.0}"
+QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 NEEDS_A_SERVER = ("scaffold",)
 ALONE = ("local", "dp-sgd")
 TOGETHER = [v for v in VARIANTS if v[0].removeprefix("algorithm.name=") not in (*NEEDS_A_SERVER, *ALONE)]
@@ -123,9 +123,9 @@ def test_a_peer_that_dies_goes_on_from_its_disk(name: str, point: str, moment: i
     with ThreadPoolExecutor(len(peers)) as pool:
         running = [pool.submit(finish, peer) for peer in peers]
         with pytest.raises(Killed):
-            running[1].result(60)
+            running[1].result(LONG)
         again = running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists())
-        rows = [finish(again), *(running[peer].result(60) for peer in (0, 2, 3))]
+        rows = [finish(again), *(running[peer].result(LONG) for peer in (0, 2, 3))]
     found = torch.cat([rows[place]["x"] for place in (1, 0, 2, 3)])
     torch.testing.assert_close(found, wanted)
 
@@ -188,7 +188,7 @@ def test_rows_that_do_not_fit_are_refused(case: str) -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 200), st.integers(0, 255))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_bytes_do_more_than_be_refused(noise: bytes, place: int, value: int) -> None:
     changed = bytearray(letter())
     changed[place % len(changed)] = value
@@ -203,17 +203,24 @@ def test_no_bytes_do_more_than_be_refused(noise: bytes, place: int, value: int) 
 
 
 def test_a_peer_with_another_scenario_is_refused_on_both_sides(tiny: Tiny, tmp_path: Path) -> None:
-    hasty = "network={mode: synchronous, retry: 0.1, start: 1.0, deadline: 1.0}"
-    one, other = tiny(hasty, "rounds=3"), tiny(hasty, "rounds=3", "algorithm.learning_rate=0.4")
+    one, other = tiny(QUICK, "rounds=3"), tiny(QUICK, "rounds=3", "algorithm.learning_rate=0.4")
     theirs = devices(one, tmp_path)
     peers = [running_peer(other if device.peer == 2 else one, device) for device in theirs]
-    with ThreadPoolExecutor(len(peers)) as pool:
-        ends = [pool.submit(finish, peer) for peer in peers]
-        said = [str(end.exception(60)) for end in ends]
     ours, others = (numbers_hash(each)[:16] for each in (one, other))
     named = f"is of the scenario {ours}, and here is {others}", f"is of the scenario {others}, and here is {ours}"
-    assert any(words in said[2] for words in named)
-    assert any(words in line for line in said[:2] + said[3:] for words in named)
+
+    with ThreadPoolExecutor(len(peers)) as pool:
+        ends = [pool.submit(finish, peer) for peer in peers]
+
+        def knows(j: int) -> bool:
+            """Return whether a peer was refused, and ended, or refuses another, which it will name when it ends."""
+            said = [str(ends[j].exception())] if ends[j].done() else [*peers[j].courier.refused.values()]
+            return any(words in each for words in named for each in said)
+
+        wait_until(lambda: knows(2) and any(knows(j) for j in (0, 1, 3)))
+        assert peers[2].state.round_index == 0
+        for peer in peers:
+            peer.stop()
 
 
 def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
@@ -236,14 +243,14 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
             sealed(PLACE, 3, bytes(32), 0, 0): "is of the scenario",
         }.items():
             with pytest.raises(RefusedError, match=said):
-                link.call(content, 10)
+                link.call(content, LONG)
         assert not peer.mail.machine.received()
         assert all(torch.equal(before[name], row) for name, row in peer.state.rows.items())
-        link.call(sealed(CARRYING, 3, run, 0, 0, Parts((whole,))), 10)
-        link.call(sealed(CARRYING, 3, run, 0, 0, Parts((bytes(len(whole)),))), 10)  # a second time, and another
+        link.call(sealed(CARRYING, 3, run, 0, 0, Parts((whole,))), LONG)
+        link.call(sealed(CARRYING, 3, run, 0, 0, Parts((bytes(len(whole)),))), LONG)  # a second time, and another
         ((sender, rows),) = peer.mail.machine.received().items()
         assert (sender, bytes(packed(rows))) == (3, whole)
-        assert json.loads(bytes(link.call(ASKING, 10)))["round"] == 0
+        assert json.loads(bytes(link.call(ASKING, LONG)))["round"] == 0
     finally:
         link.close()
         peer.close()
@@ -283,10 +290,10 @@ def test_every_step_that_was_ever_taken_is_paid_for(
     with ThreadPoolExecutor(len(peers)) as pool:
         running = [pool.submit(finish, peer) for peer in peers]
         with pytest.raises(Killed):
-            running[1].result(60)
+            running[1].result(LONG)
         finish(running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists()))
         for peer in (0, 2, 3):
-            running[peer].result(60)
+            running[peer].result(LONG)
     for peer in range(4):
         (ledger,) = (tmp_path / f"peer-{peer}" / "ledger").glob("*.jsonl")
         paid = sum(payment.to_step - payment.from_step for payment in read_chain(ledger)[1])
@@ -350,10 +357,10 @@ def test_a_peer_that_is_asked_to_stop_goes_on_later(moment: str, tiny: Tiny, tmp
     with ThreadPoolExecutor(len(peers)) as pool:
         running = [pool.submit(finish, peer) for peer in peers]
         with pytest.raises(StoppedError, match="with --resume goes on from"):
-            running[1].result(60)
+            running[1].result(LONG)
         rows = [
             finish(running_peer(scenario, theirs[1], resume=True)),
-            *(running[peer].result(60) for peer in (0, 2, 3)),
+            *(running[peer].result(LONG) for peer in (0, 2, 3)),
         ]
     torch.testing.assert_close(torch.cat([rows[place]["x"] for place in (1, 0, 2, 3)]), wanted)
 
@@ -361,6 +368,8 @@ def test_a_peer_that_is_asked_to_stop_goes_on_later(moment: str, tiny: Tiny, tmp
 def test_who_is_not_heard_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("network={mode: synchronous, retry: 0.1, start: 0.5, deadline: 0.5}", "rounds=2")
     peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+    said = peer._silence  # type: ignore[attr-defined]
+    peer._silence = lambda seconds: (wait_until(lambda: 3 in peer.courier.trouble), said(seconds))[1]  # type: ignore[attr-defined]
     with pytest.raises(
         RunError, match=r"round 0: nothing was heard of peers \[3\] for 0\.5 s \(peer-3\.tiny at .* refused"
     ):

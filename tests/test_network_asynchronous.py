@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
-from networked import LONG, begin_without, devices, finish, wait_until
-from test_network import TOGETHER, Killed, Tiny
+from networked import LONG, begin_without, devices, go_on, running, wait_until
+from test_network import Killed, Tiny
 from variants import settings_for
 
 from flower_privdec.algorithms.cohort import Cohort
@@ -36,11 +34,6 @@ STILL = (
 FOLDERS = [f"peer-{peer}" for peer in range(4)]
 
 
-def run_all(peers: list[RunningPeer]) -> list[dict[str, torch.Tensor]]:
-    with ThreadPoolExecutor(len(peers)) as pool:
-        return list(pool.map(finish, peers))
-
-
 def check_mass(folder: Path, start: torch.Tensor) -> None:
     found = mass_on_disk([folder / name for name in FOLDERS])
     torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64), rtol=1e-12, atol=0)
@@ -49,29 +42,6 @@ def check_mass(folder: Path, start: torch.Tensor) -> None:
 
 def initial(scenario: Scenario) -> torch.Tensor:
     return Experiment.build(scenario).initial
-
-
-@pytest.mark.parametrize("variant", TOGETHER, ids=" ".join)
-def test_every_algorithm_ends_with_finite_models_and_what_it_has_paid_for(
-    variant: list[str], tiny: Tiny, tmp_path: Path
-) -> None:
-    scenario = tiny(*settings_for(*variant), "rounds=3", QUICK)
-    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, insecure_seeds=False)]
-    algorithm = peers[0].experiment.algorithm
-    for rows in run_all(peers):
-        assert bool(algorithm.debiased(rows).isfinite().all())
-    for peer in peers:
-        assert peer.state.round_index == 3
-        planned = peer.experiment.own.protection
-        if peer.cohort.ledger is not None and planned is not None:
-            assert peer.status()["epsilon"] == pytest.approx(planned.epsilons(3)[0])
-    if "w" in peers[0].state.rows and scenario.rounds > 1:
-        total = mass_on_disk([device.device.folder for device in peers])["w"]
-        assert float(total) == pytest.approx(float(initial_weight(peers)), rel=1e-12)
-
-
-def initial_weight(peers: list[RunningPeer]) -> torch.Tensor:
-    return torch.stack([peer.experiment.initial_state(peer.cohort).rows["w"].double().sum() for peer in peers]).sum()
 
 
 # --- killed, gone, late, put back ---
@@ -109,29 +79,6 @@ def mortal(peer: RunningPeer, point: str, moment: int) -> None:
 
 def again(scenario: Scenario, device: PeerDevice) -> RunningPeer:
     return running_peer(scenario, device, resume=(device.folder / "checkpoint-0").exists())
-
-
-@contextmanager
-def running(peers: list[RunningPeer]) -> Iterator[list[Future[Any]]]:
-    with ThreadPoolExecutor(len(peers)) as pool:
-        try:
-            yield [pool.submit(finish, peer) for peer in peers]
-        except BaseException:
-            for peer in peers:
-                peer.stop()
-            raise
-
-
-def go_on(peer: RunningPeer, others: list[Future[Any]]) -> None:
-    """Run a peer that was started again to its end; if the others have left by then, it need not wait for them."""
-    leave, leaving = peer._leave, Event()
-    peer._leave = lambda: (leaving.set(), leave())[1]  # type: ignore[method-assign, func-returns-value]
-    with running([peer]) as (future,):
-        for other in others:
-            other.result(LONG)
-        wait_until(lambda: leaving.is_set() or future.done())
-        peer.stop()
-        future.result(LONG)
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
@@ -262,8 +209,17 @@ def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_tw
 
 
 @pytest.mark.parametrize("also", ["checkpoint", "ledger"])
-def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(also: str, tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny("rounds=300", "evaluation.every=300", QUICK)
+@pytest.mark.parametrize(
+    ("name", "every"), [("privsgp", 1), ("d-psgd", 1), ("d-psgd", 2), ("dp-cga", 1)], ids=lambda each: str(each)
+)
+def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
+    name: str, every: int, also: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    network = QUICK.replace("}", f", commit_every: {every}}}")
+    graph = [] if name == "privsgp" else ["topology.name=ring"]
+    scenario = tiny(
+        f"algorithm.name={name}", *graph, "rounds=50000", "evaluation.every=50000", network
+    )  # until stopped
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
     peers = [running_peer(scenario, device) for device in theirs]
     mortal(peers[1], "after a commit", 4)
@@ -272,9 +228,9 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(also: str, 
             futures[1].result(LONG)
         older = Path(shutil.copytree(theirs[1].folder, tmp_path / "older"))
         second = again(scenario, theirs[1])
-        before = taken_from(second)
+        before = gone_on(second)
         with running([second]) as (future,):
-            wait_until(lambda: taken_from(second) >= before + 3)
+            wait_until(lambda: gone_on(second) >= before + 3)
             stop_all([second], [future])
         shutil.copy(older / "checkpoint-0", theirs[1].folder / "checkpoint-0")
         if also == "ledger":
@@ -288,6 +244,11 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(also: str, 
                 wait_until(lambda: third.machine.incarnation > FIRST)  # type: ignore[attr-defined]
                 stop_all([third], [future])
         stop_all([peers[0], *peers[2:]], [futures[0], *futures[2:]])
+
+
+def gone_on(peer: RunningPeer) -> int:
+    """Return how far a peer is, as its neighbours have seen."""
+    return taken_from(peer) if "w" in peer.state.rows else peer.state.round_index
 
 
 def stop_all(peers: list[RunningPeer], futures: list[Future[Any]]) -> None:

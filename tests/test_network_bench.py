@@ -42,7 +42,8 @@ def test_peers_are_timed_beside_bare_grpc(
     assert found["disk"]["bytes"] > 0
     assert found["floor"]["rounds_per_second"] > 0
     assert found["disk"]["syncs"] >= 1
-    assert 0 < found["computing_ms"] < found["disk"]["cpu_ms"] * 10
+    assert found["computing_ms"] > 0
+    assert found["disk"]["cpu_ms"] > 0
     assert "memory" not in found
     assert list(tmp_path.iterdir()) == []
     assert "few parameters, 2 peers, network.mode=synchronous" in said

@@ -13,6 +13,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 pytest.importorskip("grpc")
 
+from networked import LONG
+
 from flower_privdec import cli
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.runtime.network.certificates import credentials_of
@@ -60,16 +62,16 @@ def linked(server: Server, credentials: Credentials, identity: str = "peer-0.tin
 def test_a_call_is_answered_and_its_caller_known(authority: Authority) -> None:
     said = b"x" * (3 << 20)
     with served(authority.issue("peer-0.tiny")) as server, linked(server, authority.issue("peer-1.tiny")) as link:
-        assert link.call(said, 10) == b"1:" + said
-        assert link.call(b"", 10) == b"1:"
-        assert link.diagnosis().endswith("can be reached")
+        assert link.call(said, LONG) == b"1:" + said
+        assert link.call(b"", LONG) == b"1:"
+        assert link.diagnosis(LONG).endswith("can be reached")
 
 
 def test_the_cap_ends_a_stream(authority: Authority) -> None:
     with served(authority.issue("peer-0.tiny"), 1000) as server, linked(server, authority.issue("peer-1.tiny")) as link:
         with pytest.raises(RefusedError, match="peer 1 sent more than 1,000 bytes"):
-            link.call(b"x" * 1001, 10)
-        assert link.call(b"x" * 1000, 10)
+            link.call(b"x" * 1001, LONG)
+        assert link.call(b"x" * 1000, LONG)
     with pytest.raises(RefusedError):
         assembled(pieces(bytes(3 << 20)), 2 << 20, "peer 1")
 
@@ -88,7 +90,7 @@ def test_a_stranger_is_not_answered(authority: Authority, stranger: str) -> None
     with served(authority.issue("peer-0.tiny")) as server, linked(server, shown) as link:
         with pytest.raises(UnreachableError):
             link.call(b"hello", 2)
-        assert "refuses this peer's certificate" in link.diagnosis()
+        assert "refuses this peer's certificate" in link.diagnosis(LONG)
 
 
 @pytest.mark.parametrize("stranger", ["another authority", "expired", "not yet valid"])
@@ -98,8 +100,8 @@ def test_who_is_called_has_to_show_a_certificate_too(authority: Authority, stran
     with served(shown) as server, linked(server, authority.issue("peer-0.tiny"), "peer-1.tiny") as link:
         with pytest.raises(UnreachableError):
             link.call(b"hello", 2)
-        assert "its certificate is refused here" in link.diagnosis()
-        assert any(cause in link.diagnosis() for cause in causes[stranger].split("|"))
+        assert "its certificate is refused here" in link.diagnosis(LONG)
+        assert any(cause in link.diagnosis(LONG) for cause in causes[stranger].split("|"))
 
 
 def test_an_address_with_another_peer_behind_it_is_not_talked_to(authority: Authority) -> None:
@@ -109,7 +111,7 @@ def test_an_address_with_another_peer_behind_it_is_not_talked_to(authority: Auth
     ):
         with pytest.raises(UnreachableError):
             link.call(b"hello", 2)
-        assert "its certificate is refused here" in link.diagnosis()
+        assert "its certificate is refused here" in link.diagnosis(LONG)
 
 
 @pytest.mark.parametrize("identity", ["peer-7.tiny", "peer-1.other"])
@@ -119,7 +121,7 @@ def test_a_member_of_another_scenario_is_refused_by_name(authority: Authority, i
         linked(server, authority.issue(identity)) as link,
         pytest.raises(RefusedError, match=f"the certificate is for {identity}, which is no peer of this scenario"),
     ):
-        link.call(b"hello", 5)
+        link.call(b"hello", LONG)
 
 
 def test_a_certificate_that_expires_while_connected_ends_the_talk(authority: Authority) -> None:
@@ -128,9 +130,9 @@ def test_a_certificate_that_expires_while_connected_ends_the_talk(authority: Aut
         served(authority.issue("peer-0.tiny"), clock=lambda: times.pop(0)) as server,
         linked(server, authority.issue("peer-1.tiny")) as link,
     ):
-        assert link.call(b"hello", 5) == b"1:hello"
+        assert link.call(b"hello", LONG) == b"1:hello"
         with pytest.raises(RefusedError, match="peer 1: the certificate expired on"):
-            link.call(b"hello", 5)
+            link.call(b"hello", LONG)
 
 
 def test_nobody_is_there(authority: Authority) -> None:
@@ -139,7 +141,7 @@ def test_nobody_is_there(authority: Authority) -> None:
     link = Link(f"127.0.0.1:{port}", "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)
     with pytest.raises(UnreachableError, match=r"peer-0\.tiny at 127.0.0.1"):
         link.call(b"hello", 0.5)
-    assert link.diagnosis().endswith("Connection refused")
+    assert link.diagnosis(LONG).endswith("Connection refused")
     link.close()
 
 

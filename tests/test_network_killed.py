@@ -7,9 +7,9 @@ from threading import Event
 from typing import Any
 
 import pytest
-from networked import LONG, begin_without, devices, finish, wait_until
+from networked import LONG, begin_without, devices, finish, go_on, running, wait_until
 from test_network import Killed, Tiny
-from test_network_asynchronous import QUICK, STILL, again, go_on, join_late, running, stop_all
+from test_network_asynchronous import QUICK, STILL, again, join_late, stop_all
 from variants import settings_for
 
 from flower_privdec.algorithms.cohort import Cohort
@@ -17,7 +17,6 @@ from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.network.durable_mass import mass_on_disk
 from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import RunningPeer
-from flower_privdec.runtime.network.punctuality import FIRST_CHANCE
 from flower_privdec.runtime.network.share_protocol import FIRST
 
 POINTS = {  # around everything that is put on disk, sent or used
@@ -195,9 +194,8 @@ def test_who_joins_late_pays_for_its_own_steps_alone(name: str, tiny: Tiny, tmp_
     scenario = tiny(
         *settings_for(choosing(name)),
         "topology.name=complete",
-        "privacy={noise_multiplier: 1.0, delta: 1.0e-3}",
-        "rounds=100000",
-        "evaluation.every=100000",
+        "rounds=3000",
+        "evaluation.every=3000",
         QUICK,
     )
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
@@ -213,10 +211,11 @@ def await_round(peer: RunningPeer, round_index: int) -> None:
     wait_until(lambda: peer.state.round_index >= round_index)
 
 
-def await_more_rarely(peer: RunningPeer, neighbor: int) -> None:
-    """Wait until a peer has found out that a neighbour does not come, and tries it again after ever longer pauses."""
-    record = peer._pace._records[neighbor]  # type: ignore[attr-defined]
-    wait_until(lambda: not record.punctual and record.pause > 2 * FIRST_CHANCE)
+def await_without(peer: RunningPeer, neighbor: int) -> None:
+    """Wait until a peer has found out that a neighbour does not come, and goes on for a while."""
+    wait_until(lambda: not peer._pace.is_awaited(neighbor))  # type: ignore[attr-defined]
+    await_round(peer, peer.state.round_index + 20)
+    assert not peer._pace.is_awaited(neighbor)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("graph", ["directed-ring", "ring"])
@@ -231,7 +230,7 @@ def test_a_neighbour_that_does_not_come_is_found_out_and_left_behind_whichever_w
     with running(peers) as futures:
         try:
             for j in [1, 3] if graph == "ring" else [1]:  # who only sends to it
-                await_more_rarely(peers[j], 2)
+                await_without(peers[j], 2)
             await_round(peers[1], 25)
             assert peers[2].state.round_index <= 1
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,11 +21,12 @@ from variants import VARIANTS, settings_for
 
 pytest.importorskip("grpc")
 
-from networked import devices, finish
+from networked import LONG, devices, finish, go_on, running
 
 from flower_privdec.algorithms.cohort import Cohort, PrivateStep
-from flower_privdec.errors import BudgetError, RunError
+from flower_privdec.errors import BudgetError
 from flower_privdec.privacy.ledger_format import NOTHING, Payment, chained, header, read_chain
+from flower_privdec.runtime.network.durable_mass import mass_on_disk
 from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer, rows_path
 from flower_privdec.scenario import Scenario
@@ -37,9 +38,8 @@ TOGETHER = [each for each in VARIANTS if each[0].removeprefix("algorithm.name=")
 
 
 def quick(mode: str) -> str:
-    """Return settings of a network whose peers wait for long only where they have to."""
-    waits = "start: 20.0, deadline: 20.0" if mode == "synchronous" else "start: 5.0, deadline: 0.5"
-    return f"network={{mode: {mode}, retry: 0.1, {waits}}}"
+    """Return settings of a network in which no deadline ends a wait between peers that are there."""
+    return f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 
 
 def ledger_of(folder: Path) -> Path:
@@ -113,30 +113,41 @@ def mortal(peer: RunningPeer, name: str, when: str, moment: int) -> None:
     setattr(peer, name, dying)
 
 
-def run_with_a_death(scenario: Scenario, theirs: list[PeerDevice], point: tuple[str, str], moment: int) -> bool:
-    """Run all peers; peer 1 dies at a point, where it comes there, and goes on. Return whether it died."""
+def run_with_a_death(
+    scenario: Scenario, theirs: list[PeerDevice], point: tuple[str, str], moment: int
+) -> tuple[bool, list[RunningPeer]]:
+    """Run all peers; peer 1 dies at a point, where it comes there, and goes on.
+
+    Returns:
+        Whether it died, and the peers at their ends.
+    """
     peers = [running_peer(scenario, device) for device in theirs]
     mortal(peers[1], *point, moment)
-    with ThreadPoolExecutor(len(peers)) as pool:
-        running = [pool.submit(finish, peer) for peer in peers]
-        died = isinstance(running[1].exception(60), Killed)
+    with running(peers) as futures:
+        died = isinstance(futures[1].exception(LONG), Killed)
         if died:
             resume = any(theirs[1].folder.glob("checkpoint-*"))
-            again = pool.submit(finish, running_peer(scenario, theirs[1], resume=resume))
-        for each in running[:1] + running[2:]:
-            each.result(60)
-        if died:
-            _check_end(again, scenario.network.mode)
-    return died
+            peers[1] = running_peer(scenario, theirs[1], resume=resume)
+            go_on(peers[1], futures[:1] + futures[2:])
+        for each in futures[:1] + futures[2:]:
+            each.result(LONG)
+    return died, peers
 
 
-def _check_end(again: Future[Any], mode: str) -> None:
-    """Check that a peer that was started again came to its end; those who go on without it may have left by then."""
-    try:
-        again.result(60)
-    except RunError as error:
-        if mode == "synchronous" or "could be greeted" not in str(error):
-            raise
+def check_ends(peers: list[RunningPeer], theirs: list[PeerDevice]) -> None:
+    """Check models, ε and weights of peers that are done, of which peer 1 died once."""
+    rounds, algorithm = peers[0].experiment.scenario.rounds, peers[0].experiment.algorithm
+    for peer in peers:
+        assert peer.state.round_index == rounds
+        assert bool(algorithm.debiased(peer.state.rows).isfinite().all())
+    for peer in peers[:1] + peers[2:]:
+        planned = peer.experiment.own.protection
+        if peer.cohort.ledger is not None and planned is not None:
+            assert peer.status()["epsilon"] == pytest.approx(planned.epsilons(rounds)[0])
+    if "w" in peers[0].state.rows and peers[0].experiment.scenario.network.mode == "asynchronous":
+        first = [peer.experiment.initial_state(peer.cohort).rows["w"].double().sum() for peer in peers]
+        total = mass_on_disk([device.folder for device in theirs])["w"]
+        assert float(total) == pytest.approx(float(sum(first)), rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -144,10 +155,15 @@ def _check_end(again: Future[Any], mode: str) -> None:
 def test_nothing_leaves_before_it_is_paid_for_whoever_dies(
     number: int, mode: str, tiny: Tiny, tmp_path: Path, observer: Observer
 ) -> None:
-    """Every algorithm, with a peer that is killed somewhere: each record is of one step, and none is missing."""
+    """Every algorithm, with a peer that is killed somewhere: each record is of one step, and none is missing.
+
+    All come to their ends with finite models, the others with the ε that was planned, and no weight is lost.
+    """
     scenario = tiny(*settings_for(*TOGETHER[number]), "rounds=3", "evaluation.every=2", quick(mode))
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
-    assert run_with_a_death(scenario, theirs, POINTS[number % len(POINTS)], 1)
+    died, peers = run_with_a_death(scenario, theirs, POINTS[number % len(POINTS)], 1)
+    assert died
+    check_ends(peers, theirs)
     for peer in range(scenario.n_peers):
         found = payments_of(theirs[peer].folder)
         assert {payment.to_step - payment.from_step for payment in found} <= {1}
@@ -163,7 +179,7 @@ def test_no_moment_to_die_leaves_a_step_unpaid(
 ) -> None:
     scenario = tiny("rounds=4", "evaluation.every=2", quick(mode))
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
-    assert run_with_a_death(scenario, theirs, point, moment) == (point[0] != "_leave" or moment == 1)
+    assert run_with_a_death(scenario, theirs, point, moment)[0] == (point[0] != "_leave" or moment == 1)
     for peer in range(4):
         assert len(payments_of(theirs[peer].folder)) >= len(observer.steps[peer]) >= 3
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flower_privdec.errors import ScenarioError
 from flower_privdec.participation import PARTICIPATIONS, build_participation
 
-laws = settings(max_examples=40, deadline=None, derandomize=True)
+laws = settings(max_examples=40)
 
 
 def test_all_are_active_every_round() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_privdec.data import PARTITIONS, partition
@@ -77,7 +77,7 @@ def test_examples_of_a_class_are_dealt_at_random(kind: str) -> None:
 
 
 @given(total=st.integers(1, 400), n_peers=st.integers(1, 40), seed=st.integers(0, 2**63))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_iid_sizes_differ_by_one_at_most(total: int, n_peers: int, seed: int) -> None:
     if n_peers > total:
         refused(f"n_peers={n_peers}", labels=np.zeros(total, int), n_peers=n_peers, kind="iid")
@@ -94,7 +94,7 @@ def test_iid_of_mnist_size_is_3750_each() -> None:
 
 
 @given(counts=st.lists(st.integers(1, 50), min_size=2, max_size=12), spare=st.integers(0, 30))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_counts_are_exact(counts: list[int], spare: int) -> None:
     labels = np.zeros(sum(counts) + spare, int)
     for sizes in (counts, [float(count) for count in counts], np.array(counts)):
@@ -108,7 +108,7 @@ def test_counts_are_exact(counts: list[int], spare: int) -> None:
     used=st.floats(0.5, 1.0),
     total=st.integers(1000, 2000),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_shares_are_exact_to_less_than_one_example(weights: list[float], used: float, total: int) -> None:
     shares = [used * weight / sum(weights) for weight in weights]
     parts = partition(np.zeros(total, int), len(shares), "sizes", 1, sizes=shares)
@@ -161,7 +161,7 @@ def test_pathological_leaves_out_a_class_that_nobody_drew() -> None:
 
 @pytest.mark.usefixtures("label_partitions")
 @given(least=st.integers(1, 20), seed=st.integers(0, 2**40), alpha=st.sampled_from([0.02, 0.1, 1.0]))
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 def test_with_a_least_size_nobody_holds_less_and_as_few_as_can_be_are_moved(
     least: int, seed: int, alpha: float
 ) -> None:

@@ -45,7 +45,7 @@ OF_ROWS = [which for which in MIXINGS if which[1] != "column-stochastic"]  # sha
 
 
 @given(st.sampled_from(OF_ROWS), st.integers(0, N - 1), st.sets(st.integers(0, N - 1)), st.integers(0, 20))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_what_was_not_heard_returns_to_the_peer_itself(
     which: tuple[str, str, float], peer: int, heard: set[int], k: int
 ) -> None:
@@ -64,7 +64,7 @@ def test_what_was_not_heard_returns_to_the_peer_itself(
 
 
 @given(st.sampled_from(list(MIXINGS)), st.integers(0, N - 1), st.sets(st.integers(0, N - 1)), st.integers(0, 20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_its_links_are_those_with_whom_it_heard(
     which: tuple[str, str, float], peer: int, heard: set[int], k: int
 ) -> None:
@@ -77,7 +77,7 @@ def test_its_links_are_those_with_whom_it_heard(
 
 
 @given(st.sampled_from(list(MIXINGS)), st.integers(0, N - 1), st.integers(0, 20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_where_everybody_was_heard_it_is_the_mixing_itself(which: tuple[str, str, float], peer: int, k: int) -> None:
     mixing = MIXINGS[which]
     partly = PartlyHeard(mixing, peer)

@@ -163,7 +163,7 @@ def projected(g: np.ndarray, own: int) -> np.ndarray:
 
 
 @given(n=st.integers(1, 8), d=st.integers(1, 12), seed=st.integers(0, 10**6), degenerate=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_no_gradient_opposes_the_direction_and_none_nearer_is_agreeable(
     n: int, d: int, seed: int, degenerate: bool
 ) -> None:

@@ -33,7 +33,7 @@ def test_processes_that_hold_one_peer_each_do_what_the_engine_does(
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, str(Path(__file__).with_name("gloo_peers.py")), str(tmp_path)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     for number, scenario in enumerate(scenarios):
         experiment = Experiment.build(scenario)

@@ -50,7 +50,7 @@ def by_scipy(h: Regularizer, z: np.ndarray, scale: float, gamma: float) -> float
     return float(optimize.minimize(value, np.zeros(2 * d), bounds=[(0, None)] * (2 * d), tol=1e-13).fun)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(REGULARIZERS, st.lists(numbers, min_size=1, max_size=3), st.floats(0, 3), st.floats(0.05, 3))
 def test_no_minimiser_finds_less(h: Regularizer, z: list[float], scale: float, gamma: float) -> None:
     row = torch.tensor([z], dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_no_minimiser_finds_less(h: Regularizer, z: list[float], scale: float, g
     assert least <= value + 1e-5 * (1 + abs(value))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(REGULARIZERS, st.floats(0, 3), st.floats(0.05, 3), st.integers(0, 99))
 def test_it_is_the_only_stationary_point(h: Regularizer, scale: float, gamma: float, seed: int) -> None:
     """At the minimum the slope towards any other allowed point is not negative."""
@@ -80,7 +80,7 @@ def test_it_is_the_only_stationary_point(h: Regularizer, scale: float, gamma: fl
                 assert value(row, x[row] + step * (other - x[row])) >= value(row, x[row]) - 1e-12
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(REGULARIZERS, st.floats(0, 2), st.floats(0.05, 2), st.integers(0, 99))
 def test_rows_are_taken_apart(h: Regularizer, scale: float, gamma: float, seed: int) -> None:
     z = torch.randn(6, 7, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

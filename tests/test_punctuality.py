@@ -15,25 +15,38 @@ ROUNDS, LATENCY = 800, 0.05
 
 @dataclass
 class Walker:
-    """A peer that takes `step(now)` seconds a round, tells its neighbours, and waits for them as `Punctuality` says."""
+    """A peer that takes `step(now)` seconds a round and waits for its neighbours as `Punctuality` says, twice.
+
+    First until they have acknowledged its last share, which they do at the end of their round, or have sent something;
+    then for theirs.
+    """
 
     number: int
     step: Callable[[float], float]
     neighbors: tuple[int, ...]
     punctual: Punctuality = field(init=False)
     rounds: int = 0
-    heard: dict[int, int] = field(default_factory=dict)
+    heard: dict[int, int] = field(default_factory=dict)  # the last round of each
+    used: dict[int, int] = field(default_factory=dict)
+    owing: set[int] = field(default_factory=set)  # who has not acknowledged a share
+    late: set[int] = field(default_factory=set)
     ends: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.punctual = Punctuality(self.neighbors, 10.0)
         self.punctual.start(0.0, self.neighbors)
 
-    def there(self) -> list[int]:
-        return [j for j in self.neighbors if self.heard.get(j, -1) >= self.rounds]
+    def new(self) -> set[int]:
+        return {j for j in self.neighbors if self.heard.get(j, -1) > self.used.get(j, -1)}
+
+    def there(self) -> set[int]:
+        return {j for j in self.neighbors if self.heard.get(j, -1) >= self.rounds} | self.new()
+
+    def is_ready(self) -> bool:
+        return not any(self.punctual.is_awaited(j) for j in self.owing - self.new())
 
     def is_done(self) -> bool:
-        return all(j in self.there() or not self.punctual.is_awaited(j) for j in self.neighbors)
+        return not any(self.punctual.is_awaited(j) for j in set(self.neighbors) - self.there() - self.late)
 
 
 class World:
@@ -42,6 +55,7 @@ class World:
     def __init__(self, walkers: list[Walker]) -> None:
         self.walkers, self.now, self._count = walkers, 0.0, 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._preparing: set[int] = set()
         self._waiting: set[int] = set()
 
     def at(self, when: float, what: Callable[[], None]) -> None:
@@ -56,15 +70,25 @@ class World:
             what()
 
     def _step(self, walker: Walker, rounds: int) -> None:
-        self.at(self.now + walker.step(self.now), lambda: self._send(walker, rounds))
+        self.at(self.now + walker.step(self.now), lambda: self._prepare(walker, rounds))
 
-    def _send(self, walker: Walker, rounds: int) -> None:
-        sent = walker.rounds
-        for j in walker.neighbors:
-            self.at(self.now + LATENCY, lambda j=j: self._arrive(walker.number, j, sent, rounds))  # type: ignore[misc]
-        walker.punctual.begin(self.now)
-        self.at(self.now + walker.punctual.patience, lambda: self._end(walker, sent, rounds))
+    def _prepare(self, walker: Walker, rounds: int) -> None:
+        now = walker.rounds
+        walker.punctual.begin(self.now, {j: sent + 1 for j, sent in walker.heard.items()})
+        self._preparing.add(walker.number)
+        self.at(self.now + walker.punctual.patience, lambda: self._send(walker, now, rounds))
+        self._look(walker, rounds)
+
+    def _send(self, walker: Walker, now: int, rounds: int) -> None:
+        if walker.rounds != now or walker.number not in self._preparing:
+            return
+        self._preparing.discard(walker.number)
         self._waiting.add(walker.number)
+        walker.late = set(walker.owing)
+        for j in set(walker.neighbors) - walker.owing:
+            self.at(self.now + LATENCY, lambda j=j: self._arrive(walker.number, j, now, rounds))  # type: ignore[misc]
+        walker.owing = set(walker.neighbors)
+        self.at(self.now + walker.punctual.patience, lambda: self._end(walker, now, rounds))
         self._look(walker, rounds)
 
     def _arrive(self, sender: int, receiver: int, sent: int, rounds: int) -> None:
@@ -72,18 +96,27 @@ class World:
         walker.heard[sender] = max(sent, walker.heard.get(sender, -1))
         self._look(walker, rounds)
 
+    def _acknowledge(self, sender: int, receiver: int, rounds: int) -> None:
+        self.walkers[receiver].owing.discard(sender)
+        self._look(self.walkers[receiver], rounds)
+
     def _look(self, walker: Walker, rounds: int) -> None:
+        if walker.number in self._preparing and walker.is_ready():
+            self._send(walker, walker.rounds, rounds)
         if walker.number in self._waiting and walker.there():
             walker.punctual.came(self.now)
         if walker.number in self._waiting and walker.is_done():
             self._end(walker, walker.rounds, rounds)
 
-    def _end(self, walker: Walker, sent: int, rounds: int) -> None:
-        if walker.rounds != sent or walker.number not in self._waiting:
+    def _end(self, walker: Walker, now: int, rounds: int) -> None:
+        if walker.rounds != now or walker.number not in self._waiting:
             return
         self._waiting.discard(walker.number)
         there = walker.there()
-        walker.punctual.end(self.now, there, set(walker.neighbors) - set(there))
+        walker.punctual.end(self.now, there, set(walker.neighbors) - there)
+        for j in walker.new():
+            self.at(self.now + LATENCY, lambda j=j: self._acknowledge(walker.number, j, rounds))  # type: ignore[misc]
+        walker.used = dict(walker.heard)
         walker.rounds += 1
         walker.ends.append(self.now)
         if walker.rounds < rounds:

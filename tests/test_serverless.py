@@ -17,7 +17,8 @@ from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import PLDAccountant
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from networked import devices, finish
+from networked import devices, finish, wait_until
+from ports import own_addresses
 from routing_peers import sets_its_values_once, values_of
 from safetensors.numpy import load_file
 from torch.nn import functional
@@ -28,7 +29,6 @@ from flower_privdec.privacy.ledger_file import ledger_path
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.flower.in_process import opened_app
 from flower_privdec.runtime.network.durable_mass import mass_on_disk
-from flower_privdec.runtime.network.peer_processes import free_addresses
 from flower_privdec.runtime.routed.peer_ledger import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.runtime.serverless.app_foreground import node_config_of
 from flower_privdec.runtime.serverless.app_peer import AppPeer, app_peer
@@ -46,7 +46,7 @@ n_peers: 4
 rounds: 2
 privacy: none
 evaluation: {every: 100}
-network: {deadline: 10, retry: 0.05, start: 30}
+network: {deadline: 100, retry: 0.05, start: 100}
 """
 
 
@@ -419,15 +419,23 @@ def test_a_file_that_holds_no_initial_arrays_is_named(content, tmp_path):
 
 
 def test_peers_that_begin_differently_refuse_each_other(tmp_path):
-    scenario = scenario_of("n_peers=2", "network.start=2")
+    scenario = scenario_of("n_peers=2", "network.start=0.2")
     places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
     one, other = InitialArrays({"0": np.zeros(3)}), InitialArrays({"0": np.ones(3)})
     peers = peers_of(scenario, places[:1], lambda *given: given[0], one)
     peers += peers_of(scenario, places[1:], lambda *given: given[0], other)
-    with ThreadPoolExecutor(2) as pool:
-        for found in [pool.submit(finish, peer) for peer in peers]:
+
+    try:
+        for peer in peers:
+            peer.open()
+        for peer in peers:
+            wait_until(lambda peer=peer: "scenario" in peer.courier.refused.get(1 - peer.device.peer, ""))
+        for peer in peers:
             with pytest.raises(RunError, match="scenario"):
-                found.result()
+                peer.run()
+    finally:
+        for peer in peers:
+            peer.close()
 
 
 def test_a_scenario_that_names_its_initial_arrays_takes_no_others(tmp_path):
@@ -542,7 +550,7 @@ def privdec(*arguments: object) -> int:
 
 @pytest.fixture
 def scenario_file(tmp_path) -> Path:
-    one, other = free_addresses(2)
+    one, other = own_addresses(2)
     path = tmp_path / "app.yaml"
     path.write_text(FILE.replace("A", one).replace("B", other))
     assert privdec("certs", path, "--out", tmp_path / "certs") == 0

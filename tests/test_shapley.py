@@ -33,7 +33,7 @@ players, seeds = st.integers(1, 7), st.integers(0, 10**6)
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @given(n=players, seed=seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_balance_the_values_share_what_all_are_worth(solver: str, n: int, seed: int) -> None:
     worth = table_game(seed, n)
     total = worth(np.ones((1, n), dtype=bool))[0]
@@ -41,7 +41,7 @@ def test_balance_the_values_share_what_all_are_worth(solver: str, n: int, seed: 
 
 
 @given(n=st.integers(2, 7), seed=seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_symmetry_two_that_add_the_same_get_the_same(n: int, seed: int) -> None:
     worth = table_game(seed, n)
 
@@ -55,7 +55,7 @@ def test_symmetry_two_that_add_the_same_get_the_same(n: int, seed: int) -> None:
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @given(n=st.integers(2, 7), seed=seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_zero_element_who_adds_nothing_gets_nothing(solver: str, n: int, seed: int) -> None:
     worth = table_game(seed, n)
 
@@ -68,7 +68,7 @@ def test_zero_element_who_adds_nothing_gets_nothing(solver: str, n: int, seed: i
 
 @pytest.mark.parametrize("solver", SOLVERS)
 @given(n=players, seed=seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_additivity_the_values_of_a_sum_of_games_are_the_sums(solver: str, n: int, seed: int) -> None:
     one, other = table_game(seed, n), table_game(seed + 1, n)
     both = SOLVERS[solver](Game(n, lambda coalitions: one(coalitions) + other(coalitions)))
@@ -77,7 +77,7 @@ def test_additivity_the_values_of_a_sum_of_games_are_the_sums(solver: str, n: in
 
 
 @given(n=st.integers(1, 5), seed=seeds)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_exact_is_the_mean_over_all_permutations(n: int, seed: int) -> None:
     """Eq. 7: by loops."""
     game, values = Game(n, table_game(seed, n)), np.zeros(n)
@@ -121,7 +121,7 @@ def test_monte_carlo_converges_to_exact() -> None:
 
 
 @given(n=st.integers(1, 8), seed=seeds, tolerance=st.floats(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_truncated_permutations_try_fewer_and_keep_the_balance(n: int, seed: int, tolerance: float) -> None:
     worth = table_game(seed, n)
     whole, cut = Game(n, worth), Game(n, worth)

@@ -75,7 +75,7 @@ def assert_as_engine(scenario: Scenario, folder: Path, count: int) -> None:
     states, collected = run_in_shards(scenario, folder, count)
     experiment = Experiment.build(scenario)
     expected = testing.run_rounds(experiment, scenario.rounds).state
-    close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12, msg=str(scenario.algorithm.name))
+    close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
     for name in ("x", "w"):
         if name in expected.rows:
             close(torch.cat([state.rows[name] for state in states]), expected.rows[name])

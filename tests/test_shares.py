@@ -52,7 +52,7 @@ def run_schedules(seeds: Iterable[int], code: ModuleType) -> None:
         run_schedule(Random(seed), code, events=50, lost_disks=True)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.randoms(use_true_random=False))
 def test_mass_is_exact_for_schedules_that_can_be_shrunk(draw: Random) -> None:
     run_schedule(draw, events=30)

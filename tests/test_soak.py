@@ -40,7 +40,7 @@ Tiny = Callable[..., Scenario]
 LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
 ROUNDS = 20
 SETTINGS = ["n_peers=2", f"rounds={ROUNDS}", "topology.name=complete"]
-SETTINGS += ["network={mode: synchronous, retry: 0.1, start: 120.0, deadline: 40.0}"]
+SETTINGS += ["network={mode: synchronous, retry: 0.1, start: 200.0, deadline: 200.0}"]
 NEVER = Fault("cut", 1e9, 0.0, 0, 1)
 
 
@@ -212,7 +212,7 @@ def soaked(tiny: Tiny, tmp_path: Path) -> Iterator[Callable[..., SoakedRun]]:
 
 def follow(run: SoakedRun, until: Callable[[], bool]) -> None:
     """Go on until something is so."""
-    end = time.monotonic() + 240
+    end = time.monotonic() + 500
     while not until():
         assert time.monotonic() < end, run.line()
         run.step()

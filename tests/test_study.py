@@ -650,9 +650,9 @@ from flower_privdec.study.runner import _end_with_the_study
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_end_with_the_study)
     pool.submit(int).result()
-    pool.submit(time.sleep, 200)
+    pool.submit(time.sleep, 800)
     print("at work", flush=True)
-    time.sleep(200)
+    time.sleep(800)
 """
 
 
@@ -664,5 +664,5 @@ def test_workers_end_when_their_study_is_killed(tmp_path: Path) -> None:
     assert study.stdout is not None
     assert study.stdout.readline() == "at work\n"
     study.kill()
-    rest, _ = study.communicate(timeout=100)  # ends when nobody holds the pipe: the worker inherited it
+    rest, _ = study.communicate(timeout=500)  # ends when nobody holds the pipe: the worker inherited it
     assert rest == ""

@@ -23,7 +23,7 @@ from flower_privdec.topology import (
     topology_options,
 )
 
-laws = settings(max_examples=25, deadline=None, derandomize=True)
+laws = settings(max_examples=25)
 NAMED = [name for name in TOPOLOGIES if name != "edge-list"]
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_algorithms import NoiseTape, softmax_gradients
 
@@ -92,7 +92,7 @@ def mean_of_table(experiment, rows, table):
     return mean / counts
 
 
-@settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 @given(st.sampled_from(["dense", "factored", "blocks"]), st.integers(0, 40), st.integers(1, 99), st.booleans())
 def test_the_mean_is_the_mean_of_the_table_after_any_number_of_rounds(build, table, rounds, seed, some):
     experiment = build(*vr(table), *MLP, *UNEQUAL, f"seed={seed}", "rounds=40", *(SOME if some else []))

@@ -9,6 +9,7 @@ from algorithm_table import algorithm_table
 from command_reference import command_reference
 from house import picture, room_table
 from scenario_reference import scenario_reference
+from side_by_side.results import load, tables
 from study_reference import study_reference
 
 MARK = re.compile(r"<!-- made: (\S+) -->")
@@ -18,5 +19,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "house": picture,
     "rooms": room_table,
     "scenario": scenario_reference,
+    "side-by-side": lambda: tables(load()),
     "study": study_reference,
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
+import scipy
 import torch
-from scipy.optimize import nnls
 from torch import Tensor
 
 from flower_privdec.algorithms.algorithm import Algorithm
@@ -110,5 +110,5 @@ def agreeable(gradients: Tensor, own: int) -> np.ndarray:
     if not 0 < largest < np.inf:
         return only
     root = torch.linalg.qr((gradients.double() / largest).T, mode="r")[1].cpu().numpy()  # has their lengths and angles
-    multipliers, _ = nnls(root, -root[:, own], maxiter=100 * len(gradients))
+    multipliers, _ = scipy.optimize.nnls(root, -root[:, own], maxiter=100 * len(gradients))
     return np.asarray(only + multipliers)

@@ -91,6 +91,11 @@ class PrivateStep:
         return only
 
 
+def noise_std(rate: np.ndarray, clip: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Return the standard deviation of a sum's noise, whose multiplier is over the clip norm."""
+    return np.asarray(np.abs(rate) * clip * noise)
+
+
 Estimate = Callable[["Cohort", PrivateStep], None]
 
 
@@ -248,7 +253,7 @@ class Cohort:
         if self.protection is not None:
             copies = None if receivers is None else np.bincount(rows, minlength=len(self.peers))
             clip, noises = self.protection.clip_norm(index)[rows], self.protection.noise(index, named, copies)
-            numbers += [clip, *(np.abs(rate) * clip * noise[rows] for noise in noises.values())]
+            numbers += [clip, *(noise_std(rate, clip, noise[rows]) for noise in noises.values())]
         scale, *rest = self.tensor(np.array(numbers)).unbind(0)
         step = PrivateStep(
             sums=named,

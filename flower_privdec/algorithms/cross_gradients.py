@@ -48,9 +48,9 @@ def cross_gradients(cohort: Cohort, state: State) -> None:
             part, models[chosen], None, state.round_index, rows[steps], receivers=other[steps], factor=1.0
         )
         gradients[chosen] = part
-    mine = torch.from_numpy(own == other).to(x.device)
-    state.rows["gradient"] = gradients[mine]
-    state.edges["gradient"] = Edges(own[own != other], other[own != other], gradients[~mine])
+    mine, theirs = np.flatnonzero(own == other), np.flatnonzero(own != other)
+    state.rows["gradient"] = gradients[torch.as_tensor(mine, device=x.device)]
+    state.edges["gradient"] = Edges(own[theirs], other[theirs], gradients[torch.as_tensor(theirs, device=x.device)])
 
 
 def one_for_each(algorithm: object, step: int, drawing: Drawing) -> Declaration:

@@ -83,6 +83,19 @@ def _add_mean_(state: Rows, cohort: Cohort, step: PrivateStep) -> None:
     step.out.addcmul_(whole.unsqueeze(1), state["table.mean"][_index(cohort, step.rows)])
 
 
+def _put_(table: Tensor, rows: Tensor, batch: Batch, values: Tensor) -> None:
+    """Write a batch's values [r, b, ·] to their examples' places; padding, which follows the examples, writes nothing.
+
+    It repeats what the first place of its row gets: to leave it out by a mask, a GPU would have to be waited for.
+
+    Args:
+        rows: of the table, [r, 1].
+    """
+    used, first = batch.weight > 0, batch.index[:, :1]
+    kept = torch.where(used[:, :1, None], values[:, :1], table[rows, first])
+    table[rows, torch.where(used, batch.index, first)] = torch.where(used.unsqueeze(2), values, kept)
+
+
 def _index(cohort: Cohort, rows: np.ndarray) -> Tensor | slice:
     """Return rows as an index; everything as a slice, which copies nothing."""
     return slice(None) if len(rows) == len(cohort.peers) else torch.as_tensor(rows, device=cohort.device)
@@ -173,10 +186,8 @@ class Factored:
             kernel.accumulate_(mean, factors, sign * share)
         if mean is not state["table.mean"]:
             state["table.mean"][rows] = mean
-        used = batch.weight > 0
-        place = (rows.unsqueeze(1).expand_as(batch.index)[used], batch.index[used])
         for name, value in _named(new):
-            state[name][place] = value[used]
+            _put_(state[name], rows.unsqueeze(1), batch, value)
 
     @staticmethod
     def floats(sizes: np.ndarray, d: int, widths: list[tuple[int, int]], batch: int) -> int:

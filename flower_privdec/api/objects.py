@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import networkx as nx
 from torch import nn
 
 from flower_privdec.algorithms import Algorithm
@@ -22,6 +21,7 @@ from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.data_section import PEER
 from flower_privdec.scenario.fields import own_modules
 from flower_privdec.topology import Topology
+from flower_privdec.topology.graphs import networkx
 from flower_privdec.user_code import Given, give, is_given
 
 Data = dict[str, Any]
@@ -109,8 +109,8 @@ class _Namer:
         """Name a graph, or a function that makes it."""
         if isinstance(value, str) or (callable(value) and not isinstance(value, Topology)):
             return self.code(value, key)
-        if isinstance(value, nx.Graph):
-            graph = nx.freeze(value.copy())
+        if isinstance(value, networkx().Graph):
+            graph = networkx().freeze(value.copy())
             content = tell((type(value).__name__, list(graph.nodes), list(graph.edges)))
             return self._keep(give(_Always(graph), "graph", content, lambda: content))
         return self._keep(give(_Always(value), "graph", tell(value), partial(tell, value)))

@@ -26,7 +26,13 @@ Results = dict[str, dict[str, Any]]
 
 
 def main(
-    workloads: list[str], *, device: str = "cpu", rounds: int = 15, extras: bool = False, as_json: bool = False
+    workloads: list[str],
+    *,
+    device: str = "cpu",
+    rounds: int = 15,
+    peers: int | None = None,
+    extras: bool = False,
+    as_json: bool = False,
 ) -> None:
     """Measure and print.
 
@@ -34,6 +40,7 @@ def main(
         workloads: names; all for none.
         device: cpu or cuda.
         rounds: how often each variant is timed.
+        peers: in W1 to W4, instead of each workload's own number; without the run with ledgers.
         extras: also Opacus, vmap, one process a peer, Flower's relay, scaling and peak memory.
         as_json: print {"W1": {...}, ...} instead of tables.
 
@@ -41,7 +48,7 @@ def main(
         ScenarioError: an unknown workload, or a device that is not here.
         RunError: an engine that does not compute what the plain loop computes; nothing more is timed.
     """
-    results = measure(workloads, device=device, rounds=rounds, extras=extras)
+    results = measure(workloads, device=device, rounds=rounds, peers=peers, extras=extras)
     if as_json:
         print(json.dumps(results, indent=2, ensure_ascii=False))
     else:
@@ -53,17 +60,18 @@ def measure(
     *,
     device: str = "cpu",
     rounds: int = 15,
+    peers: int | None = None,
     extras: bool = False,
     ledger_seconds: float = SECONDS,
 ) -> Results:
     """Return what `main` prints, by workload."""
     names, where = _names(workloads), resolve_device(device)
-    chosen = [WORKLOADS[name] for name in names if name in WORKLOADS]
+    chosen = [WORKLOADS[name].resized(peers or WORKLOADS[name].n_peers) for name in names if name in WORKLOADS]
     results: Results = {}
     for workload in chosen:
         _say(f"{workload.name}: comparing in float64, then timing {workload.describe()}")
         results[workload.name] = measure_workload(workload, where, rounds, extras)
-        if workload.name in WITH_LEDGER and ledger_seconds > 0:
+        if workload.name in WITH_LEDGER and ledger_seconds > 0 and peers is None:
             _say(f"{workload.name}: a run of {ledger_seconds:g} s with its ledgers")
             setup = Setup.build(workload, where)
             results[workload.name]["ledger"] = ledger_share(setup, generators(where)[0][0], ledger_seconds)

@@ -132,13 +132,16 @@ class Setup:
     ) -> Engine:
         """Return the engine that runs an algorithm on this workload, at a constant learning rate."""
         n = self.workload.n_peers
+        fast = noise == "fast"
         if isinstance(noise, str):
             noise = build_noise(noise, seed_keys(SEED, range(n)), self.device)
         cohort = Cohort(
             peers=np.arange(n),
             n_peers=n,
             initial=flatten(self.module),
-            kernel=build_kernel(self.module, self.workload.loss, self.workload.shape),
+            kernel=build_kernel(
+                self.module, self.workload.loss, self.workload.shape, lone=fast and self.workload.batch == 1
+            ),
             data=self.data,
             mixing=mixing,
             participation=participation,

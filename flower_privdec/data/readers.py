@@ -7,8 +7,11 @@ the data was opened, so that reading costs no privacy.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from flower_privdec.tasks.kinds import Targets
 from flower_privdec.words import one_line
 
 Rows = np.ndarray | slice
+Constants = tuple[tuple[float, ...], tuple[float, ...]]
+HalfReader = Callable[[Path, bool], tuple[np.ndarray, np.ndarray]]  # (folder, train) -> images, labels
 
 # Constants published with each benchmark (mean and deviation of its pixels in [0, 1]), never recomputed.
 MNIST_PIXELS = ((0.1307,), (0.3081,))
@@ -80,7 +85,7 @@ def require(module: str, purpose: str, remedy: str) -> Any:
         raise ScenarioError(f"{purpose} needs {missing}, which is not installed: {remedy}") from error
 
 
-def scale_pixels(images: Tensor, constants: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
+def scale_pixels(images: Tensor, constants: Constants) -> Tensor:
     """Convert 8-bit images [N, C, H, W] to (v / 255 - mean) / std in one float32 tensor."""
     mean, std = (torch.tensor(part).view(-1, 1, 1) * 255 for part in constants)
     x = images.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
@@ -110,8 +115,8 @@ def _embedded(
 
 def read_digits(_root: str | None, _wanted: Wanted) -> Source:
     """Read scikit-learn's 1,797 digits: [1, 8, 8], counts of 0 to 16 scaled to [0, 1]."""
-    bunch = _sklearn("digits").load_digits()
-    return _embedded(bunch.images[:, None] / 16.0, bunch.target, DIGITS_TRAIN, "digits")
+    table = _sklearn_table("digits", "digits.csv.gz", delimiter=",")
+    return _embedded(table[:, :-1].reshape(-1, 1, 8, 8) / 16.0, table[:, -1], DIGITS_TRAIN, "digits")
 
 
 def nucleus_features(x: np.ndarray) -> np.ndarray:
@@ -126,15 +131,15 @@ def nucleus_features(x: np.ndarray) -> np.ndarray:
 
 def read_breast_cancer(_root: str | None, _wanted: Wanted) -> Source:
     """Read scikit-learn's 569 tumours: [30] by `nucleus_features`."""
-    bunch = _sklearn("breast-cancer").load_breast_cancer()
-    return _embedded(nucleus_features(bunch.data), bunch.target, BREAST_CANCER_TRAIN, "breast-cancer")
+    table = _sklearn_table("breast-cancer", "breast_cancer.csv", delimiter=",", skiprows=1)
+    return _embedded(nucleus_features(table[:, :-1]), table[:, -1], BREAST_CANCER_TRAIN, "breast-cancer")
 
 
 def read_diabetes(_root: str | None, _wanted: Wanted) -> Source:
     """Read scikit-learn's 442 patients: [10] and how far the disease went in a year, by constants known before."""
-    bunch = _sklearn("diabetes").load_diabetes(scaled=False)
-    x = (bunch.data - np.array(PATIENT_MIDDLE)) / np.array(PATIENT_STEPS)
-    return _embedded(x, (bunch.target[:, None] - 150) / 100, DIABETES_TRAIN, "diabetes", "numbers")
+    data, target = (_sklearn_table("diabetes", f"diabetes_{part}.csv.gz") for part in ("data_raw", "target"))
+    x = (data - np.array(PATIENT_MIDDLE)) / np.array(PATIENT_STEPS)
+    return _embedded(x, (target[:, None] - 150) / 100, DIABETES_TRAIN, "diabetes", "numbers")
 
 
 def read_synthetic_labels(_root: str | None, _wanted: Wanted) -> Source:
@@ -159,36 +164,79 @@ def read_synthetic_sparse(_root: str | None, _wanted: Wanted) -> Source:
     return Source(lambda: split(order[:SYNTHETIC_TRAIN]), lambda: split(order[SYNTHETIC_TRAIN:]), 2)
 
 
-def _sklearn(name: str) -> Any:
-    return require("sklearn.datasets", f"data.dataset={name}", "pip install scikit-learn")
+@lru_cache
+def _sklearn_table(name: str, file: str, **options: Any) -> np.ndarray:
+    """Read a table that comes with scikit-learn, which takes long to import and is not.
+
+    Raises:
+        ScenarioError: scikit-learn is not installed, or has no such file.
+    """
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise ScenarioError(f"data.dataset={name} needs sklearn, which is not installed: pip install scikit-learn")
+    path = Path(found.origin).parent / "datasets" / "data" / file
+    try:
+        return np.loadtxt(path, **options)
+    except (OSError, ValueError) as error:
+        raise ScenarioError(
+            f"data.dataset={name}: {path} of scikit-learn cannot be read ({one_line(error)}): install scikit-learn 1.4 "
+            "or later anew"
+        ) from error
 
 
+_IDX_HEADER = {1: 0x801, 3: 0x803}  # of bytes, by the number of axes
 _IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 _CIFAR = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta")
 
 
 def read_mnist(root: str | None, wanted: Wanted) -> Source:
     """Read MNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
-    return _torchvision("MNIST", root, "MNIST/raw", _IDX, MNIST_PIXELS, wanted.key)
+    return _halves("MNIST", root, "MNIST/raw", _IDX, MNIST_PIXELS, wanted.key, _read_idx_half)
 
 
 def read_fashion_mnist(root: str | None, wanted: Wanted) -> Source:
     """Read FashionMNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
-    return _torchvision("FashionMNIST", root, "FashionMNIST/raw", _IDX, FASHION_PIXELS, wanted.key)
+    return _halves("FashionMNIST", root, "FashionMNIST/raw", _IDX, FASHION_PIXELS, wanted.key, _read_idx_half)
 
 
 def read_cifar10(root: str | None, wanted: Wanted) -> Source:
     """Read cifar-10-batches-py/ under `root` (torchvision unpickles it, after its checksums): [3, 32, 32]."""
-    return _torchvision("CIFAR10", root, "cifar-10-batches-py", _CIFAR, CIFAR10_PIXELS, wanted.key)
+    return _halves("CIFAR10", root, "cifar-10-batches-py", _CIFAR, CIFAR10_PIXELS, wanted.key, _read_cifar10_half)
 
 
-def _torchvision(
+def _read_idx_half(folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = (folder / name for name in (_IDX[:2] if train else _IDX[2:]))
+    return _read_idx(images, 3), _read_idx(labels, 1)
+
+
+def _read_idx(path: Path, axes: int) -> np.ndarray:
+    """Read an idx file of bytes: 0, 0, 8, the number of axes, their sizes in four bytes each, and the bytes.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    with path.open("rb") as file:
+        magic, *shape = np.fromfile(file, ">u4", 1 + axes).tolist() or [0]
+        size = path.stat().st_size - file.tell()
+        if magic != _IDX_HEADER[axes] or len(shape) != axes or math.prod(shape) != size:
+            raise ValueError(f"{path.name} is no whole idx file of {axes} axes of bytes")
+        return np.fromfile(file, np.uint8).reshape(shape)
+
+
+def _read_cifar10_half(folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
+    datasets = require("torchvision.datasets", "data.dataset=CIFAR10", "pip install torchvision")
+    data = datasets.CIFAR10(folder.parent, train=train, download=False)
+    return data.data, np.asarray(data.targets)
+
+
+def _halves(
     kind: str,
     root: str | None,
     folder: str,
     files: tuple[str, ...],
-    constants: tuple[tuple[float, ...], tuple[float, ...]],
+    constants: Constants,
     key: str,
+    read: HalfReader,
 ) -> Source:
     def half(train: bool) -> Split:
         if root is None:
@@ -199,26 +247,24 @@ def _torchvision(
                     f"{key}={root} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
                     f"{kind}; point it there (from where the command runs), or use digits, which needs no file"
                 )
-        return _torchvision_split(kind, root, train, constants, key)
+        return _images_split(kind, Path(root) / folder, train, constants, key, read)
 
     return Source(lambda: half(True), lambda: half(False), 10)
 
 
-def _torchvision_split(
-    kind: str, root: str, train: bool, constants: tuple[tuple[float, ...], tuple[float, ...]], key: str
-) -> Split:
-    datasets = require("torchvision.datasets", f"data.dataset={kind}", "pip install torchvision")
+def _images_split(kind: str, folder: Path, train: bool, constants: Constants, key: str, read: HalfReader) -> Split:
+    where = f"{key}={folder.parent} holds a damaged {kind}"
     try:
-        data = getattr(datasets, kind)(root, train=train, download=False)
+        data, targets = read(folder, train)
     except (RuntimeError, OSError, ValueError, AssertionError, KeyError, IndexError, EOFError) as error:
-        raise ScenarioError(f"{key}={root} holds a damaged {kind}: {one_line(error)}; unpack it afresh") from error
-    labels = class_labels(np.asarray(data.targets), f"{key}={root}: {kind}'s labels")
-    if len(labels) != len(data.data) or labels.max() > 9:
+        raise ScenarioError(f"{where}: {one_line(error)}; unpack it afresh") from error
+    labels = class_labels(targets, f"{where}: its labels")
+    if len(labels) != len(data) or labels.max() > 9:
         raise ScenarioError(
-            f"{key}={root} holds a damaged {kind}: {len(data.data)} images, {len(labels)} labels up to "
-            f"{labels.max()}, and it must have one label of 0..9 for each; unpack it afresh"
+            f"{where}: {len(data)} images, {len(labels)} labels up to {labels.max()}, and it must have one label of "
+            "0..9 for each; unpack it afresh"
         )
-    images = channels_first(torch.as_tensor(data.data))
+    images = channels_first(torch.from_numpy(data))
     return Split(labels, lambda rows: scale_pixels(images[rows], constants))
 
 

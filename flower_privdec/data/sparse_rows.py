@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import scipy
 import torch
-from scipy import sparse
 from torch import Tensor
 
 LARGEST_INDEX = 1 << 24  # float32, which a packed batch holds indices in, counts no further by ones
@@ -20,9 +20,9 @@ class SparseRows:
         matrix: sorted indices, none twice in a row, every value finite.
     """
 
-    def __init__(self, matrix: sparse.csr_matrix) -> None:
+    def __init__(self, matrix: scipy.sparse.csr_matrix) -> None:
         """Bring rows into their one form, by which they are hashed."""
-        self.matrix = sparse.csr_matrix(matrix, dtype=np.float32)
+        self.matrix = scipy.sparse.csr_matrix(matrix, dtype=np.float32)
         self.matrix.sum_duplicates()
 
     @property
@@ -70,5 +70,5 @@ def joined(parts: Sequence[Features]) -> Features:
     """Return the examples of several, one after the other: all tensors, or all compressed rows."""
     compressed = [part for part in parts if isinstance(part, SparseRows)]
     if compressed:
-        return SparseRows(sparse.vstack([part.matrix for part in compressed], format="csr"))
+        return SparseRows(scipy.sparse.vstack([part.matrix for part in compressed], format="csr"))
     return torch.cat([part for part in parts if isinstance(part, Tensor)])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from scipy import sparse
+import scipy
 
 from flower_privdec.data.readers import Source, Split, require
 from flower_privdec.data.sparse_rows import LARGEST_INDEX, SparseRows
@@ -74,7 +74,7 @@ def _read(root: str, wanted: Wanted) -> Split:
     return Split(y, lambda chosen: rows[chosen])
 
 
-def _parsed(root: str, where: str, features: int) -> tuple[sparse.csr_matrix, np.ndarray]:
+def _parsed(root: str, where: str, features: int) -> tuple[scipy.sparse.csr_matrix, np.ndarray]:
     """Return the examples [N, features] and their labels."""
     load = require("sklearn.datasets", "data.dataset=svmlight", "pip install scikit-learn").load_svmlight_file
     lines: Lines | None = None
@@ -94,7 +94,7 @@ def _parsed(root: str, where: str, features: int) -> tuple[sparse.csr_matrix, np
     return _checked(matrix, features, root, where), labels
 
 
-def _checked(matrix: sparse.csr_matrix, features: int, root: str, where: str) -> sparse.csr_matrix:
+def _checked(matrix: scipy.sparse.csr_matrix, features: int, root: str, where: str) -> scipy.sparse.csr_matrix:
     """Return the examples with indices from 0, after a look at each number."""
     wrong = (matrix.indices < 1) | (matrix.indices > features) | ~np.isfinite(matrix.data)
     if wrong.any():
@@ -106,7 +106,7 @@ def _checked(matrix: sparse.csr_matrix, features: int, root: str, where: str) ->
             "finite in float32; mend the line"
         )
     shape = (matrix.shape[0], features)
-    return sparse.csr_matrix((matrix.data, matrix.indices - 1, matrix.indptr), shape=shape)
+    return scipy.sparse.csr_matrix((matrix.data, matrix.indices - 1, matrix.indptr), shape=shape)
 
 
 def _line_of(root: str, row: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy import sparse
+import scipy
 
 from flower_privdec.rows import keyed_generator
 
@@ -41,7 +41,7 @@ def draw_words(count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.where(np.arange(LONGEST) < lengths[:, None], words, 0), topics
 
 
-def draw_sparse(count: int) -> tuple[sparse.csr_matrix, np.ndarray]:
+def draw_sparse(count: int) -> tuple[scipy.sparse.csr_matrix, np.ndarray]:
     """Draw texts as rcv1 has them: some 73 of 47,236 words each, by Zipf's law, and the side of a plane they are on.
 
     Every row has norm 1. So from μ = 1 on, the hinge with the l2 regularizer μ has its minimum where no margin has
@@ -55,8 +55,8 @@ def draw_sparse(count: int) -> tuple[sparse.csr_matrix, np.ndarray]:
     words = np.minimum(np.exp(generator.random(lengths.sum()) * np.log(SPARSE_FEATURES)), SPARSE_FEATURES - 1)
     columns = generator.permutation(SPARSE_FEATURES)[words.astype(np.int64)]
     values = generator.random(lengths.sum()) + 0.1
-    x = sparse.csr_matrix((values, columns, np.cumsum([0, *lengths])), shape=(count, SPARSE_FEATURES))
+    x = scipy.sparse.csr_matrix((values, columns, np.cumsum([0, *lengths])), shape=(count, SPARSE_FEATURES))
     x.sum_duplicates()
-    x = sparse.diags(1 / np.sqrt(np.asarray(x.multiply(x).sum(1)).ravel())) @ x
+    x = scipy.sparse.diags(1 / np.sqrt(np.asarray(x.multiply(x).sum(1)).ravel())) @ x
     scores = x @ generator.standard_normal(SPARSE_FEATURES)
     return x.astype(np.float32).tocsr(), (scores > 0).astype(np.int64)

@@ -18,7 +18,9 @@ from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.mixing import Mixing
 from flower_privdec.models import build_model, flatten
 from flower_privdec.participation import EdgeParticipation, Participation, build_participation, sample_edges
+from flower_privdec.rows import resolve_generator
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.data_section import BatchSection
 from flower_privdec.scenario.features_section import FeaturesSection
 from flower_privdec.scenario.schema import placed
 from flower_privdec.scenario.task_section import TaskSection
@@ -78,6 +80,7 @@ class Agreement:
             memory_bytes=scenario.compute.memory_mib << 20,
             n_tokens=public.n_tokens,
             sparse=public.sparse,
+            lone=_draws_one(scenario.data.batch) and resolve_generator(scenario.compute.generator, device) == "fast",
         )
         algorithm.check_model(kernel)
         return Agreement(
@@ -94,6 +97,11 @@ class Agreement:
             device=device,
             learning_rate=algorithm.step_sizes(scenario.n_peers, scenario.rounds),
         )
+
+
+def _draws_one(batch: BatchSection) -> bool:
+    """Return whether a peer takes exactly one example a step."""
+    return batch.size == 1 and batch.sampling in ("uniform", "shuffle")
 
 
 def _with_features(public: PublicSet, section: FeaturesSection | None) -> PublicSet:

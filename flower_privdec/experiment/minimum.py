@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import scipy
 import torch
-from scipy import optimize, sparse
 
 from flower_privdec.algorithms.proximal import Regularizer
 from flower_privdec.experiment.objective import Array, ConvexObjective
@@ -169,7 +169,9 @@ def _minimise(objective: ConvexObjective, losses: Losses, start: Array) -> Array
 
 def _searched(value: Callable[[Array], tuple[float, Array]], start: Array, bounds: Any) -> Array:
     options = {"maxiter": EVALUATIONS, "maxfun": EVALUATIONS, "ftol": 0.0, "gtol": 1e-12, "maxcor": 50}
-    return np.asarray(optimize.minimize(value, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x)
+    return np.asarray(
+        scipy.optimize.minimize(value, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
+    )
 
 
 def _minimise_in_ball(objective: ConvexObjective, losses: Losses, start: Array) -> Array:
@@ -193,11 +195,11 @@ def _linear_program(objective: ConvexObjective) -> Minimum:
     whose multipliers are the model.
     """
     phi, sign = objective.regularizer.l1, 2.0 * objective.targets.numpy() - 1
-    columns = (sparse.diags(objective.weights * sign) @ objective.features).T.tocsc()
+    columns = (scipy.sparse.diags(objective.weights * sign) @ objective.features).T.tocsc()
     d = columns.shape[0]
-    found = optimize.linprog(
+    found = scipy.optimize.linprog(
         -objective.weights,
-        A_ub=sparse.vstack([columns, -columns]),
+        A_ub=scipy.sparse.vstack([columns, -columns]),
         b_ub=np.full(2 * d, phi),
         bounds=(0, 1),
         method="highs",

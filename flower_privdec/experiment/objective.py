@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 import torch
-from scipy import sparse
 from torch import Tensor
 
 from flower_privdec.algorithms.proximal import Regularizer
@@ -37,7 +37,7 @@ class ConvexObjective:
         bias: whether there is one.
     """
 
-    features: sparse.csr_matrix
+    features: scipy.sparse.csr_matrix
     targets: Tensor
     weights: Array
     loss: Loss
@@ -57,9 +57,9 @@ class ConvexObjective:
         weights = np.concatenate([np.full(len(part), 1 / (len(parts) * len(part))) for part in parts])
         chosen = own.examples.x[torch.from_numpy(rows)]
         held = chosen.matrix if isinstance(chosen, SparseRows) else chosen.flatten(1).numpy()
-        features = sparse.csr_matrix(held, dtype=np.float64)
+        features = scipy.sparse.csr_matrix(held, dtype=np.float64)
         if layer.bias is not None:
-            features = sparse.hstack([features, np.ones((len(rows), 1))], format="csr")
+            features = scipy.sparse.hstack([features, np.ones((len(rows), 1))], format="csr")
         return ConvexObjective(
             features=features,
             targets=own.examples.y[torch.from_numpy(rows)],

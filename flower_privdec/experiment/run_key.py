@@ -27,7 +27,8 @@ def environment(generator: str, device: torch.device) -> str:
     """Name what beside the scenario and the data decides the numbers: generator, device and versions."""
     parts = [f"flower-privdec {__version__}", f"torch {torch.__version__}", f"numpy {np.__version__}"]
     if generator == "fast":
-        parts.append(f"numba {installed_version('numba')}")
+        compiler = "triton" if device.type == "cuda" else "numba"
+        parts.append(f"{compiler} {installed_version(compiler)}")
     cpu = f"cpu {torch.backends.cpu.get_cpu_capability()}"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     return ", ".join([generator, where, *parts])

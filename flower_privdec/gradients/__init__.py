@@ -8,6 +8,7 @@ from torch import nn
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.factored import FactoredKernel
+from flower_privdec.gradients.lone import LoneKernel, is_lone
 from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
 from flower_privdec.gradients.proof import prove
@@ -22,6 +23,7 @@ __all__ = [
     "Factors",
     "GradientKernel",
     "LabelledInputs",
+    "LoneKernel",
     "SparseLinearKernel",
     "StackedKernel",
     "build_kernel",
@@ -46,6 +48,7 @@ def build_kernel(
     memory_bytes: int = 2**28,
     n_tokens: int | None = None,
     sparse: bool = False,
+    lone: bool = False,
 ) -> GradientKernel:
     """Build the gradient kernel for a model.
 
@@ -58,8 +61,9 @@ def build_kernel(
         kind: one of KERNELS.
         memory_bytes: about how much temporary memory the kernel may take.
         n_tokens: the inputs are whole numbers 0..n_tokens-1, which are looked up, not reckoned with: vmap or loop.
-
         sparse: examples are compressed rows, which one linear layer alone can take.
+        lone: batches will mostly be of one example, and numba is there to compile a loop for such, where the model is
+            as small as `LoneKernel` wants it.
 
     Raises:
         ScenarioError: an unknown kind or loss, a model that cannot be clipped example by example, or a kind
@@ -79,6 +83,8 @@ def build_kernel(
         raise ScenarioError(f"kind={kind!r} does not fit tokens, which are looked up: use auto")
     if kind == "stacked" and layers is None:
         raise ScenarioError("kind='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto")
+    if kind == "auto" and lone and layers is not None and is_lone(layers, resolved):
+        return LoneKernel(module, layers, resolved, memory_bytes)
     if kind in ("auto", "stacked") and layers is not None:
         return StackedKernel(module, layers, resolved, memory_bytes)
     if kind in ("auto", "factored") and n_tokens is None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flower_privdec.gradients.pooling import pooled, unpooled
+
 _aten = torch.ops.aten
 
 
@@ -58,7 +60,7 @@ class Chain:
     def _forward(self, i: int, layer: nn.Module, x: Tensor, indices: dict[int, Tensor]) -> Tensor:
         y: Tensor
         if isinstance(layer, nn.MaxPool2d):
-            y, indices[i] = _aten.max_pool2d_with_indices(x, *_pooling(layer))
+            y, indices[i] = pooled(layer, x)
         elif isinstance(layer, nn.Conv2d):
             y = functional.conv2d(x, layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation)
         elif isinstance(layer, nn.Linear):
@@ -107,19 +109,11 @@ def _is_link(layer: nn.Module) -> bool:
     return type(layer) in (nn.Linear, nn.ReLU, nn.Tanh, nn.Identity)
 
 
-def _pooling(layer: nn.MaxPool2d) -> tuple[list[int], list[int], list[int], list[int], bool]:
-    def pair(value: int | tuple[int, ...]) -> list[int]:
-        return [value, value] if isinstance(value, int) else list(value)
-
-    sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-    kernel, stride, padding, dilation = (pair(size) for size in sizes)
-    return kernel, stride, padding, dilation, layer.ceil_mode
-
-
 def _backward(layer: nn.Module, delta: Tensor, x: Tensor, y: Tensor, indices: Tensor | None) -> Tensor:
     """Return the derivative in a layer's input; activations change delta in place."""
-    if isinstance(layer, nn.MaxPool2d):
-        result: Tensor = _aten.max_pool2d_with_indices_backward(delta, x, *_pooling(layer), indices)
+    result: Tensor
+    if isinstance(layer, nn.MaxPool2d) and indices is not None:
+        result = unpooled(layer, delta, x, indices)
     elif isinstance(layer, nn.Conv2d):
         sizes = (list(layer.stride), list(layer.padding), list(layer.dilation), False, [0, 0], 1)
         result = _aten.convolution_backward(delta, x, layer.weight, None, *sizes, [True, False, False])[0]

@@ -78,9 +78,12 @@ def masked(values: Tensor, bad: Tensor, filling: float = 0) -> Tensor:
 
 
 def _used(weight: Tensor) -> list[int]:
-    """Count each row's examples up to the last whose weight is not 0; the rest is padding."""
-    if weight.shape[1] == 0:
-        return [0] * weight.shape[0]
+    """Count each row's examples up to the last whose weight is not 0; the rest is padding.
+
+    A GPU is not asked: it would have to be waited for, and padding, which adds nothing, costs it less.
+    """
+    if weight.shape[1] == 0 or not weight.is_cpu:
+        return [weight.shape[1]] * weight.shape[0]
     place = torch.arange(1, weight.shape[1] + 1, device=weight.device)
     counts: list[int] = torch.where(weight != 0, place, 0).amax(1).tolist()
     return counts
@@ -188,7 +191,7 @@ class RowKernel(ABC):
 def _finite(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], Tensor]:
     """Return the pieces, with zeros for examples whose gradients are not finite, and bounds [b] on the norms."""
     norms = upper(torch.stack([piece.bound() for piece in pieces], 1))
-    bad = beyond(norms)
+    bad = beyond(norms, ask=norms.is_cpu)
     if bad is None:
         return pieces, norms
     return [piece.without(bad) for piece in pieces], norms.masked_fill(bad, 0)

@@ -155,11 +155,11 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array,
 def _compiled_loop() -> Callable[..., None] | None:
     """Compile the fused loop, or return None where numba is not installed."""
     try:
-        import numba
+        from flower_privdec.rows.compiling import compiled
     except ImportError:
         return None
-    compiled: Callable[..., None] = numba.njit(nogil=True, cache=True, error_model="numpy")(_loop)
-    return compiled
+    loop: Callable[..., None] = compiled(_loop)
+    return loop
 
 
 def _loop(indptr: Array, columns: Array, weights: Array, x: Array, out: Array, width: int) -> None:

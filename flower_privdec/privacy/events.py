@@ -11,14 +11,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import dp_accounting
 import numpy as np
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 
 from flower_privdec.catalogue import SAMPLINGS
 from flower_privdec.errors import ScenarioError
+
+if TYPE_CHECKING:
+    import dp_accounting
 
 ACCOUNTANT = "zero-out PLD 4"
 MOST_STEPS = 10**12
@@ -136,6 +137,9 @@ class Release:
         one more thing to condition on; see `profiles.shown_profile`. dp-accounting has no such event under
         zero-out, nor one that has `idle`: these are given as Gaussians at what a drawn example moves.
         """
+        import dp_accounting
+        from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+
         step = dp_accounting.GaussianDpEvent(self.noise_multiplier)
         if self.sampling == "poisson" and self.sampling_rate < 1:
             step = dp_accounting.PoissonSampledDpEvent(self.sampling_rate, step)
@@ -157,6 +161,8 @@ def _check(name: str, value: float, holds: bool, rule: str) -> None:
 
 def event(releases: Iterable[Release]) -> dp_accounting.DpEvent:
     """Return the composition of releases as one dp-accounting event."""
+    import dp_accounting
+
     return dp_accounting.ComposedDpEvent([r.event() for r in canonical(releases)])
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, special
+import scipy
 
 from flower_privdec.privacy import profiles
 from flower_privdec.privacy.events import Release
@@ -139,7 +139,7 @@ def _last_of_first(holds: np.ndarray) -> int:
 
 def _deviation(log_tail: np.ndarray) -> np.ndarray:
     """Return how many standard deviations a Gaussian exceeds with a small probability, at least 0."""
-    return np.asarray(np.maximum(-special.ndtri_exp(np.minimum(log_tail, -1e-3)), 0.0))
+    return np.asarray(np.maximum(-scipy.special.ndtri_exp(np.minimum(log_tail, -1e-3)), 0.0))
 
 
 @quietly
@@ -260,7 +260,7 @@ def convex_minorant(bound: np.ndarray, interval: float) -> np.ndarray:
     regression of the slopes (pool adjacent violators), summed from the top, where the numbers are small.
     """
     widths = np.exp(interval * np.arange(2 - len(bound), 1))  # over the last: slopes may have any scale
-    slopes = optimize.isotonic_regression(np.diff(bound) / widths, weights=widths).x
+    slopes = scipy.optimize.isotonic_regression(np.diff(bound) / widths, weights=widths).x
     falls = np.append(-slopes * widths, bound[-1])
     return np.asarray(np.cumsum(falls[::-1])[::-1])
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy import optimize, special
+import scipy
 
 from flower_privdec.errors import ScenarioError
 
@@ -47,8 +47,8 @@ def cross_gradient_sigma(
 
 def gdp_delta(mu: float, epsilon: float) -> float:
     """Return δ = Φ(-ε/μ + μ/2) - e^ε Φ(-ε/μ - μ/2). Source: Dyn-D2P, Proposition 2, eq. 4."""
-    upper = special.log_ndtr(-epsilon / mu + mu / 2)
-    lower = epsilon + special.log_ndtr(-epsilon / mu - mu / 2)
+    upper = scipy.special.log_ndtr(-epsilon / mu + mu / 2)
+    lower = epsilon + scipy.special.log_ndtr(-epsilon / mu - mu / 2)
     return float(-math.exp(upper) * math.expm1(lower - upper))
 
 
@@ -68,7 +68,7 @@ def _crossing(rising: Callable[[float], float]) -> float:
         low, high = 2 * low, low
     while rising(high) < 0:
         low, high = high, 2 * high
-    return float(optimize.brentq(rising, low, high, xtol=1e-14, rtol=1e-14))
+    return float(scipy.optimize.brentq(rising, low, high, xtol=1e-14, rtol=1e-14))
 
 
 def gdp_mu_0(mu_total: float, rate: float, growth: np.ndarray) -> float:
@@ -85,7 +85,7 @@ def gdp_mu_0(mu_total: float, rate: float, growth: np.ndarray) -> float:
 
     def excess(log_square: float) -> float:
         x = math.exp(log_square) * growth
-        return float(special.logsumexp(x + np.log(-np.expm1(-x)))) - goal  # log Σ (e^x - 1), of any size
+        return float(scipy.special.logsumexp(x + np.log(-np.expm1(-x)))) - goal  # log Σ (e^x - 1), of any size
 
     return math.exp(_crossing(excess) / 2)
 

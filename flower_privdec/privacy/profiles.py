@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from scipy import special
+import scipy
 
 Profile = Callable[[np.ndarray], np.ndarray]
 
@@ -34,7 +34,7 @@ def gaussian_profile(epsilon: np.ndarray, mu: np.ndarray | float) -> np.ndarray:
     above, narrow = np.zeros(np.broadcast_shapes(size.shape, mu.shape)), mu < NARROW
     if not narrow.all():
         far = low < -5  # the Mills ratio overflows there, and Φ is 1 but for 1e-6
-        upper = np.where(far, special.ndtr(-low), density * _mills(np.maximum(low, -5.0)))
+        upper = np.where(far, scipy.special.ndtr(-low), density * _mills(np.maximum(low, -5.0)))
         above = upper - density * _mills(low + mu)
     if narrow.any():
         above = np.where(narrow, density * _narrow(np.minimum(middle, FAR), np.minimum(mu, NARROW)), above)
@@ -46,7 +46,7 @@ def gaussian_profile(epsilon: np.ndarray, mu: np.ndarray | float) -> np.ndarray:
 
 def _mills(x: np.ndarray) -> np.ndarray:
     """Return Φ(-x) / φ(x)."""
-    return np.asarray(np.sqrt(np.pi / 2) * special.erfcx(x / np.sqrt(2)))
+    return np.asarray(np.sqrt(np.pi / 2) * scipy.special.erfcx(x / np.sqrt(2)))
 
 
 def _narrow(x: np.ndarray, mu: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ Those of a deployed peer depend on nothing: they come from the operating system.
 from flower_privdec.rows.exact import ExactNoise
 from flower_privdec.rows.fast import FastNoise
 from flower_privdec.rows.generators import DEPLOYED, GENERATORS, build_noise, resolve_generator
+from flower_privdec.rows.gpu_noise import GPUNoise
 from flower_privdec.rows.keys import KEY_BYTES, Secret, keyed_generator, seed_keys
 from flower_privdec.rows.source import NoiseSource
 from flower_privdec.rows.system import SystemNoise
@@ -17,6 +18,7 @@ __all__ = [
     "KEY_BYTES",
     "ExactNoise",
     "FastNoise",
+    "GPUNoise",
     "NoiseSource",
     "Secret",
     "SystemNoise",

@@ -45,7 +45,7 @@ class FastNoise:
     ) -> None:
         """Add noise in place; see NoiseSource."""
         check_call(out, std, step, peers, receivers)
-        keys = self._keys.table(purpose, 1)[self._keys.slots(peers), 0]
+        keys = self.keys_of(peers, purpose)
         if out.numel() == 0:
             return
         rows = out.detach()
@@ -57,12 +57,21 @@ class FastNoise:
             (d, stride),
             std.detach().to(out.dtype).contiguous().numpy(),
             keys,
-            np.full(m, NOBODY, np.uint64) if receivers is None else receivers.astype(np.uint64),
+            self.receivers(m) if receivers is None else receivers.astype(np.uint64),
             np.uint64(step),
         )
         self._run(self._kernels[out.dtype], arrays, m * -(-d // self._tile))
         if rows.data_ptr() != out.data_ptr():
             out.detach().copy_(rows)
+
+    def keys_of(self, peers: np.ndarray, purpose: str) -> np.ndarray:
+        """Return the keys of some peers' streams for a purpose, uint64 [m]."""
+        return np.asarray(self._keys.table(purpose, 1)[self._keys.slots(peers), 0])
+
+    @staticmethod
+    def receivers(m: int) -> np.ndarray:
+        """Return what stands for the receiver of each of m rows that are for nobody in particular, uint64 [m]."""
+        return np.full(m, NOBODY, np.uint64)
 
     def _run(self, kernel: Any, arrays: tuple[Any, ...], tiles: int) -> None:
         threads = min(torch.get_num_threads(), max(1, tiles * self._tile // 2**16))

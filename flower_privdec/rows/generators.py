@@ -9,13 +9,14 @@ import torch
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.exact import ExactNoise
 from flower_privdec.rows.fast import FastNoise
+from flower_privdec.rows.gpu_noise import GPUNoise, has_triton
 from flower_privdec.rows.source import NoiseSource
 from flower_privdec.rows.system import SystemNoise
 from flower_privdec.rows.torch_noise import TorchNoise
 
 GENERATORS = {
-    "auto": "fast where numba is installed and the device is a CPU, else torch",
-    "fast": "Philox4x32-7 and Box-Muller compiled by numba (CPU)",
+    "auto": "fast where numba (CPU) or Triton and a C compiler (GPU) are installed, else torch",
+    "fast": "Philox4x32-7 and Box-Muller compiled by numba (CPU) or Triton (GPU)",
     "torch": "torch's own generator, started anew for each row (any device)",
     "system": "AES-256 under fresh keys of the operating system, for deployed peers: never the same twice (any device)",
     "exact": "normals of the same entropy with all their digits, rounded exactly: see privacy.hardened (any device)",
@@ -43,29 +44,30 @@ def build_noise(generator: str, keys: Mapping[int, bytes], device: torch.device 
     device = torch.device(device)
     if generator not in GENERATORS:
         raise ScenarioError(f"compute.generator={generator!r} must be one of {', '.join(GENERATORS)}")
-    if generator == "fast" and device.type != "cpu":
-        raise ScenarioError(f"compute.generator='fast' runs on a CPU, not {device}: set generator to torch or auto")
     if generator in DEPLOYED:
         return DEPLOYED[generator]()
     if resolve_generator(generator, device) == "torch":
         return TorchNoise(keys, device)
-    try:
-        return FastNoise(keys)
-    except ImportError as error:
-        raise ScenarioError(
-            "compute.generator='fast' needs numba, which is not installed: pip install 'flower-privdec[fast]', "
-            "or set generator to torch"
-        ) from error
+    if not _has_fast(device):
+        needed = (
+            "numba, which is not installed: pip install 'flower-privdec[fast]'"
+            if device.type == "cpu"
+            else "Triton and a C compiler, of which one is not here: install both"
+        )
+        raise ScenarioError(f"compute.generator='fast' on {device} needs {needed}, or set generator to torch")
+    return FastNoise(keys) if device.type == "cpu" else GPUNoise(keys, device)
 
 
 def resolve_generator(generator: str, device: torch.device) -> str:
     """Return which generator `auto` stands for here; any other is itself."""
     if generator != "auto":
         return generator
-    return "fast" if device.type == "cpu" and _has_numba() else "torch"
+    return "fast" if _has_fast(device) else "torch"
 
 
-def _has_numba() -> bool:
+def _has_fast(device: torch.device) -> bool:
+    if device.type != "cpu":
+        return device.type == "cuda" and has_triton()
     try:
         from flower_privdec.rows import philox  # noqa: F401 (what it needs is the question)
     except ImportError:

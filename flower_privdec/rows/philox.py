@@ -22,6 +22,8 @@ from typing import Any
 import numba
 import numpy as np
 
+from flower_privdec.rows.compiling import compiled, inlined
+
 LANES = 32
 ROUNDS = 7
 TILE = 4 * LANES
@@ -35,16 +37,11 @@ _f8, _u8, _i8 = np.float64, np.uint64, np.int64
 
 
 def _inline(function: Callable[..., Any]) -> Any:
-    return numba.njit(function, forceinline=True, fastmath=_FLOAT, error_model="numpy")
+    return inlined(function, fastmath=_FLOAT)
 
 
 def _entry(function: Callable[..., Any]) -> Any:
-    """Compile an entry point; keep the machine code on disk where some cache folder can be written."""
-    options: Any = {"nogil": True, "fastmath": _FLOAT, "error_model": "numpy"}
-    try:
-        return numba.njit(function, cache=True, **options)
-    except RuntimeError:
-        return numba.njit(function, **options)
+    return compiled(function, fastmath=_FLOAT)
 
 
 @_inline

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flower_privdec.algorithms import Algorithm, Exchange, State, advance
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.algorithms.exchange import Spares
+from flower_privdec.runtime.lone_round import LoneRound
 
 
 class Engine:
@@ -13,9 +14,12 @@ class Engine:
     def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State) -> None:
         self.algorithm, self.cohort, self.state = algorithm, cohort, state
         self._spares: Spares = {}
+        self._whole = LoneRound.of(algorithm, cohort)
 
     def round(self) -> None:
         """Run one whole round: every step, every exchange."""
+        if self._whole is not None and self._whole.take_(self.state):
+            return
         while (exchange := advance(self.algorithm, self.cohort, self.state)) is not None:
             self.perform(exchange)
 

@@ -79,7 +79,8 @@ class ComputeSection(Section):
         device: auto is the GPU where torch has one.
         dtype: of parameters and gradients.
         threads: of torch; they change no number.
-        generator: of the noise in simulation: fast needs the extra `fast`, auto takes it where it is installed.
+        generator: of the noise in simulation: fast needs the extra `fast`, or on a GPU Triton and a C
+            compiler; auto takes it where it can.
         memory_mib: about how much temporary memory gradients may take; it changes no number.
     """
 

@@ -6,8 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import sparse
-from scipy.sparse.csgraph import breadth_first_order, connected_components
+import scipy
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.topology.graphs import CompleteTopology, EdgeArray, Peers, Topology
@@ -27,7 +26,7 @@ def check_topology(topology: Topology) -> None:
         return
     forward = _adjacency([topology.support()], topology.n_peers)
     for graph, sense in ((forward, "can never hear from"), (forward.T.tocsr(), "can never be heard by")):
-        reached = breadth_first_order(graph, 0, directed=True, return_predecessors=False)
+        reached = scipy.sparse.csgraph.breadth_first_order(graph, 0, directed=True, return_predecessors=False)
         cut_off = np.setdiff1d(np.arange(topology.n_peers), reached)
         if len(cut_off):
             raise ScenarioError(
@@ -61,15 +60,15 @@ def joint_connectivity(topology: Topology, horizon: int = 64) -> int | None:
     return smallest if smallest <= length else None
 
 
-def _adjacency(rounds: Sequence[EdgeArray], n_peers: int) -> sparse.csr_array:
+def _adjacency(rounds: Sequence[EdgeArray], n_peers: int) -> scipy.sparse.csr_array:
     edges = np.concatenate(rounds)
     ones = np.ones(len(edges))
-    return sparse.csr_array((ones, (edges[:, 0], edges[:, 1])), shape=(n_peers, n_peers))
+    return scipy.sparse.csr_array((ones, (edges[:, 0], edges[:, 1])), shape=(n_peers, n_peers))
 
 
 def _strongly_connected(rounds: Sequence[EdgeArray], n_peers: int) -> bool:
     graph = _adjacency(rounds, n_peers)
-    return bool(connected_components(graph, connection="strong", return_labels=False) == 1)
+    return bool(scipy.sparse.csgraph.connected_components(graph, connection="strong", return_labels=False) == 1)
 
 
 def _named(peers: Peers) -> str:

@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import networkx as nx
 import numpy as np
 
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
-from flower_privdec.topology.graphs import StaticTopology, Topology, edge_array
+from flower_privdec.topology.graphs import StaticTopology, Topology, edge_array, networkx
 from flower_privdec.user_code import load_own
 from flower_privdec.words import one_line
 
@@ -64,7 +63,7 @@ def as_topology(made: Any, n_peers: int, name: str, where: str) -> Topology:
         if made.n_peers != n_peers:
             raise ScenarioError(f"{where} gives a graph of {made.n_peers} peers: it must have n_peers={n_peers}")
         return made
-    if isinstance(made, nx.Graph):
+    if isinstance(made, networkx().Graph):
         pairs, symmetric = _pairs_of(made, n_peers, where), not made.is_directed()
     else:
         pairs, symmetric = _pairs_in(made, n_peers, where), False

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
@@ -75,9 +74,16 @@ def in_neighbors(edges: EdgeArray, peer: int) -> Peers:
     return senders
 
 
+def networkx() -> Any:
+    """Import networkx, which takes a while and which most runs have no need of."""
+    import networkx
+
+    return networkx
+
+
 def as_networkx(topology: Topology, round_index: int | None = None) -> Any:
     """Return the graph of one round, or of all rounds together, as a networkx graph or digraph."""
-    graph = nx.DiGraph() if topology.directed else nx.Graph()
+    graph = networkx().DiGraph() if topology.directed else networkx().Graph()
     graph.add_nodes_from(range(topology.n_peers))
     edges = topology.support() if round_index is None else topology.edges(round_index)
     graph.add_edges_from(edges.tolist())

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
 import numpy as np
 
 from flower_privdec.catalogue import TOPOLOGIES
@@ -23,6 +22,7 @@ from flower_privdec.topology.graphs import (
     StaticTopology,
     Topology,
     edge_array,
+    networkx,
     shift_edges,
 )
 from flower_privdec.topology.limits import check_edges, check_probability, check_size
@@ -108,14 +108,14 @@ def _chance(key: str, value: object, *, zero: bool = False) -> float:
 
 def _static(name: str, graph: Any) -> Topology:
     n_peers = graph.number_of_nodes()
-    pairs = np.array(nx.convert_node_labels_to_integers(graph, ordering="sorted").edges, dtype=np.int64)
+    pairs = np.array(networkx().convert_node_labels_to_integers(graph, ordering="sorted").edges, dtype=np.int64)
     return StaticTopology(name, n_peers, False, edge_array(pairs, n_peers, symmetric=True))
 
 
 def _draw_connected(name: str, seed: int, draw: Callable[[int], Any], blamed: str, remedy: str) -> Topology:
     for attempt in range(DRAWS):
         graph = draw(int(keyed_generator(seed, f"topology-{name}", attempt).integers(2**31)))
-        if nx.is_connected(graph):
+        if networkx().is_connected(graph):
             return _static(name, graph)
     raise ScenarioError(f"{blamed} on topology {name}: {DRAWS} draws and none was connected; {remedy}")
 
@@ -134,7 +134,7 @@ def _directed_ring(name: str, n_peers: int, seed: int) -> Topology:
 
 
 def _ring(name: str, n_peers: int, seed: int) -> Topology:
-    return _static(name, nx.cycle_graph(n_peers) if n_peers > 2 else nx.path_graph(2))
+    return _static(name, networkx().cycle_graph(n_peers) if n_peers > 2 else networkx().path_graph(2))
 
 
 def _complete(name: str, n_peers: int, seed: int) -> Topology:
@@ -142,11 +142,11 @@ def _complete(name: str, n_peers: int, seed: int) -> Topology:
 
 
 def _bipartite(name: str, n_peers: int, seed: int) -> Topology:
-    return _static(name, nx.complete_bipartite_graph(n_peers // 2, n_peers - n_peers // 2))
+    return _static(name, networkx().complete_bipartite_graph(n_peers // 2, n_peers - n_peers // 2))
 
 
 def _star(name: str, n_peers: int, seed: int) -> Topology:
-    return _static(name, nx.star_graph(n_peers - 1))
+    return _static(name, networkx().star_graph(n_peers - 1))
 
 
 def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols: int | None = None) -> Topology:
@@ -163,7 +163,7 @@ def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols:
             f"n_peers={n_peers} on topology torus{given and ' with'}{given} must be rows x cols, both >= 2; "
             "take an n_peers that factors so, or topology ring"
         )
-    return _static(name, nx.grid_2d_graph(*sides, periodic=True))
+    return _static(name, networkx().grid_2d_graph(*sides, periodic=True))
 
 
 def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = 4) -> Topology:
@@ -174,7 +174,7 @@ def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = 4) -> T
         raise ScenarioError(f"topology.degree={degree} times n_peers={n_peers} must be even; change one of them by 1")
     blamed = f"topology.degree={degree}"
     return _draw_connected(
-        name, seed, lambda key: nx.random_regular_graph(degree, n_peers, seed=key), blamed, "raise it"
+        name, seed, lambda key: networkx().random_regular_graph(degree, n_peers, seed=key), blamed, "raise it"
     )
 
 
@@ -184,7 +184,9 @@ def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = 0.5
     remedy = f"raise it well above ln(n)/n = {threshold:.2g}"
     check_probability(n_peers, p, remedy)
     blamed = f"topology.probability={p}"
-    return _draw_connected(name, seed, lambda key: nx.fast_gnp_random_graph(n_peers, p, seed=key), blamed, remedy)
+    return _draw_connected(
+        name, seed, lambda key: networkx().fast_gnp_random_graph(n_peers, p, seed=key), blamed, remedy
+    )
 
 
 def _small_world(name: str, n_peers: int, seed: int, *, degree: int = 4, rewire: float = 0.1) -> Topology:
@@ -196,7 +198,7 @@ def _small_world(name: str, n_peers: int, seed: int, *, degree: int = 4, rewire:
         )
     blamed = f"topology.rewire={rewire}"
     return _draw_connected(
-        name, seed, lambda key: nx.watts_strogatz_graph(n_peers, degree, rewire, seed=key), blamed, "lower it"
+        name, seed, lambda key: networkx().watts_strogatz_graph(n_peers, degree, rewire, seed=key), blamed, "lower it"
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -73,6 +73,8 @@ class AsynchronousMail:
         joins: whether it does.
         places: round and place in the program of the last rows of each neighbour, but for answers.
         rolled_back: why this peer has to begin anew, until it does.
+        begun: the round that this process goes on from.
+        ahead: the last round of which a neighbour says that it had rows of this peer before; -1 where none does.
         cap: bytes of a call at most.
     """
 
@@ -104,6 +106,8 @@ class AsynchronousMail:
         self.fresh = self.joins = False
         self.places: dict[int, tuple[int, int]] = {}
         self.rolled_back: str | None = None
+        self.begun, self.ahead = 0, -1
+        self._met: set[int] = set()  # neighbours that have heard this process
         self._out = {neighbor: Outgoing() for neighbor in neighbors}
         self._answering: Counter[int] = Counter()  # the calls of each neighbour whose answer is waited with
         self._told: dict[int, int] = {}  # the round that each neighbour has heard of
@@ -239,6 +243,7 @@ class AsynchronousMail:
     def _greeted(self, hello: Hello) -> Hello | None:
         if self.rolled_back is not None:
             return None
+        seen, hello = hello.seen, hello if self._shares else replace(hello, seen=0)
         self.machine.check_hello(hello)
         neighbor, out = hello.sender, self._out[hello.sender]
         if self.fresh and hello.round_index > 0 and not hello.knows:  # it began without having met this peer
@@ -257,7 +262,21 @@ class AsynchronousMail:
         self._is_at(neighbor, hello.round_index)
         if out.share is not None and out.share.number > hello.seen:
             out.share = None  # it did not come
-        return answer
+        if not self._shares and self.machine.is_open(neighbor) and neighbor not in self._met:
+            self._met.add(neighbor)
+            self._check_rows(neighbor, seen - 1)
+        return None if answer is None else self._with_rows(answer)
+
+    def _check_rows(self, neighbor: int, last: int) -> None:
+        """Find out, where no shares do, that a neighbour had rows of this peer which this peer does not remember."""
+        if last > max(self.begun, self.ahead):
+            self.ahead = last
+            self.joins |= self.fresh  # it has lost all it had
+            self.rolled_back = f"peer {neighbor} has rows of round {last} of this peer, which remembers {self.begun}"
+
+    def _with_rows(self, hello: Hello) -> Hello:
+        """Return a hello that says, where no shares do, which rows of a neighbour were the last to come."""
+        return hello if self._shares else replace(hello, seen=self.places.get(hello.receiver, (-1, 0))[0] + 1)
 
     def _is_at(self, neighbor: int, round_index: int) -> None:
         """Take note of a neighbour's round; what was under way for a while does not set it back, only a new life does.
@@ -290,11 +309,12 @@ class AsynchronousMail:
     def news(self, neighbor: int, now: float) -> list[Words]:
         """See Mail: one call with everything, hellos first, for without them the rest may be refused."""
         out = self._out[neighbor]
-        found: Words = [*out.words, *([self.machine.hello(neighbor)] if now >= out.hello_at else [])]
+        found: Words = [*out.words, *([self._with_rows(self.machine.hello(neighbor))] if now >= out.hello_at else [])]
         if self.machine.is_open(neighbor):
             share = self._share(neighbor)
             found += [*self._taken_from(neighbor), *([share] if share is not None else []), *out.rows.values()]
-        out.hello_at = now + self._retry
+        if not all(isinstance(word, Acknowledgement) for word in found):  # all others say in which round this peer is
+            out.hello_at = now + self._retry
         return [found] if found else []
 
     def written(self, neighbor: int, words: Words) -> Parts:

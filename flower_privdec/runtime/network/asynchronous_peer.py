@@ -39,11 +39,22 @@ class AsynchronousPeer(Membership):
     def _patient(self) -> float:
         return time.monotonic() + self._pace.patience
 
-    def _hear(self, wanted: Collection[int], has_come: Callable[[int], bool], is_past: Callable[[int], bool]) -> None:
+    def _begin_exchange(self) -> None:
+        with self.courier.changed:
+            self._pace.begin(time.monotonic(), self.mail.rounds)
+
+    def _hear(
+        self,
+        wanted: Collection[int],
+        has_come: Callable[[int], bool],
+        is_past: Callable[[int], bool],
+        late: Collection[int] = (),
+    ) -> None:
         """Wait for what some neighbours send, as long as that pays, and remember who of them had come.
 
         Args:
             is_past: whether a neighbour is beyond this exchange, so that nothing of it will come.
+            late: who was waited for in this exchange already.
         """
 
         def is_done(neighbor: int) -> bool:
@@ -52,7 +63,7 @@ class AsynchronousPeer(Membership):
                 self._pace.came(time.monotonic())
             return done
 
-        self._await(wanted, is_done, self._patient())
+        self._await(set(wanted) - set(late), is_done, self._patient())
         if wanted:
             new = self.mail.senders(self.state.at)  # of rounds before this, where somebody lags behind
             there = {neighbor for neighbor in wanted if has_come(neighbor) or neighbor in new}
@@ -76,25 +87,31 @@ class AsynchronousPeer(Membership):
         if not self._due(round_index):
             self._absorb()
             return
-        self._pace.begin(time.monotonic())
+        self._begin_exchange()
         outgoing = self.timetable.column(self.device.peer, round_index)
         incoming = self.timetable.senders(self.device.peer, self.timetable.place(round_index, self.state.at))
+        late: set[int] = set()
         if not sent:
-            self._make_ready(outgoing, set(outgoing) - incoming)
+            late = self._make_ready(outgoing, set(outgoing) - incoming)
             self._split(round_index, outgoing)
             self._commit(round_index + 1, outgoing)
         self._hear(
             incoming,
-            lambda j: j in self.machine.waiting_rounds() or self.mail.rounds.get(j, 0) > round_index,
+            lambda j: j in self._new or j in self.machine.waiting_rounds() or self.mail.rounds.get(j, 0) > round_index,
             lambda j: False,
+            late,
         )
         self._absorb()
+        self._new -= incoming
 
-    def _make_ready(self, receivers: Collection[int], unheard: Collection[int]) -> None:
+    def _make_ready(self, receivers: Collection[int], unheard: Collection[int]) -> set[int]:
         """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way.
 
         Args:
             unheard: those of them who send nothing in this exchange: who of them is punctual shows here alone.
+
+        Returns:
+            Those for whom there is none.
         """
         until = self._patient()
         while True:
@@ -106,6 +123,7 @@ class AsynchronousPeer(Membership):
             self._absorb()
             self._commit(self.state.round_index)
         self._pace.note(set(unheard) - late, late & set(unheard))
+        return late
 
     def _split(self, round_index: int, weights: dict[int, float]) -> None:
         with self.courier.changed:
@@ -122,15 +140,24 @@ class AsynchronousPeer(Membership):
     def _gossip(self, exchange: Exchange, state: State) -> None:
         """Send rows, and go on with those that have come."""
         k, at = state.round_index, state.at
-        self._pace.begin(time.monotonic())
+        self._begin_exchange()
         sent = exchange.outgoing(state, self._whole)
         if self._due(k):
             self._commit(k)
         self._post(at, k, {receiver: rows for (_, receiver), rows in sent.items()})
         wanted = self.timetable.senders(self.device.peer, self.timetable.place(k, at))
 
-        self._hear(wanted, lambda j: self.mail.has_rows(at, j, k), lambda j: self.mail.places.get(j, (0, 0)) > (k, at))
+        def is_past(j: int) -> bool:
+            at_its_end = self.mail.rounds.get(j, 0) >= self.experiment.scenario.rounds  # where it mixes, and no more
+            return self.mail.places.get(j, (0, 0)) > (k, at) or (at_its_end and not isinstance(exchange, Mix))
+
+        self._hear(wanted, lambda j: self._has_rows(at, j, k), is_past)
         self._mix(exchange, state, wanted)
+
+    def _has_rows(self, at: int, neighbor: int, round_index: int) -> bool:
+        """Return whether rows of a round have come, or new ones at all of a neighbour that is far behind."""
+        far = self.mail.places.get(neighbor, (round_index, 0))[0] < round_index - 1
+        return self.mail.has_rows(at, neighbor, round_index) or (far and neighbor in self.mail.senders(at))
 
     def _post(self, at: int, round_index: int, rows: dict[int, Any]) -> None:
         replies = self._answers(at)

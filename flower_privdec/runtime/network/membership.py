@@ -31,7 +31,7 @@ from flower_privdec.runtime.spent import ledger_folder
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.words import one_line
 
-GREETING_SECONDS = 2.0  # for the others, once a neighbour is known to be under way already
+GREETING_SECONDS = 2.0  # for the others, where they are known to be under way already
 
 
 class Membership(RunningPeer):
@@ -48,7 +48,9 @@ class Membership(RunningPeer):
         peer, neighbors = self.device.peer, self.timetable.neighbours(self.device.peer)
         self._whole, self._partly = whole, PartlyHeard(whole, peer)
         self.cohort.mixing = self._partly
-        self._pace, self._asked = Punctuality(neighbors, scenario.network.deadline), dict[int, int]()
+        deadline = scenario.network.deadline
+        first = min(GREETING_SECONDS, deadline) if kept else deadline  # the others may have used its rows, and be done
+        self._pace, self._asked = Punctuality(neighbors, first), dict[int, int]()
         self._neighbors, self._commits, self._joining = neighbors, 0, False
         exchanges = {at: self._layout(exchange) for at, exchange in self.timetable.exchanges.items()}
         shares = self._shares_of(exchanges) if whole.sends_shares else {}
@@ -58,10 +60,12 @@ class Membership(RunningPeer):
         self.machine = machine
         rows, answers = {} if shares else exchanges, [at for at in exchanges if self._answers(at)]
         self.mail = AsynchronousMail(machine, neighbors, shares, rows, answers, scenario.network.retry, scenario.rounds)
-        self._resumed, self._sent, self._ledger_ends_here = bool(kept), False, False
+        self._resumed, self._sent, self._ledger_ends_here, self._paid = bool(kept), False, False, 0
+        self.mail.begun = self.state.round_index
         if kept:
             self._restore(kept[-1])
         self._full = self._weight()  # what it was when something was added last
+        self._new: set[int] = set()  # whose shares were added since the last exchange in which they are due
         self.mail.fresh = not machine.has_met
         return self.mail
 
@@ -92,7 +96,7 @@ class Membership(RunningPeer):
         self.machine.restore(found)
         ledger = self.cohort.ledger
         self._ledger_ends_here = ledger is not None and kept.head is not None and ledger.head == tuple(kept.head)
-        self._commits, self._asked = kept.transport["place"], asked
+        self._commits, self._asked, self._paid = kept.transport["place"], asked, kept.transport["paid"]
         self._sent = self.state.waiting and found.round_index > self.state.round_index
 
     def _cap(self) -> int:
@@ -179,13 +183,19 @@ class Membership(RunningPeer):
         """
         if self.mail.joins or self.device.insecure_seeds or not self._ledger_ends_here:
             return  # it has taken no step yet, or pays for many at once
-        if not self.cohort.active(self.state.round_index).any():
+        if not any(self.cohort.active(k).any() for k in self._unpaid_rounds()):
             return
         raise BudgetError(
             f"{ledger_folder(self.experiment.scenario, self.device.folder)}: {why}; its ledger knows of no step since "
             "its checkpoint, so it was put back as well, and steps that were taken are missing in it: restore the "
             "newest copy of the ledger"
         )
+
+    def _unpaid_rounds(self) -> range:
+        """Return the rounds whose steps others have seen, or may have, and the checkpoint has not paid for."""
+        if self._whole.sends_shares:
+            return range(self.state.round_index, self.state.round_index + 1)
+        return range(self._paid // self.cohort.steps_per_round, self.mail.ahead + 1)
 
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Wait until something is so, or for some seconds; meanwhile begin anew where that has to be.
@@ -246,8 +256,10 @@ class Membership(RunningPeer):
 
     def _absorb(self) -> None:
         with self.courier.changed:
-            if self.machine.absorb():
-                self._full = self._weight()
+            added = self.machine.absorb()
+        if added:
+            self._full = self._weight()
+            self._new |= {share.sender for share in added}
 
     def _weight(self) -> float:
         """Return this peer's push-sum weight; 1 where there is none."""

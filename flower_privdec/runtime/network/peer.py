@@ -307,7 +307,7 @@ class RunningPeer(ABC):
             "neighbours": self.timetable.neighbours(self.device.peer),
             "down": {str(peer): why for peer, why in sorted(self.courier.trouble.items()) if not self._is_over(peer)},
             **self._traffic(),
-            "noise": noise_said(self.device.insecure_seeds),
+            "noise": noise_said(scenario, self.device.insecure_seeds),
         }
 
     def _epsilon(self) -> float:
@@ -323,8 +323,9 @@ def rows_path(folder: Path, round_index: int) -> Path:
     return folder / f"rows-{round_index}.safetensors"
 
 
-def noise_said(insecure_seeds: bool) -> str:
-    """Say where a peer's noise comes from."""
+def noise_said(scenario: Scenario, insecure_seeds: bool) -> str:
+    """Say where a peer's noise comes from, and how it is rounded where that is exactly."""
     if insecure_seeds:
         return "INSECURE: noise and batches follow from the scenario's seed; for tests alone"
-    return "of the operating system's generator"
+    hardened = scenario.private is not None and scenario.private.hardened
+    return f"of the operating system's generator{', hardened: rounded exactly' if hardened else ''}"

@@ -3,12 +3,11 @@
 Peers that are equally fast do better when they wait a moment for each other: a round in which nobody is heard spends
 budget and mixes nothing. So a peer waits in each exchange for those neighbours that are *punctual*, PATIENCE times a
 period: its own work from the last exchange to this one, and the wait for the first neighbour that comes, in the middle
-of the last exchanges. Who has not come by then STRIKES times in a row is late, and waited for no more. One that
-had a bad moment keeps up: something new of it is there in AGAIN exchanges in a row, be it of the round before, and it
-is waited for again until both are in the same round. Everybody else is given another chance: after FIRST_CHANCE
-exchanges, then twice as many each time. So a neighbour that is ten times slower, or stopped, costs a few periods at the
-beginning and then hardly anything, and one that was cut off for a while is waited for again. A peer all of whose
-neighbours are slow goes at their pace.
+of the last exchanges. Who has not come by then STRIKES times in a row is late, and waited for no more, and so is who
+does not keep up: for the last rounds of it that became known, SEEN times, it needed more than SLOWEST exchanges of this
+peer each. Whoever keeps up is waited for again. So a neighbour that is ten times slower, or stopped, costs a few
+periods at the beginning and then nothing, and one that had a bad moment, or was cut off for a while, is soon waited for
+again. A peer all of whose neighbours are slow goes at their pace.
 
 Moments are seconds of any clock that never goes back.
 """
@@ -16,13 +15,13 @@ Moments are seconds of any clock that never goes back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from statistics import median
 
 PATIENCE = 3.0
-STRIKES, AGAIN = 2, 3
-FIRST_CHANCE, LAST_CHANCE = 4, 1024  # exchanges until a late neighbour is waited for once more
+STRIKES = 2
+SEEN, SLOWEST = 4, 2.0
 REMEMBERED = 32  # periods
 
 
@@ -32,36 +31,37 @@ class Record:
 
     Attributes:
         punctual: whether it is waited for.
-        streak: in how many exchanges in a row something new of it was there.
         strikes: in how many exchanges in a row it was waited for and had nothing.
-        left: how many exchanges it is not waited for.
-        pause: how many that were the last time.
+        rounds: the last rounds of it that became known, each with this peer's number of exchanges by then.
     """
 
     punctual: bool = False
-    streak: int = 0
     strikes: int = 0
-    left: int = FIRST_CHANCE
-    pause: int = FIRST_CHANCE
+    rounds: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=SEEN + 1))
+
+    def known(self, exchange: int, round_index: int) -> None:
+        """Take note of the round that a neighbour is in, as far as is known by an exchange."""
+        if self.rounds and round_index < self.rounds[-1][1]:
+            self.rounds.clear()  # it was put back
+        if not self.rounds or round_index > self.rounds[-1][1]:
+            self.rounds.append((exchange, round_index))
+
+    def judge(self, exchange: int) -> None:
+        """Say who keeps up, and is punctual, and who does not, by an exchange; nothing while too little is known."""
+        if len(self.rounds) > SEEN:
+            (began, first), (_, last) = self.rounds[0], self.rounds[-1]
+            self.punctual = exchange - began <= SLOWEST * (last - first)
 
     def there(self) -> None:
         """Take note that it had come, or at least something new of it."""
-        self.streak, self.strikes = self.streak + 1, 0
-        if self.streak >= AGAIN or self.left == 0:
-            self.punctual, self.pause, self.left = True, max(FIRST_CHANCE, self.pause // 2), FIRST_CHANCE
+        self.strikes = 0
 
     def missing(self) -> None:
         """Take note that nothing had come."""
-        self.streak = 0
-        if self.punctual:
-            self.strikes += 1
-            if self.strikes >= STRIKES:
-                self.punctual, self.strikes, self.left = False, 0, self.pause
-        elif self.left == 0:
-            self.pause = min(LAST_CHANCE, 2 * self.pause)
-            self.left = self.pause
-        else:
-            self.left -= 1
+        self.strikes += self.punctual
+        if self.strikes >= STRIKES:
+            self.punctual, self.strikes = False, 0
+            self.rounds.clear()
 
 
 class Punctuality:
@@ -74,7 +74,7 @@ class Punctuality:
 
     def __init__(self, neighbors: Iterable[int], first: float) -> None:
         """Begin with nobody punctual."""
-        self._first = first
+        self._first, self._exchanges = first, 0
         self._records = {neighbor: Record() for neighbor in neighbors}
         self._periods: deque[float] = deque(maxlen=REMEMBERED)
         self._ended: float | None = None
@@ -83,7 +83,7 @@ class Punctuality:
 
     def is_awaited(self, neighbor: int) -> bool:
         """Return whether to wait for a neighbour in the exchange under way."""
-        return self._records[neighbor].punctual or self._records[neighbor].left == 0
+        return self._records[neighbor].punctual
 
     def start(self, now: float, neighbors: Iterable[int]) -> None:
         """Begin to work at a moment, and to wait for some neighbours, which begin together."""
@@ -96,9 +96,18 @@ class Punctuality:
         """Return how long to wait in an exchange, seconds."""
         return PATIENCE * median(self._periods) if self._periods else self._first
 
-    def begin(self, now: float) -> None:
-        """Take note of the beginning of an exchange, at a moment."""
+    def begin(self, now: float, rounds: Mapping[int, int]) -> None:
+        """Take note of the beginning of an exchange, at a moment.
+
+        Args:
+            rounds: in which round each neighbour is, as far as is known.
+        """
         self._began, self._came = now, None
+        self._exchanges += 1
+        for neighbor, round_index in rounds.items():
+            record = self._records[neighbor]
+            record.known(self._exchanges, round_index)
+            record.judge(self._exchanges)
 
     def came(self, now: float) -> None:
         """Take note that some neighbour had come by a moment; the first in an exchange counts."""

@@ -39,12 +39,15 @@ class TimeLimit:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._seconds / LOOKS):
-            now = time.monotonic()
-            with self._guard:
-                late = [number for number, (until, _) in self._under_way.items() if now >= until]
-                ends = [self._under_way.pop(number)[1] for number in late]
-            for end in ends:
-                end()
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """End what takes too long at a moment."""
+        with self._guard:
+            late = [number for number, (until, _) in self._under_way.items() if now >= until]
+            ends = [self._under_way.pop(number)[1] for number in late]
+        for end in ends:
+            end()
 
     def close(self) -> None:
         """Look at the clock no more."""

@@ -126,7 +126,7 @@ class Up:
                         on_metrics(metrics)
                     self._do_mishaps(round_index)
                 self._wait()
-            facts = {"noise": noise_said(self._insecure), "numbers": NUMBERS[self.scenario.network.mode]}
+            facts = {"noise": noise_said(self.scenario, self._insecure), "numbers": NUMBERS[self.scenario.network.mode]}
             return self.recorder.finish(self._rows(self.scenario.rounds), self._spent, **facts, **self._casualties())
         finally:
             self.recorder.close()

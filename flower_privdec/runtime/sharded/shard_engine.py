@@ -38,6 +38,7 @@ class ShardEngine(Engine):
 
     def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State, wires: Wires) -> None:
         super().__init__(algorithm, cohort, state)
+        self._whole = None  # which is for who hosts everybody
         self.wires = wires
         self._plans, self._tables = Plans(), Tables()
 

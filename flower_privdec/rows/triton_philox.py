@@ -1,0 +1,123 @@
+"""The normal numbers of `philox` compiled by Triton, for rows on a GPU: one launch adds to all of them.
+
+Import this module only where there is a GPU: it needs Triton. Words, layout and polynomials are those of `philox`,
+so that a GPU draws what a CPU draws, but for roundings (some 1e-7 of a float32 normal, 1e-14 of a float64 one).
+
+Source: as `philox`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+LANES: Any = tl.constexpr(32)  # as in philox: 32 counters make a tile of 128 elements
+ROUNDS: Any = tl.constexpr(7)
+REFINED: Any = tl.constexpr(2**16)
+COUNTERS: Any = tl.constexpr(1024)  # of one program: 4,096 elements
+
+
+@triton.jit
+def normals32(x, y):  # type: ignore[no-untyped-def]
+    """Two float32 normals of two words, as philox.normals32 makes them."""
+    bits = (x.to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    m = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    p = 0.08722349142904505 * m - 0.14366839931705258
+    p = (p * m + 0.1495226761942918) * m - 0.16562393578805937
+    p = (p * m + 0.1995683350825593) * m - 0.25002074045861866
+    p = (p * m + 0.3333418562664761) * m - 0.499999879644504
+    p = p * m + 0.9999999741895687
+    log = p * m + (exponent - 32).to(tl.float32) * 0.6931471805599453
+    radius = tl.sqrt(tl.maximum(-2.0 * log, 0.0))
+    t = (y << 2).to(tl.int32, bitcast=True).to(tl.float32) * 4.656612873077393e-10
+    z = t * t
+    s = (-3.5954507782564404e-05 * z + 0.0024900071270947304) * z - 0.08074543483021228
+    s = t * (s * z + 0.7853981609834044)
+    c = (-0.0003188805083843841 * z + 0.015849915256886133) * z - 0.30842425356194936
+    c = c * z + 0.9999999724233212
+    return turned(radius, s, c, y)
+
+
+@triton.jit
+def turned(radius, s, c, y):  # type: ignore[no-untyped-def]
+    """Two normals of a radius, sine and cosine: the top bits of y choose sign and order."""
+    signed = tl.where((y & 0x40000000) != 0, -radius, radius)
+    swap = (y & 0x80000000) != 0
+    return signed * tl.where(swap, s, c), signed * tl.where(swap, c, s)
+
+
+@triton.jit
+def polar64(v, y):  # type: ignore[no-untyped-def]
+    """Two float64 normals of radius sqrt(-2 ln(v / 2^32)), as philox.polar64 makes them."""
+    bits = v.to(tl.int64, bitcast=True)
+    exponent = (bits - 0x3FE6A09E667F3BCD) >> 52
+    m = (bits - (exponent << 52)).to(tl.float64, bitcast=True) - 1.0
+    q = m / (2.0 + m)
+    w = q * q
+    p = w * 0.0 + 1.0 / 21.0
+    for k in tl.static_range(10):
+        p = p * w + 1.0 / (19.0 - 2.0 * k)
+    log = 2.0 * q * p + (exponent - 32).to(tl.float64) * 0.6931471805599453
+    radius = tl.sqrt(tl.maximum(-2.0 * log, 0.0))
+    t = (y << 2).to(tl.int32, bitcast=True).to(tl.float64) * 3.657295198167899e-10
+    z = t * t
+    s, c = z * 0.0 + 1.0, z * 0.0 + 1.0
+    for k in tl.static_range(7):
+        s = 1.0 - s * z / ((14.0 - 2.0 * k) * (15.0 - 2.0 * k))
+        c = 1.0 - c * z / ((14.0 - 2.0 * k) * (13.0 - 2.0 * k))
+    return turned(radius, s * t, c, y)
+
+
+@triton.jit
+def refined(x, x1, x2):  # type: ignore[no-untyped-def]
+    """Where in its cell of the 32-bit grid a radius lies: the word x and 64 bits behind its point."""
+    cell = 2.3283064365386963e-10
+    return x.to(tl.float64) + (x1.to(tl.float64) + (x2.to(tl.float64) + 0.5) * cell) * cell
+
+
+@triton.jit
+def mended(n0, n1, v, x, y):  # type: ignore[no-untyped-def]
+    """The pair of a radius below REFINED from v, its place in full; any other pair as it is."""
+    m0, m1 = polar64(v, y)
+    few = x < REFINED
+    return tl.where(few, m0.to(n0.dtype), n0), tl.where(few, m1.to(n1.dtype), n1)
+
+
+@triton.jit(do_not_specialize=["stride", "d", "step"])  # type: ignore[untyped-decorator]
+def add_normals(out, stride, d, std, keys, receivers, step, DOUBLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add std[i] * N(0, I) to row i, [d], `stride` elements from the next; program (i, b) to its block b."""
+    row = tl.program_id(0).to(tl.int64)
+    scale = tl.load(std + row)
+    if scale != 0:
+        key = tl.load(keys + row)
+        k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+        counter = tl.program_id(1) * COUNTERS + tl.arange(0, COUNTERS)
+        c0 = counter.to(tl.uint32)
+        c1, c2 = c0 * 0 + step.to(tl.uint32), c0 * 0 + tl.load(receivers + row).to(tl.uint32)
+        x0, x1, x2, x3 = tl.philox_impl(c0, c1, c2, c0 * 0, k0, k1, ROUNDS)
+        if DOUBLE:
+            n0, n1 = polar64(x0.to(tl.float64) + 0.5, x1)
+            n2, n3 = polar64(x2.to(tl.float64) + 0.5, x3)
+        else:
+            n0, n1 = normals32(x0, x1)
+            n2, n3 = normals32(x2, x3)
+        if tl.min(tl.minimum(x0, x2), 0) < REFINED:
+            y0, y1, y2, y3 = tl.philox_impl(c0, c1, c2, c0 * 0 + 1, k0, k1, ROUNDS)
+            n0, n1 = mended(n0, n1, refined(x0, y0, y1), x0, x1)
+            n2, n3 = mended(n2, n3, refined(x2, y2, y3), x2, x3)
+        column = (counter // LANES) * (4 * LANES) + counter % LANES
+        first = out + row * stride
+        add(first, column, d, scale * n0)
+        add(first, column + LANES, d, scale * n1)
+        add(first, column + 2 * LANES, d, scale * n2)
+        add(first, column + 3 * LANES, d, scale * n3)
+
+
+@triton.jit
+def add(first, column, d, values):  # type: ignore[no-untyped-def]
+    """Add values to a row from its first element on, where it has such columns."""
+    inside = column < d
+    tl.store(first + column, tl.load(first + column, mask=inside) + values, mask=inside)
