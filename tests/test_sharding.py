@@ -30,7 +30,8 @@ from flower_privdec.runtime.sharded.crossings import mix_plan
 from flower_privdec.runtime.sharded.dealing import Shards
 from flower_privdec.runtime.sharded.meeting import THIS_MACHINE, MeetingPlace
 from flower_privdec.runtime.sharded.shard_engine import ShardEngine
-from flower_privdec.runtime.sharded.wires import LostShardError, Traffic, Wires
+from flower_privdec.runtime.sharded.traffic import Traffic
+from flower_privdec.runtime.sharded.wires import LostShardError, Wires
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.topology import build_topology
 

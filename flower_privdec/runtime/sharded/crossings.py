@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flower_privdec.mixing.matrix import MixingMatrix, SparseMatrix
 from flower_privdec.runtime.sharded.dealing import Shards
-from flower_privdec.runtime.sharded.wires import Traffic
+from flower_privdec.runtime.sharded.traffic import Traffic
 
 Part = tuple[slice | Tensor, MixingMatrix]
 Plan = TypeVar("Plan")
