@@ -9,6 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from flower_privdec.bench.sharding import sharding_lines
+
 PLAIN_WIDTH = 130  # where the output is no terminal
 COLUMNS = ("", "ms a round", "least", "wall", "peer steps/s", "times the loop")
 
@@ -18,7 +20,7 @@ def print_results(results: dict[str, dict[str, Any]]) -> None:
     console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     for name, result in results.items():
         title = f"{name}: {result['description']}"
-        console.print(title if "normals" in result else _table(title, result["variants"]))
+        console.print(_table(title, result["variants"]) if "variants" in result else title)
         for line in notes(result):
             console.print(f"  {line}")
         console.print()
@@ -36,6 +38,8 @@ def _table(title: str, variants: dict[str, dict[str, float]]) -> Table:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Return the lines below a table."""
+    if "pace" in result:
+        return sharding_lines(result)
     if "normals" in result:
         return [f"{name}: {rate / 1e6:.0f} million a second" for name, rate in result["normals"].items()]
     if "floor" in result:

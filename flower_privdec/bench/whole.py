@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flower_privdec.bench import flower_relay, local_steps, noise, peak_memory, processes
+from flower_privdec.bench import flower_relay, local_steps, noise, peak_memory, processes, sharding
 from flower_privdec.bench.comparison import SCALES, generators, measure_workload, scaling
 from flower_privdec.bench.ledgers import SECONDS, ledger_share
 from flower_privdec.bench.printing import print_results
@@ -85,13 +85,16 @@ def measure(
     if noise.NAME in names:
         _say(f"{noise.NAME}: timing the generators")
         results[noise.NAME] = noise.measure_noise(where, rounds)
+    if sharding.NAME in names and where.type == "cpu":
+        _say(f"{sharding.NAME}: timing two shards beside one process, and beside bare gloo")
+        results[sharding.NAME] = sharding.measure_sharding(generators(where)[0][0])
     if extras and chosen:
         _add_extras(results, chosen, where)
     return results
 
 
 def _names(wanted: list[str]) -> list[str]:
-    known = [*WORKLOADS, local_steps.NAME, noise.NAME]
+    known = [*WORKLOADS, local_steps.NAME, noise.NAME, sharding.NAME]
     for name in wanted:
         if name not in known:
             raise ScenarioError(f"workload={name!r} must be one of {', '.join(known)}")

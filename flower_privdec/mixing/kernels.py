@@ -107,6 +107,11 @@ def halves_shifted_(x: Tensor, shift: int) -> None:
 
 def mean_row(x: Tensor, members: Tensor | None) -> Tensor:
     """Return the mean of the members' rows (None: of all), summed pairwise in blocks and divided once."""
+    return sum_rows(x, members) / (len(x) if members is None else len(members))
+
+
+def sum_rows(x: Tensor, members: Tensor | None) -> Tensor:
+    """Return the sum of the members' rows (None: of all), pairwise in blocks."""
     count = len(x) if members is None else len(members)
     total: Tensor | None = None
     for start in range(0, count, BLOCK):
@@ -114,8 +119,8 @@ def mean_row(x: Tensor, members: Tensor | None) -> Tensor:
         part = x[chosen] if members is None else x.index_select(0, members[chosen])
         total = _pairwise_sum(part) if total is None else total.add_(_pairwise_sum(part))
     if total is None:
-        raise ValueError("a mean needs at least one member")
-    return total / count
+        raise ValueError("a sum needs at least one member")
+    return total
 
 
 def _pairwise_sum(part: Tensor) -> Tensor:
