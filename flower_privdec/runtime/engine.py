@@ -16,6 +16,20 @@ class Engine:
         self._spares: Spares = {}
         self._whole = LoneRound.of(algorithm, cohort)
 
+    trial = None  # models are tried by whoever asks
+
+    def collected(self) -> State:
+        """Return the state between two rounds."""
+        return self.state
+
+    def close(self) -> None:
+        """Let go of nothing: an engine in one piece holds nothing."""
+
+    def rounds(self, count: int) -> None:
+        """Run some whole rounds."""
+        for _ in range(count):
+            self.round()
+
     def round(self) -> None:
         """Run one whole round: every step, every exchange."""
         if self._whole is not None and self._whole.take_(self.state):
