@@ -33,6 +33,8 @@ from flower_privdec.scenario import parse_scenario
 pytestmark = pytest.mark.skipif(not dealt_blocks.can_fork(), reason="workers are forked, on Linux")
 LIMIT = 120  # seconds that a test waits for a state that comes in a moment
 
+OTHERS: set[int] = set()  # processes that this one had before a test
+
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(part, other[name]) for name, part in one.items())
@@ -115,6 +117,17 @@ def test_rows_that_a_step_makes_or_puts_elsewhere_are_found(build, tmp_path):
     assert said == figures
 
 
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    """Remember what other tests have started."""
+    OTHERS.clear()
+    OTHERS.update(children(os.getpid()))
+
+
+def own_workers() -> list[int]:
+    return [child for child in children(os.getpid()) if child not in OTHERS]
+
+
 def paid_steps(out: Path) -> int:
     (ledger,) = (out / "ledger").glob("*.jsonl")
     return max(payment.to_step for payment in read_chain(ledger)[1])
@@ -126,14 +139,14 @@ def test_a_killed_worker_ends_the_run_with_its_reason_and_nothing_is_lost(build,
     with smallest_blocks():
         under_way = Run(experiment, tmp_path / "run", workers=2)
     first = under_way.advance()
-    (worker,) = children(os.getpid())
+    (worker,) = own_workers()
     os.kill(worker, signal.SIGINT)  # is the run's own affair, and changes nothing
     assert under_way.advance() == json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
     os.kill(worker, signal.SIGKILL)
     with pytest.raises(RunError, match=r"round \d+: the process of peers 2-3 was ended by SIGKILL.* with --resume"):
         under_way.advance()
     under_way.close()
-    assert not children(os.getpid())
+    assert not own_workers()
     assert paid_steps(tmp_path / "run") >= 5
     again, said = whole(experiment, tmp_path / "run", 2, resume=True)
     assert same(rows, again)
@@ -146,7 +159,7 @@ def test_a_worker_holds_no_lock_and_a_second_run_is_refused(build, tmp_path):
     with smallest_blocks():
         under_way = Run(experiment, tmp_path / "run", workers=3)
     under_way.advance()
-    for worker in children(os.getpid()):
+    for worker in own_workers():
         held = [os.readlink(f"/proc/{worker}/fd/{file}") for file in os.listdir(f"/proc/{worker}/fd")]
         assert not [name for name in held if name.startswith(str(tmp_path))]
     with pytest.raises(ScenarioError, match="another run writes to it"):
@@ -154,7 +167,7 @@ def test_a_worker_holds_no_lock_and_a_second_run_is_refused(build, tmp_path):
     files = len(os.listdir("/proc/self/fd"))
     under_way.close()
     assert len(os.listdir("/proc/self/fd")) < files
-    assert not children(os.getpid())
+    assert not own_workers()
 
 
 def test_runs_leave_no_file_open(build, tmp_path):
@@ -176,13 +189,13 @@ def test_what_a_users_part_raises_in_a_worker_is_told_and_what_it_says_is_not(bu
     assert "raised LookupError (" in said
     assert "worker_runs.py, line" in said
     assert "tensor" not in said
-    assert not children(os.getpid())
+    assert not own_workers()
 
 
 def test_a_users_part_that_ends_its_process_ends_the_run(build, tmp_path):
     with pytest.raises(RunError, match=r"round 1: the process of peers 2-3 ended itself with status 7"):
         whole(build(own("Leaving")), tmp_path / "run", 2)
-    assert not children(os.getpid())
+    assert not own_workers()
 
 
 def command(tmp_path: Path, *more: str) -> subprocess.Popen:

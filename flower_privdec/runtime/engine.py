@@ -14,9 +14,13 @@ class Engine:
     def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State) -> None:
         self.algorithm, self.cohort, self.state = algorithm, cohort, state
         self._spares: Spares = {}
-        self._whole = LoneRound.of(algorithm, cohort)
+        self._whole = self._in_one_call()
 
     trial = None  # models are tried by whoever asks
+
+    def _in_one_call(self) -> LoneRound | None:
+        """Return what takes whole rounds of those who are all hosted here, where there is such a thing."""
+        return LoneRound.of(self.algorithm, self.cohort)
 
     def collected(self) -> State:
         """Return the state between two rounds."""

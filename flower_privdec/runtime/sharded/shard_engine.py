@@ -38,9 +38,11 @@ class ShardEngine(Engine):
 
     def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State, wires: Wires) -> None:
         super().__init__(algorithm, cohort, state)
-        self._whole = None  # which is for who hosts everybody
         self.wires = wires
         self._plans, self._tables = Plans(), Tables()
+
+    def _in_one_call(self) -> None:
+        """There is nothing of the kind: others are hosted elsewhere."""
 
     def perform(self, exchange: Exchange) -> None:
         """Perform this shard's part of an exchange among all peers.
