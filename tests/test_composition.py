@@ -169,6 +169,15 @@ def test_a_convolution_is_the_sums_distribution(seed, length, count):
     np.testing.assert_allclose(placed[: len(exact)], exact, atol=slack)
 
 
+@pytest.mark.parametrize("fade", [0.0, 5e-324, 1e-300, 0.3, 1 - 1e-12, 1.0])
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_faded_sums_are_added_one_after_the_other(size, fade):
+    rng = np.random.default_rng(size)
+    values = (rng.random(size) * 10.0 ** rng.uniform(-320, 300, size))[::-1]
+    exact = list(itertools.accumulate(values.tolist(), lambda before, value: value + fade * before))
+    np.testing.assert_allclose(composition._faded_sums(values, fade), exact, rtol=1e-13)
+
+
 def test_more_steps_than_a_window_holds_get_a_bound_of_their_own(monkeypatch):
     releases = [poisson(0.05, 2.0, 4000)]
     exact = fresh_epsilon(releases, 1e-6)
