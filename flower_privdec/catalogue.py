@@ -1,4 +1,4 @@
-"""Every part that a scenario can name, with a line on each: the schema, `privdec list` and the errors follow from it.
+"""Every part that a scenario or an option can name, with a line on each: schema, errors and `privdec list` follow.
 
 What is built by a name lies in the room of its kind, which binds it to the names here when it is imported.
 """
@@ -231,3 +231,10 @@ MODELS = Choice(
 )
 ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})
 INITS = Choice({"default": "torch's own, keyed by the seed", "zeros": "every parameter 0"})
+FLOWER_MODES = Choice(
+    {
+        "cohort": "one SuperNode hosts all peers",
+        "sharded": "each SuperNode hosts a share of the peers, and they send each other rows directly",
+        "relay": "peers are dealt out to SuperNodes, one each or several, and the ServerApp routes what they send",
+    }
+)

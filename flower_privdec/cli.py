@@ -61,6 +61,7 @@ class FlowerMode(StrEnum):
     """How Flower hosts the peers."""
 
     cohort = "cohort"
+    sharded = "sharded"
     relay = "relay"
 
 
@@ -89,10 +90,15 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
     mode: Annotated[
         FlowerMode | None,
-        typer.Option(help="flower: all peers in one SuperNode, or dealt out to several.", show_default="cohort"),
+        typer.Option(
+            help="flower: all peers in one SuperNode, or shares of them in several that send each other rows, or one "
+            "each by a relay.",
+            show_default="cohort",
+        ),
     ] = None,
     supernodes: Annotated[
-        int | None, typer.Option(min=1, help="flower, relay: how many.", show_default="n_peers")
+        int | None,
+        typer.Option(min=1, help="flower: how many.", show_default="relay: n_peers; sharded: one for --cpus of them"),
     ] = None,
     cpus: Annotated[int | None, typer.Option(min=1, help="flower: CPUs for each ClientApp.", show_default="1")] = None,
     gpus: Annotated[
@@ -229,7 +235,9 @@ def study(
 
 @command()
 def bench(
-    workloads: Annotated[list[str] | None, typer.Argument(metavar="[W1 W2 ... FedDeper noise]", help="Which.")] = None,
+    workloads: Annotated[
+        list[str] | None, typer.Argument(metavar="[W1 W2 ... FedDeper noise sharded]", help="Which.")
+    ] = None,
     device: Annotated[Device, typer.Option(help="Where to time it.")] = Device.cpu,
     rounds: Annotated[int, typer.Option(min=3, max=10_000, help="Timed rounds of each variant.")] = 15,
     peers: Annotated[

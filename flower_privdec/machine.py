@@ -29,6 +29,24 @@ def available_bytes(device: torch.device) -> int:
     return free
 
 
+def available_cores() -> int:
+    """Return how many cores this process may use: its affinity, and the quota of its control group, rounded down."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for quota, period in _QUOTAS:
+        with suppress(OSError, ValueError):  # "max" is no number, and -1 no limit
+            granted, each = (*(CGROUP / quota).read_text().split(), *_words(period))[:2]
+            if int(granted) > 0:
+                cores = min(cores, int(granted) // int(each))
+    return max(1, cores)
+
+
+_QUOTAS = (("cpu.max", None), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+
+
+def _words(name: str | None) -> list[str]:
+    return [] if name is None else (CGROUP / name).read_text().split()
+
+
 def _reclaimable() -> int:
     lines = (CGROUP / "memory.stat").read_text().splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)

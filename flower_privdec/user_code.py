@@ -169,8 +169,21 @@ def _import(path: str, where: str) -> ModuleType:
         raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}") from error
 
 
+class RaisedElsewhere(Exception):  # noqa: N818 (an error of somebody's, in another process)
+    """What another process of a run raised: `place`, which may be told, and its traceback, which is for its owner."""
+
+    def __init__(self, place: str, trace: str) -> None:
+        super().__init__(place, trace)
+        self.place, self.trace = place, trace
+
+    def __str__(self) -> str:
+        return f"in another process of this run:\n{self.trace}"
+
+
 def raised_at(error: BaseException) -> str:
     """Return an error's kind and the line of code that raised it, and nothing that it says, which may tell of data."""
+    if isinstance(error, RaisedElsewhere):
+        return error.place
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{place}"

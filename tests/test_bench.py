@@ -11,12 +11,25 @@ import pytest
 import torch
 
 from flower_privdec import bench
-from flower_privdec.bench import comparison, equality, ledgers, limit, local_steps, noise, printing, timing, whole
+from flower_privdec.bench import (
+    comparison,
+    equality,
+    ledgers,
+    limit,
+    local_steps,
+    noise,
+    printing,
+    sharding,
+    timing,
+    whole,
+)
 from flower_privdec.bench.rivals import OpacusLoop, PeerLoop, TextbookVmap
 from flower_privdec.bench.workloads import WORKLOADS, Setup
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.rows import generators
 from flower_privdec.runtime.engine import Engine
+from flower_privdec.runtime.sharded.dealing import Shards
+from flower_privdec.topology import build_topology
 
 CPU = torch.device("cpu")
 FIGURES = ("ratio_to_loop", "fraction_of_limit", "times_the_limit", "peer_steps_per_second")
@@ -51,6 +64,30 @@ def test_workloads_are_those_promised():
 TINY_FEDDEPER = replace(
     local_steps.WORKLOAD, n_peers=10, batch=3, shape=(1, 8, 8), options={"hidden": [6, 5]}, examples=6
 )
+
+
+@pytest.mark.slow
+def test_shards_are_timed_beside_one_process_and_beside_gloo():
+    found = sharding.measure_sharding("torch", repeats=1, sizes=[2000])
+    assert found["pace"].keys() == {"W1", "W2", "W3"}
+    assert all(facts["ratio"] > 0 for facts in found["pace"].values())
+    assert found["exchanges"].keys() == {"8000"}
+    lines = sharding.sharding_lines(found)
+    assert len(lines) == 3 + 1 + 1 + 2
+    assert "on paper, 100,000 peers of W4 (d = 2,000) on 64 hosts" in lines[-2]
+
+
+def test_the_forecast_counts_the_rows_that_cross():
+    graph, shards = build_topology("directed-exponential", 40), Shards.deal(40, 4)
+    crossing = []
+    for phase in range(graph.period):
+        senders, receivers = graph.edges(phase).T
+        leaves = (shards.of(senders) == 1) & (shards.of(receivers) != 1)
+        crossing.append(len(np.unique(senders[leaves])))
+    found = sharding.forecast(40, 4, d=10, step_ms=2.0)
+    assert found.crossing == pytest.approx(np.mean(crossing))
+    assert (found.step_ms, found.bytes) == (20.0, found.crossing * 40)
+    assert found.collected_bytes == 40 * 10 * 4
 
 
 def test_feddeper_is_timed_beside_the_loop_and_the_floor(monkeypatch, capsys):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from together_grid import TogetherGrid
 from torch import Tensor
 from variants import choosing, settings_for
 
@@ -28,18 +29,20 @@ from flower_privdec.runtime.flower.own import Own
 from flower_privdec.runtime.flower.records import Order, pack_rows, pack_state, unpack_rows, unpack_state
 from flower_privdec.runtime.flower.relay import Relay
 from flower_privdec.runtime.flower.server_app import Settings
+from flower_privdec.runtime.flower.sharded import Sharded
 from flower_privdec.runtime.run import run
 from flower_privdec.scenario import Scenario, to_yaml
 
 Tiny = Callable[..., Scenario]
-HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "share": (Relay, 2)}
+HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "sharded": (Sharded, 2)}
 
 
 def run_under_flower(
     scenario: Scenario, out: Path, host: str, app: ClientApp | None = None, resume: bool = False
 ) -> Path:
     strategy, n_nodes = HOSTS[host]
-    grid = LocalGrid(app or client_app(), n_nodes, folder=out.with_name(out.name + "-nodes"))
+    kind = TogetherGrid if host == "sharded" else LocalGrid
+    grid = kind(app or client_app(), n_nodes, folder=out.with_name(out.name + "-nodes"))
     strategy(scenario, out, resume=resume).start(grid)
     return out
 
@@ -365,7 +368,7 @@ def test_own_modules_are_imported_from_the_base(tiny: Tiny, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("config", "rule"),
     [
-        ({"scenario": "mine.yaml", "mode": "gossip"}, "must be one of cohort, relay"),
+        ({"scenario": "mine.yaml", "mode": "gossip"}, "must be one of cohort, sharded, relay"),
         ({"scenario": "other.yaml"}, "scenario='other.yaml' is no file"),
         ({}, "scenario='' is no file"),
         ({"scenario": "mine.yaml", "set": "rounds=0"}, "rounds=0 must be"),

@@ -12,6 +12,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from shards_in_turn import in_turn
+from together_grid import TogetherGrid
 from variants import VARIANTS, settings_for
 
 from flower_privdec import testing
@@ -25,17 +27,18 @@ from flower_privdec.privacy.accounting import epsilon
 from flower_privdec.privacy.ledger_file import runs_in
 from flower_privdec.privacy.ledger_format import read_chain
 from flower_privdec.runtime.flower import client_app as clients
-from flower_privdec.runtime.flower import own
+from flower_privdec.runtime.flower import own, shard_app
 from flower_privdec.runtime.flower.client_app import client_app
 from flower_privdec.runtime.flower.cohort_run import CohortRun
 from flower_privdec.runtime.flower.local_grid import LocalGrid
 from flower_privdec.runtime.flower.relay import Relay
+from flower_privdec.runtime.flower.sharded import Sharded
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.testing import Seen
 
 Tiny = Callable[..., Scenario]
 Build = Callable[..., Experiment]
-HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "share": (Relay, 2)}
+HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "sharded": (Sharded, 2)}
 BLOCKS = "{name: privsgp-vr, table: blocks, learning_rate: 0.1}"
 SHORT = ["rounds=4", "data.samples=48", "data.batch.size=4", "privacy.clip_norm=0.05", "algorithm.learning_rate=2.0"]
 
@@ -63,6 +66,10 @@ class Tapped(LocalGrid):
         return reply
 
 
+class TappedTogether(Tapped, TogetherGrid):
+    """The same, of nodes that run at the same time."""
+
+
 def seen_under_flower(host: str) -> Callable[[Experiment], Seen]:
     """Return a function that runs an experiment under Flower and returns what the server sees and leaves."""
 
@@ -72,17 +79,20 @@ def seen_under_flower(host: str) -> Callable[[Experiment], Seen]:
         strategy, nodes = HOSTS[host]
         clients._build.cache_clear()
         clients._whole.cache_clear()
+        shard_app._hosted.cache_clear()
 
         def own_parts(agreement: Agreement, peers: np.ndarray | None = None, *_: object, **__: object) -> OwnParts:
             """The own parts of some peers: keys as ever, and the experiment's examples."""
             own, held = read(agreement, peers), experiment.own.examples
             return replace(own, examples=replace(held, parts=tuple(held.parts[peer] for peer in own.peers)))
 
-        with tempfile.TemporaryDirectory() as folder, patch.object(OwnParts, "of", own_parts):
-            grid = Tapped(client_app(), min(nodes, experiment.scenario.n_peers), folder=Path(folder) / "nodes")
+        with tempfile.TemporaryDirectory() as folder, patch.object(OwnParts, "of", own_parts), in_turn() as turns:
+            kind = TappedTogether if strategy is Sharded else Tapped
+            grid = kind(client_app(), min(nodes, experiment.scenario.n_peers), folder=Path(folder) / "nodes")
             grid.answers = []
             strategy(experiment.scenario, Path(folder) / "run").start(grid)
-            return {"answers": grid.answers, **testing.seen_in_folder(Path(folder) / "run")}
+            seen = {"answers": sorted(grid.answers), "wires": turns.seen}
+            return seen | testing.seen_in_folder(Path(folder) / "run")
 
     return watch
 
@@ -95,7 +105,9 @@ HOSTED = [  # every variant where each peer has a node; every algorithm in every
 
 @pytest.mark.parametrize(("variant", "host"), HOSTED, ids=[" ".join([*each, host]) for each, host in HOSTED])
 def test_nothing_but_releases_leaves_a_node(build: Build, variant: list[str], host: str) -> None:
-    testing.assert_nothing_else_leaves(build(*SHORT, *settings_for(*variant)), seen_under_flower(host))
+    experiment = build(*SHORT, *settings_for(*variant))
+    peer = experiment.scenario.n_peers // 2 if host == "sharded" else 0  # whose shard is not the one that collects
+    testing.assert_nothing_else_leaves(experiment, seen_under_flower(host), peer)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,49 @@ def test_a_node_whose_process_dies_is_one_line(
     assert log.rstrip().splitlines()[-1].endswith("and resume the run")
 
 
+DYING_SHARD = """\
+import os
+import signal
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from flower_privdec.runtime.flower.client_app import answer_place
+from flower_privdec.runtime.flower.node import Node
+from flower_privdec.runtime.flower.shard_app import train_sharded
+
+app = ClientApp()
+app.query("place")(answer_place)
+
+
+@app.train("sharded")
+def train(message: Message, context: Context) -> Message:
+    keep = Node.keep
+
+    def die(node, state, cohort):
+        if node.peers[0] == 2 and state.round_index == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        keep(node, state, cohort)
+
+    Node.keep = die
+    return train_sharded(message, context)
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two shards run at the same time, each on a CPU")
+def test_a_shard_that_is_killed_is_named_and_the_run_goes_on(
+    tiny: Tiny, tmp_path: Path, nothing_left: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as dying:
+        dying.setitem(launcher_modules(), "client_app.py", DYING_SHARD)
+        with pytest.raises(RunError, match=r"the SuperNode of peers 2 to 3 failed: its process has ended") as caught:
+            flower_run(tiny(), tmp_path / "flower", mode="sharded", n_supernodes=2)
+    assert "the shards keep round 2: mend it, then run the same command with --resume" in str(caught.value)
+    flower_run(tiny(), tmp_path / "flower", mode="sharded", n_supernodes=2, resume=True)
+    run(Experiment.build(tiny()), tmp_path / "engine")
+    assert_same_models(tmp_path / "flower", tmp_path / "engine")
+
+
 def launcher_modules() -> dict[str, str]:
     from flower_privdec.runtime.flower import launcher
 
@@ -214,6 +257,6 @@ def test_the_readmes_command_needs_no_variable_and_leaves_its_results_where_it_w
         assert f"Done: {out / 'summary.json'}" in told
         assert (out / "summary.json").exists()
     told = user.types(tmp_path / "wrong", "run", app, "--stream", "-c", "mode='rely'")
-    assert "mode='rely' must be one of cohort, relay; did you mean 'relay'?" in told.rstrip().splitlines()[-1]
+    assert "mode='rely' must be one of cohort, sharded, relay; did you mean 'relay'?" in told.rstrip().splitlines()[-1]
     assert "Traceback" not in told
     assert not (tmp_path / "wrong" / "runs").exists()

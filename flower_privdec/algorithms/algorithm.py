@@ -149,6 +149,14 @@ class Algorithm:
         """Return in how many of the first rounds it takes all local examples, whatever the batch."""
         return 0
 
+    def trials(self, members: float) -> float:
+        """Return how many models a peer tries on the validation set in a round: none, unless an algorithm does.
+
+        Args:
+            members: of its neighbourhood, itself among them.
+        """
+        return 0.0
+
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return the rows before round 0: every peer starts at the same parameters."""
         return {"x": cohort.initial.expand(len(cohort.peers), -1).clone()}

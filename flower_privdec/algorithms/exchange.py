@@ -8,7 +8,7 @@ processes, a network) calls the two; the engine, which hosts everybody, takes th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +42,19 @@ class Changed:
 
 
 @dataclass(frozen=True)
+class InReach:
+    """What all peers have where it lies, whoever hosts them.
+
+    Attributes:
+        rows: of all peers, in their order.
+        edges: by name, in parts whose own peers follow one another.
+    """
+
+    rows: Mapping[str, Tensor]
+    edges: Mapping[str, Sequence[Edges]]
+
+
+@dataclass(frozen=True)
 class Exchange(ABC):
     """An exchange of some named rows or edges of the state.
 
@@ -71,6 +84,14 @@ class Exchange(ABC):
         Raises:
             RunError: a message is missing, or does not fit.
         """
+
+    def among(self, state: State, mixing: Mixing, reach: InReach) -> Changed:
+        """Return what the state of some of the peers becomes where everybody's rows and edges can be read.
+
+        Raises:
+            TypeError: an exchange that writes into everybody's rows itself, as `Mix` does.
+        """
+        raise TypeError(f"{type(self).__name__} has no edges that could be made for some peers alone")
 
     @abstractmethod
     def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
@@ -166,10 +187,14 @@ class Gather(Exchange):
         like = {name: state.rows[name][0] for name in self.names}
         return Changed({}, _edges(links, checked(messages, links, like, state.round_index), like))
 
-    def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
+    def among(self, state: State, mixing: Mixing, reach: InReach) -> Changed:
         """See Exchange."""
         senders, receivers = _columns(self.awaited(state, mixing))
-        return Changed({}, {name: Edges(receivers, senders, state.rows[name][senders]) for name in self.names})
+        return Changed({}, {name: Edges(receivers, senders, reach.rows[name][senders]) for name in self.names})
+
+    def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
+        """See Exchange."""
+        return self.among(state, mixing, InReach(state.rows, {}))
 
 
 @dataclass(frozen=True)
@@ -204,15 +229,27 @@ class Reply(Exchange):
         links, like = self.awaited(state, mixing), dict.fromkeys(self.names, state.rows[self.like][0])
         return Changed({}, _edges(links, checked(messages, links, like, state.round_index), like))
 
+    def among(self, state: State, mixing: Mixing, reach: InReach) -> Changed:
+        """See Exchange."""
+        return Changed({}, {name: _turned(reach.edges[name], state.peers) for name in self.names})
+
     def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
         """See Exchange."""
-        edges = {}
-        for name in self.names:
-            now = state.edges[name]
-            order = np.lexsort((now.own, now.other))
-            values = now.values[torch.from_numpy(order).to(now.values.device)]
-            edges[name] = Edges(now.other[order], now.own[order], values)
-        return Changed({}, edges)
+        return self.among(state, mixing, InReach({}, {name: [state.edges[name]] for name in self.names}))
+
+
+def _turned(parts: Sequence[Edges], peers: np.ndarray) -> Edges:
+    """Return the edges whose other is one of some peers, as that peer's own."""
+    own, other = (np.concatenate(ends) for ends in zip(*((part.own, part.other) for part in parts), strict=True))
+    chosen = np.flatnonzero(np.isin(other, peers))
+    order = chosen[np.lexsort((own[chosen], other[chosen]))]
+    values = parts[0].values.new_empty((len(order), *parts[0].values.shape[1:]))
+    first = 0
+    for part in parts:
+        here = np.flatnonzero((order >= first) & (order < first + len(part.own)))
+        values[torch.from_numpy(here)] = part.values[torch.from_numpy(order[here] - first)]
+        first += len(part.own)
+    return Edges(other[order], own[order], values)
 
 
 def _columns(links: list[Link]) -> tuple[np.ndarray, np.ndarray]:

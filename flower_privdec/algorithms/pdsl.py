@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -119,6 +120,11 @@ class PDSL(Algorithm):
             raise ScenarioError(
                 f"algorithm.validation_subsample={count} must be at most data.validation={len(public.validation.y)}"
             )
+
+    def trials(self, members: float) -> float:
+        """Return how many coalitions a peer tries, at most."""
+        coalitions: float = 2.0**members - 1
+        return min(coalitions, members * (self.options.permutations or math.inf))
 
     def weigh(self, cohort: Cohort, state: State) -> None:
         """Take the weighted step of every active peer, eq. 15 to 23."""

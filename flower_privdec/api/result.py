@@ -119,8 +119,10 @@ class RunResult:
         checkpoint = self.folder / "checkpoint"
         if self.finished or not checkpoint.is_file():
             raise ScenarioError(f"{self.folder}: has no {path.name}: this run kept no models; run the scenario again")
-        agreement = Agreement.of(self.scenario)
-        tensors = model_tensors(agreement, read_checkpoint(checkpoint).state.rows)
+        agreement, rows = Agreement.of(self.scenario), read_checkpoint(checkpoint).state.rows
+        if not rows:
+            raise ScenarioError(f"{self.folder}: its shards hold the models until the run is done: let it finish")
+        tensors = model_tensors(agreement, rows)
         return {key: each for key, each in tensors.items() if key.startswith(prefix)}, module_facts(
             agreement.public, agreement.loss
         )

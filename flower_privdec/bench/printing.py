@@ -9,6 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from flower_privdec.bench.sharding import sharding_lines
+
 PLAIN_WIDTH = 130  # where the output is no terminal
 COLUMNS = ("", "ms a round", "least", "wall", "peer steps/s", "times the loop")
 
@@ -18,7 +20,7 @@ def print_results(results: dict[str, dict[str, Any]]) -> None:
     console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     for name, result in results.items():
         title = f"{name}: {result['description']}"
-        console.print(title if "normals" in result else _table(title, result["variants"]))
+        console.print(_table(title, result["variants"]) if "variants" in result else title)
         for line in notes(result):
             console.print(f"  {line}")
         console.print()
@@ -36,6 +38,8 @@ def _table(title: str, variants: dict[str, dict[str, float]]) -> Table:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Return the lines below a table."""
+    if "pace" in result:
+        return sharding_lines(result)
     if "normals" in result:
         return [f"{name}: {rate / 1e6:.0f} million a second" for name, rate in result["normals"].items()]
     if "floor" in result:
@@ -61,6 +65,16 @@ def notes(result: dict[str, Any]) -> list[str]:
 
 def _ledger(facts: dict[str, Any]) -> str:
     return f"privacy ledgers: {facts['share']:.2%} of a run of {facts['rounds']:,} rounds, {facts['seconds']:.1f} s"
+
+
+def _workers(facts: dict[str, Any]) -> str:
+    if facts["blocks"] == 1:
+        return "workers: one takes it all, for a round is too short to be shared"
+    alone, busy = facts["alone"], facts["busy"]
+    return (
+        f"two workers take {alone['times']:.2f} times as many rounds as one ({alone['two_ms']:.2f} and "
+        f"{alone['one_ms']:.2f} ms wall), and beside two busy loops {busy['times']:.2f} times as many"
+    )
 
 
 def _scaling(facts: dict[str, Any]) -> str:
@@ -91,6 +105,7 @@ def _flwr_run(facts: dict[str, Any]) -> str:
 
 
 _EXTRAS = {
+    "workers": _workers,
     "ledger": _ledger,
     "scaling": _scaling,
     "memory": _memory,

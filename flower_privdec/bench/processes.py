@@ -67,10 +67,15 @@ def engine_ms(workload: Workload, generator: str, rounds: int) -> float:
 
 def one_row(setup: Setup, generator: str, peer: int) -> Peer:
     """Return one peer of a workload."""
-    whole, only = setup.engine(generator), np.array([peer])
-    data = peer_data(setup.workload, setup.examples, only, setup.device, setup.dtype)
-    cohort = replace(whole.cohort, peers=only, data=data, protection=constant_protection(1))
-    return Peer(whole.algorithm, cohort, State(only, rows=whole.algorithm.initial(cohort)))
+    return Peer(*some_rows(setup, generator, np.array([peer])))
+
+
+def some_rows(setup: Setup, generator: str, peers: np.ndarray) -> tuple[Algorithm, Cohort, State]:
+    """Return some peers of a workload."""
+    whole = setup.engine(generator)
+    data = peer_data(setup.workload, setup.examples, peers, setup.device, setup.dtype)
+    cohort = replace(whole.cohort, peers=peers, data=data, protection=constant_protection(len(peers)))
+    return whole.algorithm, cohort, State(peers, rows=whole.algorithm.initial(cohort))
 
 
 @dataclass

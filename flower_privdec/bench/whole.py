@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from flower_privdec.bench import flower_relay, local_steps, noise, peak_memory, processes
+from flower_privdec.bench import flower_relay, local_steps, noise, peak_memory, processes, sharding
 from flower_privdec.bench.comparison import SCALES, generators, measure_workload, scaling
 from flower_privdec.bench.ledgers import SECONDS, ledger_share
 from flower_privdec.bench.printing import print_results
+from flower_privdec.bench.two_workers import compare_workers
 from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload
 from flower_privdec.errors import PrivdecError, ScenarioError
 from flower_privdec.experiment.agreement import resolve_device
@@ -71,6 +72,9 @@ def measure(
     for workload in chosen:
         _say(f"{workload.name}: comparing in float64, then timing {workload.describe()}")
         results[workload.name] = measure_workload(workload, where, rounds, extras)
+        if where.type == "cpu" and peers is None:
+            _say(f"{workload.name}: two workers against one")
+            _try(results[workload.name], "workers", partial(compare_workers, workload, generators(where)[0][0], rounds))
         if workload.name in WITH_LEDGER and ledger_seconds > 0 and peers is None:
             _say(f"{workload.name}: a run of {ledger_seconds:g} s with its ledgers")
             setup = Setup.build(workload, where)
@@ -81,13 +85,16 @@ def measure(
     if noise.NAME in names:
         _say(f"{noise.NAME}: timing the generators")
         results[noise.NAME] = noise.measure_noise(where, rounds)
+    if sharding.NAME in names and where.type == "cpu":
+        _say(f"{sharding.NAME}: timing two shards beside one process, and beside bare gloo")
+        results[sharding.NAME] = sharding.measure_sharding(generators(where)[0][0])
     if extras and chosen:
         _add_extras(results, chosen, where)
     return results
 
 
 def _names(wanted: list[str]) -> list[str]:
-    known = [*WORKLOADS, local_steps.NAME, noise.NAME]
+    known = [*WORKLOADS, local_steps.NAME, noise.NAME, sharding.NAME]
     for name in wanted:
         if name not in known:
             raise ScenarioError(f"workload={name!r} must be one of {', '.join(known)}")

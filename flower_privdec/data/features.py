@@ -11,7 +11,6 @@ otherwise fills most of the clip norm, and evens out what is left.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from flower_privdec.data.scattering import Scattering2D, n_paths
 from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.data.strokes import draw_strokes
 from flower_privdec.errors import ScenarioError
+from flower_privdec.machine import available_cores
 from flower_privdec.scenario.features_section import FeaturesSection
 
 VERSION = 1  # raise it with any change of the numbers: features kept on disk are then made afresh
@@ -138,7 +138,7 @@ def _extractor(section: FeaturesSection, shape: tuple[int, ...]) -> Extractor:
 def _compute(section: FeaturesSection, x: Tensor) -> Tensor:
     """Extract the features of all examples, on every core that this process may use."""
     before = torch.get_num_threads()
-    with ThreadPoolExecutor(_cores(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(available_cores(), initializer=torch.set_num_threads, initargs=(1,)) as pool:
         extractor = pool.submit(_extractor, section, tuple(x.shape[1:])).result()
         out = x.new_empty(len(x), extractor(x[:1]).shape[1])
 
@@ -149,10 +149,6 @@ def _compute(section: FeaturesSection, x: Tensor) -> Tensor:
             pass
     torch.set_num_threads(before)  # what threads started later begin with
     return out
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _counted(chunks: Iterator[None], total: int) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +65,12 @@ class PeerData:
         self._x = x if isinstance(x, SparseRows) else self._placed(x).reshape(len(x), -1)
         self._y = self._placed(examples.y)
         self._full: tuple[bytes, Batch] | None = None
+
+    def part(self, start: int, stop: int) -> PeerData:
+        """Return some of the peers' examples, which are not copied."""
+        some = copy(self)
+        some.sampler, some._start, some._full = self.sampler.part(start, stop), self._start[start:stop], None
+        return some
 
     def _placed(self, values: Tensor) -> Tensor:
         """Move values to the device, and what is no whole number into the number type."""

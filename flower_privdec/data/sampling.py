@@ -120,6 +120,18 @@ class Sampler:
             small_peers=self.small_peers,
         )
 
+    def part(self, start: int, stop: int) -> Sampler:
+        """Return a sampler of some of the peers, which draws for them what this one does."""
+        return Sampler(
+            self.kind,
+            self.size,
+            self.partition_sizes[start:stop],
+            self.keys,
+            self.peers[start:stop],
+            rate=self.rate,
+            small_peers=self.small_peers,
+        )
+
     def afresh(self) -> Sampler:
         """Return a sampler of the same kind that draws what nobody drew before, by keys of the operating system's.
 

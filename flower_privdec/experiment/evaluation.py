@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flower_privdec.data.sparse_rows import Features
 from flower_privdec.errors import RunError
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.own_labels import try_on_shards
@@ -16,6 +16,7 @@ from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.gradients.protocol import inputs_like, row_chunks
 from flower_privdec.scenario import Scenario
 
+Trial = Callable[[], list[dict[str, list[float]]]]  # the metrics of all peers' models, part by part
 OUTPUT_BYTES = 2**26  # the outputs of so many models as are tried at once
 LARGEST_LOSS = 1e6  # beyond it, or so many times the loss of outputs 0, a run only waits for infinity
 HOPELESS_LOSS, HOPELESS_ACCURACY = 20.0, 0.05  # without noise: times a blind guess's loss, and above its accuracy
@@ -29,7 +30,11 @@ def consensus_distance(models: Tensor) -> float:
 
 
 def evaluate(
-    agreement: Agreement, rows: dict[str, Tensor], round_index: int, own: OwnParts | None = None
+    agreement: Agreement,
+    rows: dict[str, Tensor],
+    round_index: int,
+    own: OwnParts | None = None,
+    trial: Trial | None = None,
 ) -> dict[str, Any]:
     """Try the network's mean model and every peer's on the test set.
 
@@ -37,6 +42,7 @@ def evaluate(
         rows: the state's rows of all peers, at least those that others may see.
         round_index: rounds done so far.
         own: of all peers, where they are at hand.
+        trial: tries the peers' models elsewhere, see `try_models`; by default they are tried here.
 
     Returns:
         for each of the task's metrics mean_model, peer_mean, peer_min and peer_max (None where one is no finite
@@ -52,7 +58,7 @@ def evaluate(
     x, targets = inputs_like(agreement.public.x, models), agreement.public.y.to(models.device)
     outputs = kernel.logits(algorithm.network_mean(rows).unsqueeze(0), x)
     value = _sound_loss(agreement, outputs[0], targets, round_index)
-    found, peers = _measure(agreement, outputs, targets), _try_peers(agreement, models, x, targets)
+    found, peers = _measure(agreement, outputs, targets), _try_peers(agreement, models, trial)
     metrics = {
         **{name: {"mean_model": finite(mean[0]), **_spread(peers[name])} for name, mean in found.items()},
         "loss": {"mean_model": value},
@@ -102,16 +108,31 @@ def _measure(agreement: Agreement, outputs: Tensor, targets: Tensor) -> dict[str
     return {metric.name: metric.measure(agreement.loss, outputs, targets).tolist() for metric in agreement.metrics}
 
 
-def _try_peers(agreement: Agreement, models: Tensor, x: Features, targets: Tensor) -> dict[str, list[float]]:
+def _try_peers(agreement: Agreement, models: Tensor, trial: Trial | None) -> dict[str, list[float]]:
     """Return the metrics of the peers' models; one that all share is tried once."""
+    if all(torch.equal(model, models[0]) for model in models):
+        return _try(agreement, models[:1])
+    parts = [_try(agreement, models)] if trial is None else trial()
+    return {metric.name: [value for part in parts for value in part[metric.name]] for metric in agreement.metrics}
+
+
+def try_models(agreement: Agreement, rows: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Return the metrics of some peers' models, one value a peer.
+
+    Args:
+        rows: the state's rows of these peers, at least those that others may see.
+    """
+    return _try(agreement, agreement.algorithm.debiased(dict(rows)))
+
+
+def _try(agreement: Agreement, models: Tensor) -> dict[str, list[float]]:
+    targets = agreement.public.y.to(models.device)
     few = _spaced(len(targets), agreement.scenario.evaluation.peer_samples)
-    x, targets = x[few], targets[few]
-    shared = all(torch.equal(model, models[0]) for model in models)
-    tried = models[:1] if shared else models
+    x, targets = inputs_like(agreement.public.x, models)[few], targets[few]
     found: dict[str, list[float]] = {metric.name: [] for metric in agreement.metrics}
     output_bytes = len(targets) * agreement.public.n_classes * models.element_size()
-    for rows in row_chunks(len(tried), output_bytes, OUTPUT_BYTES):
-        for name, values in _measure(agreement, agreement.kernel.logits(tried[rows], x), targets).items():
+    for rows in row_chunks(len(models), output_bytes, OUTPUT_BYTES):
+        for name, values in _measure(agreement, agreement.kernel.logits(models[rows], x), targets).items():
             found[name] += values
     return found
 

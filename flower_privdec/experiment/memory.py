@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flower_privdec.experiment.view import Experiment
 
 STEP_BYTES = 100  # of every step of every peer, at the peak: clip norms, noise and what is made of them
+WORKER_BYTES = 48 << 20  # of a forked process's own, where it writes on what it shares with the one that forked it
 CHECKPOINT_COPIES = 2  # of the state, while it is written: its tensors' bytes, and the file's
 
 
@@ -37,8 +38,9 @@ class MemoryNeed:
         data: the training and test examples, and a copy of the former where the run's number type or device
             is another.
         batch: for one round's batch of every peer, the input and twice the outputs of all leaf modules
-            (forward and backward), capped by compute.memory_mib, which the gradient kernel keeps to.
+            (forward and backward), capped by compute.memory_mib, to which the gradient kernel of each process keeps.
         checkpoint: the copies of rows and table that are made while a checkpoint is written.
+        workers: what each process but the first takes beside its share of the rest.
     """
 
     state: int
@@ -46,11 +48,12 @@ class MemoryNeed:
     data: int
     batch: int
     checkpoint: int
+    workers: int = 0
 
     @property
     def total(self) -> int:
         """Return the sum of all parts."""
-        return self.state + self.table + self.data + self.batch + self.checkpoint
+        return self.state + self.table + self.data + self.batch + self.checkpoint + self.workers
 
 
 def check_steps(scenario: Scenario, peers: int) -> None:
@@ -65,8 +68,8 @@ def check_steps(scenario: Scenario, peers: int) -> None:
         check_room(STEP_BYTES * steps * peers, what, "take fewer rounds, local steps or peers")
 
 
-def memory_need(experiment: Experiment) -> MemoryNeed:
-    """Estimate what a run of the peers hosted here takes."""
+def memory_need(experiment: Experiment, workers: int = 1) -> MemoryNeed:
+    """Estimate what a run of the peers hosted here takes, by so many processes."""
     scenario, public, examples = experiment.scenario, experiment.public, experiment.own.examples
     data, each = sum(t.nbytes for t in (examples.x, examples.y, public.x, public.y)), experiment.initial.element_size()
     per_example = _input_numbers(public) + 2 * outputs_per_example(experiment.module, public.x)
@@ -76,8 +79,9 @@ def memory_need(experiment: Experiment) -> MemoryNeed:
         state=_state_bytes(experiment, rows),
         table=table,
         data=data + _copy_bytes(experiment),
-        batch=min(batch, scenario.compute.memory_mib << 20),
+        batch=min(batch, workers * scenario.compute.memory_mib << 20),
         checkpoint=_checkpoint_bytes(experiment, rows, table),
+        workers=(workers - 1) * WORKER_BYTES,
     )
 
 
@@ -178,18 +182,36 @@ def check_memory(experiment: Experiment) -> None:
 
 def outputs_per_example(module: nn.Module, x: Features) -> int:
     """Count the numbers that all leaf modules together put out for one example, like those of x [N, ...]."""
-    counts: list[int] = []
+    return sum(count for _, count in _outputs(module, x))
+
+
+def multiplications_per_example(module: nn.Module, x: Features) -> int:
+    """Estimate how often numbers are multiplied to try a model on one example, like those of x [N, ...].
+
+    Each output of a linear layer or a convolution takes as many as it has weights, and those of others one.
+    """
+    return sum(count * _weights_per_output(leaf) for leaf, count in _outputs(module, x))
+
+
+def _weights_per_output(leaf: nn.Module) -> int:
+    kernels = [part for part in leaf.parameters(recurse=False) if part.ndim > 1]
+    return max(1, sum(part.numel() // len(part) for part in kernels))
+
+
+def _outputs(module: nn.Module, x: Features) -> list[tuple[nn.Module, int]]:
+    """Return how many numbers each leaf module puts out for one example."""
+    counts: list[tuple[nn.Module, int]] = []
     leaves = [leaf for leaf in module.modules() if not list(leaf.children())]
-    handles = [leaf.register_forward_hook(lambda _m, _i, out: counts.append(_numbers(out))) for leaf in leaves]
+    handles = [leaf.register_forward_hook(lambda m, _i, out: counts.append((m, _numbers(out)))) for leaf in leaves]
     parameter = next(module.parameters())
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
             one = x[:1].dense() if isinstance(x, SparseRows) else x[:1]
             module(inputs_like(torch.zeros_like(one), parameter))
     finally:
         for handle in handles:
             handle.remove()
-    return sum(counts)
+    return counts
 
 
 def _numbers(out: Any) -> int:

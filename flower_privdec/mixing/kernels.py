@@ -20,12 +20,14 @@ from torch import Tensor
 from flower_privdec.rows.aligned import padded
 
 Array = npt.NDArray[Any]
+Run = tuple[int, int, int, int]  # first receiver, its own column, its other column, how many follow one another
 
 CHUNK_BYTES = {"cpu": 2**20}  # a temporary of some rows stays in cache
 CHUNK_BYTES_ELSEWHERE = 2**28
 FUSED_FROM = 2**17  # multiplications from which the fused loop pays for its compilation
 FUSED_TERMS = 32  # terms of one receiver from which it does so whatever the size: each costs torch some calls
 IN_PLACE_FROM = 2**16  # bytes of a row from which a call for each row costs less than a second buffer
+FEW_RUNS = 4  # calls that cost less than the copies of a gather, however short the rows
 BLOCK = 32  # rows summed pairwise before they join a mean
 
 
@@ -74,17 +76,25 @@ def halves(x: Tensor, out: Tensor, terms: list[Slot]) -> None:
         torch.lerp(own, other, 0.5, out=out[chunk])
 
 
-def halves_shifted(x: Tensor, out: Tensor, shift: int) -> None:
-    """Take half of the row's own and half of the row's `shift` before it, cyclically: two slices, no copy."""
-    rest = len(x) - shift
-    torch.lerp(x[shift:], x[:rest], 0.5, out=out[shift:])
-    torch.lerp(x[:shift], x[rest:], 0.5, out=out[:shift])
+def halves_in_runs(x: Tensor, out: Tensor, runs: list[Run]) -> None:
+    """Do the same run by run, without a copy: two on shift graphs."""
+    for first, own, other, count in runs:
+        torch.lerp(x[own : own + count], x[other : other + count], 0.5, out=out[first : first + count])
+
+
+def runs_of(columns: Array) -> list[Run]:
+    """Return the runs of receivers whose own and other column both go up by one, from pairs (own, other) in turn."""
+    pairs = columns.reshape(-1, 2)
+    starts = np.flatnonzero(np.r_[True, (np.diff(pairs, axis=0) != 1).any(axis=1)])
+    counts = np.diff(np.r_[starts, len(pairs)])
+    return list(zip(starts.tolist(), *pairs[starts].T.tolist(), counts.tolist(), strict=True))
 
 
 def halves_shifted_(x: Tensor, shift: int) -> None:
-    """Do the same in place, row after row round each cycle: every row is read and written once.
+    """Take half of the row's own and half of the row's `shift` before it, cyclically, in place.
 
-    A row is changed before the one it hears, so that only the first of a cycle has to be kept.
+    It goes row after row round each cycle, and every row is read and written once: a row is changed before the one it
+    hears, so that only the first of a cycle has to be kept.
     """
     rows = x.unbind(0)
     for start in range(math.gcd(len(rows), shift)):
@@ -97,6 +107,11 @@ def halves_shifted_(x: Tensor, shift: int) -> None:
 
 def mean_row(x: Tensor, members: Tensor | None) -> Tensor:
     """Return the mean of the members' rows (None: of all), summed pairwise in blocks and divided once."""
+    return sum_rows(x, members) / (len(x) if members is None else len(members))
+
+
+def sum_rows(x: Tensor, members: Tensor | None) -> Tensor:
+    """Return the sum of the members' rows (None: of all), pairwise in blocks."""
     count = len(x) if members is None else len(members)
     total: Tensor | None = None
     for start in range(0, count, BLOCK):
@@ -104,8 +119,8 @@ def mean_row(x: Tensor, members: Tensor | None) -> Tensor:
         part = x[chosen] if members is None else x.index_select(0, members[chosen])
         total = _pairwise_sum(part) if total is None else total.add_(_pairwise_sum(part))
     if total is None:
-        raise ValueError("a mean needs at least one member")
-    return total / count
+        raise ValueError("a sum needs at least one member")
+    return total
 
 
 def _pairwise_sum(part: Tensor) -> Tensor:

@@ -94,6 +94,11 @@ class MixingMatrix(ABC):
         """
         return self.apply(x, out=spare), x
 
+    @property
+    def moved(self) -> Peers | None:
+        """Return the receivers whose rows are not just their own, where these are few; else None."""
+        return None
+
     def apply_sources(self, payloads: Tensor, out: Tensor | None = None) -> Tensor:
         """Mix as `apply` does, given only the rows of `sources`, stacked in that order: [sources, ...]."""
         return self._compact.apply(payloads, out)
@@ -161,6 +166,11 @@ class SparseMatrix(MixingMatrix):
             self.n_columns, self.receivers[at], indptr, self.columns[take], self.weights[take], self.halves
         )
 
+    @property
+    def moved(self) -> Peers | None:
+        """See MixingMatrix."""
+        return None if self._changed is None else self._changed[1].receivers
+
     def replace(self, x: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """See MixingMatrix; in place where most rows stay, or are long and all hear the peer the same number before."""
         changed = self._changed
@@ -182,8 +192,9 @@ class SparseMatrix(MixingMatrix):
         return SparseMatrix(len(sources), self.receivers, self.indptr, columns, self.weights, self.halves)
 
     def _combine(self, x: Tensor, out: Tensor) -> None:
-        if self.halves and self._shift is not None:
-            kernels.halves_shifted(x, out, self._shift)
+        long = x.device.type == "cpu" and x.nbytes >= kernels.IN_PLACE_FROM * len(x)
+        if self.halves and (long or len(self._runs) <= kernels.FEW_RUNS):
+            kernels.halves_in_runs(x, out, self._runs)
         elif self.halves:
             kernels.halves(x, out, self._slots(x))
         elif not kernels.fused(x, out, self.indptr, self.columns, self._cast(x), self._widest):
@@ -209,6 +220,10 @@ class SparseMatrix(MixingMatrix):
         shifts = (own - other) % self.n_columns
         in_order = len(own) == self.n_columns and np.array_equal(own, np.arange(self.n_columns))
         return int(shifts[0]) if in_order and (shifts == shifts[0]).all() else None
+
+    @cached_property
+    def _runs(self) -> list[kernels.Run]:
+        return kernels.runs_of(self.columns)
 
     @cached_property
     def _on_device(self) -> dict[tuple[torch.device, torch.dtype], list[kernels.Slot]]:

@@ -19,6 +19,7 @@ from flower_privdec.planner.optimum import optimum
 from flower_privdec.planner.peers import ledger_facts, peer_rows
 from flower_privdec.planner.seconds import estimate_seconds
 from flower_privdec.reporting.graph_view import connectivity
+from flower_privdec.runtime.workers import deal
 
 
 def make_plan(experiment: Experiment) -> dict[str, Any]:
@@ -35,11 +36,12 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         optimal_rounds and all that `planner.optimum` says of it;
         gradients: which kernel computes them, and why that one;
         memory_bytes, memory (its parts), tables (bytes of each kind, for privsgp-vr) and table (the one used);
-        seconds (None where the run does not fit into memory), topology (None when nothing is exchanged),
-        warnings; infinite ε is the string "inf".
+        workers (how many processes here), seconds (None where the run does not fit into memory), topology (None when
+            nothing is exchanged), warnings; infinite ε is the string "inf".
     """
     scenario = experiment.scenario
-    section, need, missing = scenario.algorithm, memory_need(experiment), shortage(experiment)
+    dealing, missing = deal(experiment), shortage(experiment)
+    section, need = scenario.algorithm, memory_need(experiment, dealing.workers)
     seconds, evaluation_share = (None, 0.0) if missing else estimate_seconds(experiment)
     topology = None if experiment.mixing is None else connectivity(experiment.mixing)
     table, public = experiment.algorithm.table, experiment.public
@@ -55,6 +57,7 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
         "memory": asdict(need),
         "tables": table_bytes(experiment) if table else None,
         "table": table,
+        "workers": dealing.workers,
         "seconds": seconds,
         "topology": topology,
         "warnings": [

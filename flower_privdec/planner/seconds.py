@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
@@ -16,6 +17,7 @@ from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.memory import outputs_per_example
 from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import count_evaluations
+from flower_privdec.runtime.workers import Crew, start_engine
 
 TIMED_ROUNDS = 5
 TIMED_SECONDS = 4.0  # a slow model is timed over fewer rounds
@@ -35,23 +37,34 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
     """
     torch.set_num_threads(experiment.scenario.compute.threads)
     timed, shrunk = _shrunk(experiment)
+    timed, fewer = _with_fewer_tests(timed)
     cohort = timed.cohort()
     began = time.perf_counter()
-    engine = Engine(timed.algorithm, cohort, timed.initial_state(cohort))
+    state = timed.initial_state(cohort)
     filling = time.perf_counter() - began
-    whole = _timed(experiment, engine.round)  # warm-up; of SVRG a snapshot
-    times = [whole]
+    engine = start_engine(timed, cohort, state)
+    try:
+        whole, each = _rounds(experiment, engine)
+        state = engine.collected()
+        one = _timed(experiment, lambda: evaluate(timed, state.rows, state.round_index, timed.own, engine.trial))
+    finally:
+        engine.close()
     rounds = experiment.scenario.rounds
-    while len(times) < min(1 + TIMED_ROUNDS, rounds) and sum(times) < TIMED_SECONDS:
-        times.append(_timed(experiment, engine.round))
-    each = median(times[1:] or times)
     training = each * rounds
     if experiment.algorithm.table is not None:
         passes = experiment.algorithm.full_passes(rounds)
         training += filling * shrunk + passes * max(0.0, whole * shrunk - each)
-    count = count_evaluations(rounds, experiment.scenario.evaluation.every)
-    evaluation = _one_evaluation(experiment, engine) * count
+    evaluation = one * fewer * count_evaluations(rounds, experiment.scenario.evaluation.every)
     return training + evaluation, evaluation / (training + evaluation)
+
+
+def _rounds(experiment: Experiment, engine: Engine | Crew) -> tuple[float, float]:
+    """Return the seconds of the first round, which warms up and of SVRG is a snapshot, and of one of the others."""
+    whole = _timed(experiment, partial(engine.rounds, 1))
+    times = [whole]
+    while len(times) < min(1 + TIMED_ROUNDS, experiment.scenario.rounds) and sum(times) < TIMED_SECONDS:
+        times.append(_timed(experiment, partial(engine.rounds, 1)))
+    return whole, median(times[1:] or times)
 
 
 def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
@@ -73,13 +86,11 @@ def _affordable(experiment: Experiment) -> int:
     return NUMBERS // outputs_per_example(experiment.module, experiment.public.x)
 
 
-def _one_evaluation(experiment: Experiment, engine: Engine) -> float:
-    """Return the seconds of an evaluation, timed on a part of the test set where the model is large."""
+def _with_fewer_tests(experiment: Experiment) -> tuple[Experiment, float]:
+    """Return the experiment with a part of the test set where the model is large, and how many times larger it is."""
     public = experiment.public
     part = min(len(public.y), max(LEAST_TESTED, _affordable(experiment)))
-    timed = replace(experiment, public=replace(public, x=public.x[:part], y=public.y[:part]))
-    state = engine.state
-    return _timed(experiment, lambda: evaluate(timed, state.rows, state.round_index, timed.own)) * len(public.y) / part
+    return replace(experiment, public=replace(public, x=public.x[:part], y=public.y[:part])), len(public.y) / part
 
 
 def _timed(experiment: Experiment, work: Callable[[], object]) -> float:

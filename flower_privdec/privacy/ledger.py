@@ -244,6 +244,10 @@ class CohortLedger:
         """Release the lock."""
         self._file.close()
 
+    def leave(self) -> None:
+        """Let go of the file in a process forked from its holder, which keeps the lock."""
+        self._file.leave()
+
     def __enter__(self) -> Self:
         return self
 

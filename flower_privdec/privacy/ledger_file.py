@@ -135,6 +135,12 @@ class LedgerFile:
             os.close(self._fd)
             self._fd = None
 
+    def leave(self) -> None:
+        """Let go of the file in a process forked from its holder, which keeps the lock."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
     def __enter__(self) -> Self:
         return self
 

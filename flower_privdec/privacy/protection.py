@@ -61,6 +61,18 @@ class Protection:
     receivers: Mapping[str, np.ndarray] = field(default_factory=dict)
     replies: tuple[Account, ...] = ()
 
+    def part(self, start: int, stop: int) -> Protection:
+        """Return what is of some of the peers."""
+        return replace(
+            self,
+            clip_norms=self.clip_norms[:, start:stop],
+            noise_multipliers=self.noise_multipliers[:, start:stop],
+            accounts=self.accounts[start:stop],
+            claims=self.claims[start:stop],
+            receivers={name: counts[:, start:stop] for name, counts in self.receivers.items()},
+            replies=self.replies[start:stop],
+        )
+
     def clip_norm(self, step: int) -> np.ndarray:
         """Return the clip norm of every peer in a step, [m]."""
         return np.asarray(self.clip_norms[step])

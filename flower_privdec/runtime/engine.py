@@ -14,7 +14,25 @@ class Engine:
     def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State) -> None:
         self.algorithm, self.cohort, self.state = algorithm, cohort, state
         self._spares: Spares = {}
-        self._whole = LoneRound.of(algorithm, cohort)
+        self._whole = self._in_one_call()
+
+    trial = None  # models are tried by whoever asks
+
+    def _in_one_call(self) -> LoneRound | None:
+        """Return what takes whole rounds of those who are all hosted here, where there is such a thing."""
+        return LoneRound.of(self.algorithm, self.cohort)
+
+    def collected(self) -> State:
+        """Return the state between two rounds."""
+        return self.state
+
+    def close(self) -> None:
+        """Let go of nothing: an engine in one piece holds nothing."""
+
+    def rounds(self, count: int) -> None:
+        """Run some whole rounds."""
+        for _ in range(count):
+            self.round()
 
     def round(self) -> None:
         """Run one whole round: every step, every exchange."""

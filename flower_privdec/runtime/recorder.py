@@ -21,7 +21,7 @@ from flower_privdec.algorithms.dual_averaging import DPDDA
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
-from flower_privdec.experiment.evaluation import evaluate, finite, shows_private
+from flower_privdec.experiment.evaluation import Trial, evaluate, finite, shows_private
 from flower_privdec.experiment.minimum import Minimum, find_minimum
 from flower_privdec.experiment.objective import ConvexObjective
 from flower_privdec.experiment.own_parts import public_name
@@ -80,6 +80,7 @@ class Recorder:
         self.checkpoint, self._read_from = self._previous(resume), _identity(self.out / CHECKPOINT)
         self.seconds = self.checkpoint.seconds if self.checkpoint else 0.0
         self._before, self.coalition_seconds = self.seconds, 0.0  # the latter of the rounds since then
+        self.transport: dict[str, Any] = {}  # of whoever carries messages, see `Checkpoint`
 
     def _previous(self, resume: bool) -> Checkpoint | None:
         path = self.out / CHECKPOINT
@@ -123,33 +124,39 @@ class Recorder:
         return state
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Let go of the folder; in a forked process, of what it inherited of it, by which nobody loses the lock."""
         self._lock.release()
 
     def save(self, state: State, head: Head | None) -> None:
         """Write a checkpoint of a state between two rounds, with the ledger's head."""
         if self.lean and time.monotonic() - self._saved < LEAN_SECONDS:
             return
-        checkpoint = Checkpoint(state, self.scenario_hash, self.run, self.seconds, head)
+        checkpoint = Checkpoint(state, self.scenario_hash, self.run, self.seconds, head, self.transport)
         with _writing(self.out):
             save_checkpoint(self.out / CHECKPOINT, checkpoint)
         self._saved = time.monotonic()
 
-    def record(self, rows: dict[str, Tensor], round_index: int, epsilons: Sequence[float]) -> dict[str, Any]:
+    def record(
+        self, rows: dict[str, Tensor], round_index: int, epsilons: Sequence[float], trial: Trial | None = None
+    ) -> dict[str, Any]:
         """Evaluate the network after `round_index` rounds and append the line to metrics.jsonl.
 
         Args:
             rows: the state's, at least those that others may see.
             epsilons: what each peer has spent.
+            trial: tries the peers' models elsewhere.
         """
-        metrics = {
-            "round": round_index,
-            **evaluate(self.agreement, rows, round_index, self.own),
-            **self._suboptimality(rows),
-            **self._told(rows, round_index),
-            "epsilon": json_number(max(epsilons)),
-            "seconds": round(self.seconds, 3),
-        }
+        measured = measure(self.agreement, rows, round_index, self.own, trial) | self._suboptimality(rows)
+        return self.append(measured, max(epsilons))
+
+    def append(self, measured: dict[str, Any], epsilon: float) -> dict[str, Any]:
+        """Append a line to metrics.jsonl, and return it.
+
+        Args:
+            measured: of the network, see `measure`.
+            epsilon: the most that a peer has spent.
+        """
+        metrics = measured | {"epsilon": json_number(epsilon), "seconds": round(self.seconds, 3)}
         with _writing(self.out):
             append_metrics(self.out, metrics)
         return metrics
@@ -170,12 +177,6 @@ class Recorder:
             return {}
         value = self._objective.value(self.agreement.algorithm.network_mean(rows))
         return {"suboptimality": finite(value - self._minimum.value)}
-
-    def _told(self, rows: dict[str, Tensor], round_index: int) -> dict[str, Any]:
-        """Return what the algorithm has to say of the rounds since the line before."""
-        every = self.agreement.scenario.evaluation.every
-        since = range((round_index - 1) // every * every, round_index)
-        return self.agreement.algorithm.told(rows, since, self.agreement.mixing)
 
     def last_metrics(self) -> dict[str, Any]:
         """Return the latest line of metrics.jsonl."""
@@ -251,6 +252,29 @@ class Recorder:
         facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))
         content = save(model_tensors(self.agreement, rows), {"privdec": facts})
         write_atomically(self.out / "model.safetensors", content)
+
+
+def measure(
+    agreement: Agreement,
+    rows: dict[str, Tensor],
+    round_index: int,
+    own: OwnParts | None = None,
+    trial: Trial | None = None,
+) -> dict[str, Any]:
+    """Try the network after so many rounds, and add what the algorithm has to say of those since the last time.
+
+    Args:
+        rows: the state's, at least those that others may see.
+        own: of all peers, where they are at hand.
+        trial: tries the peers' models elsewhere.
+
+    Raises:
+        RunError: when the run has diverged.
+    """
+    every = agreement.scenario.evaluation.every
+    since = range((round_index - 1) // every * every, round_index)
+    told = agreement.algorithm.told(rows, since, agreement.mixing)
+    return {"round": round_index, **evaluate(agreement, rows, round_index, own, trial), **told}
 
 
 @contextmanager

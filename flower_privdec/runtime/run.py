@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ import torch
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger_format import Head
-from flower_privdec.runtime.engine import Engine
 from flower_privdec.runtime.recorder import OnMetrics, Recorder, again
 from flower_privdec.runtime.spent import Spent, check_budget, epsilons, ledger_folder
+from flower_privdec.runtime.workers import GoneError, start_engine
 from flower_privdec.scenario.fields import own_modules
 from flower_privdec.user_code import raised_at
 
@@ -29,6 +29,7 @@ class Run:
         runtime: what the summary calls it.
         resume: go on from the folder's checkpoint.
         lean: keep no models, and few checkpoints.
+        workers: how many processes, in place of the scenario's.
 
     Raises:
         ScenarioError: when the folder holds another run, or nothing to resume.
@@ -36,7 +37,14 @@ class Run:
     """
 
     def __init__(
-        self, experiment: Experiment, out: Path, *, runtime: str = "engine", resume: bool = False, lean: bool = False
+        self,
+        experiment: Experiment,
+        out: Path,
+        *,
+        runtime: str = "engine",
+        resume: bool = False,
+        lean: bool = False,
+        workers: int | None = None,
     ) -> None:
         torch.set_num_threads(experiment.scenario.compute.threads)
         self.experiment = experiment
@@ -47,10 +55,15 @@ class Run:
             self._check_ledger(ledger)
             with self._telling():
                 state = self.recorder.start(lambda: experiment.initial_state(self.cohort), self._head)
+            self.engine = start_engine(experiment, self.cohort, state, self._leave(), workers)
         except BaseException:
             self.close()
             raise
-        self.engine = Engine(experiment.algorithm, self.cohort, state)
+
+    def _leave(self) -> list[Callable[[], None]]:
+        """Return what lets go, in a process forked from this one, of the locks that this one goes on holding."""
+        ledger = self.cohort.ledger
+        return [self.recorder.close, *([] if ledger is None else [ledger.leave])]
 
     def _check_ledger(self, folder: Path) -> None:
         """Refuse a ledger that has lost what a checkpoint saw, or that leaves a new run no step."""
@@ -76,10 +89,11 @@ class Run:
         until = min(scenario.rounds, (state.round_index // every + 1) * every)
         started = time.perf_counter()
         with self._telling():
-            while state.round_index < until:
-                self.engine.round()
+            self.engine.rounds(until - state.round_index)
+            state = self.engine.collected()
             self.recorder.seconds += time.perf_counter() - started
-            metrics = self.recorder.record(state.rows, state.round_index, epsilons(self.cohort, state.round_index))
+            spent = epsilons(self.cohort, state.round_index)
+            metrics = self.recorder.record(state.rows, state.round_index, spent, self.engine.trial)
         self.recorder.save(state, self._head)
         return metrics
 
@@ -88,6 +102,9 @@ class Run:
         """Tell in a line what a user's own part raises inside."""
         try:
             yield
+        except GoneError as error:
+            remedy = f"nothing that was kept is lost: run the same command {again(self.recorder.out)}"
+            raise RunError(f"round {self.round_index}: {error}; {remedy}") from error
         except PrivdecError:
             raise
         except RAISED_BY_USERS as error:
@@ -107,7 +124,9 @@ class Run:
         return self.recorder.finish(self.engine.state.rows, spent)
 
     def close(self) -> None:
-        """Let go of the folder and of the ledgers."""
+        """Let go of the other processes, the folder and the ledgers."""
+        if hasattr(self, "engine"):
+            self.engine.close()
         self.recorder.close()
         if self.cohort.ledger is not None:
             self.cohort.ledger.close()
@@ -121,17 +140,19 @@ def run(
     resume: bool = False,
     lean: bool = False,
     on_metrics: OnMetrics | None = None,
+    workers: int | None = None,
 ) -> dict[str, Any]:
     """Run a scenario to its end.
 
     Args:
         lean: keep no models, and few checkpoints.
         on_metrics: called with each evaluation's metrics.
+        workers: how many processes, in place of the scenario's.
 
     Returns:
         The summary, as written to summary.json.
     """
-    under_way = Run(experiment, out, runtime=runtime, resume=resume, lean=lean)
+    under_way = Run(experiment, out, runtime=runtime, resume=resume, lean=lean, workers=workers)
     try:
         while under_way.round_index < experiment.scenario.rounds:
             metrics = under_way.advance()

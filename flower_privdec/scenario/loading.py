@@ -165,12 +165,12 @@ def to_yaml(scenario: Scenario) -> str:
 
 def scenario_hash(scenario: Scenario) -> str:
     """Return a hash of everything that decides the run's results: not threads, memory, addresses or the planner's."""
-    return _hash_without(scenario, {"compute": {"threads", "memory_mib"}, "plan": True, "network": True})
+    return _hash_without(scenario, {"compute": {"threads", "workers", "memory_mib"}, "plan": True, "network": True})
 
 
 def seedless_hash(scenario: Scenario) -> str:
     """Return a hash of what runs have in common that repeat one experiment with other seeds, whatever their names."""
-    nothing = {"name": True, "plan": True, "network": True, "compute": {"threads", "memory_mib"}}
+    nothing = {"name": True, "plan": True, "network": True, "compute": {"threads", "workers", "memory_mib"}}
     return _hash_without(scenario.model_copy(update={"seed": 0, "seeds": None}), nothing)
 
 
@@ -179,7 +179,7 @@ def numbers_hash(scenario: Scenario) -> str:
 
     Names, paths and how often a run is looked at decide nothing, nor do generator and device, which `run_key` adds.
     """
-    compute = {"threads", "memory_mib", "generator", "device"}
+    compute = {"threads", "workers", "memory_mib", "generator", "device"}
     nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root", "test", "source"}}
     nothing |= {"task": {"metrics"}, "network": True}
     if scenario.private is not None:

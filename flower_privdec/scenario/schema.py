@@ -78,7 +78,9 @@ class ComputeSection(Section):
     Attributes:
         device: auto is the GPU where torch has one.
         dtype: of parameters and gradients.
-        threads: of torch; they change no number.
+        threads: of torch in each product; they change no number.
+        workers: processes that share the peers of a run on a CPU; they change no number. auto takes the cores that
+            this process may use, and as many as pay: small models stay in one process.
         generator: of the noise in simulation: fast needs the extra `fast`, or on a GPU Triton and a C
             compiler; auto takes it where it can.
         memory_mib: about how much temporary memory gradients may take; it changes no number.
@@ -87,8 +89,17 @@ class ComputeSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "float64"] = "float32"
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     generator: Literal["auto", "fast", "torch"] = "auto"
     memory_mib: Annotated[int, Field(ge=16)] = 1024
+
+    @model_validator(mode="after")
+    def _threads_or_workers(self) -> ComputeSection:
+        if self.workers != "auto" and self.workers > 1 and self.threads > 1:
+            raise ValueError(
+                f"workers={self.workers} have one thread each, not threads={self.threads}: leave threads out"
+            )
+        return self
 
 
 class PlanSection(Section):
@@ -223,6 +234,15 @@ class Scenario(LocatedFile):
         for key, value in lists.items():
             if isinstance(value, tuple) and len(value) != self.n_peers:
                 raise ValueError(f"{key} lists {len(value)} numbers for n_peers={self.n_peers}: give one a peer")
+        return self
+
+    @model_validator(mode="after")
+    def _a_peer_a_worker(self) -> Scenario:
+        workers = self.compute.workers
+        if workers != "auto" and workers > self.n_peers:
+            raise ValueError(
+                f"compute.workers={workers} must be at most n_peers={self.n_peers}: a worker hosts peers; use auto"
+            )
         return self
 
     @model_validator(mode="after")

@@ -43,7 +43,7 @@ def run_cell(text: str, folder: Path) -> None:
         resume = (folder / "checkpoint").exists()
         if not resume:
             _clear(folder, {"lock"})  # what a run left that ended before its first checkpoint
-        run(Experiment.build(parse_scenario(text)), folder, resume=resume, lean=True)
+        run(Experiment.build(parse_scenario(text)), folder, resume=resume, lean=True, workers=1)
         _clear(folder, KEPT)
         facts = {"seconds": round(time.process_time() - began, 1), "version": __version__}
         write_atomically(folder / "cell.json", json.dumps(facts).encode())

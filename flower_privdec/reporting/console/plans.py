@@ -166,7 +166,8 @@ def _curve(curve: list[list[float]]) -> Table:
 def _cost(plan: dict[str, Any]) -> list[tuple[str, str | None]]:
     """Return memory, by part and by kind of table, and time."""
     parts = [f"{name} {memory(size)}" for name, size in plan["memory"].items() if size]
-    seconds = plan["seconds"]
+    seconds, workers = plan["seconds"], plan["workers"]
+    by = f", by {workers} processes" if workers > 1 else ""
     return [
         ("memory", f"about {memory(plan['memory_bytes'])}: {', '.join(parts)}"),
         ("gradients", plan["gradients"]),
@@ -175,7 +176,7 @@ def _cost(plan: dict[str, Any]) -> list[tuple[str, str | None]]:
             "time",
             "not timed: it does not fit into memory"
             if seconds is None
-            else f"about {duration(seconds)} here, from a few timed rounds",
+            else f"about {duration(seconds)} here{by}, from a few timed rounds",
         ),
     ]
 

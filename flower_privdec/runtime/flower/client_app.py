@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import os
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from flower_privdec.algorithms import Exchange, State, advance
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment
+from flower_privdec.runtime.flower.answers import METRICS, PLACE, SPENT, flat_record, spent_record
 from flower_privdec.runtime.flower.node import Node
 from flower_privdec.runtime.flower.own import Own, in_simulation
 from flower_privdec.runtime.flower.plainly import answering_plainly
 from flower_privdec.runtime.flower.records import Order, pack_messages, pack_peers, unpack_message
+from flower_privdec.runtime.flower.shard_app import train_sharded
 from flower_privdec.runtime.run import Run
-from flower_privdec.runtime.spent import Spent
 from flower_privdec.scenario import parse_scenario, to_yaml
-
-METRICS, PLACE, SPENT = "metrics", "place", "spent"
 
 
 @lru_cache(maxsize=2)
@@ -67,7 +64,7 @@ def train_cohort(message: Message, context: Context) -> Message:
     os.chdir(order.base)
     experiment = _whole(order.scenario)
     torch.set_num_threads(experiment.scenario.compute.threads)
-    run = Run(experiment, Path(order.folder), runtime="flower", resume=order.resume)
+    run = Run(experiment, Path(order.folder), runtime="flower", resume=order.resume, workers=1)
     try:
         while run.round_index < order.until:
             run.advance()
@@ -105,22 +102,13 @@ def train_relay(message: Message, context: Context) -> Message:
         content[PLACE] = ConfigRecord({**place, "coalition_seconds": cohort.game_seconds})
         if exchange is None:
             node.keep(state, cohort)
-            content[SPENT] = _spent(cohort, state.round_index)
+            content[SPENT] = spent_record(cohort, state.round_index)
         node.put_away(state, cohort, context.state)
     if exchange is None or experiment.mixing is None:
         content.update(pack_peers(state, experiment.algorithm.open_rows))
     else:
         content.update(pack_messages(exchange, exchange.outgoing(state, experiment.mixing)))
     return Message(content, reply_to=message)
-
-
-def _spent(cohort: Cohort, rounds: int) -> ConfigRecord:
-    """Return what the peers have spent as a record, in which NaN stands for no claim."""
-    spent = Spent.of(cohort, rounds)
-    record = ConfigRecord({"epsilons": spent.epsilons, "deltas": spent.deltas, "rounds_run": spent.rounds_run})
-    record["replies"] = spent.replies
-    record["claimed"] = [math.nan if claim is None else claim for claim in spent.claimed]
-    return record
 
 
 def _finish_exchange(experiment: Experiment, state: State, content: RecordDict) -> None:
@@ -147,26 +135,10 @@ def _proceed(experiment: Experiment, cohort: Cohort, state: State, until: int) -
     return None
 
 
-def flat_record(metrics: dict[str, Any], prefix: str = "") -> MetricRecord:
-    """Return nested metrics as the flat numbers a MetricRecord holds; "inf" becomes infinity, None is left out.
-
-    Left out too is what each peer made of each neighbour, `shapley`, of which there may be very much: the file has it.
-    """
-    flat = MetricRecord()
-    for name, value in metrics.items():
-        if name == "shapley":
-            continue
-        if isinstance(value, dict):
-            flat.update(flat_record(value, f"{prefix}{name}."))
-        elif value is not None:
-            flat[prefix + name] = value if isinstance(value, int) else float(value)
-    return flat
-
-
 def client_app() -> ClientApp:
     """Return the ClientApp that hosts peers in whichever mode the ServerApp's strategy asks for.
 
-    Messages: `query.place`, `train.cohort` (simulation alone) and `train.relay`.
+    Messages: `query.place`, `train.cohort` (simulation alone), `train.relay` and `train.sharded`.
 
     Privacy: what leaves a node is the rows that its algorithm declares open, functions of what was clipped and noised;
     every step is charged to the node's ledger, a file, before an example is read. Folder, budget, keys and data are
@@ -176,4 +148,5 @@ def client_app() -> ClientApp:
     client.query("place")(answering_plainly(answer_place))
     client.train("cohort")(answering_plainly(train_cohort))
     client.train("relay")(answering_plainly(train_relay))
+    client.train("sharded")(answering_plainly(train_sharded))
     return client

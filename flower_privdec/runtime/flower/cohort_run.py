@@ -8,7 +8,7 @@ from typing import ClassVar
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
-from flower_privdec.runtime.flower.client_app import METRICS
+from flower_privdec.runtime.flower.answers import METRICS
 from flower_privdec.runtime.flower.strategy import Serverless, log_metrics
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from flower_privdec import __version__
+from flower_privdec.catalogue import FLOWER_MODES
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.flower.submitting import submit
@@ -66,8 +67,9 @@ def flower_run(
     Args:
         scenario: what to train; an experiment spares building it a second time.
         out: the run's folder.
-        mode: "cohort" (one SuperNode hosts all peers) or "relay" (peers are dealt out to all SuperNodes).
-        n_supernodes: how many SuperNodes; one in cohort mode, by default one a peer in relay mode.
+        mode: how SuperNodes host the peers: "cohort", "sharded" or "relay", see `catalogue.FLOWER_MODES`.
+        n_supernodes: how many SuperNodes; one in cohort mode, by default one a peer in relay mode, and in sharded mode
+            as many as there are CPUs for.
         cpus, gpus: what each ClientApp gets; where the scenario computes on a GPU and gpus is 0, the
             ClientApps share one.
         resume: go on from the checkpoint in `out`.
@@ -83,9 +85,10 @@ def flower_run(
     if find_spec("ray") is None:
         raise ScenarioError(f"Flower's simulation needs ray, which is not installed: {INSTALL}")
     experiment = scenario if isinstance(scenario, Experiment) else Experiment.build(scenario)
-    nodes = _check_nodes(experiment, mode, n_supernodes)
+    nodes = _check_nodes(experiment, mode, n_supernodes, cpus)
     gpus = _check_resources(experiment, nodes, cpus, gpus)
-    Recorder(experiment, experiment.own, out, "flower", resume)  # refuses a folder that holds another run
+    own = experiment.own if mode == "cohort" else None  # elsewhere the nodes keep what is the peers' own
+    Recorder(experiment, own, out, "flower", resume)  # refuses a folder that holds another run
     resources = {"num-supernodes": nodes, "client-resources-num-cpus": cpus, "client-resources-num-gpus": gpus}
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
     with LocalSuperLink() as superlink:
@@ -96,21 +99,25 @@ def flower_run(
     return summary
 
 
-def _check_nodes(experiment: Experiment, mode: str, n_supernodes: int | None) -> int:
+def _check_nodes(experiment: Experiment, mode: str, n_supernodes: int | None, cpus: int) -> int:
     """Return how many SuperNodes to simulate."""
-    n_peers = experiment.scenario.n_peers
-    if mode not in ("cohort", "relay"):
-        raise ScenarioError(f"mode={mode!r} must be one of cohort, relay")
+    n_peers, places = experiment.scenario.n_peers, max(1, (os.cpu_count() or 1) // max(cpus, 1))
+    FLOWER_MODES.check(mode, "mode")
     if n_supernodes is None:
-        return 1 if mode == "cohort" else n_peers
+        return {"cohort": 1, "sharded": min(places, n_peers), "relay": n_peers}[mode]
     if mode == "cohort" and n_supernodes > 1:
         raise ScenarioError(
             f"n_supernodes={n_supernodes} must be 1 in mode cohort, where one SuperNode hosts all peers: "
-            "choose mode relay, or leave it out"
+            "choose mode sharded or relay, or leave it out"
         )
     if not 1 <= n_supernodes <= n_peers:
         raise ScenarioError(
             f"n_supernodes={n_supernodes} must be 1 to n_peers={n_peers}: a SuperNode hosts at least one peer"
+        )
+    if mode == "sharded" and n_supernodes > places:
+        raise ScenarioError(
+            f"n_supernodes={n_supernodes} with cpus={cpus} each must be at most {places} in mode sharded, where all "
+            "run at the same time: give fewer, or choose mode relay"
         )
     return n_supernodes
 

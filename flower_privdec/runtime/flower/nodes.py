@@ -10,7 +10,7 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_privdec.errors import RunError
-from flower_privdec.runtime.flower.client_app import PLACE
+from flower_privdec.runtime.flower.answers import PLACE
 from flower_privdec.runtime.flower.plainly import DEATHS
 
 DIED = "its process has ended (killed, or out of memory); give it more memory or fewer peers, and resume the run"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
@@ -20,9 +21,16 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.files import write_atomically
 from flower_privdec.runtime.flower.records import Order
+from flower_privdec.runtime.sharded.dealing import Shards
+from flower_privdec.runtime.sharded.meeting import GIVE as SHARD
+from flower_privdec.runtime.sharded.meeting import MeetingPlace
 from flower_privdec.scenario import Scenario, parse_scenario
+from flower_privdec.scenario.data_section import PEER
 from flower_privdec.scenario.topology_section import TopologySection
 from flower_privdec.user_code import only_from
+from flower_privdec.words import peer_ranges
+
+log = logging.getLogger("flwr.privdec")
 
 SECRET_BYTES = 32
 GIVE = "start it with --node-config 'partition-id=I num-partitions=N ledger=\"FOLDER\" epsilon=E delta=D'"
@@ -59,7 +67,9 @@ class Own:
         data_root: where its data lie, in place of the scenario's; None in a simulation.
         data_test: where the public test set lies, likewise; None where it is with the data.
         epsilon, delta: the budget that its ledger is held to, whatever the scenario says; None in a simulation.
-        partition: which peer it is; None in a simulation, where the server deals the peers out.
+        partition: which peer or which shard it is; None in a simulation, where the server deals the peers out.
+        partitions: of how many shards; None where nobody has said.
+        place: where its shard meets the others (sharded mode); None where nobody has said.
         modules: those of its owner's that a scenario may name, in full; in a simulation it may name any.
     """
 
@@ -70,6 +80,8 @@ class Own:
     epsilon: float | None = None
     delta: float | None = None
     partition: int | None = None
+    partitions: int | None = None
+    place: MeetingPlace | None = None
     modules: frozenset[str] = frozenset()
 
     @classmethod
@@ -93,8 +105,29 @@ class Own:
             raise RunError(f"epsilon={epsilon} must be > 0 (inf for no limit) and delta={delta} in (0, 1): {GIVE}")
         root, test = (None if config.get(key) is None else str(config[key]) for key in ("data-root", "data-test"))
         folder, partition = Path(str(config["ledger"])), int(_number(config, "partition-id"))
+        partitions = int(_number(config, "num-partitions")) if "num-partitions" in config else None
         modules = frozenset(str(config.get("modules", "")).replace(",", " ").split())
-        return cls(False, folder, root, test, epsilon, delta, partition, modules)
+        place = None
+        if "shard-address" in config or "shard-meeting" in config:
+            place = MeetingPlace.given(str(config.get("shard-address", "")), str(config.get("shard-meeting", "")))
+        return cls(False, folder, root, test, epsilon, delta, partition, partitions, place, modules)
+
+    def meeting(self, order: Order) -> MeetingPlace:
+        """Return where the shards of an order meet: what the node's owner says, or in a simulation a file.
+
+        Raises:
+            RunError: the owner of a deployed node has not said.
+        """
+        if self.simulated:
+            return MeetingPlace(path=self.folder / f"meeting-{order.token}")
+        if self.place is None:
+            raise RunError(
+                "this SuperNode's own shard-address and shard-meeting must be given: shards send rows to each other "
+                f"without encryption, on a private network of machines that trust each other; start it with {SHARD}"
+            )
+        if self.place.is_open:
+            log.warning("Rows pass %s unencrypted: keep its ports to machines that you trust", self.place.address)
+        return self.place
 
     def allowing(self) -> AbstractContextManager[None]:
         """Import nobody's code inside but what the node's owner allows: a server may write any scenario."""
@@ -111,13 +144,12 @@ class Own:
         scenario = parse_scenario(order.scenario)
         if scenario.private is not None and scenario.private.ledger is not None:
             raise RunError(
-                f"privacy.ledger={scenario.private.ledger} is not for relay mode, where each node keeps a ledger of "
-                "its own: leave it out, or use cohort mode"
+                f"privacy.ledger={scenario.private.ledger} is not for relay mode or shards, where each node keeps a "
+                "ledger of its own: leave it out, or use cohort mode"
             )
         if self.simulated:
             return scenario
-        if order.peers != [self.partition]:
-            raise RunError(f"this SuperNode is peer {self.partition}, not {order.peers}: run one SuperNode a peer")
+        self._check_peers(order, scenario)
         if scenario.private is None and self.epsilon != math.inf:
             raise RunError(f"privacy: none breaks this SuperNode's epsilon={self.epsilon}: set a privacy section")
         if scenario.data.batch.sampling == "shuffle":
@@ -135,6 +167,29 @@ class Own:
                 'data-test must be given: start it with --node-config \'... data-root="FILE" data-test="FILE"\''
             )
         return scenario.model_copy(update={"data": scenario.data.model_copy(update=paths)})
+
+    def _check_peers(self, order: Order, scenario: Scenario) -> None:
+        """Refuse to host other peers than a deployed node's own configuration says.
+
+        Raises:
+            RunError: naming them.
+        """
+        if not order.shards:
+            if order.peers != [self.partition]:
+                raise RunError(f"this SuperNode is peer {self.partition}, not {order.peers}: run one SuperNode a peer")
+            return
+        shards, shard = Shards.deal(scenario.n_peers, self.partitions or 1), self.partition or 0
+        if len(shards) != order.shards or not 0 <= shard < len(shards) or order.peers != shards.peers(shard).tolist():
+            raise RunError(
+                f"this SuperNode is partition {self.partition} of {self.partitions} and hosts that share of the "
+                f"{scenario.n_peers} peers, not peers {peer_ranges(order.peers)} of {order.shards} shards"
+            )
+        if scenario.data.each_its_own and len(order.peers) > 1 and PEER not in (self.data_root or PEER):
+            raise RunError(
+                f"data-root={self.data_root!r} of this SuperNode must have {PEER} in it, for each of its "
+                f"{len(order.peers)} peers has a file of its own: start it with --node-config '... "
+                f'data-root="FOLDER/{PEER}.npz"\''
+            )
 
     def parts(self, agreement: Agreement, peers: Sequence[int]) -> OwnParts:
         """Read what is its peers' own, with this node's keys, and from its own place; see `OwnParts.of`."""

@@ -31,6 +31,8 @@ class Order:
         folder: where the run is kept (simulation).
         resume: go on from the checkpoint in `folder` (cohort mode).
         begin: go on from the node's own checkpoint of this round; 0 to begin anew, -1 to go on as it is (relay mode).
+        shards: among how many shards the peers are dealt out (sharded mode); 0 in the other modes.
+        token: of the meeting of these shards for this message (sharded mode).
     """
 
     scenario: str
@@ -40,6 +42,8 @@ class Order:
     folder: str = ""
     resume: bool = False
     begin: int = -1
+    shards: int = 0
+    token: str = ""
 
     def record(self) -> ConfigRecord:
         """Return the order as a record."""
@@ -55,7 +59,7 @@ class Order:
         if ORDER not in content.config_records:
             raise RunError("the message has no record 'order': send it with a strategy of flower_privdec")
         fields = dict(content.config_records[ORDER])
-        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})  # type: ignore[arg-type]
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})  # type: ignore[arg-type]
 
 
 def pack_rows(rows: Mapping[str, Tensor]) -> ArrayRecord:

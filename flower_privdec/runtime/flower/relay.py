@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,14 +13,13 @@ from flwr.serverapp import Grid
 from flower_privdec.algorithms import Exchange, State
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement
-from flower_privdec.runtime.flower.client_app import PLACE, SPENT, flat_record
+from flower_privdec.runtime.flower.answers import PLACE, SPENT, flat_record, spent_of
 from flower_privdec.runtime.flower.records import message_key, row_key, unpack_rows
 from flower_privdec.runtime.flower.strategy import Serverless, log, log_metrics
 from flower_privdec.runtime.recorder import Recorder
 from flower_privdec.runtime.spent import Spent
 
 NUMBERS = "the engine's to about 1e-6 in float32: each node adds in an order of its own"
-Number = TypeVar("Number", int, float)
 
 
 class Relay(Serverless):
@@ -106,10 +103,7 @@ class Relay(Serverless):
         rows = [unpack_rows(self._outbox[row_key(peer)], self.agreement.device) for peer in peers.tolist()]
         stacked = {name: torch.stack([row[name] for row in rows]) for name in self.agreement.algorithm.open_rows}
         self.state = State(peers, self._round, 0, stacked)
-        told = [answer.content.config_records[SPENT] for answer in answers]
-        claimed = [None if math.isnan(claim) else claim for claim in _joined(told, "claimed", float)]
-        epsilons, deltas, replies = (_joined(told, name, float) for name in ("epsilons", "deltas", "replies"))
-        self._spent = Spent(epsilons, deltas, claimed, _joined(told, "rounds_run", int), replies=replies)
+        self._spent = spent_of([answer.content.config_records[SPENT] for answer in answers])
         metrics = flat_record(self.recorder.record(self.state.rows, self._round, self._spent.epsilons))
         self.recorder.save(self.state, None)
         log_metrics(metrics)
@@ -117,8 +111,3 @@ class Relay(Serverless):
 
     def _conclude(self) -> None:
         self.recorder.finish(self.state.rows, self._spent, numbers=NUMBERS)
-
-
-def _joined(told: list[ConfigRecord], name: str, kind: type[Number]) -> list[Number]:
-    """Return what the nodes, in the order of their peers, tell of each of them."""
-    return [kind(value) for record in told for value in record[name]]  # type: ignore[union-attr]

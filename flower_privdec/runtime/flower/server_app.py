@@ -10,16 +10,18 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from flower_privdec.catalogue import FLOWER_MODES as MODE_NAMES
 from flower_privdec.errors import ScenarioError
 from flower_privdec.runtime.flower.cohort_run import CohortRun
 from flower_privdec.runtime.flower.plainly import failing_plainly
 from flower_privdec.runtime.flower.relay import Relay
+from flower_privdec.runtime.flower.sharded import Sharded
 from flower_privdec.runtime.flower.strategy import Serverless
 from flower_privdec.runtime.flower.typed import typed_in
 from flower_privdec.scenario import Scenario, load_scenario
 from flower_privdec.words import did_you_mean
 
-MODES: dict[str, type[Serverless]] = {"cohort": CohortRun, "relay": Relay}
+MODES: dict[str, type[Serverless]] = MODE_NAMES.bind({"cohort": CohortRun, "sharded": Sharded, "relay": Relay})
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Settings:
     Attributes:
         scenario: the scenario, loaded; `scenario` is a path, absolute or from the app's folder or the
             current one, and `set` holds key=value settings laid over it, with semicolons between them.
-        mode: "cohort" (one SuperNode hosts all peers) or "relay" (peers are dealt out to all SuperNodes).
+        mode: how SuperNodes host the peers: "cohort", "sharded" or "relay", see `catalogue.FLOWER_MODES`.
         out: the run's folder; by default runs/NAME-RUN_ID.
         base: the folder from which relative paths in the scenario, and `out`, start; by default the one in which
             `flwr run --stream` was typed, and where that is not known the one in which the SuperLink was started.

@@ -31,7 +31,9 @@ class AsynchronousPeer(Membership):
             missing = {j for j in wanted if not has_come(j)}
             return not any(map(self._is_awaited, missing))
 
-        self._wait(all_came, until - time.monotonic())
+        began = time.monotonic()
+        self._wait(all_came, until - began)
+        self._waited += time.monotonic() - began
 
     def _is_awaited(self, neighbor: int) -> bool:
         return self.machine.is_open(neighbor) and self._pace.is_awaited(neighbor)
@@ -40,8 +42,9 @@ class AsynchronousPeer(Membership):
         return time.monotonic() + self._pace.patience
 
     def _begin_exchange(self) -> None:
+        self._waited = 0.0
         with self.courier.changed:
-            self._pace.begin(time.monotonic(), self.mail.rounds)
+            self._pace.begin(self.mail.rounds)
 
     def _hear(
         self,
@@ -58,16 +61,14 @@ class AsynchronousPeer(Membership):
         """
 
         def is_done(neighbor: int) -> bool:
-            done = has_come(neighbor) or is_past(neighbor)
-            if done:
-                self._pace.came(time.monotonic())
-            return done
+            return has_come(neighbor) or is_past(neighbor)
 
         self._await(set(wanted) - set(late), is_done, self._patient())
-        if wanted:
-            new = self.mail.senders(self.state.at)  # of rounds before this, where somebody lags behind
-            there = {neighbor for neighbor in wanted if has_come(neighbor) or neighbor in new}
-            self._pace.end(time.monotonic(), there, set(wanted) - there)
+        new = self.mail.senders(self.state.at)  # of rounds before this, where somebody lags behind
+        there = {neighbor for neighbor in wanted if has_come(neighbor) or neighbor in new}
+        with self.courier.changed:
+            message = self.courier.message_seconds()
+        self._pace.end(time.monotonic(), there, set(wanted) - there, self._waited, message)
 
     def _exchange(self, exchange: Exchange) -> None:
         if self._whole.sends_shares:

@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -217,10 +218,14 @@ class Link:
         identity: that the other side's certificate has to be for.
         credentials: one's own.
         cap: bytes of a reply at most.
+
+    Attributes:
+        sending: seconds that it took to hand over the last message of several pieces.
     """
 
     def __init__(self, address: str, identity: str, credentials: Credentials, cap: int) -> None:
         self.address, self.identity, self._credentials, self._cap = address, identity, credentials, cap
+        self.sending = 0.0
         shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
         options = [*CALLING, ("grpc.ssl_target_name_override", identity), ("grpc.default_authority", identity)]
         self._channel = grpc.secure_channel(address, shown, options=options)
@@ -253,7 +258,12 @@ class Link:
         """Begin a call; what is one piece takes no thread that sends it."""
         if len(content) <= PIECE:
             return self._short(next(pieces(content)), timeout=seconds)
-        return self._long(pieces(content), timeout=seconds)
+        return self._long(self._timed(pieces(content)), timeout=seconds)
+
+    def _timed(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+        began = time.monotonic()
+        yield from parts
+        self.sending = time.monotonic() - began
 
     def diagnosis(self, seconds: float = 1.0) -> str:
         """Return in words why a connection cannot be made, by trying with a library that says."""

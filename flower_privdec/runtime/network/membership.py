@@ -65,6 +65,7 @@ class Membership(RunningPeer):
         if kept:
             self._restore(kept[-1])
         self._full = self._weight()  # what it was when something was added last
+        self._waited = 0.0  # seconds, in the exchange under way
         self._new: set[int] = set()  # whose shares were added since the last exchange in which they are due
         self.mail.fresh = not machine.has_met
         return self.mail

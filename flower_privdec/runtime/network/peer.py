@@ -327,5 +327,5 @@ def noise_said(scenario: Scenario, insecure_seeds: bool) -> str:
     """Say where a peer's noise comes from, and how it is rounded where that is exactly."""
     if insecure_seeds:
         return "INSECURE: noise and batches follow from the scenario's seed; for tests alone"
-    hardened = scenario.private is not None and scenario.private.hardened
+    hardened = getattr(scenario.private, "hardened", False)  # what an app's privacy section does not have
     return f"of the operating system's generator{', hardened: rounded exactly' if hardened else ''}"

@@ -2,12 +2,12 @@
 
 Peers that are equally fast do better when they wait a moment for each other: a round in which nobody is heard spends
 budget and mixes nothing. So a peer waits in each exchange for those neighbours that are *punctual*, PATIENCE times a
-period: its own work from the last exchange to this one, and the wait for the first neighbour that comes, in the middle
-of the last exchanges. Who has not come by then STRIKES times in a row is late, and waited for no more, and so is who
-does not keep up: for the last rounds of it that became known, SEEN times, it needed more than SLOWEST exchanges of this
-peer each. Whoever keeps up is waited for again. So a neighbour that is ten times slower, or stopped, costs a few
-periods at the beginning and then nothing, and one that had a bad moment, or was cut off for a while, is soon waited for
-again. A peer all of whose neighbours are slow goes at their pace.
+period: its own work, from the end of an exchange to the end of the next but for such waits, in the middle of the last
+ones, and what a message takes at least. Who has not come by then STRIKES times in a row is late, and waited for no
+more, and so is who does not keep up: for the last rounds of it that became known, SEEN times, it needed more than
+SLOWEST exchanges of this peer each. Whoever keeps up is waited for again. So a neighbour that is ten times slower, or
+stopped, costs a few periods at the beginning and then nothing, and one that had a bad moment, or was cut off for a
+while, is soon waited for again. A peer goes at its own pace, also where all its neighbours are slower.
 
 Moments are seconds of any clock that never goes back.
 """
@@ -78,8 +78,6 @@ class Punctuality:
         self._records = {neighbor: Record() for neighbor in neighbors}
         self._periods: deque[float] = deque(maxlen=REMEMBERED)
         self._ended: float | None = None
-        self._began: float | None = None
-        self._came: float | None = None
 
     def is_awaited(self, neighbor: int) -> bool:
         """Return whether to wait for a neighbour in the exchange under way."""
@@ -96,34 +94,30 @@ class Punctuality:
         """Return how long to wait in an exchange, seconds."""
         return PATIENCE * median(self._periods) if self._periods else self._first
 
-    def begin(self, now: float, rounds: Mapping[int, int]) -> None:
-        """Take note of the beginning of an exchange, at a moment.
+    def begin(self, rounds: Mapping[int, int]) -> None:
+        """Take note of the beginning of an exchange.
 
         Args:
             rounds: in which round each neighbour is, as far as is known.
         """
-        self._began, self._came = now, None
         self._exchanges += 1
         for neighbor, round_index in rounds.items():
             record = self._records[neighbor]
             record.known(self._exchanges, round_index)
             record.judge(self._exchanges)
 
-    def came(self, now: float) -> None:
-        """Take note that some neighbour had come by a moment; the first in an exchange counts."""
-        if self._came is None:
-            self._came = now
-
-    def end(self, now: float, there: Collection[int], missing: Collection[int]) -> None:
+    def end(self, now: float, there: Collection[int], missing: Collection[int], waited: float, message: float) -> None:
         """Take note of the end of an exchange.
 
         Args:
             now: a moment.
             there: neighbours that had come.
             missing: those that had not; neighbours that had nothing to send are in neither.
+            waited: seconds in it that were spent on waiting for others.
+            message: seconds that a message takes to a neighbour, at least.
         """
-        if self._ended is not None and self._began is not None:
-            self._periods.append((self._came or self._began) - self._ended)
+        if self._ended is not None:
+            self._periods.append(now - self._ended - waited + message)
         self._ended = now
         self.note(there, missing)
 

@@ -6,9 +6,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flower_privdec.reporting.plots import save_run_plots
-from flower_privdec.runtime.flower.cohort_run import CohortRun
 from flower_privdec.runtime.flower.plainly import failing_plainly
-from flower_privdec.runtime.flower.relay import Relay
 from flower_privdec.runtime.flower.server_app import Settings
 
 app = ServerApp()
@@ -19,6 +17,5 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run the scenario that the run-config names."""
     run = Settings.read(context, folder=Path(__file__).resolve().parents[1])
-    strategy = Relay if run.mode == "relay" else CohortRun
-    strategy(run.scenario, run.out, base=run.base, resume=run.resume).start(grid)
+    run.strategy().start(grid)
     save_run_plots(run.out)
