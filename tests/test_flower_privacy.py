@@ -97,9 +97,9 @@ def seen_under_flower(host: str) -> Callable[[Experiment], Seen]:
     return watch
 
 
-HOSTED = [  # every variant where each peer has a node; every algorithm in every way
-    *((variant, "relay") for variant in VARIANTS),
-    *((variant, host) for variant in VARIANTS[: len(ALGORITHMS)] for host in ("cohort", "share")),
+HOSTED = [  # every variant where nodes say something of each step; every algorithm where one node says how it ended
+    *((variant, host) for variant in VARIANTS for host in ("relay", "sharded")),
+    *((variant, "cohort") for variant in VARIANTS[: len(ALGORITHMS)]),
 ]
 
 
