@@ -1,6 +1,7 @@
 """Small scenarios that several tests share, and how all tests are run."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -37,6 +38,18 @@ compute: {dtype: float64, generator: torch}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the slow tests first, so that none of them is the last, on one processor while the others have nothing."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Let fsync return at once in the tests' own process, some milliseconds each of many thousand times.
+
+    No test cuts the power, and a process that is killed loses nothing that it has written. Processes that tests start
+    wait as ever, and tests of what is synced, and when, put a function of their own here.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "fsync", os.fstat)  # which refuses, too, what is no open file
+        yield
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ which the trapezoidal rule converges exponentially.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy import optimize
@@ -24,19 +24,18 @@ class Exact:
     def __init__(self, mechanisms: Sequence[Mechanism], add: bool) -> None:
         self.steps = [(*_nodes(q, noise, idle, add), count) for q, noise, idle, count in mechanisms]
 
-    def log_transform(self, z: np.ndarray) -> np.ndarray:
-        """Return log M at complex points, [n]."""
-        z = np.atleast_1d(z)
-        total = np.zeros(len(z), dtype=complex)
+    def log_transform(self, t: float, s: np.ndarray) -> np.ndarray:
+        """Return log M at t + is, [n]."""
+        total = np.zeros(len(s), dtype=complex)
         for log_weight, loss, count in self.steps:
-            exponents = log_weight + z.real[:, None] * loss
-            top = exponents.max(axis=1, keepdims=True)
-            sums = (np.exp(exponents - top) * np.exp(1j * z.imag[:, None] * loss)).sum(axis=1)
-            total += count * (np.log(np.where(sums == 0, 1e-300, sums)) + top[:, 0])
+            exponents = log_weight + t * loss
+            top = exponents.max()
+            sums = np.exp(1j * np.outer(s, loss)) @ np.exp(exponents - top)
+            total += count * (np.log(np.where(sums == 0, 1e-300, sums)) + top)
         return total
 
     def _real(self, t: float) -> float:
-        return float(self.log_transform(t)[0].real)
+        return float(self.log_transform(t, np.zeros(1))[0].real)
 
     def saddle(self, epsilon: float) -> float:
         """Return the t at which the integrand is least at s = 0, and so steepest."""
@@ -47,20 +46,20 @@ class Exact:
 
         return math.exp(optimize.minimize_scalar(height, bounds=(-7, 14), method="bounded").x)
 
-    def delta(self, epsilon: float, t: float) -> float:
-        """Return δ(ε)."""
+    def deltas(self, least: float, t: float) -> Callable[[float], float]:
+        """Return δ(ε) as a function of ε >= `least`: M, which knows no ε, is taken once."""
         log_m = self._real(t)
-        step = 2 * math.pi / self._period(epsilon, t, log_m)
-        total, start = 0.0, 0
-        while True:
-            s = step * np.arange(start, start + 256)
+        step = 2 * math.pi / self._period(least, t, log_m)
+        blocks: list[np.ndarray] = []
+        while not blocks or np.abs(blocks[-1][-16:]).max() >= 1e-10 / (t * (t + 1)):
+            assert len(blocks) < 32, "the transform does not fall off: too little noise for this method"
+            s = step * np.arange(256 * len(blocks), 256 * (len(blocks) + 1))
             z = t + 1j * s
-            values = np.exp(self.log_transform(z) - log_m - 1j * s * epsilon) / (z * (z + 1))
-            total += float(values.real.sum()) - (0.5 * float(values[0].real) if start == 0 else 0.0)
-            start += 256
-            if np.abs(values[-16:]).max() < 1e-10 / (t * (t + 1)):
-                return total * step / math.pi * math.exp(log_m - t * epsilon)
-            assert start < 2**13, "the transform does not fall off: too little noise for this method"
+            blocks.append(np.exp(self.log_transform(t, s) - log_m) / (z * (z + 1)))
+        values = np.concatenate(blocks)
+        values[0] /= 2
+        places = -1j * step * np.arange(len(values))
+        return lambda e: float((values * np.exp(places * e)).real.sum()) * step / math.pi * math.exp(log_m - t * e)
 
     def _period(self, epsilon: float, t: float, log_m: float) -> float:
         """Return a P such that what the sum over s = 2 π j / P adds, Σ_j e^{tPj} δ(ε + Pj), is next to nothing.
@@ -72,10 +71,10 @@ class Exact:
 
     def epsilon(self, delta: float, near: float) -> float:
         """Return ε at a δ, somewhere in 0.97 to 1.01 of `near`; 0 where it is less."""
-        t = self.saddle(near)
-        if self.delta(0.97 * near, t) < delta:
+        delta_at = self.deltas(0.97 * near, self.saddle(near))
+        if delta_at(0.97 * near) < delta:
             return 0.0
-        return optimize.brentq(lambda e: self.delta(e, t) / delta - 1, 0.97 * near, 1.01 * near, rtol=1e-11)
+        return optimize.brentq(lambda e: delta_at(e) / delta - 1, 0.97 * near, 1.01 * near, rtol=1e-11)
 
 
 def _nodes(q: float, noise: float, idle: float, add: bool) -> tuple[np.ndarray, np.ndarray]:

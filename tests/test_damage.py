@@ -38,6 +38,12 @@ def privdec(*arguments: object) -> int:
     return leaving.value.code
 
 
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the curves at a run's end, which look at nothing that is damaged here."""
+    monkeypatch.setattr("flower_privdec.reporting.plots.save_run_plots", lambda folder: [])
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of which 4 of 6 rounds are done."""
@@ -55,6 +61,24 @@ def half(kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s.yaml").write_text(TINY)
     shutil.copytree(kept, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def finished(kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of that run, gone on with to its end."""
+    out = tmp_path_factory.mktemp("done") / "run"
+    shutil.copytree(kept, out)
+    run(Experiment.build(parse_scenario(TINY)), out, resume=True)
+    return out
+
+
+@pytest.fixture
+def done(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of that folder, beside its scenario s.yaml."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.yaml").write_text(TINY)
+    shutil.copytree(finished, tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -208,30 +232,26 @@ def test_a_damaged_line_is_named_and_nothing_is_touched(
     + [("privacy", value) for value in (None, 3, "x", [3], [{"epsilon": 1}])],
 )
 def test_a_summary_of_something_else_is_one_line(
-    half: Path, capsys: pytest.CaptureFixture[str], name: str, value: object
+    done: Path, capsys: pytest.CaptureFixture[str], name: str, value: object
 ) -> None:
-    assert privdec("run", "s.yaml", "--out", half, "--resume") == 0
-    summary = json.loads((half / "summary.json").read_bytes())
-    (half / "summary.json").write_text(json.dumps(summary | {name: value}))
-    capsys.readouterr()
-    said = refused(capsys, "report", half, "--out", half / "page.html")
+    summary = json.loads((done / "summary.json").read_bytes())
+    (done / "summary.json").write_text(json.dumps(summary | {name: value}))
+    said = refused(capsys, "report", done, "--out", done / "page.html")
     assert f"summary.json: is damaged (ValueError: its {name} is {value!r}" in said
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"{}", b'{"name": "x"}', b"\xff\xfe\x00", b"[" * 100_000])
 def test_a_damaged_summary_is_one_line_and_is_written_again(
-    half: Path, capsys: pytest.CaptureFixture[str], content: bytes
+    done: Path, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
-    assert privdec("run", "s.yaml", "--out", half, "--resume") == 0
-    whole = (half / "summary.json").read_bytes()
-    (half / "summary.json").write_bytes(content)
-    capsys.readouterr()
-    said = refused(capsys, "report", half, "--out", half / "page.html")
+    whole = (done / "summary.json").read_bytes()
+    (done / "summary.json").write_bytes(content)
+    said = refused(capsys, "report", done, "--out", done / "page.html")
     assert "summary.json: is damaged" in said
     assert "--resume` writes it again" in said
-    assert not (half / "page.html").exists()
-    assert privdec("run", "s.yaml", "--out", half, "--resume") == 0
-    assert json.loads((half / "summary.json").read_bytes())["privacy"] == json.loads(whole)["privacy"]
+    assert not (done / "page.html").exists()
+    assert privdec("run", "s.yaml", "--out", done, "--resume") == 0
+    assert json.loads((done / "summary.json").read_bytes())["privacy"] == json.loads(whole)["privacy"]
 
 
 # --- checkpoint ---

@@ -45,13 +45,9 @@ MODELS = {
     "own loss": ["task={loss: {module: 'user_tasks:cross_entropy'}}"],
     **TASKS,
 }
-SPOILT = {  # what an example of a task may hold
-    **{
-        f"{task}, {value}": (task, value)
-        for task in ("numbers", "numbers, huber", "labels")
-        for value in (1e25, -1e300, math.nan, math.inf)
-    },
-    **{f"tokens, {value}": ("tokens", value) for value in (-1, 200, 2**63 - 1, -(2**63))},
+SPOILT = {  # what four examples of a task may hold
+    **dict.fromkeys(("numbers", "numbers, huber", "labels"), (1e25, -1e300, math.nan, math.inf)),
+    "tokens": (-1, 200, 2**63 - 1, -(2**63)),
 }
 
 
@@ -98,7 +94,7 @@ def test_nothing_else_leaves(case: Experiment) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", ["privsgp", "privsgp-vr", "feddeper", "d-psgd"])
+@pytest.mark.parametrize("name", ["privsgp", "privsgp-vr", "feddeper"])  # each of which uses a kernel in its own way
 def test_the_laws_hold_for_every_kind_of_model(build: Build, name: str, model: str) -> None:
     table = ["algorithm.table=dense"] if name == "privsgp-vr" else []
     experiment = build(*SHORT, *settings_for(f"algorithm.name={name}", *table), batch_of("poisson"), *MODELS[model])
@@ -118,19 +114,20 @@ def spoil(experiment: Experiment, place: int, value: float) -> Experiment:
     return replace(experiment, own=replace(experiment.own, examples=replace(examples, x=x, y=y)))
 
 
-@pytest.mark.parametrize("spoilt", SPOILT)
+@pytest.mark.parametrize("task", SPOILT)
 @pytest.mark.parametrize("name", ["privsgp", "privsgp-vr", "feddeper"])
-def test_no_target_and_no_token_moves_a_release_by_more(build: Build, name: str, spoilt: str) -> None:
-    task, value = SPOILT[spoilt]
+def test_no_target_and_no_token_moves_a_release_by_more(build: Build, name: str, task: str) -> None:
     table = ["algorithm.table=dense"] if name == "privsgp-vr" else []
     experiment = build(
         *SHORT, *settings_for(f"algorithm.name={name}", *table), *TASKS[task], "data.batch={sampling: full}"
     )
-    experiment = spoil(experiment, 2, value)
-    moved = testing.assert_sensitivity(experiment, 3, example=2)
+    for place, value in enumerate(SPOILT[task]):
+        experiment = spoil(experiment, place, value)
+    for place, value in enumerate(SPOILT[task]):
+        moved = testing.assert_sensitivity(experiment, 3, example=place)
+        beyond = abs(value) > 1e150 and task != "numbers, huber"  # whose gradient no target makes longer
+        assert moved == 0 if task == "tokens" or math.isnan(value) or beyond else moved > 0
     assert testing.assert_sensitivity(experiment, 3, example=5) > 0
-    beyond = abs(value) > 1e150 and task != "numbers, huber"  # whose gradient no target makes longer
-    assert moved == 0 if task == "tokens" or math.isnan(value) or beyond else moved > 0
     assert torch.isfinite(testing.run_rounds(experiment, 3).state.rows["x"]).all()
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import scipy
@@ -206,9 +205,13 @@ def exceedance(tilted: Tilted, frame: Frame) -> np.ndarray:
 
 
 def _faded_sums(values: np.ndarray, fade: float) -> np.ndarray:
-    """Return y_j = values_j + fade y_{j-1}, in this order: it takes less time than to load SciPy's filters."""
-    sums = accumulate(values.tolist(), lambda before, value: value + fade * before)
-    return np.fromiter(sums, np.float64, len(values))
+    """Return y_j = values_j + fade y_{j-1}, in this order: the solution of a system of two diagonals, by LAPACK."""
+    n = len(values)
+    if n < 2:
+        return values
+    *_, sums, failed = scipy.linalg.lapack.dgtsv(np.full(n - 1, -fade), np.ones(n), np.zeros(n - 1), values)
+    assert not failed  # a diagonal of ones
+    return np.asarray(sums)
 
 
 def epsilon_at(tilted: Tilted, frame: Frame, delta: float) -> tuple[float, float]:
