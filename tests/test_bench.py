@@ -14,6 +14,7 @@ from flower_privdec import bench
 from flower_privdec.bench import (
     comparison,
     equality,
+    flower_relay,
     ledgers,
     limit,
     local_steps,
@@ -59,6 +60,11 @@ def test_workloads_are_those_promised():
         "W3": (105_866, 20, 32),
         "W4": (2_000, 100, 1),
     }
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_round_by_flowers_relay_is_timed(name):
+    assert flower_relay.in_process(WORKLOADS[name].resized(2), 1) > 0
 
 
 TINY_FEDDEPER = replace(

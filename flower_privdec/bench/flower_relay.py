@@ -23,6 +23,7 @@ from flower_privdec.bench.workloads import (
 from flower_privdec.scenario import Scenario, parse_scenario
 
 FLWR_PEERS, FLWR_ROUNDS = 4, 10
+TRIED = 100  # examples on which the models are tried, at the end
 
 
 def in_process(workload: Workload, rounds: int) -> float:
@@ -50,9 +51,9 @@ def by_flwr_run(workload: Workload) -> float:
 
 def scenario_of(workload: Workload, rounds: int, folder: Path) -> Scenario:
     """Write a workload's data to a folder and return the scenario that trains on them."""
-    dataset, path = synthetic(workload), folder / "data.npz"
-    arrays = {name: getattr(dataset, name).numpy() for name in ("x_train", "y_train", "x_test", "y_test")}
-    np.savez(path, **arrays)
+    examples, path = synthetic(workload), folder / "data.npz"
+    x, y = np.asarray(examples.x), np.asarray(examples.y)
+    np.savez(path, x_train=x, y_train=y, x_test=x[:TRIED], y_test=y[:TRIED])
     batch = {"sampling": "uniform", "size": workload.batch}
     sections = {
         "name": "benchmark",
@@ -60,7 +61,8 @@ def scenario_of(workload: Workload, rounds: int, folder: Path) -> Scenario:
         "n_peers": workload.n_peers,
         "rounds": rounds,
         "data": {"dataset": "npz", "root": str(path), "batch": batch},
-        "model": {"name": workload.model, "loss": workload.loss, **workload.options},
+        "model": {"name": workload.model, **workload.options},
+        "task": {"loss": workload.loss},
         "algorithm": {"name": "privsgp", "learning_rate": LEARNING_RATE},
         "privacy": {"noise_multiplier": NOISE_MULTIPLIER, "clip_norm": CLIP_NORM, "delta": 1e-5},
         "evaluation": {"every": rounds},
