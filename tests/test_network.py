@@ -41,7 +41,7 @@ from flower_privdec.scenario import Scenario, numbers_hash
 from flower_privdec.words import number
 
 Tiny = Callable[..., Scenario]
-QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: 40.0}}"
+QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 NEEDS_A_SERVER = ("scaffold",)
 ALONE = ("local", "dp-sgd")
 TOGETHER = [v for v in VARIANTS if v[0].removeprefix("algorithm.name=") not in (*NEEDS_A_SERVER, *ALONE)]

@@ -38,9 +38,8 @@ TOGETHER = [each for each in VARIANTS if each[0].removeprefix("algorithm.name=")
 
 
 def quick(mode: str) -> str:
-    """Return settings of a network in which a call that hangs is given up, and no wait for a peer that is there."""
-    deadline = LONG if mode == "asynchronous" else 40.0
-    return f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {deadline}}}"
+    """Return settings of a network in which no deadline ends a wait between peers that are there."""
+    return f"network={{mode: {mode}, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 
 
 def ledger_of(folder: Path) -> Path:

@@ -60,6 +60,9 @@ SERVING = [
 ]
 CALLING = [
     *ALIVE,
+    # A call is made again by who made it. The library's own retries lose a call whose connection is taken back as it is
+    # made, so that it ends not even at its deadline; and a server that hangs up again and again ends the process.
+    ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # that an attempt may take: 20 s otherwise, long after a black hole ended
     ("grpc.max_reconnect_backoff_ms", 1_000),
