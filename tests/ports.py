@@ -1,17 +1,26 @@
-"""Ports of this machine that no two processes of the tests are given at once, nor the system gives to who calls."""
+"""Ports of this machine that no two processes of any tests are given at once, nor the system gives to who calls."""
 
 from __future__ import annotations
 
-import os
-import random
 import socket
 from contextlib import suppress
 from itertools import cycle
 
 EACH = 1_000  # ports of a process of the tests
-_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_LEAST, _FIRST = 10_000 + EACH * (_WORKER % 20), random.randrange(EACH)
-_ports = cycle([_LEAST + (_FIRST + number) % EACH for number in range(EACH)])
+BLOCKS = range(10_000, 32_000, EACH)
+
+
+def _taken() -> socket.socket:
+    """Take a block of ports for as long as this process lasts, by listening on its first."""
+    for first in BLOCKS:
+        with suppress(OSError):
+            return socket.create_server(("127.0.0.1", first))
+    raise RuntimeError(f"all {len(BLOCKS)} blocks of ports are in use by other tests; wait for them")
+
+
+_guard = _taken()
+_first = _guard.getsockname()[1]
+_ports = cycle(range(_first + 1, _first + EACH))
 
 
 def own_addresses(count: int) -> list[str]:
