@@ -82,7 +82,7 @@ def mix_heard(cohort: Cohort, state: State) -> None:
         raise TypeError("the models that were gathered have no mixing weights")
     heard, x, mixed = state.edges["x"], state.rows["x"], state.rows["mixed"]
     for row, peer in enumerate(state.peers.tolist()):
-        said, terms = heard.of(peer), cohort.mixing.matrix(state.round_index).rows([peer]).terms()
+        said, terms = heard.of(peer), cohort.mixing.hosted(state.round_index, state.peers).terms[row]
         omega = {sender: weight for sender, _, weight in terms}
         weights = cohort.tensor(np.array([omega[sender] for sender in said.other.tolist()]))
         torch.mul(x[row], omega[peer], out=mixed[row])

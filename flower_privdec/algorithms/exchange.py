@@ -8,7 +8,7 @@ processes, a network) calls the two; the engine, which hosts everybody, takes th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,10 +18,9 @@ from torch import Tensor
 
 from flower_privdec.algorithms.state import Edges, State
 from flower_privdec.errors import RunError
-from flower_privdec.mixing import Mixing
+from flower_privdec.mixing import Link, Mixing, Term
 from flower_privdec.rows.finite import all_finite
 
-Link = tuple[int, int]  # sender, receiver
 Payload = Mapping[str, Tensor]  # one row of each name
 Messages = Mapping[Link, Payload]
 Spares = dict[str, Tensor | None]
@@ -103,9 +102,7 @@ class Exchange(ABC):
 
     def awaited(self, state: State, mixing: Mixing) -> list[Link]:
         """Return which messages the peers hosted here wait for, in the order of receiver and sender."""
-        links = mixing.links(state.round_index)
-        mine = links[np.isin(links[:, 1], state.peers)]
-        return [(int(sender), int(receiver)) for sender, receiver in mine[np.lexsort((mine[:, 0], mine[:, 1]))]]
+        return list(mixing.hosted(state.round_index, state.peers).heard)
 
 
 @dataclass(frozen=True)
@@ -121,30 +118,29 @@ class Mix(Exchange):
         found: dict[Link, Payload] = {}
         known: dict[tuple[int, float], Payload] = {}
         at = {peer: row for row, peer in enumerate(state.peers.tolist())}
-        for sender, receiver, weight in mixing.matrix(state.round_index).terms():
-            if sender in at and sender != receiver:
-                factor = weight if mixing.sends_shares else 1.0
-                if (sender, factor) not in known:
-                    known[sender, factor] = {name: state.rows[name][at[sender]] * factor for name in self.names}
-                found[sender, receiver] = known[sender, factor]
+        for sender, receiver, weight in mixing.hosted(state.round_index, state.peers).sent:
+            factor = weight if mixing.sends_shares else 1.0
+            if (sender, factor) not in known:
+                known[sender, factor] = {name: state.rows[name][at[sender]] * factor for name in self.names}
+            found[sender, receiver] = known[sender, factor]
         return found
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
         """See Exchange."""
         like = {name: state.rows[name][0] for name in self.names}
         received = checked(messages, self.awaited(state, mixing), like, state.round_index)
-        matrix = mixing.matrix(state.round_index).rows(state.peers)
+        hosted = mixing.hosted(state.round_index, state.peers)
         rows = {name: torch.empty_like(state.rows[name]) for name in self.names}
         if mixing.sends_shares:
-            for row, peer in enumerate(state.peers.tolist()):
+            for row, terms in enumerate(hosted.terms):
                 for name in self.names:
-                    _sum(rows[name][row], state.rows[name][row], matrix.rows([peer]).terms(), received, name)
+                    _sum(rows[name][row], state.rows[name][row], terms, received, name)
             return Changed(rows, {})
         own = {peer: row for row, peer in enumerate(state.peers.tolist())}
         heard = {sender: payload for (sender, _), payload in received.items()}
         for name in self.names:
-            parts = [state.rows[name][own[s]] if s in own else heard[s][name] for s in matrix.sources.tolist()]
-            matrix.apply_sources(torch.stack(parts), out=rows[name])
+            parts = [state.rows[name][own[s]] if s in own else heard[s][name] for s in hosted.rows.sources.tolist()]
+            hosted.rows.apply_sources(torch.stack(parts), out=rows[name])
         return Changed(rows, {})
 
     def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
@@ -155,7 +151,7 @@ class Mix(Exchange):
         return Changed(rows, {})
 
 
-def _sum(out: Tensor, own: Tensor, terms: Iterator[tuple[int, int, float]], received: Messages, name: str) -> None:
+def _sum(out: Tensor, own: Tensor, terms: Sequence[Term], received: Messages, name: str) -> None:
     """Add up a receiver's shares, its own first, then the others' by distance."""
     for number, (sender, receiver, weight) in enumerate(terms):
         if sender == receiver and not number:
@@ -178,8 +174,8 @@ class Gather(Exchange):
             peer: {name: state.rows[name][row].clone() for name in self.names}
             for row, peer in enumerate(state.peers.tolist())
         }
-        links = mixing.links(state.round_index).tolist()
-        return {(sender, receiver): rows[sender] for sender, receiver in links if sender in rows}
+        sent = mixing.hosted(state.round_index, state.peers).sent
+        return {(sender, receiver): rows[sender] for sender, receiver, _ in sent}
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
         """See Exchange."""
@@ -220,9 +216,7 @@ class Reply(Exchange):
 
     def awaited(self, state: State, mixing: Mixing) -> list[Link]:
         """Return which answers the peers hosted here wait for: one from each whom they sent to."""
-        links = mixing.links(state.round_index)
-        mine = links[np.isin(links[:, 0], state.peers)]
-        return [(int(who), int(asked)) for asked, who in mine[np.lexsort((mine[:, 1], mine[:, 0]))]]
+        return list(mixing.hosted(state.round_index, state.peers).answered)
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
         """See Exchange."""

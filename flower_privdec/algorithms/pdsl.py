@@ -136,8 +136,7 @@ class PDSL(Algorithm):
         for row, peer in enumerate(state.peers.tolist()):
             if active[peer]:
                 members, gradients = answers(state, row)
-                terms = mixing.matrix(k).rows([peer]).terms()
-                omega = {sender: weight for sender, _, weight in terms}
+                omega = {sender: weight for sender, _, weight in mixing.hosted(k, state.peers).terms[row]}
                 values = self._values(cohort, state, row, x[row] - rates[peer] * gradients)
                 shares = aggregation_weights(values, [omega[member] for member in members.tolist()])
                 u[row].mul_(self.options.momentum).add_(cohort.tensor(shares) @ gradients)

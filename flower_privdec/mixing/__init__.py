@@ -1,5 +1,6 @@
 """Mixing: the weights of a round's graph, and their application to rows of parameters."""
 
+from flower_privdec.mixing.hosted import Hosted, Link, Term
 from flower_privdec.mixing.matrix import AverageMatrix, MixingMatrix, SparseMatrix
 from flower_privdec.mixing.schedule import Mixing
 from flower_privdec.mixing.spectrum import spectral_gap
@@ -7,9 +8,12 @@ from flower_privdec.mixing.weights import mixing_matrix
 
 __all__ = [
     "AverageMatrix",
+    "Hosted",
+    "Link",
     "Mixing",
     "MixingMatrix",
     "SparseMatrix",
+    "Term",
     "mixing_matrix",
     "spectral_gap",
 ]

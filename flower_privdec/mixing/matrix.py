@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.mixing import kernels
+from flower_privdec.mixing.hosted import Hosted
 from flower_privdec.rows.aligned import empty_rows
 from flower_privdec.topology.graphs import Peers
 
@@ -60,6 +61,16 @@ class MixingMatrix(ABC):
         Raises:
             ValueError: an id that is not among the receivers.
         """
+
+    def hosted(self, peers: Peers) -> Hosted:
+        """Return what these weights say of some of the receivers; kept for those who were asked for last."""
+        key = peers.tobytes()
+        found = self._last_hosted.get(key)
+        if found is None:
+            found = Hosted.of(self, peers)
+            self._last_hosted.clear()
+            self._last_hosted[key] = found
+        return found
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Mix: out[i] = sum_j W[i, j] x[j].
@@ -106,6 +117,10 @@ class MixingMatrix(ABC):
     @cached_property
     def _compact(self) -> MixingMatrix:
         return self._relabel(self.sources)
+
+    @cached_property
+    def _last_hosted(self) -> dict[bytes, Hosted]:
+        return {}
 
     @abstractmethod
     def _columns(self) -> Peers: ...

@@ -6,11 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flower_privdec.errors import ScenarioError
+from flower_privdec.mixing.hosted import Hosted
 from flower_privdec.mixing.matrix import MixingMatrix
 from flower_privdec.mixing.weights import UNDIRECTED, average_matrix, check_weights, mixing_matrix
 from flower_privdec.participation import Everybody, Participation
 from flower_privdec.topology.connectivity import check_topology
-from flower_privdec.topology.graphs import CompleteTopology, EdgeArray, Topology
+from flower_privdec.topology.graphs import CompleteTopology, EdgeArray, Peers, Topology
 
 
 class Mixing:
@@ -64,6 +65,10 @@ class Mixing:
         senders, receivers, _ = self.matrix(round_index).links()
         links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
         return links
+
+    def hosted(self, round_index: int, peers: Peers) -> Hosted:
+        """Return what a round's matrix says of some peers."""
+        return self.matrix(round_index).hosted(peers)
 
     def heard(self, rounds: int) -> npt.NDArray[np.int64]:
         """Return how many others each peer hears from in each of some rounds, [rounds or the graph's period, n_peers].

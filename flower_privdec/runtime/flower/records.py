@@ -11,8 +11,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor
 
 from flower_privdec.algorithms import Edges, Exchange, State
-from flower_privdec.algorithms.exchange import Link, Payload
+from flower_privdec.algorithms.exchange import Payload
 from flower_privdec.errors import RunError
+from flower_privdec.mixing import Link
 
 ORDER, POSITION, ROWS, EDGES = "order", "position", "rows", "edges"
 

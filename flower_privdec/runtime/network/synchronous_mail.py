@@ -47,6 +47,7 @@ class SynchronousMail:
         self._said: dict[int, int] = {}  # the place that each neighbour knows this peer to be at
         self._again: dict[tuple[int, int], float] = {}  # when to send what a neighbour has not used again, by place
         self._failures: Counter[int] = Counter()  # since the last call that was answered
+        self._held: Counter[int] = Counter()  # calls of each neighbour whose answers wait to say more
         self.fatal: RunError | None = None
 
     def over(self) -> bool:
@@ -66,17 +67,19 @@ class SynchronousMail:
         if said.kind == CARRYING and said.place >= machine.place:
             machine.take(caller, said.place, self._unpack(caller, said.place, said.content))
         self._told(caller, said.sender_place)
+        self._held[caller] += 1
         return lambda: self._answer(caller)
 
     def _answer(self, caller: int) -> Due:
         machine = self.machine
+        self._held[caller] -= 1
         if not machine.is_at_end:  # a caller that did not hear the answer calls again, but for its last word
             self._said[caller] = machine.place
         return PLACE, machine.place, machine.place, EMPTY
 
     def is_answered(self, caller: int, said: Letter) -> bool:
-        """See Mail: who brought the rows of this place hears, once they were used, that they were."""
-        return said.kind != CARRYING or said.place != self.machine.place
+        """See Mail: who brought rows hears, once they were used, that they were."""
+        return said.kind != CARRYING or said.place < self.machine.place
 
     def _told(self, other: int, place: int) -> None:
         if place < 0:
@@ -89,9 +92,13 @@ class SynchronousMail:
 
     def has_news(self, neighbor: int, now: float) -> bool:
         """See Mail: it waits to hear where this peer is, was not sent something, or did not use it for a while."""
+        return self._waits(neighbor) or bool(self._due(neighbor, now))
+
+    def _waits(self, neighbor: int) -> bool:
+        """Return whether a neighbour has to hear where this peer is, and no answer to it is about to say that."""
         said = self._said.get(neighbor)
         unheard = self.machine.place >= 0 if said is None else said < self.machine.wanted(neighbor)
-        return unheard or bool(self._due(neighbor, now))
+        return unheard and (self.machine.is_at_end or not self._held[neighbor])
 
     def _due(self, neighbor: int, now: float) -> list[tuple[int, Parts]]:
         return [(at, what) for at, what in self.machine.due(neighbor) if now >= self._again.get((neighbor, at), 0.0)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -10,8 +10,6 @@ from flower_privdec.algorithms import Exchange, Reply
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.mixing import Mixing
-
-KNOWN = 64  # places whose links are kept
 
 
 class Timetable:
@@ -30,7 +28,6 @@ class Timetable:
         self._at = list(self.exchanges)
         self.places = agreement.scenario.rounds * len(self._at)
         self._mixing = _of_a_graph(agreement)
-        self.links = lru_cache(KNOWN)(self._links)
         self.neighbours = cache(self._neighbours)
 
     def place(self, round_index: int, at: int) -> int:
@@ -45,22 +42,18 @@ class Timetable:
         """Return the exchange of a place."""
         return self.exchanges[self.at(place)]
 
-    def _links(self, place: int) -> np.ndarray:
-        links = self._mixing.links(place // len(self._at))
-        return links[:, ::-1] if isinstance(self.exchange(place), Reply) else links
-
     def receivers(self, peer: int, place: int) -> set[int]:
         """Return to whom a peer sends at a place."""
-        return self._others(peer, place, 0)
+        return self._others(peer, place, receives=False)
 
     def senders(self, peer: int, place: int) -> set[int]:
         """Return who sends to a peer at a place."""
-        return self._others(peer, place, 1)
+        return self._others(peer, place, receives=True)
 
     def column(self, peer: int, round_index: int) -> dict[int, float]:
         """Return the weights that a peer's row has at others in a round, W[j, peer] by j."""
-        terms = self._mixing.matrix(round_index).terms()
-        return {receiver: weight for sender, receiver, weight in terms if sender == peer != receiver}
+        hosted = self._mixing.hosted(round_index, np.array([peer]))
+        return {receiver: weight for _, receiver, weight in hosted.sent}
 
     def _neighbours(self, peer: int) -> list[int]:
         """Return whom a peer may ever send to, or hear."""
@@ -68,11 +61,13 @@ class Timetable:
         mine = edges[(edges == peer).any(1)]
         return sorted(set(mine.flatten().tolist()) - {peer})
 
-    def _others(self, peer: int, place: int, side: int) -> set[int]:
+    def _others(self, peer: int, place: int, *, receives: bool) -> set[int]:
         if not 0 <= place < self.places:
             return set()
-        links = self.links(place)
-        return set(links[links[:, side] == peer, 1 - side].tolist())
+        hosted = self._mixing.hosted(place // len(self._at), np.array([peer]))
+        if receives == isinstance(self.exchange(place), Reply):
+            return {receiver for _, receiver, _ in hosted.sent}
+        return {sender for sender, _ in hosted.heard}
 
 
 def _of_a_graph(agreement: Agreement) -> Mixing:
