@@ -68,6 +68,27 @@ def run_network(scenario: Scenario, folder: Path) -> dict[str, Tensor]:
     return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
 
 
+class Killed(BaseException):
+    """What nothing catches."""
+
+
+def mortal(peer: RunningPeer, point: tuple[str, str], moment: int) -> None:
+    """Make a peer die "before" or "after" a method of its own, when that is called for the so many-th time."""
+    name, when = point
+    method, left = getattr(peer, name), [moment]
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and when == "before":
+            raise Killed
+        found = method(*arguments, **options)
+        if left[0] == 0:
+            raise Killed
+        return found
+
+    setattr(peer, name, dying)
+
+
 @contextmanager
 def running(peers: list[RunningPeer]) -> Iterator[list[Future[Any]]]:
     """Run peers to their ends; stop them where the test fails."""

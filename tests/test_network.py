@@ -18,7 +18,7 @@ from variants import VARIANTS, settings_for
 
 pytest.importorskip("grpc")
 
-from networked import LONG, devices, finish, run_network, wait_until
+from networked import LONG, Killed, devices, finish, mortal, run_network, wait_until
 
 from flower_privdec import cli, testing
 from flower_privdec.algorithms import advance
@@ -33,7 +33,7 @@ from flower_privdec.runtime.network.courier import ASKING
 from flower_privdec.runtime.network.letters import CARRYING, HEADER, PLACE, Letter, packed, sealed, unpacked
 from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.parts import Parts
-from flower_privdec.runtime.network.peer import RunningPeer, rows_path
+from flower_privdec.runtime.network.peer import rows_path
 from flower_privdec.runtime.network.status_words import status_line
 from flower_privdec.runtime.network.up import Up
 from flower_privdec.runtime.spent import epsilons
@@ -79,10 +79,6 @@ def test_who_exchanges_nothing_needs_no_network(tiny: Tiny, tmp_path: Path) -> N
 # --- killed and started again ---
 
 
-class Killed(BaseException):
-    """What nothing catches."""
-
-
 POINTS = {  # before and after everything that is saved, sent or used
     "before a commit": ("_save", "before"),
     "after a commit": ("_save", "after"),
@@ -94,22 +90,6 @@ POINTS = {  # before and after everything that is saved, sent or used
 }
 
 
-def mortal(peer: RunningPeer, point: str, moment: int) -> None:
-    """Make a peer die at a point, when it comes there for the so many-th time."""
-    name, when = POINTS[point]
-    method, left = getattr(peer, name), [moment]
-
-    def dying(*arguments: Any) -> None:
-        left[0] -= 1
-        if left[0] == 0 and when == "before":
-            raise Killed
-        method(*arguments)
-        if left[0] == 0:
-            raise Killed
-
-    setattr(peer, name, dying)
-
-
 @pytest.mark.parametrize("moment", [1, 2])
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
@@ -119,7 +99,7 @@ def test_a_peer_that_dies_goes_on_from_its_disk(name: str, point: str, moment: i
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
     moment = 1 if point == "at the end" else moment
-    mortal(peers[1], point, moment)
+    mortal(peers[1], POINTS[point], moment)
     with ThreadPoolExecutor(len(peers)) as pool:
         running = [pool.submit(finish, peer) for peer in peers]
         with pytest.raises(Killed):
@@ -286,7 +266,7 @@ def test_every_step_that_was_ever_taken_is_paid_for(
     scenario = tiny(QUICK, "rounds=4", "evaluation.every=2")
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
     peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], point, 1)
+    mortal(peers[1], POINTS[point], 1)
     with ThreadPoolExecutor(len(peers)) as pool:
         running = [pool.submit(finish, peer) for peer in peers]
         with pytest.raises(Killed):

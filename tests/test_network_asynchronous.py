@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from networked import LONG, begin_without, devices, go_on, running, wait_until
-from test_network import Killed, Tiny
+from networked import LONG, Killed, begin_without, devices, go_on, mortal, running, wait_until
+from test_network import Tiny
 from variants import settings_for
 
 from flower_privdec.algorithms.cohort import Cohort
@@ -60,23 +60,6 @@ POINTS = {  # before and after everything that is put on disk, sent or used
 }
 
 
-def mortal(peer: RunningPeer, point: str, moment: int) -> None:
-    """Make a peer die at a point, when it comes there for the so many-th time."""
-    name, when = POINTS[point]
-    method, left = getattr(peer, name), [moment]
-
-    def dying(*arguments: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0 and when == "before":
-            raise Killed
-        found = method(*arguments)
-        if left[0] == 0:
-            raise Killed
-        return found
-
-    setattr(peer, name, dying)
-
-
 def again(scenario: Scenario, device: PeerDevice) -> RunningPeer:
     return running_peer(scenario, device, resume=(device.folder / "checkpoint-0").exists())
 
@@ -97,7 +80,7 @@ def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
     scenario = tiny(graph, "rounds=6", QUICK, "algorithm.learning_rate=1.0e-12", "evaluation.every=2")
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
     peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], point, 1 if point == "at the end" else moment)
+    mortal(peers[1], POINTS[point], 1 if point == "at the end" else moment)
     with running(peers) as futures:
         with pytest.raises(Killed):
             futures[1].result(LONG)
@@ -187,7 +170,7 @@ def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_tw
     scenario = tiny(STILL, "rounds=100000", "evaluation.every=100000", QUICK)  # until they are stopped
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], "after a commit", 4)
+    mortal(peers[1], POINTS["after a commit"], 4)
     with running(peers) as futures:
         with pytest.raises(Killed):
             futures[1].result(LONG)
@@ -222,7 +205,7 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
     )  # until stopped
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
     peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], "after a commit", 4)
+    mortal(peers[1], POINTS["after a commit"], 4)
     with running(peers) as futures:
         with pytest.raises(Killed):
             futures[1].result(LONG)

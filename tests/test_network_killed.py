@@ -7,8 +7,8 @@ from threading import Event
 from typing import Any
 
 import pytest
-from networked import LONG, begin_without, devices, finish, go_on, running, wait_until
-from test_network import Killed, Tiny
+from networked import LONG, Killed, begin_without, devices, finish, go_on, mortal, running, wait_until
+from test_network import Tiny
 from test_network_asynchronous import QUICK, STILL, again, join_late, stop_all
 from variants import settings_for
 
@@ -55,23 +55,6 @@ CASES = [
 ]
 
 
-def mortal(peer: RunningPeer, point: str, moment: int) -> None:
-    """Make a peer die at a point, when it comes there for the so many-th time."""
-    name, when = POINTS[point]
-    method, left = getattr(peer, name), [moment]
-
-    def dying(*arguments: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0 and when == "before":
-            raise Killed
-        found = method(*arguments)
-        if left[0] == 0:
-            raise Killed
-        return found
-
-    setattr(peer, name, dying)
-
-
 def choosing(name: str) -> str:
     return f"algorithm={{name: {name}}}" if name == "dp-dda" else f"algorithm.name={name}"
 
@@ -114,7 +97,7 @@ def test_whoever_dies_wherever_goes_on(
     )
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
     peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], point, 1 if point in ("before it hands in", "in the last commit") else moment)
+    mortal(peers[1], POINTS[point], 1 if point in ("before it hands in", "in the last commit") else moment)
     with running(peers) as futures:
         with pytest.raises(Killed):
             futures[1].result(LONG)
@@ -134,13 +117,13 @@ def test_two_that_die_at_once_and_one_that_dies_twice(name: str, tiny: Tiny, tmp
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
     peers = [running_peer(scenario, device) for device in theirs]
     for victim in (1, 2):
-        mortal(peers[victim], "after a commit", 3)
+        mortal(peers[victim], POINTS["after a commit"], 3)
     with running(peers) as futures:
         for victim in (1, 2):
             with pytest.raises(Killed):
                 futures[victim].result(LONG)
         second = again(scenario, theirs[1])
-        mortal(second, "after a commit", 1)
+        mortal(second, POINTS["after a commit"], 1)
         others = [again(scenario, theirs[2])]
         with running([second, *others]) as restarted:
             with pytest.raises(Killed):
@@ -156,7 +139,7 @@ def test_who_goes_on_in_a_round_whose_shares_it_had_not_split_sends_them(tiny: T
     scenario = tiny("topology.name=complete", "rounds=6", QUICK)
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], "when a round is settled", 2)
+    mortal(peers[1], POINTS["when a round is settled"], 2)
     with running(peers) as futures:
         with pytest.raises(Killed):
             futures[1].result(LONG)
@@ -176,7 +159,7 @@ def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: 
     peers = [running_peer(scenario, device) for device in theirs]
     begin_without(peers[:3], 3)
     POINTS["as it begins anew"] = ("_begin_anew", when)
-    mortal(peers[3], "as it begins anew", 1)
+    mortal(peers[3], POINTS["as it begins anew"], 1)
     with running(peers[:3]) as futures:
         await_round(peers[0], 2)
         with pytest.raises(Killed):

@@ -21,7 +21,7 @@ from variants import VARIANTS, settings_for
 
 pytest.importorskip("grpc")
 
-from networked import LONG, devices, finish, go_on, running
+from networked import LONG, Killed, devices, finish, go_on, mortal, running
 
 from flower_privdec.algorithms.cohort import Cohort, PrivateStep
 from flower_privdec.errors import BudgetError
@@ -89,28 +89,8 @@ def observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Observ
     assert not watching.unpaid
 
 
-class Killed(BaseException):
-    """What nothing catches."""
-
-
 POINTS = [(name, when) for name in ("_save", "_await", "_look") for when in ("before", "after")]
 POINTS.append(("_leave", "before"))
-
-
-def mortal(peer: RunningPeer, name: str, when: str, moment: int) -> None:
-    """Make a peer die before or after it does something for the so many-th time."""
-    method, left = getattr(peer, name), [moment]
-
-    def dying(*arguments: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0 and when == "before":
-            raise Killed
-        found = method(*arguments, **options)
-        if left[0] == 0:
-            raise Killed
-        return found
-
-    setattr(peer, name, dying)
 
 
 def run_with_a_death(
@@ -122,7 +102,7 @@ def run_with_a_death(
         Whether it died, and the peers at their ends.
     """
     peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], *point, moment)
+    mortal(peers[1], point, moment)
     with running(peers) as futures:
         died = isinstance(futures[1].exception(LONG), Killed)
         if died:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from networked import devices, finish
+from networked import LONG, Killed, devices, finish, mortal, running
 from safetensors import safe_open
-from test_network import Killed, Tiny
-from test_network_asynchronous import FOLDERS, QUICK, STILL, again, check_mass, initial, mortal, running
+from test_network import Tiny
+from test_network_asynchronous import FOLDERS, POINTS, QUICK, STILL, again, check_mass, initial
 from test_shares import SCENARIO, commit, shake
 
 from flower_privdec.errors import ScenarioError
@@ -66,13 +66,13 @@ def test_whoever_dies_goes_on_and_no_mass_is_lost(graph: str, point: str, tiny: 
     scenario = tiny(STILL, QUICK, f"topology.name={graph}", "rounds=6", "privacy=none")
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], point, 3)
+    mortal(peers[1], POINTS[point], 3)
     with running(peers) as futures:
         with pytest.raises(Killed):
-            futures[1].result(60)
+            futures[1].result(LONG)
         finish(again(scenario, theirs[1]))
         for peer in (0, 2, 3):
-            futures[peer].result(60)
+            futures[peer].result(LONG)
     check_mass(tmp_path, initial(scenario))
     for name in FOLDERS:
         beside = kept_beside(tmp_path / name / "checkpoint-0")
@@ -102,10 +102,10 @@ def test_a_checkpoint_whose_shares_are_not_there_is_refused(spoiled: str, tiny: 
     scenario = tiny(STILL, QUICK, "topology.name=directed-ring", "rounds=50", "privacy=none")
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], "after a commit", 4)
+    mortal(peers[1], POINTS["after a commit"], 4)
     with running(peers) as futures:
         with pytest.raises(Killed):
-            futures[1].result(60)
+            futures[1].result(LONG)
         for peer in (0, 2, 3):
             peers[peer].stop()
     folder = tmp_path / FOLDERS[1]
