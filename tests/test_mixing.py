@@ -366,6 +366,33 @@ def test_matrices_repeat_with_the_period_and_are_kept() -> None:
     assert np.array_equal(first, some.matrix(0).dense())
 
 
+@laws
+@given(st.sampled_from(COMBINATIONS), st.sets(st.integers(0, 11), min_size=1), st.permutations(range(12)))
+def test_what_a_process_hosts_is_what_the_weights_say_of_it(
+    case: tuple[str, str, str], chosen: set[int], order: list[int]
+) -> None:
+    """Whoever asks, and whoever asked before: messages to and from peers are W's own, their terms its rows."""
+    name, weights, _ = case
+    mix, peers = mixing(name, weights), np.array([peer for peer in order if peer in chosen])
+    for k in range(3):
+        dense = mix.matrix(k).dense()
+        links = [(int(j), int(i)) for i, j in np.argwhere(dense) if i != j]
+        for asked in (np.arange(12), peers):
+            hosted, here = mix.hosted(k, asked), set(asked.tolist())
+            sent = [(j, i) for j, i in links if j in here]
+            assert sorted((j, i) for j, i, _ in hosted.sent) == sorted(sent)
+            assert all(weight == dense[i, j] for j, i, weight in hosted.sent)
+            assert list(hosted.heard) == sorted(
+                (link for link in links if link[1] in here), key=lambda link: link[::-1]
+            )
+            assert list(hosted.answered) == [(i, j) for j, i in sorted(sent)]
+            for peer, terms in zip(asked.tolist(), hosted.terms, strict=True):
+                assert {(j, i): weight for j, i, weight in terms} == {
+                    (j, peer): dense[peer, j] for j in np.flatnonzero(dense[peer])
+                }
+            assert np.array_equal(hosted.rows.dense(), dense[asked])
+
+
 def test_sources_are_the_receiver_and_its_in_neighbors() -> None:
     mix = mixing("erdos-renyi", "metropolis", fraction=0.7)
     for peer in range(12):

@@ -74,6 +74,11 @@ def test_its_links_are_those_with_whom_it_heard(
     links = {(int(a), int(b)) for a, b in partly.links(k)}
     all_links = {(int(a), int(b)) for a, b in mixing.links(k)}
     assert links == {(a, b) for a, b in all_links if peer in (a, b) and ({a, b} - {peer}) <= heard}
+    hosted = partly.hosted(k, np.array([peer]))
+    assert set(hosted.heard) == {(a, b) for a, b in links if b == peer}
+    assert {(a, b) for a, b, _ in hosted.sent} == {(a, b) for a, b in links if a == peer}
+    assert set(hosted.answered) == {(b, a) for a, b in links if a == peer}
+    np.testing.assert_array_equal(hosted.rows.dense(), partly.matrix(k).rows([peer]).dense())
 
 
 @given(st.sampled_from(list(MIXINGS)), st.integers(0, N - 1), st.integers(0, 20))

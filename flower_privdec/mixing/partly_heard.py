@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from flower_privdec.mixing.hosted import Hosted
 from flower_privdec.mixing.matrix import MixingMatrix, SparseMatrix
 from flower_privdec.mixing.schedule import Mixing
-from flower_privdec.topology.graphs import EdgeArray
+from flower_privdec.topology.graphs import EdgeArray, Peers
 
 
 class PartlyHeard(Mixing):
@@ -57,3 +58,17 @@ class PartlyHeard(Mixing):
         mine = (links == self._peer).any(1)
         found: EdgeArray = links[mine & np.isin(other, list(self._heard))]
         return found
+
+    def hosted(self, round_index: int, peers: Peers) -> Hosted:
+        """Return what a round says of the peer, asked for alone: its messages with those heard."""
+        whole = super().matrix(round_index).hosted(peers)
+        heard = self._heard
+        if heard is None:
+            return whole
+        return Hosted(
+            peers,
+            self.matrix(round_index).rows(peers),
+            tuple(term for term in whole.sent if term[1] in heard),
+            tuple(link for link in whole.heard if link[0] in heard),
+            tuple(link for link in whole.answered if link[0] in heard),
+        )
