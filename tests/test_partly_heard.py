@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flower_privdec.algorithms import Gather, Mix, Reply, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.mixing import Mixing
 from flower_privdec.mixing.partly_heard import PartlyHeard
@@ -79,6 +80,21 @@ def test_its_links_are_those_with_whom_it_heard(
     assert {(a, b) for a, b, _ in hosted.sent} == {(a, b) for a, b in links if a == peer}
     assert set(hosted.answered) == {(b, a) for a, b in links if a == peer}
     np.testing.assert_array_equal(hosted.rows.dense(), partly.matrix(k).rows([peer]).dense())
+
+
+@given(st.sampled_from(list(MIXINGS)), st.integers(0, N - 1), st.sets(st.integers(0, N - 1)), st.integers(0, 20))
+@settings(max_examples=200)
+def test_rows_and_answers_are_awaited_of_those_heard(
+    which: tuple[str, str, float], peer: int, heard: set[int], k: int
+) -> None:
+    """A neighbour that was not heard is not asked for its answer, and those of all others are used."""
+    mixing = MIXINGS[which]
+    partly = PartlyHeard(mixing, peer)
+    partly.hear(heard)
+    state, links = State(np.array([peer]), k, 0, {}, {}), mixing.links(k).tolist()
+    rows = {(a, b) for a, b in links if b == peer and a in heard}
+    assert set(Mix(("x",)).awaited(state, partly)) == set(Gather(("x",)).awaited(state, partly)) == rows
+    assert set(Reply(("x",)).awaited(state, partly)) == {(b, a) for a, b in links if a == peer and b in heard}
 
 
 @given(st.sampled_from(list(MIXINGS)), st.integers(0, N - 1), st.integers(0, 20))
