@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Barrier
@@ -211,9 +212,9 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
             futures[1].result(LONG)
         older = Path(shutil.copytree(theirs[1].folder, tmp_path / "older"))
         second = again(scenario, theirs[1])
-        before = gone_on(second)
+        is_ahead = has_gone_on(second, peers[:1] + peers[2:])
         with running([second]) as (future,):
-            wait_until(lambda: gone_on(second) >= before + 3)
+            wait_until(is_ahead)
             stop_all([second], [future])
         shutil.copy(older / "checkpoint-0", theirs[1].folder / "checkpoint-0")
         if also == "ledger":
@@ -229,9 +230,13 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
         stop_all([peers[0], *peers[2:]], [futures[0], *futures[2:]])
 
 
-def gone_on(peer: RunningPeer) -> int:
-    """Return how far a peer is, as its neighbours have seen."""
-    return taken_from(peer) if "w" in peer.state.rows else peer.state.round_index
+def has_gone_on(peer: RunningPeer, others: Iterable[RunningPeer]) -> Callable[[], bool]:
+    """Return what tells whether a neighbour has seen three rounds of a peer, or its shares, that it does not know."""
+    if "w" in peer.state.rows:
+        before = taken_from(peer)
+        return lambda: taken_from(peer) >= before + 3
+    seen, wanted = [other.mail.places for other in others], peer.mail.begun + 3  # type: ignore[attr-defined]
+    return lambda: any(places.get(peer.device.peer, (-1, 0))[0] >= wanted for places in seen)
 
 
 def stop_all(peers: list[RunningPeer], futures: list[Future[Any]]) -> None:
