@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from threading import Event
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -14,10 +14,12 @@ from variants import settings_for
 
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.privacy.ledger_format import read_chain
+from flower_privdec.runtime.network.asynchronous_mail import GIVEN_UP
+from flower_privdec.runtime.network.channel import UnreachableError
 from flower_privdec.runtime.network.durable_mass import mass_on_disk
 from flower_privdec.runtime.network.modes import running_peer
 from flower_privdec.runtime.network.peer import RunningPeer
-from flower_privdec.runtime.network.share_protocol import FIRST
+from flower_privdec.runtime.network.share_protocol import FIRST, RefusedError
 
 POINTS = {  # around everything that is put on disk, sent or used
     "before a commit": ("_save", "before"),
@@ -116,6 +118,9 @@ def test_two_that_die_at_once_and_one_that_dies_twice(name: str, tiny: Tiny, tmp
     scenario = tiny(*settings_for(choosing(name)), "topology.name=complete", "rounds=5", QUICK)
     theirs = devices(scenario, tmp_path, insecure_seeds=False)
     peers = [running_peer(scenario, device) for device in theirs]
+    all_met = Barrier(4)  # whoever begins waits for all others, and the two come back together alone
+    for peer in peers:
+        peer._meet = lambda meet=peer._meet: (meet(), all_met.wait(LONG))  # type: ignore[attr-defined, misc]
     for victim in (1, 2):
         mortal(peers[victim], POINTS["after a commit"], 3)
     with running(peers) as futures:
@@ -149,6 +154,44 @@ def test_who_goes_on_in_a_round_whose_shares_it_had_not_split_sends_them(tiny: T
         go_on(last, [futures[peer] for peer in (0, 2, 3)])
     assert [k for k in rounds if k < 6] == [2, 3, 4, 5]
     check_weight(tmp_path)
+
+
+def test_who_goes_on_after_it_split_does_not_split_again(tiny: Tiny, tmp_path: Path) -> None:
+    """Killed when its shares of the first round are on disk: they are sent as they are, and no others."""
+    scenario = tiny("topology.name=complete", "rounds=6", QUICK)
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], POINTS["after a commit"], 2)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        last = again(scenario, theirs[1])
+        split, rounds = last._split, list[int]()  # type: ignore[attr-defined]
+        last._split = lambda k, weights: (rounds.append(k), split(k, weights))  # type: ignore[attr-defined]
+        go_on(last, [futures[peer] for peer in (0, 2, 3)])
+    assert [k for k in rounds if k < 6] == [1, 2, 3, 4, 5]
+    check_weight(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
+def test_who_is_done_and_may_not_know_of_the_end_is_waited_for(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    """A neighbour whose edge is closed, or that refuses a call, is there; one that is not reached has left."""
+    scenario = tiny(f"algorithm.name={name}", "topology.name=ring", "rounds=4", QUICK)
+    peer: Any = running_peer(scenario, devices(scenario, tmp_path)[0])
+    peer._begin()
+    peer.mail.rounds[1] = 3
+    for _ in range(GIVEN_UP):
+        peer.mail.failed(1, UnreachableError("nobody is there"), 0.0)
+    assert not peer._is_over(1)  # it may come back, and has rounds to do
+    peer.mail.rounds[1] = 4
+    assert peer._is_over(1)
+    peer.mail.failed(1, RefusedError("greet me first"), 0.0)
+    assert not peer.machine.is_open(1)
+    assert not peer._is_over(1)
+    for count in range(1, GIVEN_UP + 1):
+        peer.mail.failed(1, UnreachableError("nobody is there"), 0.0)
+        assert peer._is_over(1) == (count == GIVEN_UP)
+    peer.close()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -160,6 +160,10 @@ class AsynchronousMail:
         out = self._out[neighbor]
         return not (out.words or out.taken) and self._told.get(neighbor, -1) >= round_index
 
+    def is_gone(self, neighbor: int) -> bool:
+        """Return whether a neighbour has not been reached for some calls; one that refuses them is there."""
+        return self._out[neighbor].failures >= GIVEN_UP
+
     # --- what the courier asks of it ---
 
     def read(self, caller: int, content: memoryview) -> Words:
@@ -259,6 +263,7 @@ class AsynchronousMail:
         if self._lives.get(neighbor) != hello.life:
             self._lives[neighbor] = hello.life
             self.rounds[neighbor] = hello.round_index
+            out.failures = 0  # to reach the life before
         self._is_at(neighbor, hello.round_index)
         if out.share is not None and out.share.number > hello.seen:
             out.share = None  # it did not come
@@ -338,9 +343,9 @@ class AsynchronousMail:
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
         """See Mail: what was lost with the call is said again; who stays away or refuses it has to be greeted anew."""
-        out = self._out[neighbor]
-        out.failures += 1
-        if out.failures >= GIVEN_UP or not isinstance(error, UnreachableError):
+        out, unreachable = self._out[neighbor], isinstance(error, UnreachableError)
+        out.failures = out.failures + 1 if unreachable else 0
+        if self.is_gone(neighbor) or not unreachable:
             self.machine.close(neighbor)
             out.taken.clear()  # the counters of a hello say it
         out.words.clear()

@@ -186,14 +186,14 @@ class AsynchronousPeer(Membership):
     def _leave(self) -> None:
         """Relay for those who are not done, and stay until everybody who can be reached knows all that it needs.
 
-        Who cannot be reached is waited for as long as a deadline, and no longer.
+        Who cannot be reached, or is done and cannot be told, is waited for as long as a deadline, and no longer.
         """
         rounds, network = self.experiment.scenario.rounds, self.experiment.scenario.network
         self._commit(rounds, self._neighbors)
         lost = time.monotonic()
         while not self._stopped.is_set():
             waiting = [j for j in self._neighbors if not self._is_over(j)]
-            if any(self.machine.is_open(j) for j in waiting):
+            if any(map(self.machine.is_open, self._behind(waiting))):
                 lost = time.monotonic()
             if not waiting or time.monotonic() - lost > network.deadline:
                 break
@@ -207,9 +207,8 @@ class AsynchronousPeer(Membership):
         rounds = self.experiment.scenario.rounds
         if self.mail.rounds.get(neighbor, -1) < rounds:
             return False
-        frozen = {share.receiver for share in self.machine.shares_to_send()}
-        told = self.mail.is_told(neighbor, rounds) and neighbor not in frozen
-        return told or not self.machine.is_open(neighbor)
+        told = self.mail.is_told(neighbor, rounds) and not self.machine.owes(neighbor)
+        return told or self.mail.is_gone(neighbor)
 
     def _relay(self, rounds: int) -> bool:
         """Take part in the mixing of those who are not done, without a step; return whether there was something."""

@@ -98,7 +98,7 @@ class Membership(RunningPeer):
         ledger = self.cohort.ledger
         self._ledger_ends_here = ledger is not None and kept.head is not None and ledger.head == tuple(kept.head)
         self._commits, self._asked, self._paid = kept.transport["place"], asked, kept.transport["paid"]
-        self._sent = self.state.waiting and found.round_index > self.state.round_index
+        self._sent = self.state.at in self.timetable.exchanges and found.round_index > self.state.round_index
 
     def _cap(self) -> int:
         return self.mail.cap

@@ -205,6 +205,10 @@ class Shares(Neighbors[V]):
         frozen = [(link.frozen, self._links[j].frozen) for j, link in links.items() if j in self._open]
         return [share for share, now in frozen if share is not None and share is now]
 
+    def owes(self, neighbor: int) -> bool:
+        """Return whether a share for a neighbour has not been acknowledged."""
+        return self._links[neighbor].frozen is not None
+
     def acknowledgements(self) -> list[Acknowledgement]:
         """Return what to acknowledge by now, once: new on disk, or asked for by a repeated share."""
         due, self._owed = sorted(self._owed & self._open), set()
