@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ import pytest
 
 pytest.importorskip("grpc")
 
+from networked import wait_until
+
 from flower_privdec import cli
 from flower_privdec.experiment import Experiment
 from flower_privdec.runtime.network.fault_proxy import FaultProxy, Faults
 from flower_privdec.runtime.network.mishaps import mishaps
+from flower_privdec.runtime.network.peer_processes import PRIVDEC, PeerProcesses, on_this_machine
 from flower_privdec.runtime.network.up import Up
 from flower_privdec.runtime.run import run
-from flower_privdec.scenario import Scenario, parse_scenario
+from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
 
 pytestmark = pytest.mark.slow
 SETTINGS = ["n_peers=3", "rounds=6", "topology.name=directed-ring"]
@@ -189,3 +193,39 @@ def test_nothing_lingers_when_it_is_killed(scenario: Path, tmp_path: Path) -> No
     while peers_of(out):
         assert time.monotonic() < until, "peers go on without who started them"
         time.sleep(0.1)
+
+
+PARENT = """
+import subprocess, sys
+print(subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: wakes up by what Linux alone has")
+def test_a_paused_peer_wakes_up_and_ends_when_its_parent_does(scenario: Path, tmp_path: Path) -> None:
+    """Its group has others in it, so that no shell's rule for groups without a parent wakes it."""
+    processes = PeerProcesses(on_this_machine(load_scenario(scenario)), tmp_path / "up")
+    processes.out.mkdir()
+    processes.prepare()
+    words = ["peer", str(processes.out / "network.yaml"), "--id", "0", "--out", str(processes.folder(0))]
+    command = [*PRIVDEC, *words, "--certs", str(processes.certificates), "--with-parent"]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert parent.stdout is not None
+    peer = int(parent.stdout.readline())
+    state = Path(f"/proc/{peer}/stat")
+    try:
+        wait_for(processes.folder(0) / "checkpoint-0")
+        os.kill(peer, signal.SIGSTOP)
+        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+        parent.kill()
+        parent.communicate()
+        wait_until(lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z")
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(peer, signal.SIGKILL)

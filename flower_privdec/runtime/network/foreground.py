@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -26,6 +27,7 @@ from flower_privdec.words import printable, shown
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 ASK_SECONDS = 5.0
+PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 def run_peer(
@@ -80,6 +82,7 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool) -> No
     folder = running.device.folder
     signal.signal(signal.SIGTERM, lambda *_: running.stop())
     if with_parent:
+        _wake_at_parents_end()
         Thread(target=_stop_at_end, args=(running,), daemon=True).start()
     line = _StatusLine(every)
     try:
@@ -104,6 +107,12 @@ def _addresses(scenario: Scenario) -> tuple[str, ...]:
             "all peers on this machine without"
         )
     return tuple(each.address for each in scenario.network.peers)
+
+
+def _wake_at_parents_end() -> None:
+    """Have the kernel wake this process when its parent ends, which it would not see while it is paused."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENTS_END_SIGNAL, signal.SIGCONT)
 
 
 def _stop_at_end(running: RunningPeer) -> None:
