@@ -19,10 +19,10 @@ from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.errors import BudgetError, StoppedError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger_format import read_chain
-from flower_privdec.runtime.network.asynchronous_mail import GIVEN_UP
 from flower_privdec.runtime.network.channel import Link, UnreachableError
 from flower_privdec.runtime.network.durable_mass import mass_on_disk
 from flower_privdec.runtime.network.modes import running_peer
+from flower_privdec.runtime.network.outgoing import GIVEN_UP
 from flower_privdec.runtime.network.peer import PeerDevice, RunningPeer
 from flower_privdec.runtime.network.share_protocol import FIRST, RefusedError
 from flower_privdec.scenario import Scenario

@@ -14,10 +14,10 @@ from variants import settings_for
 
 from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.privacy.ledger_format import read_chain
-from flower_privdec.runtime.network.asynchronous_mail import GIVEN_UP
 from flower_privdec.runtime.network.channel import UnreachableError
 from flower_privdec.runtime.network.durable_mass import mass_on_disk
 from flower_privdec.runtime.network.modes import running_peer
+from flower_privdec.runtime.network.outgoing import GIVEN_UP
 from flower_privdec.runtime.network.peer import RunningPeer
 from flower_privdec.runtime.network.share_protocol import FIRST, RefusedError
 
@@ -139,12 +139,19 @@ def test_two_that_die_at_once_and_one_that_dies_twice(name: str, tiny: Tiny, tmp
         check_weight(tmp_path)
 
 
-def test_who_goes_on_in_a_round_whose_shares_it_had_not_split_sends_them(tiny: Tiny, tmp_path: Path) -> None:
-    """Killed right after the commit that ends a round: what comes next is a whole round."""
+@pytest.mark.parametrize(
+    ("point", "moment", "first"),
+    [("when a round is settled", 2, 2), ("after a commit", 2, 1)],
+    ids=["the round is over", "its shares are on disk"],
+)
+def test_who_goes_on_splits_in_every_round_once(
+    point: str, moment: int, first: int, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Killed at the end of a round, it takes a whole one next; after it split, it sends those shares as they are."""
     scenario = tiny("topology.name=complete", "rounds=6", QUICK)
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], POINTS["when a round is settled"], 2)
+    mortal(peers[1], POINTS[point], moment)
     with running(peers) as futures:
         with pytest.raises(Killed):
             futures[1].result(LONG)
@@ -152,24 +159,7 @@ def test_who_goes_on_in_a_round_whose_shares_it_had_not_split_sends_them(tiny: T
         split, rounds = last._split, list[int]()  # type: ignore[attr-defined]
         last._split = lambda k, weights: (rounds.append(k), split(k, weights))  # type: ignore[attr-defined]
         go_on(last, [futures[peer] for peer in (0, 2, 3)])
-    assert [k for k in rounds if k < 6] == [2, 3, 4, 5]
-    check_weight(tmp_path)
-
-
-def test_who_goes_on_after_it_split_does_not_split_again(tiny: Tiny, tmp_path: Path) -> None:
-    """Killed when its shares of the first round are on disk: they are sent as they are, and no others."""
-    scenario = tiny("topology.name=complete", "rounds=6", QUICK)
-    theirs = devices(scenario, tmp_path)
-    peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], POINTS["after a commit"], 2)
-    with running(peers) as futures:
-        with pytest.raises(Killed):
-            futures[1].result(LONG)
-        last = again(scenario, theirs[1])
-        split, rounds = last._split, list[int]()  # type: ignore[attr-defined]
-        last._split = lambda k, weights: (rounds.append(k), split(k, weights))  # type: ignore[attr-defined]
-        go_on(last, [futures[peer] for peer in (0, 2, 3)])
-    assert [k for k in rounds if k < 6] == [1, 2, 3, 4, 5]
+    assert [k for k in rounds if k < 6] == list(range(first, 6))
     check_weight(tmp_path)
 
 

@@ -110,3 +110,28 @@ def test_an_answer_to_rows_waits_until_they_were_used() -> None:
     assert not mine.machine.behind(0)
     again = mine.read(1, memoryview(bytes(other.written(0, (PLACE, 1, 1, Parts(()))))))
     assert mine.is_answered(1, again)
+
+
+def test_rows_that_come_early_are_answered_once_they_were_used_and_the_answer_is_all_that_is_said() -> None:
+    mails = TwoMails(3)
+    mine, other = mails.mails
+    assert mails.say(0)  # what peer 1 awaits at its first place
+    assert mails.say(1)
+    mails.arrive(0, 1)
+    (words,) = mine.news(1, time.monotonic())
+    said = other.read(0, memoryview(bytes(mine.written(1, words))))
+    assert said.place == other.machine.place + 1
+    answer = other.take(0, said)
+    assert not other.is_answered(0, said)
+    mails.arrive(1, 1)
+    assert not other.is_answered(0, said)
+    assert other._due(0, time.monotonic())
+    other._again[0, 1] = 1e9  # its own rows of this place are on their way
+    assert not other.has_news(0, time.monotonic())
+    mails.arrive(1, 2)
+    other._again[0, 2] = 1e9
+    assert other.is_answered(0, said)
+    assert not other.has_news(0, time.monotonic()), "the answer that is held says it"
+    mine.answered(1, words, mine.read(1, memoryview(bytes(other.written(0, answer())))))
+    assert not mine.machine.behind(1)
+    assert not other.has_news(0, time.monotonic())

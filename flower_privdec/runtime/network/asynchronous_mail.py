@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from flower_privdec.runtime.network.frames import (
     encode,
     read_header,
 )
+from flower_privdec.runtime.network.outgoing import Outgoing
 from flower_privdec.runtime.network.parts import Parts
 from flower_privdec.runtime.network.share_protocol import (
     Acknowledgement,
@@ -37,29 +38,7 @@ from flower_privdec.runtime.network.shares import Shares
 from flower_privdec.runtime.network.wire_rows import Layout, frame_size
 
 Words = list[Framed]
-GIVEN_UP = 4  # calls in a row that do not reach a neighbour, until it counts as lost
 SMALL, MANY = 256, 16  # the bytes of a frame without rows, at most, and how many frames are in a call beside rows
-
-
-@dataclass
-class Outgoing:
-    """What is on its way to one neighbour.
-
-    Attributes:
-        hello_at: when the next hello is due.
-        words: hellos that answer its own.
-        taken: the last acknowledgement, which speaks for all before it.
-        share: the last that it was brought.
-        rows: by place in the program, those that it was not brought yet.
-        failures: how many calls in a row did not reach it.
-    """
-
-    hello_at: float = 0.0
-    words: list[Hello] = field(default_factory=list)
-    taken: list[Acknowledgement] = field(default_factory=list)
-    share: FrozenShare[Tensor] | None = None
-    rows: dict[int, RowMessage] = field(default_factory=dict)
-    failures: int = 0
 
 
 class AsynchronousMail:
@@ -162,7 +141,7 @@ class AsynchronousMail:
 
     def is_gone(self, neighbor: int) -> bool:
         """Return whether a neighbour has not been reached for some calls; one that refuses them is there."""
-        return self._out[neighbor].failures >= GIVEN_UP
+        return self._out[neighbor].is_given_up
 
     # --- what the courier asks of it ---
 
