@@ -7,6 +7,8 @@ import torch
 from test_shares import SCENARIO, commit, shake
 
 from flower_privdec.runtime.network.asynchronous_mail import AsynchronousMail, Words
+from flower_privdec.runtime.network.channel import UnreachableError
+from flower_privdec.runtime.network.outgoing import GIVEN_UP
 from flower_privdec.runtime.network.row_mass import TensorArithmetic
 from flower_privdec.runtime.network.share_protocol import Acknowledgement, FrozenShare
 from flower_privdec.runtime.network.shares import Shares
@@ -76,3 +78,18 @@ def test_an_answer_that_cannot_wait_leaves_the_word_to_a_call(lost: bool) -> Non
         assert float(receiver.machine.mass["w"]) == 1.5
     sender.take(1, heard(sender, [word]))()
     assert sender.machine.is_ready(1)
+
+
+def test_a_neighbour_that_cannot_be_reached_is_gone_until_it_is_called_again_or_started_again() -> None:
+    sender, receiver = two()
+    sender.take(1, [receiver.machine.hello(0)])
+    for _ in range(GIVEN_UP):
+        assert not sender.is_gone(1)
+        sender.failed(1, UnreachableError("cut"), 0.0)
+    sender.take(1, [receiver.machine.hello(0)])  # it reaches this peer and is not reached itself
+    assert sender.is_gone(1)
+    machine = receiver.machine
+    started = Shares(1, [0, 1], SCENARIO, machine.life + 1, machine.mass, TensorArithmetic(torch.float32))
+    started.restore(machine._durable)
+    sender.take(1, [started.hello(0)])
+    assert not sender.is_gone(1)

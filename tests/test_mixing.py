@@ -1,5 +1,7 @@
 """Laws and refusals of mixing: stochasticity, conservation, and equal bits however rows are dealt out."""
 
+import gc
+import weakref
 from typing import Any
 
 import networkx as nx
@@ -391,6 +393,17 @@ def test_what_a_process_hosts_is_what_the_weights_say_of_it(
                     (j, peer): dense[peer, j] for j in np.flatnonzero(dense[peer])
                 }
             assert np.array_equal(hosted.rows.dense(), dense[asked])
+
+
+def test_what_was_looked_up_is_kept_for_those_who_were_asked_for_last_alone() -> None:
+    mix = mixing("ring", "metropolis")
+    found = mix.hosted(0, np.array([2, 3]))
+    assert mix.hosted(0, np.array([2, 3])) is found
+    kept = weakref.ref(found)
+    del found
+    mix.hosted(0, np.array([3, 2]))
+    gc.collect()
+    assert kept() is None
 
 
 def test_sources_are_the_receiver_and_its_in_neighbors() -> None:

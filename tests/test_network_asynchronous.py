@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -277,6 +277,45 @@ def test_a_call_that_is_lost_loses_no_neighbour_and_several_do(tiny: Tiny, tmp_p
     machine._open.add(neighbor)
     mail.failed(neighbor, RefusedError("greet first"), 0.0)
     assert not machine.is_open(neighbor)
+    peer.close()
+
+
+def before_its_end(tiny: Tiny, tmp_path: Path) -> tuple[RunningPeer, list[int]]:
+    """Return a peer that commits nothing, whose neighbours are done and know that it is, and these."""
+    scenario = tiny(STILL, "topology.name=complete", HASTY)
+    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+    peer._commit = lambda *arguments: None  # type: ignore[method-assign]
+    neighbors = peer.timetable.neighbours(0)
+    for neighbor in neighbors:
+        peer.machine._open.add(neighbor)
+        peer.mail.rounds[neighbor] = peer.mail._told[neighbor] = scenario.rounds  # type: ignore[attr-defined]
+    return peer, list(neighbors)
+
+
+def test_who_is_owed_a_share_at_the_end_is_not_left_whether_its_edge_is_open_or_not(tiny: Tiny, tmp_path: Path) -> None:
+    peer, (first, *others) = before_its_end(tiny, tmp_path)
+    machine = peer.machine
+    assert all(map(peer._is_over, [first, *others]))  # type: ignore[attr-defined]
+    machine.split(0, {first: 0.5})  # type: ignore[attr-defined]
+    assert not peer._is_over(first)  # type: ignore[attr-defined]
+    machine.close(first)
+    assert not peer._is_over(first)  # type: ignore[attr-defined]
+    assert all(map(peer._is_over, others))  # type: ignore[attr-defined]
+    peer.close()
+
+
+def test_who_is_done_and_cannot_be_told_is_waited_for_as_long_as_a_deadline_however_often_it_is_there(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    peer, (first, *_) = before_its_end(tiny, tmp_path)
+    del peer.mail._told[first]  # type: ignore[attr-defined]
+    assert peer.machine.is_open(first)
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(peer._leave)
+        try:
+            left.result(LONG)
+        finally:
+            peer.stop()
     peer.close()
 
 
