@@ -184,21 +184,51 @@ def test_who_is_done_and_may_not_know_of_the_end_is_waited_for(name: str, tiny: 
     peer.close()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+def cut_off(peer: RunningPeer, neighbors: set[int]) -> None:
+    """Let a peer neither call some neighbours nor hear them, as long as they are in the set."""
+    mail: Any = peer.mail
+    has_news, take = mail.has_news, mail.take
+
+    def taking(caller: int, said: Any) -> Any:
+        if caller in neighbors:
+            raise RefusedError("cut off")
+        return take(caller, said)
+
+    mail.has_news, mail.take = lambda to, now: to not in neighbors and has_news(to, now), taking
+
+
+@pytest.mark.parametrize("when", ["before it begins anew", "after it began anew", "once a share is under way to it"])
 def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: Path) -> None:
-    """Its first commit is on disk, with mass of its own, when it learns that the others began without it."""
+    """Its first commit is on disk, with mass of its own, when it learns that the others began without it.
+
+    That mass is lost, and no more: a share that one neighbour sent to what it begins anew as is for whoever goes on
+    from its disk, also where it hears others first.
+    """
     scenario = tiny(STILL, "topology.name=complete", "rounds=100000", QUICK, "evaluation.every=100000")
     theirs = devices(scenario, tmp_path)
     peers = [running_peer(scenario, device) for device in theirs]
     begin_without(peers[:3], 3)
-    POINTS["as it begins anew"] = ("_begin_anew", when)
-    mortal(peers[3], POINTS["as it begins anew"], 1)
+    cut_off(peers[3], {1, 2})
+    begin_anew = peers[3]._begin_anew  # type: ignore[attr-defined]
+
+    def dying() -> None:
+        if when != "before it begins anew":
+            begin_anew()
+        if when == "once a share is under way to it":
+            wait_until(lambda: 3 in [share.receiver for share in peers[0].machine.shares_to_send()])  # type: ignore[attr-defined]
+        raise Killed
+
+    peers[3]._begin_anew = dying  # type: ignore[attr-defined]
     with running(peers[:3]) as futures:
-        await_round(peers[0], 2)
+        for peer in peers[:3]:
+            await_round(peer, 2)
         with pytest.raises(Killed):
             finish(peers[3])
-        last = again(scenario, theirs[3])
+        last, silent = again(scenario, theirs[3]), {0}
+        cut_off(last, silent)
         with running([last]) as (joining,):
+            wait_until(lambda: last.machine.is_open(1))
+            silent.clear()
             await_round(last, 3)
             stop_all([*peers[:3], last], [*futures, joining])
     assert last.machine.incarnation > FIRST  # type: ignore[attr-defined]

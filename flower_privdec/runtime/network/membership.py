@@ -25,6 +25,7 @@ from flower_privdec.runtime.network.packing import pack, unpack
 from flower_privdec.runtime.network.peer import POLL, RunningPeer
 from flower_privdec.runtime.network.punctuality import Punctuality
 from flower_privdec.runtime.network.row_mass import RowMass, TensorArithmetic
+from flower_privdec.runtime.network.share_protocol import FIRST
 from flower_privdec.runtime.network.shares import Shares
 from flower_privdec.runtime.network.wire_rows import Layout, layout_of
 from flower_privdec.runtime.spent import ledger_folder
@@ -67,7 +68,8 @@ class Membership(RunningPeer):
         self._full = self._weight()  # what it was when something was added last
         self._waited = 0.0  # seconds, in the exchange under way
         self._new: set[int] = set()  # whose shares were added since the last exchange in which they are due
-        self.mail.fresh = not machine.has_met
+        has_begun_anew = bool(machine.mass) and machine.incarnation > FIRST  # with nothing, so that shares may come
+        self.mail.fresh = not machine.has_met and not has_begun_anew
         return self.mail
 
     def _layout(self, exchange: Exchange) -> Layout:
