@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,14 +102,20 @@ def test_half_of_a_mass_is_its_share_which_is_written_once(
 def test_a_checkpoint_whose_shares_are_not_there_is_refused(spoiled: str, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(STILL, QUICK, "topology.name=directed-ring", "rounds=50", "privacy=none")
     theirs = devices(scenario, tmp_path)
-    peers = [running_peer(scenario, device) for device in theirs]
-    mortal(peers[1], POINTS["after a commit"], 4)
+    peers, folder = [running_peer(scenario, device) for device in theirs], tmp_path / FOLDERS[1]
+    commits = peers[1]._commit  # type: ignore[attr-defined]
+
+    def dying(*arguments: Any) -> None:
+        commits(*arguments)
+        if kept_beside(folder / "checkpoint-0"):
+            raise Killed
+
+    peers[1]._commit = dying  # type: ignore[attr-defined]
     with running(peers) as futures:
         with pytest.raises(Killed):
             futures[1].result(LONG)
         for peer in (0, 2, 3):
             peers[peer].stop()
-    folder = tmp_path / FOLDERS[1]
     file = folder / next(iter(kept_beside(folder / "checkpoint-0").values()))[0]
     content = file.read_bytes()
     if spoiled == "cut":
