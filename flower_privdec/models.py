@@ -15,11 +15,11 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from flower_privdec.catalogue import ACTIVATIONS, INITS, MODELS
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.machine import check_room
+from flower_privdec.common.user_code import load_own
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
-from flower_privdec.machine import check_room
-from flower_privdec.rows import keyed_generator
-from flower_privdec.user_code import load_own
-from flower_privdec.words import one_line
+from flower_privdec.rows.keys import keyed_generator
 
 Shape = tuple[int, ...]
 _ACTIVATIONS: dict[str, type[nn.Module]] = ACTIVATIONS.bind({"relu": nn.ReLU, "tanh": nn.Tanh})

@@ -23,15 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms import Exchange
-from flower_privdec.algorithms.cohort import Cohort, Estimate, PrivateStep
+from flower_privdec.core import Exchange
+from flower_privdec.core.cohort import Cohort, Estimate, PrivateStep
 from flower_privdec.data import Batch, LocalBatch, PeerData
 from flower_privdec.data.sparse_rows import Features, SparseRows
+from flower_privdec.engine.engine import Engine
+from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.own_parts import drawings_of
-from flower_privdec.rows import NoiseSource
-from flower_privdec.runtime.engine import Engine
-from flower_privdec.runtime.run import run
+from flower_privdec.privacy.noise import NoiseSource
 
 TIMES = (
     "seconds",

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tiny_scenario import TINY
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario, parse_scenario
@@ -20,19 +21,6 @@ PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Hea
 settings.register_profile("explore", **PATIENT)
 settings.register_profile("same", derandomize=True, **PATIENT)
 settings.load_profile("same")
-
-TINY = """\
-name: tiny
-seed: 3
-n_peers: 4
-rounds: 6
-data: {dataset: digits, samples: 240, test_samples: 100, batch: {sampling: poisson, size: 12}}
-model: {name: softmax}
-algorithm: {name: privsgp, learning_rate: 0.5}
-privacy: {epsilon: 3.0, delta: 1.0e-3}
-evaluation: {every: 2}
-compute: {dtype: float64, generator: torch}
-"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ import inspect
 import re
 
 from flower_privdec.algorithms import ALGORITHMS
-from flower_privdec.algorithms.algorithm import Algorithm
+from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.reporting.console.views import parts
 
 SOURCE = re.compile(r"Source: (.*?)\.?$", re.DOTALL)

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from typer.main import get_command, get_params_from_function
 
-from flower_privdec.cli import app
+from flower_privdec.cli.main import app
 
 
 def option(parameter: click.Parameter, said: str) -> str:

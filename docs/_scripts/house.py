@@ -13,7 +13,7 @@ import networkx as nx
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-from test_imports import FLOORS, MODULES, PACKAGE, imported, room_of  # noqa: E402  (the list that the test holds)
+from test_imports import FLOOR_OF, MODULES, PACKAGE, imported, room_of  # noqa: E402  (the list that the test holds)
 
 WIDTH, HEIGHT, GAP, PASSING, FLOOR = 118, 40, 22, 14, 92  # of a room, between two, of an arrow on its way, of a floor
 SWEEPS = 24
@@ -28,7 +28,7 @@ def imports() -> nx.DiGraph:
         graph.add_node(room_of(path))
         for name in imported(path):
             first, *rest = name.split(".")
-            if first == "flower_privdec" and rest and rest[0] in FLOORS and rest[0] != room_of(path):
+            if first == "flower_privdec" and rest and rest[0] in FLOOR_OF and rest[0] != room_of(path):
                 graph.add_edge(room_of(path), rest[0])
     return graph
 
@@ -132,5 +132,5 @@ def purpose(name: str) -> str:
 def room_table() -> str:
     """Return the rooms from the ground up in a table."""
     present = {room_of(path) for path in MODULES}
-    rows = [f"| `{name}` | {purpose(name)} |" for name in FLOORS if name in present]
+    rows = [f"| `{name}` | {purpose(name)} |" for name in FLOOR_OF if name in present]
     return "\n".join(["| room | what it is for |", "|---|---|", *rows])

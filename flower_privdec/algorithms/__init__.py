@@ -2,12 +2,10 @@
 
 from flower_privdec import catalogue
 from flower_privdec.algorithms.adp2_sgd import ADP2SGD
-from flower_privdec.algorithms.algorithm import Algorithm, advance, check_algorithm
 from flower_privdec.algorithms.cga import CrossGradientAggregation
 from flower_privdec.algorithms.d_psgd import DP2SGD, DPDPSGD, DecentralizedSGD
 from flower_privdec.algorithms.dual_averaging import DDA, DPDDA
 from flower_privdec.algorithms.dyn_d2p import ConstD2P, DynCD2P, DynD2P, DynMuD2P
-from flower_privdec.algorithms.exchange import Exchange, Gather, Mix, Reply
 from flower_privdec.algorithms.feddeper import FedDeper, FedDeperStar
 from flower_privdec.algorithms.federated import FedAvg, FedProx, Scaffold
 from flower_privdec.algorithms.local import DPSGD, Local
@@ -16,12 +14,12 @@ from flower_privdec.algorithms.net_fleet import DPNetFleet
 from flower_privdec.algorithms.pdsl import PDSL
 from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.algorithms.sgp import SGP, PrivSGP
-from flower_privdec.algorithms.state import Edges, State
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.user_code import load_own
+from flower_privdec.core.algorithm import Algorithm, check_algorithm
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.scenario.algorithm_sections import AlgorithmSection
 from flower_privdec.scenario.own_algorithm import OwnAlgorithmSection
-from flower_privdec.user_code import load_own
-from flower_privdec.words import one_line
 
 ALGORITHMS: dict[str, type[Algorithm]] = catalogue.ALGORITHMS.bind(
     {
@@ -65,7 +63,7 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
         section.module,
         "algorithm.module",
         accepts=lambda part: isinstance(part, type) and issubclass(part, Algorithm),
-        must_be="a subclass of flower_privdec.algorithms.Algorithm",
+        must_be="a subclass of flower_privdec.core.Algorithm",
     )
     where = f"algorithm.module={section.module!r}"
     try:
@@ -78,15 +76,4 @@ def build_algorithm(section: AlgorithmSection) -> Algorithm:
     return algorithm
 
 
-__all__ = [
-    "ALGORITHMS",
-    "Algorithm",
-    "Edges",
-    "Exchange",
-    "Gather",
-    "Mix",
-    "Reply",
-    "State",
-    "advance",
-    "build_algorithm",
-]
+__all__ = ["ALGORITHMS", "build_algorithm"]

@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.cohort import Cohort
-from flower_privdec.algorithms.state import Edges, State
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.state import Edges, State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.mixing import Mixing
-from flower_privdec.privacy.declared import Declaration, Drawing, ReleasedSum
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
 
 
 def cross_gradients(cohort: Cohort, state: State) -> None:

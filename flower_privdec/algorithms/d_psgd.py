@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.algorithm import Algorithm
-from flower_privdec.algorithms.cohort import Cohort
-from flower_privdec.algorithms.exchange import Mix
-from flower_privdec.algorithms.state import State
-from flower_privdec.privacy.declared import one_sum
+from flower_privdec.core.algorithm import Algorithm
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import Mix
+from flower_privdec.core.state import State
+from flower_privdec.privacy.mechanism.declared import one_sum
 
 
 def gradient(cohort: Cohort, state: State) -> None:

@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.algorithm import Algorithm
-from flower_privdec.algorithms.cohort import Cohort, LearningRate
-from flower_privdec.algorithms.exchange import Mix
 from flower_privdec.algorithms.proximal import Regularizer, build_regularizer
-from flower_privdec.algorithms.state import State
+from flower_privdec.core.algorithm import Algorithm
+from flower_privdec.core.cohort import Cohort, LearningRate
+from flower_privdec.core.exchange import Mix
+from flower_privdec.core.state import State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import GradientKernel, SparseLinearKernel, StackedKernel
-from flower_privdec.mixing import Mixing
-from flower_privdec.participation import Participation
-from flower_privdec.privacy.declared import one_sum
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Topology
+from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.aligned import empty_rows
 from flower_privdec.scenario.dual_section import DualAveragingSection
-from flower_privdec.topology import Topology
 
 FEW = 0.25  # of the peers: then most rows of a round's weights are the identity's, and nothing is copied for them
 TOGETHER = 1 << 20  # numbers of so many rows at once are stepped, which bounds what a step takes beside the state

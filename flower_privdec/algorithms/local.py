@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from flower_privdec.algorithms.algorithm import Algorithm
-from flower_privdec.algorithms.cohort import Cohort
-from flower_privdec.algorithms.state import State
-from flower_privdec.privacy.declared import one_sum
+from flower_privdec.core.algorithm import Algorithm
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.state import State
+from flower_privdec.privacy.mechanism.declared import one_sum
 
 
 def descend(cohort: Cohort, state: State) -> None:

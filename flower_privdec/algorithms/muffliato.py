@@ -8,17 +8,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.algorithm import Algorithm, Step
-from flower_privdec.algorithms.cohort import Cohort
-from flower_privdec.algorithms.exchange import Exchange, Mix
-from flower_privdec.algorithms.state import State
+from flower_privdec.core.algorithm import Algorithm, Step
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import Exchange, Mix
+from flower_privdec.core.state import State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.mixing import Mixing, spectral_gap
-from flower_privdec.mixing.spectrum import MOST_MEASURED
-from flower_privdec.participation import Participation
-from flower_privdec.privacy.declared import one_sum
+from flower_privdec.graph.mixing import Mixing, spectral_gap
+from flower_privdec.graph.mixing.spectrum import MOST_MEASURED
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Topology
+from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.scenario.algorithm_sections import MuffliatoSection
-from flower_privdec.topology import Topology
 
 
 def descend(cohort: Cohort, state: State) -> None:

@@ -6,16 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.algorithm import Algorithm
-from flower_privdec.algorithms.cohort import Cohort
-from flower_privdec.algorithms.exchange import Mix
-from flower_privdec.algorithms.state import State
+from flower_privdec.core.algorithm import Algorithm
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import Mix
+from flower_privdec.core.state import State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.mixing import Mixing
-from flower_privdec.participation import Participation
-from flower_privdec.privacy.declared import one_sum
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Topology
+from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.scenario.algorithm_sections import NetFleetSection
-from flower_privdec.topology import Topology
 
 
 class DPNetFleet(Algorithm):

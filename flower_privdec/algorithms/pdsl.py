@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.algorithm import Algorithm
-from flower_privdec.algorithms.cohort import Cohort
 from flower_privdec.algorithms.cross_gradients import answers, check_symmetric, cross_gradients, one_for_each
-from flower_privdec.algorithms.exchange import Gather, Mix, Reply
 from flower_privdec.algorithms.shapley import LARGEST_EXACT, Game, aggregation_weights, exact, monte_carlo
-from flower_privdec.algorithms.state import State
+from flower_privdec.core.algorithm import Algorithm
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import Gather, Mix, Reply
+from flower_privdec.core.state import State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.mixing import Mixing
-from flower_privdec.participation import Participation
-from flower_privdec.privacy.declared import PaperNoise
-from flower_privdec.rows import keyed_generator
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Topology
+from flower_privdec.privacy.mechanism.declared import PaperNoise
+from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario.algorithm_sections import PDSLSection
-from flower_privdec.topology import Topology
 
 if TYPE_CHECKING:
     from flower_privdec.data import PublicSet

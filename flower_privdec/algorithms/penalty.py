@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flower_privdec.words import number, setting
+from flower_privdec.common.formatting import number, setting
 
 LARGEST_GROWTH = 100.0  # over the whole run; gradients damp what is below it
 

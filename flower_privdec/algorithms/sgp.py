@@ -6,11 +6,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from flower_privdec.algorithms.algorithm import Algorithm, Step, push_weights
-from flower_privdec.algorithms.cohort import Cohort
-from flower_privdec.algorithms.exchange import Exchange, Mix
-from flower_privdec.algorithms.state import State
-from flower_privdec.privacy.declared import one_sum
+from flower_privdec.core.algorithm import Algorithm, Step, push_weights
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import Exchange, Mix
+from flower_privdec.core.state import State
+from flower_privdec.privacy.mechanism.declared import one_sum
 
 
 def descend(cohort: Cohort, state: State) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.algorithms.cohort import Cohort, PrivateStep
-from flower_privdec.algorithms.state import State
-from flower_privdec.privacy.declared import Declaration, Drawing, ReleasedSum
+from flower_privdec.core.cohort import Cohort, PrivateStep
+from flower_privdec.core.state import State
+from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
 
 CHUNK = 1024  # examples of a peer at a time in a full gradient
 

@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
-from flower_privdec.words import one_line
 
 Pair = tuple[np.ndarray, np.ndarray]
 

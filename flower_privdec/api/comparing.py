@@ -10,11 +10,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from flower_privdec.algorithms import Algorithm
 from flower_privdec.api.objects import check_everywhere
 from flower_privdec.api.result import as_frame, flat
 from flower_privdec.api.scenarios import as_scenario, make_scenario
 from flower_privdec.api.threads import threads_kept
+from flower_privdec.common.formatting import NOTHING, epsilon_text, number, setting, shown
+from flower_privdec.common.user_code import Given
+from flower_privdec.core import Algorithm
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment.model_code import code_of
 from flower_privdec.reporting.console import comparison_text
@@ -25,8 +27,6 @@ from flower_privdec.study.cells import Cell
 from flower_privdec.study.measured import Reading, kinds_of, metric
 from flower_privdec.study.results import Estimate
 from flower_privdec.study.runner import missing_cells, run_cells
-from flower_privdec.user_code import Given
-from flower_privdec.words import NOTHING, epsilon_text, number, setting, shown
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
 SHARED = ("learning_rate", "learning_rate_decay")  # keys of every algorithm's section

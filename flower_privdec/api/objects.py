@@ -13,16 +13,16 @@ from typing import Any
 
 from torch import nn
 
-from flower_privdec.algorithms import Algorithm
 from flower_privdec.api.arrays import Arrays
+from flower_privdec.common.user_code import Given, give, is_given
+from flower_privdec.core import Algorithm
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.object_code import tell
+from flower_privdec.graph.topology import Topology
+from flower_privdec.graph.topology.graphs import networkx
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.data_section import PEER
 from flower_privdec.scenario.fields import own_modules
-from flower_privdec.topology import Topology
-from flower_privdec.topology.graphs import networkx
-from flower_privdec.user_code import Given, give, is_given
 
 Data = dict[str, Any]
 

@@ -13,16 +13,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from flower_privdec.api.scenarios import as_path
+from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.data.readers import require
+from flower_privdec.engine.checkpoint import read_checkpoint
+from flower_privdec.engine.recorder import model_tensors
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.experiment.agreement import build_module, module_facts
 from flower_privdec.reporting.run_folder import read_result
 from flower_privdec.reporting.wording import headline
-from flower_privdec.runtime.checkpoint import read_checkpoint
-from flower_privdec.runtime.recorder import model_tensors
 from flower_privdec.scenario import Scenario
-from flower_privdec.words import one_line, shown
 
 Metrics = dict[str, Any]
 StateDict = dict[str, Tensor]

@@ -16,11 +16,11 @@ from flower_privdec.api.objects import check_everywhere
 from flower_privdec.api.result import RunResult, load_run
 from flower_privdec.api.scenarios import as_path, as_scenario
 from flower_privdec.api.threads import threads_kept
+from flower_privdec.common.formatting import shown
+from flower_privdec.engine.run import run as run_in_process
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.runtime.run import run as run_in_process
 from flower_privdec.scenario import Scenario
-from flower_privdec.words import shown
 
 OnEvaluation = Callable[[dict[str, Any]], bool | None]
 RUNTIMES = ("engine", "flower")
@@ -88,7 +88,7 @@ def _run(
         if runtime == "engine":
             run_in_process(experiment, folder, resume=resume, on_metrics=on_metrics)
         else:
-            from flower_privdec.runtime.flower.launcher import flower_run
+            from flower_privdec.flower.launch.launcher import flower_run
 
             flower_run(experiment, folder, resume=resume, on_metrics=on_metrics)
     return load_run(folder)

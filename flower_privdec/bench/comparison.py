@@ -14,7 +14,7 @@ from flower_privdec.bench.rivals import OpacusLoop, PeerLoop, Rival, TextbookVma
 from flower_privdec.bench.timing import Times, Work, paired, quiet, ratio
 from flower_privdec.bench.workloads import Setup, Workload
 from flower_privdec.errors import ScenarioError
-from flower_privdec.rows import build_noise
+from flower_privdec.privacy.noise import build_noise
 
 LOOP, TORCH, FAST = "plain loop over peers", "engine, torch alone", "engine, fast generator"
 OPACUS, VMAP = "loop with Opacus", "vmap(vmap(grad))"

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from flower_privdec.bench.rivals import PeerLoop, Rival
 from flower_privdec.bench.workloads import SEED, Setup, Workload
+from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import RunError
-from flower_privdec.rows import keyed_generator
-from flower_privdec.runtime.engine import Engine
+from flower_privdec.rows.keys import keyed_generator
 
 ROUNDS = 2
 TOLERANCE = 1e-9

@@ -28,9 +28,9 @@ TRIED = 100  # examples on which the models are tried, at the end
 
 def in_process(workload: Workload, rounds: int) -> float:
     """Return the wall milliseconds of a relay round on an in-process grid with a node for each peer."""
-    from flower_privdec.runtime.flower.client_app import client_app
-    from flower_privdec.runtime.flower.local_grid import LocalGrid
-    from flower_privdec.runtime.flower.relay import Relay
+    from flower_privdec.flower.apps.client_app import client_app
+    from flower_privdec.flower.apps.relay import Relay
+    from flower_privdec.flower.launch.local_grid import LocalGrid
 
     with tempfile.TemporaryDirectory() as folder, _silence():
         scenario = scenario_of(workload, rounds, Path(folder))
@@ -41,7 +41,7 @@ def in_process(workload: Workload, rounds: int) -> float:
 
 def by_flwr_run(workload: Workload) -> float:
     """Return the wall milliseconds of a relay round of FLWR_PEERS SuperNodes under `flwr run`."""
-    from flower_privdec.runtime.flower.launcher import flower_run
+    from flower_privdec.flower.launch.launcher import flower_run
 
     with tempfile.TemporaryDirectory() as folder:
         scenario = scenario_of(workload.resized(FLWR_PEERS), FLWR_ROUNDS, Path(folder))

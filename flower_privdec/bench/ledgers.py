@@ -11,9 +11,9 @@ import numpy as np
 
 from flower_privdec.bench.timing import once, quiet
 from flower_privdec.bench.workloads import NOISE_MULTIPLIER, Setup
-from flower_privdec.privacy.events import Release, Spend
-from flower_privdec.privacy.ledger import Account, CohortLedger
-from flower_privdec.privacy.ledger_format import RunName
+from flower_privdec.privacy.ledger.cohort_ledger import Account, CohortLedger
+from flower_privdec.privacy.ledger.ledger_format import RunName
+from flower_privdec.privacy.mechanism.events import Release, Spend
 
 RUN = RunName("benchmark", "none", "none")
 SECONDS = 10.0

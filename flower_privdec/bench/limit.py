@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from flower_privdec.bench.timing import Work, once
 from flower_privdec.bench.workloads import SEED, Setup
-from flower_privdec.rows import build_noise, seed_keys
+from flower_privdec.privacy.noise import build_noise
 from flower_privdec.rows.aligned import aligned
+from flower_privdec.rows.keys import seed_keys
 
 TRIALS = 5  # of each form of a product
 PEAK_SIZE = 512

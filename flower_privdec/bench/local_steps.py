@@ -13,18 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.algorithms import Algorithm, build_algorithm
+from flower_privdec.algorithms import build_algorithm
 from flower_privdec.bench import limit
 from flower_privdec.bench.comparison import LOOP
 from flower_privdec.bench.equality import ROUNDS, compare, start
 from flower_privdec.bench.rivals import gradients_of, plain_loss
 from flower_privdec.bench.timing import paired, quiet, ratio
 from flower_privdec.bench.workloads import IMAGES, SEED, Setup, Workload
+from flower_privdec.core import Algorithm
+from flower_privdec.engine.engine import Engine
+from flower_privdec.graph.participation import Participation, build_participation
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import flatten
-from flower_privdec.participation import Participation, build_participation
-from flower_privdec.runtime.engine import Engine
 from flower_privdec.scenario.algorithm_sections import FedDeperSection
-from flower_privdec.topology import build_topology
 
 NAME, ENGINE = "FedDeper", "engine"
 ACTIVE, LOCAL_STEPS = 5, 10

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from flower_privdec.algorithms import advance
 from flower_privdec.bench.timing import quiet
 from flower_privdec.bench.together import together
+from flower_privdec.core import advance
 from flower_privdec.data.readers import require
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
@@ -138,7 +138,7 @@ def _computing(scenario: Scenario) -> float:
 
 def _receivers(scenario: Scenario) -> list[list[list[int]]]:
     """Return to whom every peer sends, at every place."""
-    timetable = require("flower_privdec.runtime.network.timetable", "privdec network-bench", "pip install grpcio")
+    timetable = require("flower_privdec.pushsum.timetable", "privdec network-bench", "pip install grpcio")
     table = timetable.Timetable(Agreement.of(scenario))
     return [[sorted(table.receivers(peer, at)) for peer in range(scenario.n_peers)] for at in range(table.places)]
 
@@ -165,15 +165,17 @@ def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int) -> N
         }
         (folder / "plan.json").write_text(json.dumps(plan))
         words = [(str(folder / "plan.json"), peer) for peer in range(placed.n_peers)]
-        stamps = together([("flower_privdec.runtime.network.floor", each) for each in words])
+        stamps = together([("flower_privdec.network.local.transport_baseline", each) for each in words])
         each_round = len(receivers) // scenario.rounds
         return NetworkPace.of([each[each_round - 1 :: each_round] for each in stamps], slice(WARM_UP, -1))
 
 
 def _placed(scenario: Scenario, folder: Path) -> Scenario:
     """Return the scenario with free addresses on this machine, and put it and its certificates into a folder."""
-    network = require("flower_privdec.runtime.network.peer_processes", "privdec network-bench", "pip install grpcio")
-    certificates = require("flower_privdec.runtime.network.certificates", "privdec network-bench", "pip install grpcio")
+    network = require("flower_privdec.network.local.peer_processes", "privdec network-bench", "pip install grpcio")
+    certificates = require(
+        "flower_privdec.network.transport.certificates", "privdec network-bench", "pip install grpcio"
+    )
     placed: Scenario = network.on_this_machine(scenario)
     certificates.make_certificates(placed, folder / "certs")
     (folder / "network.yaml").write_text(to_yaml(placed))

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flower_privdec.runtime.network.certificates import credentials_of
-from flower_privdec.runtime.network.modes import running_peer
-from flower_privdec.runtime.network.peer import PeerDevice
+from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.peer import PeerDevice
+from flower_privdec.network.transport.certificates import credentials_of
 from flower_privdec.scenario import load_scenario
 
 

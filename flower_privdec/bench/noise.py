@@ -10,7 +10,8 @@ import torch
 
 from flower_privdec.bench.comparison import generators
 from flower_privdec.bench.timing import paired, quiet
-from flower_privdec.rows import DEPLOYED, NoiseSource, build_noise, seed_keys
+from flower_privdec.privacy.noise import DEPLOYED, NoiseSource, build_noise
+from flower_privdec.rows.keys import seed_keys
 
 NAME = "noise"
 SIZE = 1_000_000  # normals of a row

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import distributed
 
-from flower_privdec.algorithms import Algorithm, Exchange, State, advance
-from flower_privdec.algorithms.cohort import Cohort
-from flower_privdec.algorithms.exchange import Payload
 from flower_privdec.bench.timing import paired, quiet
 from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload, constant_protection, peer_data
+from flower_privdec.core import Algorithm, Exchange, State, advance
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import Payload
 from flower_privdec.errors import RunError
 
 PEERS = 8

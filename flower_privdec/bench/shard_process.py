@@ -12,16 +12,16 @@ from typing import Any, cast
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from flower_privdec.algorithms import Mix, State
 from flower_privdec.bench.processes import some_rows
 from flower_privdec.bench.workloads import WORKLOADS, Setup, Workload
-from flower_privdec.mixing import Mixing
-from flower_privdec.runtime.engine import Engine
-from flower_privdec.runtime.sharded.dealing import Shards
-from flower_privdec.runtime.sharded.meeting import THIS_MACHINE
-from flower_privdec.runtime.sharded.shard_engine import ShardEngine
-from flower_privdec.runtime.sharded.wires import Wires
-from flower_privdec.topology import build_topology
+from flower_privdec.core import Mix, State
+from flower_privdec.engine.engine import Engine
+from flower_privdec.engine.shards.process_group import Wires
+from flower_privdec.engine.shards.rendezvous import THIS_MACHINE
+from flower_privdec.engine.shards.shard_assignment import Shards
+from flower_privdec.engine.shards.shard_engine import ShardEngine
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.topology import build_topology
 
 SHARDS = 2
 CPU = " cpu"  # behind the name of what was timed

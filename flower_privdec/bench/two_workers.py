@@ -19,10 +19,10 @@ import torch
 
 from flower_privdec.bench.timing import LONGEST, WARM_UP
 from flower_privdec.bench.workloads import Setup, Workload
+from flower_privdec.common.machine import available_cores
+from flower_privdec.engine.workers import Crew, Dealing
+from flower_privdec.engine.workers.partitioning import block_count, can_fork, multiplications, round_seconds
 from flower_privdec.errors import ScenarioError
-from flower_privdec.machine import available_cores
-from flower_privdec.runtime.workers import Crew, Dealing
-from flower_privdec.runtime.workers.dealt_blocks import block_count, can_fork, multiplications, round_seconds
 
 WORKERS, BUSY = 2, 2
 STRETCH = 0.1  # seconds that one timed stretch should last at least

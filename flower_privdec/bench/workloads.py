@@ -9,18 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.algorithms import Algorithm, State, build_algorithm
-from flower_privdec.algorithms.cohort import Cohort, LearningRate
+from flower_privdec.algorithms import build_algorithm
+from flower_privdec.core import Algorithm, State
+from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.data import Examples, PeerData, Sampler
+from flower_privdec.engine.engine import Engine
 from flower_privdec.gradients import build_kernel
-from flower_privdec.mixing import Mixing
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.participation import Participation, build_participation
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import build_model, flatten, parameter_count
-from flower_privdec.participation import Participation, build_participation
-from flower_privdec.privacy.protection import Protection
-from flower_privdec.rows import NoiseSource, build_noise, keyed_generator, seed_keys
-from flower_privdec.runtime.engine import Engine
+from flower_privdec.privacy.mechanism.protection import Protection
+from flower_privdec.privacy.noise import NoiseSource, build_noise
+from flower_privdec.rows.keys import keyed_generator, seed_keys
 from flower_privdec.scenario.algorithm_sections import SGDSection
-from flower_privdec.topology import build_topology
 
 SEED = 1
 CLIP_NORM, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.0, 0.05

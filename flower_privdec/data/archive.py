@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.lib import format as npy
 
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.machine import check_room
 from flower_privdec.errors import ScenarioError
-from flower_privdec.machine import check_room
-from flower_privdec.words import one_line
 
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _DAMAGE = (OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, struct.error, zlib.error)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, group_norm
 
+from flower_privdec.common.machine import available_cores
 from flower_privdec.data.scattering import Scattering2D, n_paths
 from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.data.strokes import draw_strokes
 from flower_privdec.errors import ScenarioError
-from flower_privdec.machine import available_cores
 from flower_privdec.scenario.features_section import FeaturesSection
 
 VERSION = 1  # raise it with any change of the numbers: features kept on disk are then made afresh

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.formatting import one_line
 from flower_privdec.data.archive import read_members
 from flower_privdec.data.readers import (
     PLAIN_PIXELS,
@@ -22,7 +23,6 @@ from flower_privdec.data.readers import (
 )
 from flower_privdec.data.targets import Wanted, binary_labels, class_labels, read_targets, read_tokens
 from flower_privdec.errors import ScenarioError
-from flower_privdec.words import one_line
 
 _ARRAYS, _JPEG = ("x", "y"), ("jpeg", "offset", "label")
 

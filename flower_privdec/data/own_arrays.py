@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.user_code import load_own
 from flower_privdec.data.npz import from_arrays
 from flower_privdec.data.readers import Source, Split
 from flower_privdec.data.targets import Wanted
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
-from flower_privdec.user_code import load_own
-from flower_privdec.words import one_line
 
 
 def read_own(target: str, root: str | None, arguments: Mapping[str, Any], wanted: Wanted) -> Source:

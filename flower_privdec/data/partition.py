@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.catalogue import PARTITIONS
+from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.data.readers import require
 from flower_privdec.errors import ScenarioError
-from flower_privdec.rows import keyed_generator
-from flower_privdec.words import one_line, shown
+from flower_privdec.rows.keys import keyed_generator
 
 
 def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options: Any) -> list[np.ndarray]:

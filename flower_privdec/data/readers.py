@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.formatting import one_line
 from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.data.synthetic import WORDS, draw_labels, draw_sparse, draw_words
 from flower_privdec.data.targets import Wanted, class_labels
 from flower_privdec.errors import ScenarioError
-from flower_privdec.rows import keyed_generator
+from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.tasks.kinds import Targets
-from flower_privdec.words import one_line
 
 Rows = np.ndarray | slice
 Constants = tuple[tuple[float, ...], tuple[float, ...]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flower_privdec.rows import keyed_generator
+from flower_privdec.rows.keys import keyed_generator
 
 REACH = (9 / 28, 7 / 28)  # how far the points of a stroke lie from the centre, of height and width
 PEN = (0.8 / 28, 1.6 / 28)  # half the width of the line, of the shorter side

@@ -14,12 +14,12 @@ from typing import IO, Any
 import numpy as np
 import scipy
 
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.machine import check_room
 from flower_privdec.data.readers import Source, Split, require
 from flower_privdec.data.sparse_rows import LARGEST_INDEX, SparseRows
 from flower_privdec.data.targets import Wanted, binary_labels, class_labels
 from flower_privdec.errors import ScenarioError
-from flower_privdec.machine import check_room
-from flower_privdec.words import one_line
 
 LONGEST_LINE = 1 << 26  # bytes; an example of a million features has a third of it
 LOOK_EVERY = 1 << 25  # bytes of text after which free memory is looked at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import scipy
 
-from flower_privdec.rows import keyed_generator
+from flower_privdec.rows.keys import keyed_generator
 
 LABELS, LABEL_FEATURES = 6, 20
 SPARSE_FEATURES, SPARSE_WORDS = 47_236, 75  # rcv1's, before repeats are joined

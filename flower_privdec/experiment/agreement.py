@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.algorithms import Algorithm, build_algorithm
-from flower_privdec.algorithms.cohort import LearningRate
+from flower_privdec.algorithms import build_algorithm
+from flower_privdec.core import Algorithm
+from flower_privdec.core.cohort import LearningRate
 from flower_privdec.data import PublicSet, read_public
 from flower_privdec.data.features import apply_features
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import GradientKernel, build_kernel
-from flower_privdec.mixing import Mixing
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.participation import EdgeParticipation, Participation, build_participation, sample_edges
+from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import build_model, flatten
-from flower_privdec.participation import EdgeParticipation, Participation, build_participation, sample_edges
-from flower_privdec.rows import resolve_generator
+from flower_privdec.privacy.noise import resolve_generator
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.data_section import BatchSection
 from flower_privdec.scenario.features_section import FeaturesSection
@@ -27,7 +29,6 @@ from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.tasks.losses import Loss, resolve_loss
 from flower_privdec.tasks.metrics import METRICS, Metric
 from flower_privdec.tasks.own_functions import own_loss, own_metric, try_loss, try_metric
-from flower_privdec.topology import build_topology
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy.declared import Declares, Drawing
+from flower_privdec.privacy.mechanism.declared import Declares, Drawing
 
 MOST = 0.1  # by how much noise may be larger; beyond, the numbers are too short for such sums
 OTHER = 2.0**-20  # for the rounding of the noise's scale itself

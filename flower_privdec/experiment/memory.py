@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flower_privdec.common.formatting import memory
+from flower_privdec.common.machine import HEADROOM, available_bytes, check_room
 from flower_privdec.data import PublicSet
 from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.protocol import inputs_like
-from flower_privdec.machine import HEADROOM, available_bytes, check_room
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.algorithm_sections import steps_per_round
-from flower_privdec.words import memory
 
 if TYPE_CHECKING:
     from flower_privdec.experiment.view import Experiment

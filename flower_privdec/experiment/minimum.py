@@ -24,8 +24,8 @@ import scipy
 import torch
 
 from flower_privdec.algorithms.proximal import Regularizer
+from flower_privdec.common.files import cache_folder, write_atomically
 from flower_privdec.experiment.objective import Array, ConvexObjective
-from flower_privdec.files import cache_folder, write_atomically
 
 TOLERANCE = 1e-6
 SMOOTHINGS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # ν, one after the other, each from the last one's solution

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from flower_privdec.algorithms.cohort import LearningRate
+from flower_privdec.core.cohort import LearningRate
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy.protection import Protection
+from flower_privdec.privacy.mechanism.protection import Protection
 
 LEAST, MOST = 1e-15, 1e30  # see `gradients.bounds`; 2^-126 to 2^128 is what float32 holds
 

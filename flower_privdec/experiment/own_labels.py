@@ -11,7 +11,7 @@ from torch import Tensor
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.gradients.protocol import inputs_like
-from flower_privdec.rows import keyed_generator
+from flower_privdec.rows.keys import keyed_generator
 
 
 def held_labels(own: OwnParts, n_classes: int) -> np.ndarray:

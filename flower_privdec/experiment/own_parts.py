@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flower_privdec.algorithms import Reply
+from flower_privdec.core import Reply
 from flower_privdec.data import Examples, Sampler, read_examples
 from flower_privdec.data.datasets import check_fit
 from flower_privdec.data.features import apply_features
@@ -16,10 +16,10 @@ from flower_privdec.experiment.hardening import headroom
 from flower_privdec.experiment.memory import check_steps
 from flower_privdec.experiment.number_range import check_number_range
 from flower_privdec.experiment.run_key import environment, own_keys, run_id, shared_secret
-from flower_privdec.privacy.declared import Drawing
-from flower_privdec.privacy.ledger_format import RunName
-from flower_privdec.privacy.protection import Protection, build_protection
-from flower_privdec.rows import DEPLOYED, resolve_generator
+from flower_privdec.privacy.ledger.ledger_format import RunName
+from flower_privdec.privacy.mechanism.declared import Drawing
+from flower_privdec.privacy.mechanism.protection import Protection, build_protection
+from flower_privdec.privacy.noise import DEPLOYED, resolve_generator
 from flower_privdec.scenario import numbers_hash, own_parts
 from flower_privdec.scenario.schema import placed
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec import __version__
+from flower_privdec.common.user_code import Given
 from flower_privdec.data import Examples, PublicSet
 from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.experiment.model_code import code_of, held_by, installed_version
-from flower_privdec.user_code import Given
 
 KEY_BYTES = 32
 

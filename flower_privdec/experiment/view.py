@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
-from flower_privdec.algorithms import State
-from flower_privdec.algorithms.coalitions import Validation
-from flower_privdec.algorithms.cohort import Cohort
+from flower_privdec.core import State
+from flower_privdec.core.coalitions import Validation
+from flower_privdec.core.cohort import Cohort
 from flower_privdec.data import PeerData
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.memory import check_memory
 from flower_privdec.experiment.own_parts import OwnParts
-from flower_privdec.privacy.ledger import CohortLedger
-from flower_privdec.rows import build_noise
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.noise import build_noise
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.schema import placed
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.factored import FactoredKernel
-from flower_privdec.gradients.lone import LoneKernel, is_lone
 from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
 from flower_privdec.gradients.proof import prove
 from flower_privdec.gradients.protocol import GradientKernel, LabelledInputs
+from flower_privdec.gradients.single_example import LoneKernel, is_lone
 from flower_privdec.gradients.sparse_linear import SparseLinearKernel
 from flower_privdec.gradients.stacked import Factors, StackedKernel, parse_stack
 from flower_privdec.models import check_model

@@ -15,7 +15,7 @@ from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.protocol import LabelledInputs, inputs_like, reason, row_chunks, unknown_tokens
 from flower_privdec.gradients.rows import Piece, RowKernel, Stored, masked
 from flower_privdec.models import flatten, unflatten
-from flower_privdec.tasks.apart import no_own_rules
+from flower_privdec.tasks.isolated import no_own_rules
 from flower_privdec.tasks.losses import Loss
 
 _WRITTEN_BYTES = 2**26  # gradients written out at once; a call of vmap costs about 2 ms whatever it does

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from flower_privdec.common.formatting import duration, epsilon_text, number, peer_ranges, setting
+from flower_privdec.engine.spent import budget_note, json_number, shortfall
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner.peers import ledger_spending, noise_std
-from flower_privdec.privacy.accounting import epsilon
-from flower_privdec.privacy.protection import Protection, breaches
-from flower_privdec.runtime.spent import budget_note, json_number, shortfall
-from flower_privdec.words import duration, epsilon_text, number, peer_ranges, setting
+from flower_privdec.privacy.accountant.accounting import epsilon
+from flower_privdec.privacy.mechanism.protection import Protection, breaches
 
 WEAK_EPSILON = 10.0
 HOPELESS_SIGNAL = 1.5  # in trials, digits at 2.4 reached 38 %, at 1.1 no more than 22 %, near chance

@@ -27,7 +27,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.memory import outputs_per_example
 from flower_privdec.gradients.protocol import inputs_like
-from flower_privdec.rows import keyed_generator
+from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.tasks.losses import Loss
 
 ITERATIONS, SETTLED = 20, 5e-3  # of the power method: at most, and the relative change at which it stops

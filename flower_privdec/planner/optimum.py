@@ -12,8 +12,8 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner import estimate
 from flower_privdec.planner.peers import noise_std
-from flower_privdec.privacy.paper import optimal_rounds
-from flower_privdec.privacy.schedules import build_schedule
+from flower_privdec.privacy.mechanism.paper import optimal_rounds
+from flower_privdec.privacy.mechanism.schedules import build_schedule
 from flower_privdec.scenario.schema import PlanSection
 
 CURVE = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from flower_privdec.engine.workers import deal
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.memory import memory_need, shortage, table_bytes
 from flower_privdec.gradients import explain_kernel
@@ -19,7 +20,6 @@ from flower_privdec.planner.optimum import optimum
 from flower_privdec.planner.peers import ledger_facts, peer_rows
 from flower_privdec.planner.seconds import estimate_seconds
 from flower_privdec.reporting.graph_view import connectivity
-from flower_privdec.runtime.workers import deal
 
 
 def make_plan(experiment: Experiment) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from statistics import median
 import torch
 
 from flower_privdec.data import Sampler
+from flower_privdec.engine.engine import Engine
+from flower_privdec.engine.recorder import count_evaluations
+from flower_privdec.engine.workers import Crew, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.memory import outputs_per_example
-from flower_privdec.runtime.engine import Engine
-from flower_privdec.runtime.recorder import count_evaluations
-from flower_privdec.runtime.workers import Crew, start_engine
 
 TIMED_ROUNDS = 5
 TIMED_SECONDS = 4.0  # a slow model is timed over fewer rounds

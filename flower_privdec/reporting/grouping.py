@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from flower_privdec.common.formatting import peer_ranges, setting
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.reporting.wording import main_metric
 from flower_privdec.scenario import seedless_hash
-from flower_privdec.words import peer_ranges, setting
 
 AVERAGED = ("loss", "consensus_distance", "wall_seconds", "peer_steps_per_second", "personalized")
 EXTREMES: dict[str, Callable[[Iterable[float]], float]] = {"peer_min": min, "peer_max": max}

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from flower_privdec import __version__
+from flower_privdec.common.formatting import duration, epsilon_text, number, setting
 from flower_privdec.errors import ScenarioError
+from flower_privdec.graph.topology import Topology
 from flower_privdec.reporting.console.views import comparison_row, graph_facts
 from flower_privdec.reporting.graph_view import NO_GRAPH, build_graph, connectivity, draw_topology, rounds_shown
 from flower_privdec.reporting.grouping import RunGroup, budget_name, read_groups
@@ -39,8 +41,6 @@ from flower_privdec.reporting.wording import (
     peers_range,
     shares_models,
 )
-from flower_privdec.topology import Topology
-from flower_privdec.words import duration, epsilon_text, number, setting
 
 PAGES = (".html", ".htm")
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing

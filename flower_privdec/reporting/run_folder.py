@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flower_privdec.common.formatting import one_line, shown
+from flower_privdec.engine.metrics_file import read_metrics
 from flower_privdec.errors import ScenarioError
-from flower_privdec.runtime.metrics_file import read_metrics
 from flower_privdec.scenario import Scenario, load_scenario
-from flower_privdec.words import one_line, shown
 
 NEEDED = (
     *("name", "algorithm", "runtime", "n_peers", "rounds", "seed", "loss", "consensus_distance", "privacy"),

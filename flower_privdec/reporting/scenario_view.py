@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
+from flower_privdec.graph.topology import topology_options
 from flower_privdec.models import model_options
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.fields import Section
 from flower_privdec.scenario.model_section import ModelSection
 from flower_privdec.scenario.topology_section import TopologySection
-from flower_privdec.topology import topology_options
 
 LEFT_OUT = re.compile(r"^    (\w+): (?:(?!^    \w).)*?left out,\s+(.*?)[;.](?:\s|$)", re.MULTILINE | re.DOTALL)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from flower_privdec.catalogue import ALONE
-from flower_privdec.words import NOTHING, epsilon_text, memory, number, peer_ranges, percent, setting
+from flower_privdec.common.formatting import NOTHING, epsilon_text, memory, number, peer_ranges, percent, setting
 
 BEYOND = 700.0  # ε whose factor is no number of a machine's any more
 

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic.types import Discriminator
 
 from flower_privdec import catalogue
+from flower_privdec.common.user_code import is_given
 from flower_privdec.scenario.fields import (
     Count,
     OwnSection,
@@ -15,7 +16,6 @@ from flower_privdec.scenario.fields import (
     Positive,
     Section,
 )
-from flower_privdec.user_code import is_given
 
 PEER = "{peer}"  # in data.root, for a peer's number
 

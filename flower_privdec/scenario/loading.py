@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from flower_privdec.common.formatting import shown
+from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.fields import own_modules
 from flower_privdec.scenario.findings import Places, explain
@@ -17,8 +19,6 @@ from flower_privdec.scenario.located_file import LocatedFile
 from flower_privdec.scenario.plain_yaml import DEEPEST, LONGEST, Location, read_plain, write_yaml
 from flower_privdec.scenario.schema import Scenario
 from flower_privdec.scenario.shipped import find_scenario
-from flower_privdec.user_code import find_given, is_given, load_own, without_tokens
-from flower_privdec.words import shown
 
 Model = TypeVar("Model", bound=BaseModel)
 UNNAMEABLE = "# Parts named __python__ were given as Python objects: nobody can run this file again without them.\n"

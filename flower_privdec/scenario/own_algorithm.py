@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.scenario.fields import PerPeer, Section
-from flower_privdec.user_code import find_given, is_given, load_own, without_tokens
-from flower_privdec.words import one_line
 
 
 class DescentSection(Section):

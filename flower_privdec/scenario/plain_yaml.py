@@ -11,8 +11,8 @@ import yaml
 from yaml.composer import ComposerError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from flower_privdec.common.formatting import shown
 from flower_privdec.errors import ScenarioError
-from flower_privdec.words import shown
 
 Location = tuple[int | str, ...]
 LONGEST, LARGEST, DEEPEST = 1 << 20, 1_000_000, 32  # characters; values once aliases stand for copies; levels

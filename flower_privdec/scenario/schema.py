@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 from pydantic import Field, PrivateAttr, model_validator
 
 from flower_privdec import catalogue
+from flower_privdec.common.user_code import Given, find_given, is_given, raised_at
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.scenario.algorithm_sections import AlgorithmSection, DynSection, PDSLSection, VRSection
 from flower_privdec.scenario.data_section import DataSection
@@ -28,7 +29,6 @@ from flower_privdec.scenario.network_section import NetworkSection
 from flower_privdec.scenario.privacy_section import PrivacyChoice, PrivacySection
 from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.scenario.topology_section import TopologyChoice, TopologySection
-from flower_privdec.user_code import Given, find_given, is_given, raised_at
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

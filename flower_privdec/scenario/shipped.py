@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from flower_privdec.common.formatting import shown
 from flower_privdec.errors import ScenarioError
-from flower_privdec.words import shown
 
 FOLDER = "scenarios"
 

@@ -59,7 +59,7 @@ class OwnTopologySection(OwnSection):
 
     The function is called with n_peers and its arguments, and with the scenario's seed where it has a parameter of
     this name that the arguments leave out. It returns a networkx graph on the nodes 0 to n_peers - 1, for each peer a
-    list of those it sends to, or a `flower_privdec.topology.Topology`.
+    list of those it sends to, or a `flower_privdec.graph.topology.Topology`.
 
     Attributes:
         weights: as for a named graph.

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from flower_privdec.common.formatting import setting
 from flower_privdec.scenario.fields import Section
-from flower_privdec.words import setting
 
 Lines = Annotated[list[str], Field(default_factory=list)]
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flower_privdec import __version__
-from flower_privdec.files import write_atomically
+from flower_privdec.common.files import write_atomically
 from flower_privdec.scenario import parse_scenario
 
 KEPT = {"summary.json", "metrics.jsonl", "scenario.yaml", "cell.json", "lock"}
@@ -33,8 +33,8 @@ def run_cell(text: str, folder: Path) -> None:
 
     Two studies that share a cell wait for one another; the second finds it finished.
     """
+    from flower_privdec.engine.run import run
     from flower_privdec.experiment import Experiment
-    from flower_privdec.runtime.run import run
 
     with _locked(folder):
         if is_finished(folder):

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from flower_privdec.common.formatting import number
 from flower_privdec.study.forms import Above, Best, Check, Ordered, Slope, Speedup
 from flower_privdec.study.measured import Reading
 from flower_privdec.study.results import Estimate, Group, PartResult
-from flower_privdec.words import number
 
 MISSING = "–"
 

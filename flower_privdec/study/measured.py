@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flower_privdec.common.formatting import did_you_mean
 from flower_privdec.errors import ScenarioError
 from flower_privdec.reporting.wording import main_loss, main_value
 from flower_privdec.scenario import Scenario
 from flower_privdec.tasks.kinds import MetricKind
-from flower_privdec.words import did_you_mean
 
 
 @dataclass(frozen=True)

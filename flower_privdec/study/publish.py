@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flower_privdec import __version__
+from flower_privdec.common.formatting import duration, shown
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.study.claims import judge, wanted
 from flower_privdec.study.figures import save_figure, title_of
@@ -16,7 +17,6 @@ from flower_privdec.study.results import PartResult
 from flower_privdec.study.runner import Outcome
 from flower_privdec.study.spec import Study
 from flower_privdec.study.tabulate import columns, markdown, pivot_table, row, to_csv
-from flower_privdec.words import duration, shown
 
 ONE_DATA_SET = "All runs of this study, over cells and seeds, use the same data set."
 EACH_ALONE = (

@@ -6,10 +6,10 @@ import csv
 from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 
+from flower_privdec.common.formatting import NOTHING, epsilon_text, setting
 from flower_privdec.study.claims import value_text
 from flower_privdec.study.forms import Pivot
 from flower_privdec.study.results import Group, PartResult
-from flower_privdec.words import NOTHING, epsilon_text, setting
 
 MOST_BUDGETS = 6  # in one cell of a table; of more the least and the greatest stand
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.user_code import load_own
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
-from flower_privdec.tasks.apart import no_own_rules
+from flower_privdec.tasks.isolated import no_own_rules
 from flower_privdec.tasks.kinds import MetricKind, Targets
 from flower_privdec.tasks.losses import Loss
 from flower_privdec.tasks.metrics import Metric
-from flower_privdec.user_code import load_own
-from flower_privdec.words import one_line
 
 TRIED = 2  # examples, of public random numbers
 

@@ -12,10 +12,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from flower_privdec.common.formatting import memory, number
+from flower_privdec.network.peer.status_text import is_insecure, neighbours_text, spent_text
 from flower_privdec.reporting.console.progress import Metrics, error_console, progress
-from flower_privdec.runtime.network.status_words import is_insecure, neighbours_text, spent_text
 from flower_privdec.scenario import Scenario
-from flower_privdec.words import memory, number
 
 OnMetrics = Callable[[Metrics], None]
 OnStatus = Callable[[int, dict[str, Any] | None, str], None]

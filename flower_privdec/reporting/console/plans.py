@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table
 
+from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, setting
 from flower_privdec.reporting.console.views import _console, _facts, _print_json, _table, as_text, graph_facts
 from flower_privdec.reporting.wording import alike
-from flower_privdec.words import NOTHING, duration, epsilon_text, memory, number, setting
 
 OPTIONAL: dict[str, tuple[str, Callable[[Any], str]]] = {
     "active_rounds": ("active rounds", number),

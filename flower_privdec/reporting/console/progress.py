@@ -15,10 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
+from flower_privdec.common.formatting import duration, epsilon_text, number
 from flower_privdec.errors import ScenarioError
 from flower_privdec.reporting.wording import main_value, measured
 from flower_privdec.scenario import Scenario
-from flower_privdec.words import duration, epsilon_text, number
 
 Metrics = dict[str, Any]
 PLAIN_LINES = 10

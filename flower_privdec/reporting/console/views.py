@@ -14,6 +14,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from flower_privdec import catalogue
+from flower_privdec.common.formatting import NOTHING, duration, number
+from flower_privdec.graph.topology import topology_options
 from flower_privdec.models import model_options
 from flower_privdec.reporting.wording import (
     above_minimum,
@@ -36,8 +38,6 @@ from flower_privdec.reporting.wording import (
     shares_models,
 )
 from flower_privdec.scenario.algorithm_sections import algorithm_options
-from flower_privdec.topology import topology_options
-from flower_privdec.words import NOTHING, duration, number
 
 PLAIN_WIDTH = 130
 NARROW = 120

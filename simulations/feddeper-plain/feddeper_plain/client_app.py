@@ -6,7 +6,7 @@ from flwr.clientapp import ClientApp
 from torch.utils.data import DataLoader, TensorDataset
 
 from feddeper_plain.task import accuracy, build_model, digits, loss
-from flower_privdec.runtime.flower.feddeper_strategy import personalized, train_two_models
+from flower_privdec.flower.strategies.feddeper_strategy import personalized, train_two_models
 
 app = ClientApp()
 

@@ -5,8 +5,8 @@ from flwr.serverapp import Grid, ServerApp
 
 from feddeper_plain.task import CLIENTS, accuracy, build_model, digits
 from flower_privdec.errors import RunError
-from flower_privdec.runtime.flower.feddeper_strategy import FedDeperStrategy
-from flower_privdec.runtime.flower.plainly import failing_plainly
+from flower_privdec.flower.launch.error_formatting import failing_plainly
+from flower_privdec.flower.strategies.feddeper_strategy import FedDeperStrategy
 
 app = ServerApp()
 

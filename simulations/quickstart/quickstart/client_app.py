@@ -1,5 +1,5 @@
 """The ClientApp: hosts peers, which keep their data, their models and their privacy ledgers."""
 
-from flower_privdec.runtime.flower.client_app import client_app
+from flower_privdec.flower.apps.client_app import client_app
 
 app = client_app()

@@ -5,9 +5,9 @@ from pathlib import Path
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
+from flower_privdec.flower.apps.server_app import Settings
+from flower_privdec.flower.launch.error_formatting import failing_plainly
 from flower_privdec.reporting.plots import save_run_plots
-from flower_privdec.runtime.flower.plainly import failing_plainly
-from flower_privdec.runtime.flower.server_app import Settings
 
 app = ServerApp()
 

@@ -1,0 +1,329 @@
+"""The command `privdec`: run, show and plan scenarios, look at graphs and reports."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import gc
+import io
+import os
+import sys
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from flower_privdec import __version__
+from flower_privdec.cli.flower_commands import flower_run
+from flower_privdec.cli.network_commands import NETWORK_COMMANDS
+from flower_privdec.cli.typer_parts import (
+    Command,
+    CommandGroup,
+    Json,
+    ScenarioFile,
+    Settings,
+    saying_when_interrupted,
+    starting,
+)
+from flower_privdec.common.formatting import printable, shown
+from flower_privdec.errors import PrivdecError, RunError, ScenarioError, StoppedError
+
+HUGE_PAGES = ("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch then takes large tensors in pages of 2 MiB: a third of the time
+
+app = typer.Typer(
+    help="Private decentralized learning: peers train together, each with its own differential-privacy guarantee.",
+    cls=CommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    suggest_commands=False,  # click does
+    rich_markup_mode=None,
+)
+command = partial(app.command, cls=Command)
+
+
+class Runtime(StrEnum):
+    """Where the peers run."""
+
+    engine = "engine"
+    flower = "flower"
+
+
+class Device(StrEnum):
+    """Where numbers are computed."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class FlowerMode(StrEnum):
+    """How Flower hosts the peers."""
+
+    cohort = "cohort"
+    sharded = "sharded"
+    relay = "relay"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"privdec {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    pass
+
+
+@command()
+def run(
+    scenario: ScenarioFile,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME")] = None,
+    settings: Settings = None,
+    runtime: Annotated[Runtime, typer.Option(help="In this process, or by `flwr run`.")] = Runtime.engine,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    mode: Annotated[
+        FlowerMode | None,
+        typer.Option(
+            help="flower: all peers in one SuperNode, or shares of them in several that send each other rows, or one "
+            "each by a relay.",
+            show_default="cohort",
+        ),
+    ] = None,
+    supernodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="flower: how many.", show_default="relay: n_peers; sharded: one for --cpus of them"),
+    ] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="flower: CPUs for each ClientApp.", show_default="1")] = None,
+    gpus: Annotated[
+        float | None, typer.Option(min=0, help="flower: GPUs for each ClientApp.", show_default="0")
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUT/tensorboard as well.")] = False,
+) -> None:
+    """Train: run a scenario to its end and leave metrics, models, ledgers and a summary."""
+    with starting():
+        from flower_privdec.experiment import Experiment
+        from flower_privdec.reporting import console
+        from flower_privdec.reporting.plots import save_run_plots
+        from flower_privdec.scenario import load_scenario
+
+        for_flower = _for_flower(runtime, mode=mode, n_supernodes=supernodes, cpus=cpus, gpus=gpus)
+        loaded = load_scenario(scenario, settings or ())
+        folder = out or Path("runs") / loaded.name
+        experiment = Experiment.build(loaded)
+    kept = saying_when_interrupted(
+        "nothing was kept yet; run the same command again",
+        f"the same command with --resume goes on from {folder}",
+        chosen=(folder / "checkpoint").exists,
+    )
+    with kept, console.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
+        if runtime is Runtime.engine:
+            from flower_privdec.engine.run import run as run_engine
+
+            summary = run_engine(experiment, folder, resume=resume, on_metrics=on_metrics)
+        else:
+            from flower_privdec.data.readers import require
+
+            install = "pip install 'flower-privdec[simulation]'"
+            launcher = require("flower_privdec.flower.launch.launcher", "--runtime flower", install)
+            summary = launcher.flower_run(experiment, folder, **for_flower, resume=resume, on_metrics=on_metrics)
+    save_run_plots(folder)
+    console.print_summary(summary, folder)
+
+
+def _for_flower(runtime: Runtime, **options: Any) -> dict[str, Any]:
+    """Return the options of Flower's runtime that were given, none of which the engine has."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if given and runtime is Runtime.engine:
+        name, value = next(iter(given.items()))
+        flag = f"--{name.removeprefix('n_')}"
+        raise ScenarioError(f"{flag} {value} is for --runtime flower: add that, or leave {flag} out")
+    return given
+
+
+@command()
+def show(scenario: ScenarioFile, settings: Settings = None) -> None:
+    """Print a scenario with every default: as a value, or as a comment where it follows from something else."""
+    with starting():
+        from flower_privdec.reporting.scenario_view import complete_yaml
+        from flower_privdec.scenario import load_scenario
+
+    typer.echo(complete_yaml(load_scenario(scenario, settings or ())), nl=False)
+
+
+@command("list")
+def list_parts(as_json: Json = False) -> None:
+    """List everything a scenario can name: algorithms, topologies, models, datasets and more."""
+    with starting():
+        from flower_privdec.reporting import console
+
+    console.print_parts(as_json)
+
+
+@command()
+def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = False) -> None:
+    """Say what a run would cost: noise, ε over the rounds, memory and time; run nothing."""
+    with starting():
+        from flower_privdec import planner
+        from flower_privdec.experiment import Experiment
+        from flower_privdec.reporting import console
+        from flower_privdec.scenario import load_scenario
+
+        experiment = Experiment.build(load_scenario(scenario, settings or ()))
+    console.print_plan(planner.make_plan(experiment), as_json)
+
+
+@command()
+def topology(
+    scenario: ScenarioFile,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Write a picture (.png, .svg or .pdf) of the graph.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Describe the graph: edges, spectral gap, rounds until jointly connected; draw it."""
+    with starting():
+        from flower_privdec.reporting import console, graph_view
+        from flower_privdec.scenario import load_scenario
+
+    console.print_topology(graph_view.describe(load_scenario(scenario, settings or ()), out), as_json)
+
+
+@command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `privdec run` left.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+) -> None:
+    """Write a self-contained HTML page about one run, or comparing several."""
+    with starting():
+        from flower_privdec.reporting import console, page
+
+    summaries = page.write_report(runs, out)
+    console.print_comparison(summaries)
+    typer.echo(f"report: {out}")
+
+
+@command()
+def study(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A study, or the path of its file.")] = None,
+    size: Annotated[str | None, typer.Option(help="One of the study's sizes.", show_default="its first")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to publish to.", show_default="results/NAME[-SIZE]")] = None,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes, one thread each; 0 publishes what is finished.")] = 2,
+    only: Annotated[list[str] | None, typer.Option(metavar="PART", help="Run this part alone (repeatable).")] = None,
+    settings: Settings = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the cells still to run; run none.")] = False,
+    list_studies: Annotated[bool, typer.Option("--list", help="List the studies and their parts.")] = False,
+) -> None:
+    """Run a grid of scenarios, a paper's or your own, and publish tables, plots and whether its claims show."""
+    with starting():
+        from flower_privdec.cli import study_command as studies
+
+    if list_studies:
+        studies.print_studies()
+    elif name is None:
+        raise typer.BadParameter("name a study; `privdec study --list` lists them", param_hint="NAME")
+    elif dry_run:
+        studies.print_cells(name, size, only or (), settings or ())
+    else:
+        studies.run_study(name, size=size, out=out, jobs=jobs, only=only or (), settings=settings or ())
+
+
+@command()
+def bench(
+    workloads: Annotated[
+        list[str] | None, typer.Argument(metavar="[W1 W2 ... FedDeper noise sharded]", help="Which.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where to time it.")] = Device.cpu,
+    rounds: Annotated[int, typer.Option(min=3, max=10_000, help="Timed rounds of each variant.")] = 15,
+    peers: Annotated[
+        int | None, typer.Option(min=2, max=100_000, help="How many, in W1 to W4.", show_default="each its own")
+    ] = None,
+    extras: Annotated[bool, typer.Option("--all", help="Also Opacus, vmap, gloo, relay and scaling.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure the engine against a plain loop over peers, side by side in one process."""
+    from flower_privdec import bench as benchmark
+
+    benchmark.main(workloads or [], device=device.value, rounds=rounds, peers=peers, extras=extras, as_json=as_json)
+
+
+command()(flower_run)
+for network_command in NETWORK_COMMANDS:
+    command()(network_command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line: 0 done, 1 the run failed, 2 the input is wrong (nothing was written), 130 Ctrl-C."""
+    if sys.stdout is None:  # closed by whoever began this
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
+    os.environ.setdefault(*HUGE_PAGES)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that has no ε
+    if arguments is None:
+        arguments = sys.argv[1:]
+        atexit.register(_leave_all)
+    if not _somewhere():
+        _leave("error", "the folder this was started in is gone; cd to one that is there", 2)
+    if "" in arguments:
+        _leave("error", "an argument is empty: give it a value, or leave it out", 2)
+    try:
+        result: Any = app(arguments or ["--help"], prog_name="privdec", standalone_mode=False)
+    except StoppedError as error:
+        _leave("interrupted", str(error), 130)
+    except PrivdecError as error:
+        _leave("error", str(error), 1 if isinstance(error, RunError) else 2)
+    except typer.Exit as leaving:
+        sys.exit(leaving.exit_code)
+    except OSError as error:
+        _leave("error", f"{_place(error)}: {error.strerror or error}; mend that, then try again", _status(error))
+    except Exception as error:
+        _leave_unless_a_bug(error)
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def _leave_all() -> None:
+    """Let all objects go with the process, unlooked at; but triton, which torch may bring along, tells of each."""
+    if "triton" not in sys.modules:
+        gc.freeze()
+
+
+def _somewhere() -> bool:
+    """Return whether the folder one is in is still there."""
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
+
+
+def _place(error: OSError) -> str:
+    """Return which file could not be used; where nobody says, it was what is printed."""
+    return "the output" if error.filename is None else shown(str(error.filename))[1:-1]
+
+
+def _status(error: OSError) -> int:
+    return 2 if error.errno == errno.ENAMETOOLONG else 1
+
+
+def _leave(kind: str, message: str, status: int) -> NoReturn:
+    """Say in one line why, and end."""
+    typer.echo(f"{kind}: {printable(message)}", err=True)
+    sys.exit(status)
+
+
+def _leave_unless_a_bug(error: Exception) -> NoReturn:
+    """End with one line where the command line was wrong or memory ran out; anything else is a bug, and is shown."""
+    say = getattr(error, "format_message", None)  # of a usage error of click's, typer's own copy of it included
+    if say is not None:
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "privdec"
+        message = " ".join(say().split()).rstrip(".")
+        _leave("error", f"{message}; `{command} --help` says what there is", getattr(error, "exit_code", 2))
+    if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):
+        _leave("error", "memory ran out; use a smaller model or fewer peers (`privdec plan` estimates the need)", 1)
+    raise error

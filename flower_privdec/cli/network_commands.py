@@ -1,0 +1,239 @@
+"""The commands of `privdec` for peers on a network: certificates, one peer, all peers, how one does and how fast."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flower_privdec.cli.typer_parts import Json, ScenarioFile, Settings, saying_when_interrupted, starting
+
+
+def certs(
+    scenario: ScenarioFile,
+    out: Annotated[Path, typer.Option(help="Folder for the certificates and keys.")] = Path("certs"),
+    settings: Settings = None,
+    authority: Annotated[Path | None, typer.Option(help="Certificate (PEM) of an authority of your own.")] = None,
+    authority_key: Annotated[Path | None, typer.Option(help="Its key (PEM, without a password).")] = None,
+) -> None:
+    """Make a certificate for every peer of a scenario, by which peers on a network know each other."""
+    from flower_privdec.network.transport.certificates import make_certificates
+    from flower_privdec.scenario.app_scenario import load_for_network
+
+    for identity, done in make_certificates(
+        load_for_network(scenario, settings or ()), out, authority, authority_key
+    ).items():
+        typer.echo(f"{done}  {identity}")
+    typer.echo(f"{out}: give each peer authority.pem and its own two files, and nobody authority.key")
+
+
+InsecureSeeds = Annotated[
+    bool,
+    typer.Option("--insecure-seeds", help="INSECURE: draw noise and batches from the scenario's seed, for tests."),
+]
+
+
+def peer(
+    scenario: ScenarioFile,
+    number: Annotated[int, typer.Option("--id", min=0, metavar="I", help="Which peer this is.")],
+    out: Annotated[Path | None, typer.Option(help="This peer's folder.", show_default="peers/NAME-I")] = None,
+    certificates: Annotated[Path, typer.Option("--certs", help="Folder of `privdec certs`.")] = Path("certs"),
+    data: Annotated[str | None, typer.Option(help="Where this peer's data lie.", show_default="data.root")] = None,
+    app: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A Flower app whose unmodified ClientApp trains.")
+    ] = None,
+    initial: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --app: initial.safetensors of another peer's folder.")
+    ] = None,
+    node_config: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="With --app: of this device. Repeatable.")
+    ] = None,
+    settings: Settings = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    insecure_seeds: InsecureSeeds = False,
+    with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
+) -> None:
+    """Run one peer of a scenario on this device, which trains with the other peers and no server."""
+    from flower_privdec.data.readers import require
+    from flower_privdec.scenario import load_scenario
+
+    if app is not None:
+        if data is not None or insecure_seeds:
+            raise typer.BadParameter(
+                "with --app, data and batches are the app's: leave out --data and --insecure-seeds"
+            )
+        _app_peer(app, scenario, number, out, certificates, initial, node_config, settings, resume, with_parent)
+        return
+    if initial is not None or node_config:
+        raise typer.BadParameter("--initial and --node-config are for --app: name the app's folder")
+    with starting():
+        network = require("flower_privdec.network.peer.foreground", "privdec peer", "pip install grpcio")
+        loaded = load_scenario(scenario, settings or ())
+    folder = out or Path("peers") / f"{loaded.name}-{number}"
+    with saying_when_interrupted(f"the same command with --resume goes on from {folder}"):
+        network.run_peer(
+            loaded,
+            number,
+            folder,
+            certificates,
+            data=data,
+            resume=resume,
+            insecure_seeds=insecure_seeds,
+            with_parent=with_parent,
+        )
+
+
+def _app_peer(
+    app: Path,
+    scenario: Path,
+    number: int,
+    out: Path | None,
+    certificates: Path,
+    initial: Path | None,
+    node_config: list[str] | None,
+    settings: list[str] | None,
+    resume: bool,
+    with_parent: bool,
+) -> None:
+    from flower_privdec.data.readers import require
+    from flower_privdec.scenario.app_scenario import load_app_scenario
+
+    foreground = require("flower_privdec.flower.serverless.app_foreground", "privdec peer --app", "pip install grpcio")
+    loaded = load_app_scenario(scenario, settings or ())
+    folder = out or Path("peers") / f"{loaded.name}-{number}"
+    with saying_when_interrupted(f"the same command with --resume goes on from {folder}"):
+        foreground.run_app_peer(
+            app,
+            loaded,
+            number,
+            folder,
+            certificates,
+            initial=initial,
+            node_config=node_config or (),
+            resume=resume,
+            with_parent=with_parent,
+        )
+
+
+def up(
+    scenario: ScenarioFile,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME")] = None,
+    settings: Settings = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoints.")] = False,
+    insecure_seeds: InsecureSeeds = False,
+    loss: Annotated[float, typer.Option(help="Share of all messages that a proxy between the peers loses.")] = 0.0,
+    kill: Annotated[
+        list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer for good after a round. Repeatable.")
+    ] = None,
+    restart: Annotated[
+        list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer, and start it again. Repeatable.")
+    ] = None,
+) -> None:
+    """Run all peers of a scenario as processes on this machine, over TLS, as they would run on devices."""
+    from flower_privdec.data.readers import require
+    from flower_privdec.reporting import console
+    from flower_privdec.reporting.plots import save_run_plots
+    from flower_privdec.scenario import load_scenario
+
+    with starting():
+        network = require("flower_privdec.network.local.up", "privdec up", "pip install grpcio")
+        loaded = load_scenario(scenario, settings or ())
+    folder = out or Path("runs") / loaded.name
+    with (
+        network.losing(loss) as proxy,
+        saying_when_interrupted(f"the same command with --resume goes on from {folder}"),
+        console.network_progress(loaded, folder) as (on_metrics, on_status),
+    ):
+        due = network.mishaps(kill or (), restart or (), loaded.n_peers, loaded.rounds)
+        options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "mishaps": due}
+        peers = network.Up(loaded, folder, **options)
+        summary = peers.run(on_metrics, on_status)
+    save_run_plots(folder)
+    console.print_summary(summary, folder)
+
+
+def status(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where a peer listens.")],
+    certificates: Annotated[Path, typer.Option("--certs", help="Folder of `privdec certs`.")] = Path("certs"),
+    number: Annotated[int, typer.Option("--as", min=0, metavar="I", help="Whose certificate to show.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Ask a running peer how it does."""
+    from flower_privdec.data.readers import require
+
+    network = require("flower_privdec.network.peer.foreground", "privdec status", "pip install grpcio")
+    typer.echo(network.ask(address, certificates, number, as_json))
+
+
+class ModelSize(StrEnum):
+    """Of the models that are measured."""
+
+    small = "small"
+    large = "large"
+
+
+class NetworkMode(StrEnum):
+    """How peers wait for each other."""
+
+    asynchronous = "asynchronous"
+    synchronous = "synchronous"
+
+
+def network_bench(
+    out: Annotated[Path, typer.Option(help="A folder on the disk that is meant.")] = Path(),
+    size: Annotated[
+        list[ModelSize] | None, typer.Option(help="Of the model (repeatable).", show_default="both")
+    ] = None,
+    mode: Annotated[
+        list[NetworkMode] | None, typer.Option(help="network.mode (repeatable).", show_default="both")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=2, max=10_000, help="Rounds that are counted.", show_default="as the size is")
+    ] = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Measure rounds a second of eight peers on this machine, beside what their transport alone takes."""
+    from flower_privdec.bench import network
+
+    say = partial(typer.echo, err=as_json)
+    found = network.measure_network(
+        size or list(ModelSize), mode or list(NetworkMode), settings or (), out, rounds, say
+    )
+    if as_json:
+        typer.echo(network.as_json(found))
+
+
+def soak(
+    scenario: ScenarioFile,
+    minutes: Annotated[float, typer.Option(help="How long.")],
+    seed: Annotated[int | None, typer.Option(help="Of the faults.", show_default="one of the system's")] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder.", show_default="runs/NAME-soak")] = None,
+    settings: Settings = None,
+    fault: Annotated[
+        list[str] | None, typer.Option(metavar="KIND", help="A kind of fault (repeatable).", show_default="all")
+    ] = None,
+    every: Annotated[float, typer.Option(help="Seconds between two faults, on average.")] = 3.0,
+    longest: Annotated[float, typer.Option(help="Seconds that a fault lasts at most.")] = 2.0,
+) -> None:
+    """Run all peers of a scenario on this machine, break something all the time, and check what must hold."""
+    from flower_privdec.data.readers import require
+    from flower_privdec.scenario import load_scenario
+
+    network = require("flower_privdec.network.local.soak", "privdec soak", "pip install grpcio")
+    loaded = load_scenario(scenario, settings or ())
+    folder = out or Path("runs") / f"{loaded.name}-soak"
+    given = {"kinds": tuple(fault)} if fault else {}
+    soaked = network.Soak(loaded, folder, minutes=minutes, seed=seed, every=every, longest=longest, **given)
+    with saying_when_interrupted(f"what was seen is above, and its traces are in {folder}"):
+        try:
+            soaked.run(typer.echo)
+        finally:
+            typer.echo("\n".join(soaked.summary()))
+    typer.echo("all that must hold held")
+
+
+NETWORK_COMMANDS = (certs, peer, up, status, network_bench, soak)

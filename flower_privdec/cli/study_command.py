@@ -1,0 +1,126 @@
+"""`privdec study`: run what is missing, then write what is known."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from flower_privdec.errors import RunError
+from flower_privdec.study.cache import CACHE
+from flower_privdec.study.cells import Cell, expand
+from flower_privdec.study.claims import judge, wanted
+from flower_privdec.study.eta import study_progress
+from flower_privdec.study.publish import Made, make_folder, publish
+from flower_privdec.study.results import PartResult, collect
+from flower_privdec.study.runner import Outcome, missing_cells, run_cells
+from flower_privdec.study.spec import load_study, study_files
+from flower_privdec.study.tabulate import columns, row
+
+
+def run_study(
+    name: str,
+    *,
+    size: str | None = None,
+    out: Path | None = None,
+    jobs: int = 2,
+    only: Sequence[str] = (),
+    settings: Sequence[str] = (),
+    cache: Path = CACHE,
+    console: Console | None = None,
+) -> list[PartResult]:
+    """Run a study's missing cells and publish its tables, pictures and verdicts.
+
+    Args:
+        name: a study's name, or its file.
+        size: one of the study's; by default its first, if it has any.
+        out: the folder to publish to; by default results/NAME-SIZE, or results/NAME.
+        jobs: processes, each of one thread; 0 runs nothing and publishes what is finished.
+        only: parts to run; others are published where all their cells are finished already.
+        settings: laid over every cell, as data.root=/data.
+        cache: where finished cells lie.
+
+    Returns:
+        The published parts.
+
+    Raises:
+        ScenarioError: a study or a cell that breaks a rule; nothing has run then.
+        RunError: when cells failed; the others are published.
+    """
+    study, base = load_study(name)
+    chosen, size = study.chosen(only), study.size(size)
+    title = study.name if size is None else f"{study.name}-{size}"
+    out = out or Path("results") / title
+    cells = expand(study, base, size, study.parts, settings)
+    names = {part.name for part in chosen}
+    missing = missing_cells([cell for cell in cells if cell.part in names], cache) if jobs else []
+    make_folder(out)
+    with study_progress(title, missing, console) as on_cell:
+        failed = run_cells(missing, cache, jobs, on_cell)
+    results = [collect(part, size, cells, cache) for part in study.parts]
+    shown = [result for result in results if result.part.name in names or result.complete]
+    parts = [] if len(shown) == len(study.parts) else [result.part.name for result in shown]
+    publish(study, Made(size, _command(name, size, parts, settings)), shown, failed, out)
+    print_verdicts(shown, out, console)
+    if failed:
+        raise RunError(_failures(failed))
+    return shown
+
+
+def _command(name: str, size: str | None, parts: Sequence[str], settings: Sequence[str]) -> str:
+    options = [("--size", size)] if size is not None else []
+    options += [("--only", part) for part in parts] + [("--set", setting) for setting in settings]
+    return shlex.join(["privdec", "study", name, *(word for option in options for word in option)])
+
+
+def _failures(failed: Sequence[Outcome]) -> str:
+    first = failed[0]
+    return (
+        f"{len(failed)} cells failed, the first: {first.cell.title}: {first.error}; "
+        "the others are published; the same command tries the failed ones again"
+    )
+
+
+def print_verdicts(results: Sequence[PartResult], out: Path, console: Console | None = None) -> None:
+    """Print each part's verdicts, or its table where it claims nothing, and where the rest is."""
+    console = console or Console(highlight=False, markup=False, emoji=False)
+    for result in results:
+        console.print(result.part.heading, style="bold")
+        if not result.part.checks:
+            console.print(_table(result))
+        for check in result.part.checks:
+            console.print(f"  {wanted(check, result)}: {judge(check, result).sentence}")
+    console.print(f"published: {out}/README.md")
+
+
+def _table(result: PartResult) -> Table:
+    table = Table(*columns(result), box=None, pad_edge=False)
+    for group in result.groups:
+        table.add_row(*row(result, group))
+    return table
+
+
+def print_studies() -> None:
+    """List the studies and their parts."""
+    table = Table("study", "part", "question", box=None, pad_edge=False)
+    for name in study_files():
+        study, _ = load_study(name)
+        table.add_row(name, "", study.heading)
+        for part in study.parts:
+            table.add_row("", part.name, part.heading)
+    Console(highlight=False, markup=False, emoji=False).print(table)
+
+
+def print_cells(name: str, size: str | None, only: Sequence[str], settings: Sequence[str], cache: Path = CACHE) -> None:
+    """Say how many cells each part has and how many are still to run; run nothing."""
+    study, base = load_study(name)
+    cells: list[Cell] = expand(study, base, study.size(size), study.chosen(only), settings)
+    table = Table("part", "cells", "to run", box=None, pad_edge=False)
+    for part in study.chosen(only):
+        mine = [cell for cell in cells if cell.part == part.name]
+        table.add_row(part.name, str(len(mine)), str(len(missing_cells(mine, cache))))
+    table.add_row("together", str(len(cells)), str(len(missing_cells(cells, cache))))
+    Console(highlight=False, markup=False, emoji=False).print(table)

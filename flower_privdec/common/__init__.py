@@ -1,0 +1,1 @@
+"""Text, files, arguments and the machine: helpers that know nothing of learning."""

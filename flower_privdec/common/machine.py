@@ -1,0 +1,67 @@
+"""How much memory is free on this machine, so that what cannot fit is refused before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from flower_privdec.common.formatting import memory
+from flower_privdec.errors import ScenarioError
+
+CGROUP = Path("/sys/fs/cgroup")
+HEADROOM = 0.9  # how much of the free memory may be planned with
+
+
+def available_bytes(device: torch.device) -> int:
+    """Return how much memory is free on a device, within the limits of this process's control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError, IndexError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    with suppress(OSError, ValueError, IndexError):  # "max" is no number: no limit
+        limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, max(0, limit - used + _reclaimable()))
+    return free
+
+
+def available_cores() -> int:
+    """Return how many cores this process may use: its affinity, and the quota of its control group, rounded down."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for quota, period in _QUOTAS:
+        with suppress(OSError, ValueError):  # "max" is no number, and -1 no limit
+            granted, each = (*(CGROUP / quota).read_text().split(), *_words(period))[:2]
+            if int(granted) > 0:
+                cores = min(cores, int(granted) // int(each))
+    return max(1, cores)
+
+
+_QUOTAS = (("cpu.max", None), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+
+
+def _words(name: str | None) -> list[str]:
+    return [] if name is None else (CGROUP / name).read_text().split()
+
+
+def _reclaimable() -> int:
+    lines = (CGROUP / "memory.stat").read_text().splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+
+
+def check_room(needed: int, what: str, remedy: str) -> None:
+    """Refuse what does not fit into this machine's free memory.
+
+    Args:
+        needed: in bytes.
+        what: takes them, beginning with the key that decides it.
+
+    Raises:
+        ScenarioError: naming what is needed and what is free.
+    """
+    free = available_bytes(torch.device("cpu"))
+    if needed > HEADROOM * free:
+        raise ScenarioError(f"{what} needs about {memory(needed)}, and {memory(free)} are free; {remedy}")

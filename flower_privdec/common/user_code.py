@@ -1,0 +1,189 @@
+"""A user's own parts, which a scenario names as `package.module:name`: found, imported, and refused in one line.
+
+They are imported from where the command runs, as any module is: whoever writes a scenario runs code by it. So a process
+that takes scenarios from others says which modules they may name (`only_from`).
+
+A part that is given in Python and lies in no module is named `__python__:LABEL_TOKEN`. The name holds for as long as
+some scenario uses it, in this process alone. Its token is random, for a hash of what is given could confirm a guess.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import secrets
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+from weakref import WeakValueDictionary
+
+from flower_privdec.common.formatting import did_you_mean, one_line
+from flower_privdec.errors import ScenarioError
+
+PYTHON = "__python__"
+_TOKEN = re.compile(rf"({PYTHON}:\w+)_[0-9a-f]{{16}}\b")
+
+_allowed: ContextVar[frozenset[str] | None] = ContextVar("allowed", default=None)
+
+
+@contextmanager
+def only_from(modules: Iterable[str]) -> Iterator[None]:
+    """Import no user's code inside but from some modules, named in full."""
+    token = _allowed.set(frozenset(modules))
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+@dataclass(eq=False)
+class Given:
+    """A part that was given as a Python object.
+
+    Attributes:
+        target: its name in a scenario.
+        value: the object.
+        content: a hash of what it is, which tells it from others and stays in this process.
+        tell: returns that hash as the object is now; None for what cannot change.
+    """
+
+    target: str
+    value: Any
+    content: bytes
+    tell: Callable[[], bytes] | None
+
+    def unchanged(self, where: str) -> Any:
+        """Return the object.
+
+        Raises:
+            ScenarioError: it does something else than when it was given.
+        """
+        if self.tell is not None and self.tell() != self.content:
+            raise ScenarioError(
+                f"{where}: what was given has changed since (a global or a value that it uses, perhaps): "
+                "make the scenario anew"
+            )
+        return self.value
+
+
+_given: WeakValueDictionary[str, Given] = WeakValueDictionary()
+
+
+def give(value: Any, label: str, content: bytes, tell: Callable[[], bytes] | None = None) -> Given:
+    """Give a Python object a name that a scenario can have; the same one for the same content."""
+    prefix = f"{PYTHON}:{label if label.isidentifier() else 'unnamed'}_"
+    for known in list(_given.values()):
+        if known.content == content and known.target.startswith(prefix) and len(known.target) == len(prefix) + 16:
+            return known
+    part = Given(prefix + secrets.token_hex(8), value, content, tell)
+    _given[part.target] = part
+    return part
+
+
+def is_given(target: object) -> bool:
+    """Return whether something names a part that was given as an object, here or elsewhere."""
+    return isinstance(target, str) and target.startswith(f"{PYTHON}:")
+
+
+def find_given(target: object) -> Given | None:
+    """Return the part of a name, where it was given in this process and a scenario still uses it."""
+    return _given.get(target) if isinstance(target, str) else None
+
+
+def without_tokens(text: str) -> str:
+    """Return a text in which names of given parts are the same in every process."""
+    return _TOKEN.sub(r"\1", text)
+
+
+def load_own(
+    target: str, key: str, *, accepts: Callable[[Any], bool] = callable, must_be: str = "something to call"
+) -> Any:
+    """Import what a scenario names.
+
+    Args:
+        target: `package.module:name`.
+        key: where it stands in the scenario, for errors: `algorithm.module`.
+        accepts: whether it is what it has to be.
+        must_be: that in words.
+
+    Raises:
+        ScenarioError: it is not there, cannot be imported, is not allowed here (`only_from`), or is something else.
+    """
+    where = f"{key}={target!r}"
+    path, _, name = target.partition(":")
+    if not all(part.isidentifier() for part in (*path.split("."), name)):
+        raise ScenarioError(f"{where} must be 'package.module:name'")
+    allowed = _allowed.get()
+    if allowed is not None and path not in allowed:
+        raise ScenarioError(f"{where}: this process imports no module but {sorted(allowed)}: its owner has to allow it")
+    part = _given_part(target, where) if path == PYTHON else _named_part(path, name, where)
+    if not accepts(part):
+        kind = part.__name__ if isinstance(part, type) else f"of type {type(part).__name__}"
+        raise ScenarioError(f"{where}: {name} is {kind} and must be {must_be}")
+    return part
+
+
+def _given_part(target: str, where: str) -> Any:
+    part = find_given(target)
+    if part is None:
+        raise ScenarioError(
+            f"{where}: it was given as a Python object, which is not here: give it again, or put it into a module and "
+            "name that, as package.module:name"
+        )
+    return part.unchanged(where)
+
+
+def _named_part(path: str, name: str, where: str) -> Any:
+    module = _import(path, where)
+    if not hasattr(module, name):
+        known = [known for known in vars(module) if not known.startswith("_")]
+        raise ScenarioError(f"{where}: {path} has no {name}{did_you_mean(name, known)}")
+    return getattr(module, name)
+
+
+def _import(path: str, where: str) -> ModuleType:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{path}.".startswith(f"{error.name}."):
+            reason = f"there is no module {error.name}; it must be importable from where the command runs"
+            raise ScenarioError(f"{where}: {reason}") from error
+        raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}") from error
+    except SyntaxError as error:
+        place = f"{error.filename or path}, line {error.lineno}" if error.lineno else path
+        raise ScenarioError(f"{where}: {place} is not valid Python ({error.msg}); mend the line") from error
+    except SystemExit as error:
+        raise ScenarioError(
+            f"{where}: importing {path} ends the program; put what it runs under if __name__ == '__main__'"
+        ) from error
+    except Exception as error:  # a user's module may raise anything
+        raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}") from error
+
+
+class RaisedElsewhere(Exception):  # noqa: N818 (an error of somebody's, in another process)
+    """What another process of a run raised: `place`, which may be told, and its traceback, which is for its owner."""
+
+    def __init__(self, place: str, trace: str) -> None:
+        super().__init__(place, trace)
+        self.place, self.trace = place, trace
+
+    def __str__(self) -> str:
+        return f"in another process of this run:\n{self.trace}"
+
+
+def raised_at(error: BaseException) -> str:
+    """Return an error's kind and the line of code that raised it, and nothing that it says, which may tell of data."""
+    if isinstance(error, RaisedElsewhere):
+        return error.place
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{place}"

@@ -1,0 +1,232 @@
+"""What an algorithm is: a program of steps over rows, with an exchange between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.core.cohort import Cohort, LearningRate
+from flower_privdec.core.exchange import Exchange
+from flower_privdec.core.state import State
+from flower_privdec.errors import ScenarioError
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Topology
+from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, PaperNoise
+from flower_privdec.scenario.algorithm_sections import AlgorithmSection, steps_per_round
+from flower_privdec.scenario.own_algorithm import OwnAlgorithmSection
+
+if TYPE_CHECKING:
+    from flower_privdec.data import PublicSet
+    from flower_privdec.gradients import GradientKernel
+    from flower_privdec.tasks.losses import Loss
+
+
+Step = Callable[["Cohort", State], None]
+
+
+class Algorithm:
+    """A decentralized algorithm, written once over rows.
+
+    Only an exchange crosses rows. The row law holds for every step: step(state)[i] == step(state[i:i+1]).
+
+    What private steps publish is declared by `released`, beside the steps. A subclass that defines or overrides
+    anything an instance does has to declare anew: it inherits no promise about steps that it changed.
+
+    Attributes:
+        Section: for an algorithm of a user's own, the form of its section in a scenario.
+        weights: the mixing weights its theory needs, or None when it exchanges nothing.
+        program: steps and exchanges of one round, in order.
+        slots: how many [m, d] buffers its state holds (for memory estimates).
+        edge_slots: how many vectors [d] it holds at the peak for each pair of a peer and somebody whom it hears, itself
+            among them.
+        open_rows: the rows of the state that other peers may see: functions of what was released, here and elsewhere.
+            Every other row stays with its peer.
+        steps_per_round: private steps of an active peer in a round.
+        remembers_clipped: whether a step publishes gradients that were clipped to the norms of earlier steps.
+        table: the kind of memory of past gradients that it keeps, a key of `table_sizes`; None where it keeps none.
+        tried_on_own_labels: whether its models are tried on each peer's own labels too, where that costs no privacy.
+        steadied_by: the keys of its section that steady a run that diverged, when they are lowered.
+        paper_noise: whose formula `calibration: paper` computes the noise by; None where no paper claims an ε.
+    """
+
+    Section: ClassVar[type[OwnAlgorithmSection]] = OwnAlgorithmSection
+    weights: ClassVar[Literal["column-stochastic", "doubly-stochastic"] | None]
+    program: tuple[Step | Exchange, ...]
+    slots: int = 1
+    edge_slots: ClassVar[int] = 0
+    open_rows: ClassVar[tuple[str, ...]] = ("x",)
+    paper_noise: ClassVar[PaperNoise | None] = None
+    tried_on_own_labels: ClassVar[bool] = False
+    steadied_by: ClassVar[tuple[str, ...]] = ("learning_rate",)
+    remembers_clipped: bool = False
+    table: str | None = None
+
+    def __init__(self, section: AlgorithmSection) -> None:
+        self.section = section
+        self.steps_per_round = steps_per_round(section)
+
+    @property
+    def name(self) -> str:
+        """Return what the scenario calls it."""
+        return self.section.name
+
+    def __init_subclass__(cls) -> None:
+        """Drop an inherited declaration where a subclass changes what it was about."""
+        super().__init_subclass__()
+        changed = [name for name, value in vars(cls).items() if callable(value) or name == "program"]
+        if changed and "released" not in vars(cls):
+            cls.released = Algorithm.released  # type: ignore[method-assign]
+
+    def released(self, step: int, drawing: Drawing) -> Declaration:
+        """Return what a private step publishes; None, which costs ε = ∞, unless an algorithm declares it.
+
+        Args:
+            step: its number in the run, from 0: `steps_per_round` of them a round.
+            drawing: how the peer draws its examples.
+        """
+        return None
+
+    def buffers(self, participation: Participation) -> int:
+        """Return how many [m, d] buffers a run takes at once: the state's, one to mix into, one to work in."""
+        return max(3, self.slots + 1)
+
+    def step_sizes(self, n_peers: int, rounds: int) -> LearningRate:
+        """Return what each peer's steps are multiplied by: the learning rate, unless an algorithm has none."""
+        section: Any = self.section
+        rate = np.broadcast_to(np.asarray(section.learning_rate, dtype=np.float64), (n_peers,))
+        return LearningRate(rate, section.learning_rate_decay, rounds)
+
+    def exchange(
+        self, topology: Topology, weights: str, participation: Participation, seed: int
+    ) -> tuple[Mixing, Participation]:
+        """Return the mixing over a graph and who is active, as the scenario says unless an algorithm differs."""
+        return Mixing(topology, weights, participation), participation
+
+    def weight_factor(self, mixing: Mixing, rounds: int) -> float:
+        """Return what the mixing weights of a run add to its paper's formula for the noise: nothing, by default."""
+        return 1.0
+
+    def check_public(self, public: PublicSet, loss: Loss) -> None:
+        """Refuse a public set that lacks what the algorithm looks at (nothing, unless an algorithm says so).
+
+        Raises:
+            ScenarioError: naming what is needed.
+        """
+
+    def check_model(self, kernel: GradientKernel) -> None:
+        """Refuse a model that the algorithm cannot train (none, unless an algorithm says so).
+
+        Raises:
+            ScenarioError: naming what can.
+        """
+
+    def cautions(self, active: int, n_peers: int, rounds: int, *, server: bool) -> list[str]:
+        """Return what to know about its settings before a run: sentences with their remedy.
+
+        Args:
+            active: how many of n_peers are active in a round.
+            rounds: of the run.
+            server: whether the active peers alone are averaged.
+        """
+        return []
+
+    def table_sizes(self, kernel: GradientKernel, sizes: np.ndarray, d: int, batch: int) -> dict[str, int | None]:
+        """Return how many numbers each kind of table takes that it can keep; None for one that the model cannot have.
+
+        Args:
+            sizes: examples of each peer hosted here.
+            d: parameters.
+            batch: examples of a step.
+        """
+        return {}
+
+    def full_passes(self, rounds: int) -> int:
+        """Return in how many of the first rounds it takes all local examples, whatever the batch."""
+        return 0
+
+    def trials(self, members: float) -> float:
+        """Return how many models a peer tries on the validation set in a round: none, unless an algorithm does.
+
+        Args:
+            members: of its neighbourhood, itself among them.
+        """
+        return 0.0
+
+    def initial(self, cohort: Cohort) -> dict[str, Tensor]:
+        """Return the rows before round 0: every peer starts at the same parameters."""
+        return {"x": cohort.initial.expand(len(cohort.peers), -1).clone()}
+
+    def debiased(self, rows: dict[str, Tensor]) -> Tensor:
+        """Return each peer's model, [m, d]."""
+        return rows["x"]
+
+    def told(self, rows: dict[str, Tensor], rounds: range, mixing: Mixing | None) -> dict[str, Any]:
+        """Return what a line of the metrics says beside how good the models are: nothing, unless an algorithm does.
+
+        Args:
+            rows: the state's, at least those that others may see.
+            rounds: those since the line before.
+        """
+        return {}
+
+    def personal(self, rows: dict[str, Tensor]) -> Tensor | None:
+        """Return each peer's personalized model, [m, d], or None where there is none at hand."""
+        return None
+
+    def network_mean(self, rows: dict[str, Tensor]) -> Tensor:
+        """Return the mean of the network's models, [d]: Σ_i x_i / Σ_i w_i, which mixing conserves."""
+        total = rows["x"].sum(0)
+        return total / (rows["w"].sum() if "w" in rows else len(rows["x"]))
+
+
+def check_algorithm(algorithm: Algorithm, where: str) -> None:
+    """Refuse an algorithm that is not whole.
+
+    Args:
+        where: what to call it in an error.
+
+    Raises:
+        ScenarioError: it has no program, or no weights, or weights that do not fit the program.
+    """
+    program, none = getattr(algorithm, "program", None), object()
+    if not isinstance(program, tuple) or not program or not all(map(callable, _steps(program))):
+        raise ScenarioError(f"{where}: program must be a tuple of steps and exchanges")
+    weights = getattr(algorithm, "weights", none)
+    if weights not in ("column-stochastic", "doubly-stochastic", None):
+        raise ScenarioError(f"{where}: weights must be 'column-stochastic', 'doubly-stochastic' or None")
+    if weights is None and len(_steps(program)) < len(program):
+        raise ScenarioError(f"{where}: weights must not be None, for the program has exchanges")
+
+
+def _steps(program: tuple[Step | Exchange, ...]) -> list[Step]:
+    return [item for item in program if not isinstance(item, Exchange)]
+
+
+def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | None:
+    """Run steps up to the next exchange, or to the end of the round.
+
+    Returns:
+        The exchange the caller has to perform, or None when the round ended; `state.round_index` then names the
+        next round.
+    """
+    program = algorithm.program
+    while state.at < len(program):
+        item = program[state.at]
+        if isinstance(item, Exchange):
+            state.waiting = True
+            return item
+        item(cohort, state)
+        state.at += 1
+    state.at = 0
+    state.round_index += 1
+    return None
+
+
+def push_weights(cohort: Cohort) -> Tensor:
+    """Return the push-sum weights before round 0: one for every peer, [m]."""
+    return torch.ones(len(cohort.peers), dtype=cohort.dtype, device=cohort.device)

@@ -1,0 +1,289 @@
+"""A cohort: the peers one process hosts, and all that their steps need beside the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.core.coalitions import Validation
+from flower_privdec.data import Batch, PeerData
+from flower_privdec.gradients import GradientKernel
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.participation import Participation
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.mechanism.protection import Protection
+from flower_privdec.privacy.noise import NoiseSource
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """What the steps of each peer are multiplied by: γ, constant, then falling linearly to 0 at the end.
+
+    Attributes:
+        base: float64 [n_peers].
+        decay: share of the rounds, at the end, over which the rate falls.
+        rounds: K.
+        growing: whether round k counts k + 1 times as much instead, as in dual averaging, a_t = t.
+    """
+
+    base: np.ndarray
+    decay: float
+    rounds: int
+    growing: bool = False
+
+    def at(self, round_index: int) -> np.ndarray:
+        """Return γ of every peer in a round, [n_peers]."""
+        if self.growing:
+            return np.asarray(self.base * (round_index + 1))
+        falling = self.decay * self.rounds
+        if falling <= 0 or self.rounds - round_index > falling:
+            return self.base
+        return np.asarray(self.base * (self.rounds - round_index) / falling)
+
+
+@dataclass(frozen=True)
+class PrivateStep:
+    """What some rows need for one private step, before noise is added.
+
+    Attributes:
+        sums: the tensors [m, d] to which each sum that the algorithm declares is added, by name.
+        params: [m, d]; the gradients are taken at params / divisor. May be one of the sums.
+        divisor: [m] or None.
+        batch: the step's examples of these rows; where a row stands here several times, for a receiver each, once.
+        clip_norm: [m], or None for no clipping.
+        scale: [m], what a sum is multiplied by: -γ, or what the algorithm says, over the expected batch size.
+        peers: int64 [m], global ids.
+        rows: int64 [m], where these rows stand in the cohort.
+        round_index: the round.
+        step: its number in the run; it keys batch and noise.
+        receivers: int64 [m], to whom alone each row's sums go, which then keys their noise too; None for everybody.
+    """
+
+    sums: Mapping[str, Tensor]
+    params: Tensor
+    divisor: Tensor | None
+    batch: Batch
+    clip_norm: Tensor | None
+    scale: Tensor
+    peers: np.ndarray
+    rows: np.ndarray
+    round_index: int
+    step: int
+    receivers: np.ndarray | None = None
+
+    @property
+    def batch_row(self) -> np.ndarray:
+        """Return which row of the batch each of these rows uses, int64 [m], ascending."""
+        if self.receivers is None:
+            return np.arange(len(self.rows))
+        found: np.ndarray = np.unique(self.rows, return_inverse=True)[1]
+        return found
+
+    @property
+    def out(self) -> Tensor:
+        """Return where a step with one sum adds it."""
+        (only,) = self.sums.values()
+        return only
+
+
+def noise_std(rate: np.ndarray, clip: np.ndarray, noise: np.ndarray) -> np.ndarray:
+    """Return the standard deviation of a sum's noise, whose multiplier is over the clip norm."""
+    return np.asarray(np.abs(rate) * clip * noise)
+
+
+Estimate = Callable[["Cohort", PrivateStep], None]
+
+
+def stochastic_gradient(cohort: Cohort, step: PrivateStep) -> None:
+    """Add scale Σ_b clip(∇f(params / divisor; b)): the plain estimate.
+
+    Where a peer has several rows, for a receiver each, its one batch is seen by all of them, and never copied.
+    """
+    if step.receivers is None:
+        cohort.kernel.add_clipped_(step.out, step.params, step.batch, step.clip_norm, step.scale, step.divisor)
+        return
+    ends = np.searchsorted(step.batch_row, np.arange(len(step.batch.weight) + 1)).tolist()
+    for row, (start, stop) in enumerate(pairwise(ends)):
+        batch, part = step.batch.repeated(row, stop - start), slice(start, stop)
+        clip, share = (None if numbers is None else numbers[part] for numbers in (step.clip_norm, step.divisor))
+        cohort.kernel.add_clipped_(step.out[part], step.params[part], batch, clip, step.scale[part], share)
+
+
+@dataclass
+class Cohort:
+    """The peers of one process.
+
+    Attributes:
+        peers: int64 [m], their global ids, ascending.
+        n_peers: how many peers the whole network has.
+        initial: [d], the parameters every peer starts from.
+        data, protection, ledger: these peers' examples, their clipping and noise, and their ledger, all by row; without
+            privacy the last two are None.
+        seed: of public draws.
+        validation: public examples that no test figure is of; None where none were kept out.
+        every: how many rounds lie between two lines of the metrics.
+        game_seconds: how long coalitions have been tried on them, so far.
+        apart: whether sums are made and noised by themselves before they are added anywhere, see `release_`.
+        headroom: by how much noise is larger than was solved for, to cover how sums are rounded.
+    """
+
+    peers: np.ndarray
+    n_peers: int
+    initial: Tensor
+    kernel: GradientKernel
+    data: PeerData
+    mixing: Mixing | None
+    participation: Participation
+    noise: NoiseSource
+    learning_rate: LearningRate
+    steps_per_round: int = 1
+    protection: Protection | None = None
+    ledger: CohortLedger | None = None
+    apart: bool = False
+    headroom: float = 0.0
+    seed: int = 0
+    validation: Validation | None = None
+    every: int = 1
+    game_seconds: float = 0.0
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Return where all peers stand, 0 to m - 1."""
+        return np.arange(len(self.peers))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the parameters' number type."""
+        return self.initial.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the parameters live."""
+        return self.initial.device
+
+    def tensor(self, values: np.ndarray) -> Tensor:
+        """Return per-peer numbers as a tensor on the cohort's device."""
+        return torch.as_tensor(values, dtype=self.dtype, device=self.device)
+
+    def active(self, round_index: int) -> np.ndarray:
+        """Return which rows take their steps in a round, bool [m]: participating, and all steps within budget."""
+        active = self.participation.active(round_index)[self.peers]
+        if self.ledger is None:
+            return np.asarray(active)
+        return np.asarray(active & self.ledger.allowed((round_index + 1) * self.steps_per_round - 1))
+
+    def add_step_(
+        self,
+        out: Tensor,
+        params: Tensor,
+        round_index: int,
+        divisor: Tensor | None = None,
+        estimate: Estimate = stochastic_gradient,
+        local_step: int = 0,
+    ) -> None:
+        """Add -γ g̃ to `out` for every active row, in place: the private stochastic step.
+
+            g̃_i = (Σ_b clip(∇f_i(params_i / divisor_i; b), C) + N(0, (σ C)² I)) / E|batch|
+
+        Args:
+            out: [m, d]; may be `params` itself.
+            params: [m, d].
+            round_index: the round, which keys batch and noise.
+            divisor: [m], push weights, or None for 1.
+            estimate: adds the step without noise; the sum above unless an algorithm reduces its variance.
+            local_step: which step of the round, for algorithms that take several.
+
+        Privacy: what the algorithm declares for the step, see `release_rows_`.
+        """
+        active = self.active(round_index)
+        if active.all():
+            self.release_rows_(out, params, divisor, round_index, self.rows, estimate, local_step)
+        elif active.any():
+            chosen = np.flatnonzero(active)
+            rows = torch.as_tensor(chosen, device=self.device)
+            part = out[rows]
+            point = part if out is params else params[rows]
+            share = None if divisor is None else divisor[rows]
+            self.release_rows_(part, point, share, round_index, chosen, estimate, local_step)
+            out[rows] = part
+
+    def release_rows_(
+        self,
+        sums: Tensor | Mapping[str, Tensor],
+        params: Tensor,
+        divisor: Tensor | None,
+        round_index: int,
+        rows: np.ndarray,
+        estimate: Estimate = stochastic_gradient,
+        local_step: int = 0,
+        receivers: np.ndarray | None = None,
+        factor: float | None = None,
+    ) -> None:
+        """Take one private step of some rows, which `active` has said may step: pay, estimate, add noise.
+
+        Args:
+            sums: where the step's sums are added, each [r, d], by the names the algorithm declares; a tensor alone
+                is the sum `gradient`.
+            params, divisor: of these rows alone, [r, d] and [r].
+            rows: int64 [r], where they stand in the cohort; with receivers ascending, and one may occur several times,
+                for a receiver each.
+            estimate: adds the sums, without noise, from the step's batch.
+            local_step: which step of the round, for algorithms that take several.
+            receivers: int64 [r], global ids: to whom alone each row's sums go; None for everybody.
+            factor: what the mean over a batch is multiplied by; -γ by default.
+
+        Raises:
+            TypeError: where the algorithm declares other sums, or fewer receivers.
+
+        Privacy: unit example, adjacency zero-out; the release that the algorithm declares for the step, charged to
+            each row's ledger before an example is read.
+        """
+        peers, index = self.peers[rows], round_index * self.steps_per_round + local_step
+        if self.ledger is not None:
+            self.ledger.pay(index, rows if receivers is None else np.unique(rows))
+        times = -self.learning_rate.at(round_index)[peers] if factor is None else np.full(len(rows), factor)
+        rate = times / self.data.sampler.normalizer[rows]
+        named = {"gradient": sums} if isinstance(sums, Tensor) else sums
+        numbers, noises = [rate], {}
+        if self.protection is not None:
+            copies = None if receivers is None else np.bincount(rows, minlength=len(self.peers))
+            clip, noises = self.protection.clip_norm(index)[rows], self.protection.noise(index, named, copies)
+            numbers += [clip, *(noise_std(rate, clip, noise[rows]) for noise in noises.values())]
+        scale, *rest = self.tensor(np.array(numbers)).unbind(0)
+        step = PrivateStep(
+            sums=named,
+            params=params,
+            divisor=divisor,
+            batch=self.data.batch(index, rows if receivers is None else np.unique(rows)),
+            clip_norm=rest[0] if rest else None,
+            scale=scale,
+            peers=peers,
+            rows=rows,
+            round_index=round_index,
+            step=index,
+            receivers=receivers,
+        )
+        self.release_(step, estimate, dict(zip(noises, rest[1:], strict=True)))
+
+    def release_(self, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
+        """Add the estimate and then the noise to a step's sums: the one door from examples to messages.
+
+        Args:
+            std: the noise of every sum that is published, [r]; a sum that is not there stays on the peer.
+
+        Privacy: a sum that is added to rows before it is noised is rounded as coarsely as the rows are large: where a
+            neighbour decides how large, an example that moves the sum by C moves the rows by more. So deployed peers
+            make their sums `apart`, which costs another pass over the rows.
+        """
+        sums = {name: torch.zeros_like(rows) for name, rows in step.sums.items()} if self.apart else step.sums
+        estimate(self, replace(step, sums=sums) if self.apart else step)
+        for name, scale in std.items():
+            self.noise.add_(sums[name], scale * (1 + self.headroom), step.step, step.peers, name, step.receivers)
+        if self.apart:
+            for name, rows in step.sums.items():
+                rows.add_(sums[name])

@@ -1,0 +1,297 @@
+"""The three ways in which peers exchange what they know, without I/O.
+
+An exchange is two pure functions: `outgoing`, what the peers hosted here send, by (sender, receiver), and `incoming`,
+what their rows and edges become once they have what was sent to them. Whoever carries messages (Flower's relay,
+processes, a network) calls the two; the engine, which hosts everybody, takes the short cut `together`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.core.state import Edges, State
+from flower_privdec.errors import RunError
+from flower_privdec.graph.mixing import Link, Mixing, Term
+from flower_privdec.rows.finite import all_finite
+
+Payload = Mapping[str, Tensor]  # one row of each name
+Messages = Mapping[Link, Payload]
+Spares = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What an exchange makes of a state: its new rows and edges, by name."""
+
+    rows: Mapping[str, Tensor]
+    edges: Mapping[str, Edges]
+
+    def apply_(self, state: State) -> None:
+        """Put them into the state, which then goes on."""
+        state.rows.update(self.rows)
+        state.edges.update(self.edges)
+        state.at, state.waiting = state.at + 1, False
+
+
+@dataclass(frozen=True)
+class InReach:
+    """What all peers have where it lies, whoever hosts them.
+
+    Attributes:
+        rows: of all peers, in their order.
+        edges: by name, in parts whose own peers follow one another.
+    """
+
+    rows: Mapping[str, Tensor]
+    edges: Mapping[str, Sequence[Edges]]
+
+
+@dataclass(frozen=True)
+class Exchange(ABC):
+    """An exchange of some named rows or edges of the state.
+
+    Attributes:
+        names: which.
+        differs: whether a peer sends each receiver something of its own.
+    """
+
+    names: tuple[str, ...]
+    differs: ClassVar[bool] = False
+
+    def shaped(self, name: str) -> str:
+        """Return the row that what is sent under a name has the shape of."""
+        return name
+
+    @abstractmethod
+    def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
+        """Return what the peers hosted here send to others; the same object where receivers get the same."""
+
+    @abstractmethod
+    def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
+        """Return what the state of the peers hosted here becomes.
+
+        Args:
+            messages: all that were sent to them, also by each other.
+
+        Raises:
+            RunError: a message is missing, or does not fit.
+        """
+
+    def among(self, state: State, mixing: Mixing, reach: InReach) -> Changed:
+        """Return what the state of some of the peers becomes where everybody's rows and edges can be read.
+
+        Raises:
+            TypeError: an exchange that writes into everybody's rows itself, as `Mix` does.
+        """
+        raise TypeError(f"{type(self).__name__} has no edges that could be made for some peers alone")
+
+    @abstractmethod
+    def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
+        """Return the same where everybody is hosted here.
+
+        Args:
+            spares: buffers to write into, by name; kept between calls.
+        """
+
+    def awaited(self, state: State, mixing: Mixing) -> list[Link]:
+        """Return which messages the peers hosted here wait for, in the order of receiver and sender."""
+        return list(mixing.hosted(state.round_index, state.peers).heard)
+
+
+@dataclass(frozen=True)
+class Mix(Exchange):
+    """Each named row i becomes Σ_j W[i, j] row_j, with the round's mixing matrix W.
+
+    For column-stochastic weights a message is the sender's weighted share, W[i, j] row_j, so that a sender alone
+    decides its split; for others it is the row, which the receiver weighs.
+    """
+
+    def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
+        """See Exchange."""
+        found: dict[Link, Payload] = {}
+        known: dict[tuple[int, float], Payload] = {}
+        at = {peer: row for row, peer in enumerate(state.peers.tolist())}
+        for sender, receiver, weight in mixing.hosted(state.round_index, state.peers).sent:
+            factor = weight if mixing.sends_shares else 1.0
+            if (sender, factor) not in known:
+                known[sender, factor] = {name: state.rows[name][at[sender]] * factor for name in self.names}
+            found[sender, receiver] = known[sender, factor]
+        return found
+
+    def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
+        """See Exchange."""
+        like = {name: state.rows[name][0] for name in self.names}
+        received = checked(messages, self.awaited(state, mixing), like, state.round_index)
+        hosted = mixing.hosted(state.round_index, state.peers)
+        rows = {name: torch.empty_like(state.rows[name]) for name in self.names}
+        if mixing.sends_shares:
+            for row, terms in enumerate(hosted.terms):
+                for name in self.names:
+                    _sum(rows[name][row], state.rows[name][row], terms, received, name)
+            return Changed(rows, {})
+        own = {peer: row for row, peer in enumerate(state.peers.tolist())}
+        heard = {sender: payload for (sender, _), payload in received.items()}
+        for name in self.names:
+            parts = [state.rows[name][own[s]] if s in own else heard[s][name] for s in hosted.rows.sources.tolist()]
+            hosted.rows.apply_sources(torch.stack(parts), out=rows[name])
+        return Changed(rows, {})
+
+    def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
+        """See Exchange; writes into one spare buffer a name, which then changes places with the row, or in place."""
+        matrix, rows = mixing.matrix(state.round_index), {}
+        for name in self.names:
+            rows[name], spares[name] = matrix.replace(state.rows[name], spares.get(name))
+        return Changed(rows, {})
+
+
+def _sum(out: Tensor, own: Tensor, terms: Sequence[Term], received: Messages, name: str) -> None:
+    """Add up a receiver's shares, its own first, then the others' by distance."""
+    for number, (sender, receiver, weight) in enumerate(terms):
+        if sender == receiver and not number:
+            torch.mul(own, weight, out=out)
+            continue
+        share = own * weight if sender == receiver else received[sender, receiver][name]
+        if number:
+            out.add_(share)
+        else:
+            out.copy_(share)
+
+
+@dataclass(frozen=True)
+class Gather(Exchange):
+    """Each peer gets its in-neighbours' named rows unmixed: edges of the same names, own the one that heard."""
+
+    def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
+        """See Exchange."""
+        rows = {
+            peer: {name: state.rows[name][row].clone() for name in self.names}
+            for row, peer in enumerate(state.peers.tolist())
+        }
+        sent = mixing.hosted(state.round_index, state.peers).sent
+        return {(sender, receiver): rows[sender] for sender, receiver, _ in sent}
+
+    def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
+        """See Exchange."""
+        links = self.awaited(state, mixing)
+        like = {name: state.rows[name][0] for name in self.names}
+        return Changed({}, _edges(links, checked(messages, links, like, state.round_index), like))
+
+    def among(self, state: State, mixing: Mixing, reach: InReach) -> Changed:
+        """See Exchange."""
+        senders, receivers = _columns(self.awaited(state, mixing))
+        return Changed({}, {name: Edges(receivers, senders, reach.rows[name][senders]) for name in self.names})
+
+    def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
+        """See Exchange."""
+        return self.among(state, mixing, InReach(state.rows, {}))
+
+
+@dataclass(frozen=True)
+class Reply(Exchange):
+    """Each named edge goes back to whom it was heard from: afterwards own is who asked, other who answered.
+
+    Attributes:
+        like: the row that each of them has the shape of.
+    """
+
+    like: str = "x"
+    differs = True
+
+    def shaped(self, name: str) -> str:
+        """See Exchange."""
+        return self.like
+
+    def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
+        """See Exchange."""
+        first = state.edges[self.names[0]]
+        pairs = enumerate(zip(first.own.tolist(), first.other.tolist(), strict=True))
+        return {pair: {name: state.edges[name].values[e].clone() for name in self.names} for e, pair in pairs}
+
+    def awaited(self, state: State, mixing: Mixing) -> list[Link]:
+        """Return which answers the peers hosted here wait for: one from each whom they sent to."""
+        return list(mixing.hosted(state.round_index, state.peers).answered)
+
+    def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
+        """See Exchange."""
+        links, like = self.awaited(state, mixing), dict.fromkeys(self.names, state.rows[self.like][0])
+        return Changed({}, _edges(links, checked(messages, links, like, state.round_index), like))
+
+    def among(self, state: State, mixing: Mixing, reach: InReach) -> Changed:
+        """See Exchange."""
+        return Changed({}, {name: _turned(reach.edges[name], state.peers) for name in self.names})
+
+    def together(self, state: State, mixing: Mixing, spares: Spares) -> Changed:
+        """See Exchange."""
+        return self.among(state, mixing, InReach({}, {name: [state.edges[name]] for name in self.names}))
+
+
+def _turned(parts: Sequence[Edges], peers: np.ndarray) -> Edges:
+    """Return the edges whose other is one of some peers, as that peer's own."""
+    own, other = (np.concatenate(ends) for ends in zip(*((part.own, part.other) for part in parts), strict=True))
+    chosen = np.flatnonzero(np.isin(other, peers))
+    order = chosen[np.lexsort((own[chosen], other[chosen]))]
+    values = parts[0].values.new_empty((len(order), *parts[0].values.shape[1:]))
+    first = 0
+    for part in parts:
+        here = np.flatnonzero((order >= first) & (order < first + len(part.own)))
+        values[torch.from_numpy(here)] = part.values[torch.from_numpy(order[here] - first)]
+        first += len(part.own)
+    return Edges(other[order], own[order], values)
+
+
+def _columns(links: list[Link]) -> tuple[np.ndarray, np.ndarray]:
+    array = np.array(links, dtype=np.int64).reshape(-1, 2)
+    return array[:, 0], array[:, 1]
+
+
+def _edges(links: list[Link], messages: Messages, like: Payload) -> dict[str, Edges]:
+    """Return edges of some links, in their order, from what came over each."""
+    senders, receivers = _columns(links)
+    found = {}
+    for name, part in like.items():
+        values = part.new_empty((len(links), *part.shape))
+        for value, link in zip(values, links, strict=True):
+            value.copy_(messages[link][name])
+        found[name] = Edges(receivers, senders, values)
+    return found
+
+
+def checked(messages: Messages, links: list[Link], like: Payload, round_index: int) -> Messages:
+    """Return messages that are there and fit; nothing else is looked at.
+
+    Args:
+        links: which have to be there.
+        like: a row of each name, as it should be.
+        round_index: for errors.
+
+    Raises:
+        RunError: naming the sender, what is wrong, and where the run is.
+    """
+    for sender, receiver in links:
+        here = f"peer {receiver}, round {round_index}"
+        if (sender, receiver) not in messages:
+            raise RunError(f"{here}: the message of peer {sender} is missing: whoever carries it has to deliver it")
+        payload = messages[sender, receiver]
+        for name, ours in like.items():
+            what = f"{here}: {name!r} of peer {sender}"
+            if name not in payload:
+                raise RunError(f"{what} is missing; all peers must run one scenario")
+            _check_fit(payload[name], ours, what)
+    return messages
+
+
+def _check_fit(theirs: Tensor, ours: Tensor, what: str) -> None:
+    if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
+        raise RunError(
+            f"{what} is {list(theirs.shape)} {theirs.dtype}, not {list(ours.shape)} {ours.dtype}; "
+            "all peers must run one scenario"
+        )
+    if not all_finite(theirs):
+        raise RunError(f"{what} is not finite; a peer diverged, or somebody changed it on its way")

@@ -1,0 +1,236 @@
+"""A run's state on disk, whole and safe to read: safetensors with a few strings beside."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from flower_privdec.common.formatting import one_line, peer_ranges, shown
+from flower_privdec.common.tensor_file import write_tensors
+from flower_privdec.core import Edges, State
+from flower_privdec.errors import ScenarioError
+from flower_privdec.privacy.ledger.ledger_format import RunName
+
+EDGE, CARRIED = "edge.", "carried."  # before the names of edges and of what is carried, to tell them from rows
+BESIDE = "share-{}.safetensors"  # files beside a checkpoint that hold tensors of it
+_A_FILE_BESIDE = re.compile(re.escape(BESIDE).replace(r"\{\}", "[0-9a-f]{16}"))
+
+Place = tuple[str, str]  # a file beside a checkpoint, and the name of a tensor in it
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state between two rounds and what belongs to it.
+
+    Attributes:
+        state: the rows of every peer.
+        scenario: hash of the scenario it belongs to.
+        run: names the run in the ledger.
+        seconds: training time so far.
+        head: the length and the last hash of the ledger.
+        transport: what JSON can hold of that which whoever carries the messages goes on from, by name.
+        carried: its tensors.
+    """
+
+    state: State
+    scenario: str
+    run: RunName
+    seconds: float = 0.0
+    head: tuple[int, str] | None = None
+    transport: Mapping[str, Any] = field(default_factory=dict)
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def _nowhere(tensor: Tensor) -> Place | None:
+    return None
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint, beside: Callable[[Tensor], Place | None] = _nowhere) -> None:
+    """Write a checkpoint atomically.
+
+    Args:
+        beside: says of a tensor where beside the path its numbers are on disk already; None where they are not.
+    """
+    state = checkpoint.state
+    tensors = dict(state.rows)
+    tensors |= {EDGE + name: edges.values for name, edges in state.edges.items()}
+    tensors |= {CARRIED + name: tensor for name, tensor in checkpoint.carried.items()}
+    facts: dict[str, Any] = {
+        "scenario": checkpoint.scenario,
+        "run": asdict(checkpoint.run),
+        "seconds": checkpoint.seconds,
+        "head": checkpoint.head,
+        "transport": dict(checkpoint.transport),
+        "round_index": state.round_index,
+        "at": state.at,
+        "peers": state.peers.tolist(),
+        "edges": {name: [edges.own.tolist(), edges.other.tolist()] for name, edges in state.edges.items()},
+        "tensors": _layout(tensors),
+        "beside": {name: place for name, tensor in tensors.items() if (place := beside(tensor)) is not None},
+    }
+    own = {name: tensor for name, tensor in tensors.items() if name not in facts["beside"]}
+    write_tensors(path, own, {"privdec": json.dumps(facts)})
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    return {name: [str(tensor.dtype), *tensor.shape] for name, tensor in sorted(tensors.items())}
+
+
+def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.device) -> Checkpoint:
+    """Read a checkpoint back, bit for bit.
+
+    Args:
+        scenario: hash of the scenario that would go on.
+        run: what that run is called here and now.
+
+    Raises:
+        ScenarioError: when the file is no whole checkpoint, or the run could not go on from it with the same numbers.
+    """
+    facts, rows = _read(path, device)
+    if facts["scenario"] != scenario:
+        raise ScenarioError(
+            f"{path}: is a checkpoint of another scenario; resume with the scenario.yaml beside it, "
+            "or start anew with another --out"
+        )
+    made = RunName(**facts["run"])
+    if made.environment != run.environment:
+        raise ScenarioError(
+            f"{path}: was made with {made.environment}, and here is {run.environment}, which draws other numbers; "
+            "resume where it was made, or start anew with another --out"
+        )
+    if made.id != run.id:
+        raise ScenarioError(
+            f"{path}: was made with other data, another version of the model's code or in another runtime; restore "
+            "them, or start anew with another --out"
+        )
+    return _checkpoint(facts, rows)
+
+
+def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: Iterable[str] = ("x",)) -> None:
+    """Refuse the state of other peers, or of a round that a run does not have.
+
+    Args:
+        path: where it was read from.
+        peers: global ids of those hosted here.
+        rounds: of the run.
+        rows: names of those that there must be.
+
+    Raises:
+        ScenarioError: naming what is wrong.
+    """
+    if missing := [name for name in rows if name not in state.rows]:
+        raise ScenarioError(f"{path}: lacks {missing}; restore it from a copy, or start anew with another --out")
+    if not np.array_equal(state.peers, peers):
+        raise ScenarioError(
+            f"{path}: holds the peers {peer_ranges(state.peers.tolist())}, and here are {peer_ranges(peers.tolist())}; "
+            "resume where it was made, or start anew with another --out"
+        )
+    if state.round_index > rounds:
+        raise ScenarioError(
+            f"{path}: is of round {state.round_index} of rounds={rounds}; restore it from a copy, or start anew with "
+            "another --out"
+        )
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint, whoever made it, to look at; a run goes on from `load_checkpoint`.
+
+    Raises:
+        ScenarioError: when the file is no checkpoint.
+    """
+    return _checkpoint(*_read(path, torch.device("cpu")))
+
+
+def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            facts = json.loads(file.metadata()["privdec"])
+            rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        for name, place in facts["beside"].items():
+            rows[name] = _beside(path.parent, place, device).reshape(facts["tensors"][name][1:])
+        _check_facts(facts, rows)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ScenarioError(
+            f"{path}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or start anew with "
+            "another --out"
+        ) from error
+    return facts, rows
+
+
+def _beside(folder: Path, place: Place, device: torch.device) -> Tensor:
+    """Return a tensor of its own from a file beside a checkpoint."""
+    file, name = place
+    if not _A_FILE_BESIDE.fullmatch(file):
+        raise ValueError(f"{shown(file, 40)} is no file of its own")
+    with safe_open(folder / file, framework="pt", device=str(device)) as opened:
+        found: Tensor = opened.get_tensor(name)
+        return found
+
+
+def _check_facts(facts: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what `save_checkpoint` never writes.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: saying what.
+    """
+    for name, rule in _RULES.items():
+        if not rule(facts[name]):
+            raise ValueError(f"its {name} is {shown(facts[name], 40)}")
+    RunName(**facts["run"])
+    if facts["tensors"] != _layout(tensors):
+        raise ValueError("its tensors are not those that were written")
+    peers = facts["peers"]
+    rows = [tensor for name, tensor in tensors.items() if not name.startswith((EDGE, CARRIED))]
+    if sorted(set(peers)) != peers or any(len(each) != len(peers) for each in rows):
+        raise ValueError(f"its peers are {shown(peers, 40)}, or have rows of another number")
+    if {EDGE + name for name in facts["edges"]} != {name for name in tensors if name.startswith(EDGE)}:
+        raise ValueError("its edges are not those of its tensors")
+    if any(not len(own) == len(other) == len(tensors[EDGE + name]) for name, (own, other) in facts["edges"].items()):
+        raise ValueError("its edges are not as many as their values")
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_count, value))
+
+
+_RULES: dict[str, Callable[[Any], bool]] = {
+    "scenario": lambda value: isinstance(value, str),
+    "run": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
+    "seconds": lambda value: isinstance(value, int | float) and 0 <= value < math.inf,
+    "head": lambda value: value is None or (len(value) == 2 and _count(value[0]) and isinstance(value[1], str)),
+    "transport": lambda value: all(_count(each) or isinstance(each, dict) for each in value.values()),
+    "round_index": _count,
+    "at": _count,
+    "peers": _counts,
+    "edges": lambda value: all(len(pair) == 2 and all(map(_counts, pair)) for pair in value.values()),
+    "tensors": lambda value: isinstance(value, dict),
+}
+
+
+def _checkpoint(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+    carried = {name.removeprefix(CARRIED): tensors.pop(name) for name in list(tensors) if name.startswith(CARRIED)}
+    run, head = RunName(**facts["run"]), facts["head"]
+    state = _state(facts, tensors)
+    return Checkpoint(state, facts["scenario"], run, facts["seconds"], head, facts["transport"], carried)
+
+
+def _state(facts: dict[str, Any], rows: dict[str, Tensor]) -> State:
+    edges = {
+        name: Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), rows.pop(EDGE + name))
+        for name, (own, other) in facts["edges"].items()
+    }
+    return State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows, edges)

@@ -1,0 +1,48 @@
+"""The engine: all peers of a scenario as rows of one computation in one process."""
+
+from __future__ import annotations
+
+from flower_privdec.core import Algorithm, Exchange, State, advance
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import Spares
+from flower_privdec.engine.lone_round import LoneRound
+
+
+class Engine:
+    """Runs rounds of an algorithm on a cohort that hosts the whole network."""
+
+    def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State) -> None:
+        self.algorithm, self.cohort, self.state = algorithm, cohort, state
+        self._spares: Spares = {}
+        self._whole = self._in_one_call()
+
+    trial = None  # models are tried by whoever asks
+
+    def _in_one_call(self) -> LoneRound | None:
+        """Return what takes whole rounds of those who are all hosted here, where there is such a thing."""
+        return LoneRound.of(self.algorithm, self.cohort)
+
+    def collected(self) -> State:
+        """Return the state between two rounds."""
+        return self.state
+
+    def close(self) -> None:
+        """Let go of nothing: an engine in one piece holds nothing."""
+
+    def rounds(self, count: int) -> None:
+        """Run some whole rounds."""
+        for _ in range(count):
+            self.round()
+
+    def round(self) -> None:
+        """Run one whole round: every step, every exchange."""
+        if self._whole is not None and self._whole.take_(self.state):
+            return
+        while (exchange := advance(self.algorithm, self.cohort, self.state)) is not None:
+            self.perform(exchange)
+
+    def perform(self, exchange: Exchange) -> None:
+        """Perform an exchange among all peers."""
+        if self.cohort.mixing is None:
+            raise TypeError(f"{self.algorithm.name} exchanges rows but has no mixing weights")
+        exchange.together(self.state, self.cohort.mixing, self._spares).apply_(self.state)

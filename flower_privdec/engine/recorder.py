@@ -1,0 +1,343 @@
+"""What a run leaves behind: metrics, checkpoint, models, ledgers and a summary in one folder."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save
+from torch import Tensor
+
+from flower_privdec.algorithms.dual_averaging import DPDDA
+from flower_privdec.common.files import write_atomically
+from flower_privdec.common.folder_lock import FolderLock
+from flower_privdec.core import Algorithm, Exchange, State
+from flower_privdec.engine.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
+from flower_privdec.engine.metrics_file import append_metrics, keep_metrics_until, read_metrics
+from flower_privdec.engine.spent import Spent, json_number, privacy_rows, shortfall
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.experiment import Agreement, OwnParts
+from flower_privdec.experiment.agreement import module_facts
+from flower_privdec.experiment.evaluation import Trial, evaluate, finite, shows_private
+from flower_privdec.experiment.minimum import Minimum, find_minimum
+from flower_privdec.experiment.objective import ConvexObjective
+from flower_privdec.experiment.own_parts import public_name
+from flower_privdec.models import unflatten
+from flower_privdec.privacy.ledger.ledger_format import Head
+from flower_privdec.privacy.mechanism.protection import breaches
+from flower_privdec.scenario import scenario_hash, to_yaml
+
+OnMetrics = Callable[[dict[str, Any]], None]
+CHECKPOINT, LEAN_SECONDS = "checkpoint", 60.0
+COALITIONS = "coalition_evaluations"
+
+
+class Recorder:
+    """Keeps the folder of one run.
+
+    Files: scenario.yaml (every default visible), metrics.jsonl (a line an evaluation), ledger/,
+    checkpoint, model.safetensors (each peer and the mean), summary.json. A lean run, one of many
+    in a study, keeps no models and writes a checkpoint once a minute at most.
+
+    Privacy: the numbers written are computed from noised models and the public test set, but for those from private
+    labels that a scenario asks for by `evaluation.private: ignored`. The checkpoint holds private rows.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        own: OwnParts | None,
+        out: Path,
+        runtime: str,
+        resume: bool = False,
+        lean: bool = False,
+    ) -> None:
+        """Look at the folder, and write nothing yet.
+
+        Args:
+            own: of all peers, where they are at hand; None for somebody who holds none of them.
+            runtime: what the summary calls it.
+            resume: go on from the folder's checkpoint.
+            lean: see above.
+
+        Raises:
+            ScenarioError: when the folder holds another run, or nothing to resume.
+        """
+        self.agreement, self.own, self.out, self.runtime, self.lean = agreement, own, out, runtime, lean
+        self.run = public_name(agreement, agreement.scenario.compute.generator) if own is None else own.run
+        self._saved = time.monotonic()
+        self.scenario_hash = scenario_hash(agreement.scenario)
+        self._lock = FolderLock(out)
+        self._lock.check()
+        self.checkpoint, self._read_from = self._previous(resume), _identity(self.out / CHECKPOINT)
+        self.seconds = self.checkpoint.seconds if self.checkpoint else 0.0
+        self._before, self.coalition_seconds = self.seconds, 0.0  # the latter of the rounds since then
+        self.transport: dict[str, Any] = {}  # of whoever carries messages, see `Checkpoint`
+
+    def _previous(self, resume: bool) -> Checkpoint | None:
+        path = self.out / CHECKPOINT
+        if resume and path.exists():
+            peers = np.arange(self.agreement.scenario.n_peers) if self.own is None else self.own.peers
+            checkpoint = load_checkpoint(path, self.scenario_hash, self.run, self.agreement.device)
+            rows = () if self.own is None else ("x",)  # who holds no peers keeps what they show, and nothing before
+            check_state(path, checkpoint.state, peers, self.agreement.scenario.rounds, rows)
+            return checkpoint
+        if (self.out / "scenario.yaml").exists():
+            remedy = "give --resume to go on with it, or another --out" if path.exists() else "give another --out"
+            kind = "a run without a checkpoint to resume from" if resume else "a run"
+            raise ScenarioError(f"{self.out} already holds {kind}; {remedy}")
+        if self.out.exists() and not self.out.is_dir():
+            raise ScenarioError(f"{self.out} is not a folder; give another --out")
+        if resume:
+            raise ScenarioError(f"{self.out} holds no checkpoint to resume from; leave --resume out")
+        return None
+
+    def start(self, initial: Callable[[], State], head: Head | None) -> State:
+        """Return the state to begin with, and make the folder say so.
+
+        Args:
+            initial: makes the state before round 0.
+            head: of the ledger.
+
+        Raises:
+            ScenarioError: when another run writes to the folder, or has since it was looked at.
+            RunError: when the disk fails.
+        """
+        state = initial() if self.checkpoint is None else self.checkpoint.state
+        self._lock.take()
+        if _identity(self.out / CHECKPOINT) != self._read_from:
+            raise ScenarioError(f"{self.out}: another run has written to it just now; run the same command again")
+        with _writing(self.out):
+            if self.checkpoint is not None:
+                keep_metrics_until(self.out, state.round_index)
+                return state
+            self.save(state, head)
+            write_atomically(self.out / "scenario.yaml", to_yaml(self.agreement.scenario).encode())
+        return state
+
+    def close(self) -> None:
+        """Let go of the folder; in a forked process, of what it inherited of it, by which nobody loses the lock."""
+        self._lock.release()
+
+    def save(self, state: State, head: Head | None) -> None:
+        """Write a checkpoint of a state between two rounds, with the ledger's head."""
+        if self.lean and time.monotonic() - self._saved < LEAN_SECONDS:
+            return
+        checkpoint = Checkpoint(state, self.scenario_hash, self.run, self.seconds, head, self.transport)
+        with _writing(self.out):
+            save_checkpoint(self.out / CHECKPOINT, checkpoint)
+        self._saved = time.monotonic()
+
+    def record(
+        self, rows: dict[str, Tensor], round_index: int, epsilons: Sequence[float], trial: Trial | None = None
+    ) -> dict[str, Any]:
+        """Evaluate the network after `round_index` rounds and append the line to metrics.jsonl.
+
+        Args:
+            rows: the state's, at least those that others may see.
+            epsilons: what each peer has spent.
+            trial: tries the peers' models elsewhere.
+        """
+        measured = measure(self.agreement, rows, round_index, self.own, trial) | self._suboptimality(rows)
+        return self.append(measured, max(epsilons))
+
+    def append(self, measured: dict[str, Any], epsilon: float) -> dict[str, Any]:
+        """Append a line to metrics.jsonl, and return it.
+
+        Args:
+            measured: of the network, see `measure`.
+            epsilon: the most that a peer has spent.
+        """
+        metrics = measured | {"epsilon": json_number(epsilon), "seconds": round(self.seconds, 3)}
+        with _writing(self.out):
+            append_metrics(self.out, metrics)
+        return metrics
+
+    @cached_property
+    def _objective(self) -> ConvexObjective | None:
+        """What the peers minimise, where it is convex, all are at hand, and figures on private examples are wanted."""
+        convex = isinstance(self.agreement.algorithm, DPDDA) and shows_private(self.agreement.scenario)
+        return ConvexObjective.of(self.agreement, self.own) if convex and self.own is not None else None
+
+    @cached_property
+    def _minimum(self) -> Minimum | None:
+        return None if self._objective is None else find_minimum(self._objective)
+
+    def _suboptimality(self, rows: dict[str, Tensor]) -> dict[str, float | None]:
+        """Return by how much the objective at the mean model is above its minimum, F(mean x̃) - F(x*)."""
+        if self._objective is None or self._minimum is None:
+            return {}
+        value = self._objective.value(self.agreement.algorithm.network_mean(rows))
+        return {"suboptimality": finite(value - self._minimum.value)}
+
+    def last_metrics(self) -> dict[str, Any]:
+        """Return the latest line of metrics.jsonl."""
+        return read_metrics(self.out)[-1]
+
+    def finish(self, rows: dict[str, Tensor], spent: Spent, **said: str) -> dict[str, Any]:
+        """Write the models and the summary, and return the summary.
+
+        Args:
+            rows: the final state's, at least those that others may see.
+            spent: what the peers have spent and run.
+            said: what else, or in other words, the summary says of the run, by name.
+        """
+        scenario = self.agreement.scenario
+        known = [record for record in read_metrics(self.out) if record["round"] == scenario.rounds]
+        metrics = known[-1] if known else self.record(rows, scenario.rounds, spent.epsilons)
+        note = spent.note or shortfall(self.agreement.participation, spent.rounds_run, scenario.rounds)
+        steps = sum(spent.rounds_run) * self.agreement.algorithm.steps_per_round
+        summary = {
+            "name": scenario.name,
+            "algorithm": scenario.algorithm.name,
+            "runtime": self.runtime,
+            "n_peers": scenario.n_peers,
+            "rounds": scenario.rounds,
+            "seed": scenario.seed,
+            **({} if scenario.seeds is None else {"seeds": scenario.all_seeds()}),
+            "metrics": scenario.task.described(),
+            **{name: metrics[name] for name in scenario.task.described()},
+            "loss": metrics["loss"],
+            "consensus_distance": metrics["consensus_distance"],
+            **({"personalized": metrics["personalized"]} if "personalized" in metrics else {}),
+            **({"suboptimality": metrics["suboptimality"]} if "suboptimality" in metrics else {}),
+            **({} if self._minimum is None else {"optimum": asdict(self._minimum)}),
+            **self._coalitions(metrics),
+            "traffic": traffic(self.agreement.algorithm, rows),
+            "privacy": privacy_rows(scenario, spent, self.agreement.participation),
+            **({"budget_note": note} if note else {}),
+            **self._not_covered(),
+            **self._breached(),
+            "noise": "simulated: seeded and reproducible, not for deployment",
+            **said,
+            "wall_seconds": round(self.seconds, 3),
+            "peer_steps_per_second": round(steps / max(self.seconds, 1e-9), 1),
+        }
+        with _writing(self.out):
+            if not self.lean:
+                self._save_models(rows)
+            write_atomically(self.out / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
+        self.close()
+        return summary
+
+    def _coalitions(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Say how many coalitions were tried, and what share of the time since the run was begun or resumed it took."""
+        if COALITIONS not in metrics:
+            return {}
+        share = self.coalition_seconds / max(self.seconds - self._before, 1e-9)
+        return {COALITIONS: metrics[COALITIONS], "coalition_share_of_wall_time": round(share, 4)}
+
+    def _not_covered(self) -> dict[str, str]:
+        """Say what stands beside a finite ε and is not covered by it."""
+        scenario = self.agreement.scenario
+        if scenario.private is None or not shows_private(scenario):
+            return {}
+        return {"evaluation_private": "ignored: figures on the peers' own examples are covered by no ε"}
+
+    def _breached(self) -> dict[str, str]:
+        """Say which condition of a paper's formula is broken, where a formula made the noise."""
+        plan = None if self.own is None else self.own.protection
+        found = [] if plan is None else breaches(plan)
+        return {"claim_note": " ".join(found)} if found else {}
+
+    def _save_models(self, rows: dict[str, Tensor]) -> None:
+        facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))
+        content = save(model_tensors(self.agreement, rows), {"privdec": facts})
+        write_atomically(self.out / "model.safetensors", content)
+
+
+def measure(
+    agreement: Agreement,
+    rows: dict[str, Tensor],
+    round_index: int,
+    own: OwnParts | None = None,
+    trial: Trial | None = None,
+) -> dict[str, Any]:
+    """Try the network after so many rounds, and add what the algorithm has to say of those since the last time.
+
+    Args:
+        rows: the state's, at least those that others may see.
+        own: of all peers, where they are at hand.
+        trial: tries the peers' models elsewhere.
+
+    Raises:
+        RunError: when the run has diverged.
+    """
+    every = agreement.scenario.evaluation.every
+    since = range((round_index - 1) // every * every, round_index)
+    told = agreement.algorithm.told(rows, since, agreement.mixing)
+    return {"round": round_index, **evaluate(agreement, rows, round_index, own, trial), **told}
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Say in one line that the disk fails."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"{error.filename or out} could not be written ({error.strerror or error}); nothing that was kept is lost: "
+            f"make room, then run the same command {again(out)}"
+        ) from error
+
+
+def again(out: Path) -> str:
+    """Return how the command of a run that broke off goes on, which depends on what its folder keeps."""
+    return "with --resume" if (out / CHECKPOINT).exists() else "again"
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return what tells a file from one that has taken its place; None where there is none."""
+    try:
+        known = path.stat()
+    except OSError:
+        return None
+    return known.st_ino, known.st_mtime_ns
+
+
+def model_tensors(agreement: Agreement, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state dicts of the mean model and of every peer's, as `mean/NAME` and `peer-3/NAME`.
+
+    Args:
+        rows: the state's, at least those that others may see.
+    """
+    models = {"mean": agreement.algorithm.network_mean(rows)}
+    models |= {f"peer-{i}": row for i, row in enumerate(agreement.algorithm.debiased(rows))}
+    module = copy.deepcopy(agreement.module)
+    return {
+        f"{owner}/{name}": value.detach().cpu().contiguous().clone()
+        for owner, row in models.items()
+        for name, value in unflatten(module, row).state_dict().items()
+        if isinstance(value, Tensor)
+    }
+
+
+def traffic(algorithm: Algorithm, rows: dict[str, Tensor]) -> dict[str, int]:
+    """Return what an active peer sends in a round to each of its receivers, from the program's exchanges.
+
+    Returns:
+        vectors: how many as long as the model; bytes: of these vectors.
+    """
+    d = rows["x"].shape[1]
+    exchanges = (item for item in algorithm.program if isinstance(item, Exchange))
+    names = [exchange.shaped(name) for exchange in exchanges for name in exchange.names]
+    sent = [rows[name] for name in names if rows[name].ndim == 2 and rows[name].shape[1] == d]
+    return {"vectors": len(sent), "bytes": sum(d * row.element_size() for row in sent)}
+
+
+def count_evaluations(rounds: int, every: int) -> int:
+    """Return how many evaluations a run has."""
+    return -(-rounds // every)
+
+
+def evaluation_rounds(rounds: int, every: int) -> list[int]:
+    """Return after how many rounds the models are tried: every so many, and at the end."""
+    return sorted({*range(every, rounds + 1, every), rounds})

@@ -1,0 +1,163 @@
+"""Run a scenario in process, from its beginning or from a checkpoint, to its summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flower_privdec.common.user_code import raised_at
+from flower_privdec.engine.recorder import OnMetrics, Recorder, again
+from flower_privdec.engine.spent import Spent, check_budget, epsilons, ledger_folder
+from flower_privdec.engine.workers import GoneError, start_engine
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, RunError
+from flower_privdec.experiment import Experiment
+from flower_privdec.privacy.ledger.ledger_format import Head
+from flower_privdec.scenario.fields import own_modules
+
+
+class Run:
+    """A scenario under way in this process: rounds, evaluations, checkpoints, then the summary.
+
+    Args:
+        experiment: the scenario, built.
+        out: the run's folder.
+        runtime: what the summary calls it.
+        resume: go on from the folder's checkpoint.
+        lean: keep no models, and few checkpoints.
+        workers: how many processes, in place of the scenario's.
+
+    Raises:
+        ScenarioError: when the folder holds another run, or nothing to resume.
+        BudgetError: when a ledger cannot be trusted or is in use.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        out: Path,
+        *,
+        runtime: str = "engine",
+        resume: bool = False,
+        lean: bool = False,
+        workers: int | None = None,
+    ) -> None:
+        torch.set_num_threads(experiment.scenario.compute.threads)
+        self.experiment = experiment
+        self.recorder = Recorder(experiment, experiment.own, out, runtime, resume, lean)
+        ledger = ledger_folder(experiment.scenario, out)
+        self.cohort = experiment.cohort(ledger)
+        try:
+            self._check_ledger(ledger)
+            with self._telling():
+                state = self.recorder.start(lambda: experiment.initial_state(self.cohort), self._head)
+            self.engine = start_engine(experiment, self.cohort, state, self._leave(), workers)
+        except BaseException:
+            self.close()
+            raise
+
+    def _leave(self) -> list[Callable[[], None]]:
+        """Return what lets go, in a process forked from this one, of the locks that this one goes on holding."""
+        ledger = self.cohort.ledger
+        return [self.recorder.close, *([] if ledger is None else [ledger.leave])]
+
+    def _check_ledger(self, folder: Path) -> None:
+        """Refuse a ledger that has lost what a checkpoint saw, or that leaves a new run no step."""
+        checkpoint = self.recorder.checkpoint
+        if self.cohort.ledger is not None and checkpoint is not None:
+            self.cohort.ledger.check_head(checkpoint.head)
+        if checkpoint is None:
+            check_budget(self.cohort, folder)
+
+    @property
+    def _head(self) -> Head | None:
+        return None if self.cohort.ledger is None else self.cohort.ledger.head
+
+    @property
+    def round_index(self) -> int:
+        """Return how many rounds are done."""
+        return self.engine.state.round_index
+
+    def advance(self) -> dict[str, Any]:
+        """Run up to the next evaluation, record it with a checkpoint, and return its metrics."""
+        scenario, state = self.experiment.scenario, self.engine.state
+        every = scenario.evaluation.every
+        until = min(scenario.rounds, (state.round_index // every + 1) * every)
+        started = time.perf_counter()
+        with self._telling():
+            self.engine.rounds(until - state.round_index)
+            state = self.engine.collected()
+            self.recorder.seconds += time.perf_counter() - started
+            spent = epsilons(self.cohort, state.round_index)
+            metrics = self.recorder.record(state.rows, state.round_index, spent, self.engine.trial)
+        self.recorder.save(state, self._head)
+        return metrics
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tell in a line what a user's own part raises inside."""
+        try:
+            yield
+        except GoneError as error:
+            remedy = f"nothing that was kept is lost: run the same command {again(self.recorder.out)}"
+            raise RunError(f"round {self.round_index}: {error}; {remedy}") from error
+        except PrivdecError:
+            raise
+        except RAISED_BY_USERS as error:
+            own = [f"{key}={module!r}" for key, module in own_modules(self.experiment.scenario)]
+            if not own or isinstance(error, OSError):
+                raise
+            when = f"round {self.round_index}" if hasattr(self, "engine") else "before round 0"
+            raise RunError(
+                f"{when}: {' or '.join(own)} raised {raised_at(error)}; what it said is withheld, for it may tell of "
+                f"data: mend the code, then run the same command {again(self.recorder.out)}"
+            ) from error
+
+    def finish(self) -> dict[str, Any]:
+        """Write models and summary of a run whose rounds are done; return the summary."""
+        spent = Spent.of(self.cohort, self.experiment.scenario.rounds)
+        self.recorder.coalition_seconds = self.cohort.game_seconds
+        return self.recorder.finish(self.engine.state.rows, spent)
+
+    def close(self) -> None:
+        """Let go of the other processes, the folder and the ledgers."""
+        if hasattr(self, "engine"):
+            self.engine.close()
+        self.recorder.close()
+        if self.cohort.ledger is not None:
+            self.cohort.ledger.close()
+
+
+def run(
+    experiment: Experiment,
+    out: Path,
+    *,
+    runtime: str = "engine",
+    resume: bool = False,
+    lean: bool = False,
+    on_metrics: OnMetrics | None = None,
+    workers: int | None = None,
+) -> dict[str, Any]:
+    """Run a scenario to its end.
+
+    Args:
+        lean: keep no models, and few checkpoints.
+        on_metrics: called with each evaluation's metrics.
+        workers: how many processes, in place of the scenario's.
+
+    Returns:
+        The summary, as written to summary.json.
+    """
+    under_way = Run(experiment, out, runtime=runtime, resume=resume, lean=lean, workers=workers)
+    try:
+        while under_way.round_index < experiment.scenario.rounds:
+            metrics = under_way.advance()
+            if on_metrics is not None:
+                on_metrics(metrics)
+        return under_way.finish()
+    finally:
+        under_way.close()

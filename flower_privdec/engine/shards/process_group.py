@@ -1,0 +1,313 @@
+"""Direct connections between shards: torch.distributed's gloo, with rows in flat buffers and nothing pickled.
+
+What gloo is: TCP between every two shards, without encryption and without authentication. Whoever reaches the ports
+can read rows, take a shard's place or send it any rows; see `meeting` for where they listen. What comes in is checked
+all the same: that it is of this place of the run, and that it is finite. A shard that is gone is known by its closed
+connections, at once, and one whose machine is gone by its silence, after PATIENCE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
+
+from flower_privdec.common.formatting import one_line
+from flower_privdec.engine.shards.message_buffer import Layout, Parcel, layout_of, size_of
+from flower_privdec.engine.shards.shard_assignment import Shards
+from flower_privdec.engine.shards.traffic import Traffic
+from flower_privdec.errors import RunError
+from flower_privdec.rows.aligned import empty_rows, padded
+from flower_privdec.rows.finite import all_finite
+
+PATIENCE = 600.0  # seconds to wait for rows: longer than any shard computes or is evaluated in one go
+LONG = 2**16  # bytes of a run of rows from which it is not copied first
+LAST_TAG = 2**30
+LOST = "lost touch with"
+
+
+class ShardGroup(Protocol):
+    """What is used of torch.distributed's groups."""
+
+    def send(self, tensors: list[Tensor], shard: int, tag: int) -> Work:
+        """Send a tensor."""
+
+    def recv(self, tensors: list[Tensor], shard: int, tag: int) -> Work:
+        """Receive a tensor."""
+
+    def allreduce(self, tensors: list[Tensor]) -> Work:
+        """Add a tensor up over all shards, in place."""
+
+    def allgather(self, found: list[list[Tensor]], tensors: list[Tensor]) -> Work:
+        """Tell all shards a tensor."""
+
+    def barrier(self) -> Work:
+        """Wait for all shards."""
+
+
+class LostShardError(RunError):
+    """Another shard is gone, or silent; it knows better why."""
+
+
+@dataclass
+class Pending:
+    """Rows on their way, see `Wires.begin`.
+
+    Attributes:
+        here: where the run is, for errors.
+        tag: the stamp of parcels of this exchange.
+        arriving: what is waited for, with the shard it comes from.
+        leaving: what is sent, with the shard it goes to.
+        parcels: what comes packed, by shard, and where it is wanted.
+        alone: runs of rows that come by themselves, each with its shard.
+    """
+
+    shards: Shards
+    here: str
+    tag: int = 0
+    arriving: list[tuple[int, Work]] = field(default_factory=list)
+    leaving: list[tuple[int, Work]] = field(default_factory=list)
+    parcels: list[tuple[int, Parcel, list[Tensor]]] = field(default_factory=list)
+    alone: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Wait until all rows have come, are checked and are where they are wanted, and all that was sent is gone.
+
+        Raises:
+            LostShardError: naming the shard that is gone.
+            RunError: naming the shard whose rows are not finite, or are of another place of the run.
+        """
+        self._wait(self.arriving)
+        for shard, parcel, wanted in self.parcels:
+            self._check(shard, int(parcel.stamp) == self.tag, "are of another place; all shards must run one scenario")
+            self._check(shard, parcel.finite(), "are not finite; a peer diverged")
+            for into, part in zip(wanted, parcel.parts, strict=True):
+                into.copy_(part)
+        for shard, row in self.alone:
+            self._check(shard, all_finite(row), "are not finite; a peer diverged")
+        self._wait(self.leaving)
+
+    def _check(self, shard: int, right: bool, wrong: str) -> None:
+        if not right:
+            raise RunError(f"{self.here}: rows of {self.shards.name(shard)} {wrong}")
+
+    def _wait(self, ways: list[tuple[int, Work]]) -> None:
+        for shard, work in ways:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                del work  # while anything holds it, connections stay open and the others wait on
+                raise lost(self.shards.name(shard), self.here, error) from error
+
+    def forget(self) -> None:
+        """Let go of all that holds connections open."""
+        self.arriving.clear()
+        self.leaving.clear()
+
+
+def lost(whom: str, here: str, error: RuntimeError) -> LostShardError:
+    """Return the error of a shard that is gone."""
+    said = one_line(error).partition("] ")[2] or one_line(error)
+    return LostShardError(f"{LOST} {whom} in {here} ({said.split('. This is')[0][:160]})")
+
+
+class Wires:
+    """The connections of one shard to all others.
+
+    Args:
+        group: gloo's.
+        shard: this one's number.
+        shards: who hosts whom.
+    """
+
+    def __init__(self, group: ShardGroup, shard: int, shards: Shards) -> None:
+        self._group: ShardGroup | None = group
+        self.shard, self.shards = shard, shards
+        self._tag, self._pending = 0, Pending(shards, "")
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._parcels: dict[tuple[str, int, Layout], Parcel] = {}
+
+    @classmethod
+    def meet(cls, store: Store, shard: int, shards: Shards, address: str, patience: float = PATIENCE) -> Wires:
+        """Connect with all other shards, which have to do so too.
+
+        Args:
+            store: where they meet.
+            address: of this machine, at which the others reach it; nothing listens anywhere else.
+            patience: seconds that any wait may last.
+
+        Raises:
+            LostShardError: they cannot be reached.
+        """
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=patience)
+        try:
+            group = ProcessGroupGloo(store, shard, len(shards), options)
+        except RuntimeError as error:
+            raise lost("the other shards", "their meeting", error) from error
+        return cls(cast(ShardGroup, group), shard, shards)
+
+    @property
+    def group(self) -> ShardGroup:
+        """Return the group.
+
+        Raises:
+            RunError: the connections are closed.
+        """
+        if self._group is None:
+            raise RunError("the connections of this shard are closed")
+        return self._group
+
+    def close(self) -> None:
+        """Close all connections, which tells the others at once."""
+        self._pending.forget()
+        self._group = None
+        self._buffers.clear()
+        self._parcels.clear()
+
+    def agree(self, digest: bytes) -> None:
+        """Check that all shards have the same 32 bytes to say of what they are about to do.
+
+        Raises:
+            RunError: naming one that says something else.
+        """
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        said = [torch.empty_like(mine) for _ in range(len(self.shards))]
+        try:
+            self.group.allgather([said], [mine]).wait()
+        except RuntimeError as error:
+            raise lost("another shard", "their meeting", error) from error
+        for shard, theirs in enumerate(said):
+            if not torch.equal(theirs, mine):
+                raise RunError(
+                    f"{self.shards.name(shard)} is about to run something else than {self.shards.name(self.shard)}: "
+                    "install the same versions of flower-privdec and torch, and give the same public data, everywhere"
+                )
+
+    def part(self) -> None:
+        """Wait until all shards have come to the end.
+
+        Raises:
+            LostShardError: one did not.
+        """
+        try:
+            self.group.barrier().wait()
+        except RuntimeError as error:
+            raise lost("another shard", "the end", error) from error
+
+    def total(self, values: Tensor, here: str) -> Tensor:
+        """Return the sum of a tensor over all shards, which all call this; `values` is used up.
+
+        Raises:
+            LostShardError: a shard is gone.
+            RunError: the sum is not finite.
+        """
+        summed = values.cpu()
+        try:
+            self.group.allreduce([summed]).wait()
+        except RuntimeError as error:
+            raise lost("another shard", here, error) from error
+        if not all_finite(summed):
+            raise RunError(f"{here}: what the shards add up is not finite; a peer diverged")
+        return summed.to(values.device)
+
+    def begin(self, rows: Sequence[Tensor], traffic: Traffic, foreign: Sequence[Tensor], here: str) -> Pending:
+        """Send some rows to other shards and receive theirs; no row is touched until `wait` has returned.
+
+        Runs of rows that are long enough go from where they lie to where they are wanted; the others, of all names, in
+        one buffer.
+
+        Args:
+            rows: of each name, those here, [m, ...], made by `clean_rows`.
+            foreign: of each name, where those from elsewhere go, [f, ...], likewise.
+            here: where the run is, for errors.
+        """
+        tag = self._tag = (self._tag + 1) % LAST_TAG
+        self._pending = pending = Pending(self.shards, here, tag)
+        for shard, part in traffic.receives.items():
+            short, count = [], part.stop - part.start
+            for each in foreign:
+                if go_alone(each, count, len(traffic.arrive[shard])):
+                    for start, stop in traffic.arrive[shard]:
+                        block = _block(each, start, stop)
+                        self._recv(pending, block, shard, tag)
+                        pending.alone.append((shard, block))
+                else:
+                    short.append(each)
+            parcel = self._parcel("in", shard, layout_of(short, count))
+            self._recv(pending, parcel.whole, shard, tag)
+            pending.parcels.append((shard, parcel, [each[part] for each in short]))
+        for shard, which in traffic.sends.items():
+            short, count = [], which.shape[0]
+            for each in rows:
+                if go_alone(each, count, len(traffic.leave[shard])):
+                    for start, stop in traffic.leave[shard]:
+                        self._send(pending, _block(each, start, stop), shard, tag)
+                else:
+                    short.append(each)
+            parcel = self._parcel("out", shard, layout_of(short, count))
+            _fill(parcel, short, which, tag)
+            self._send(pending, parcel.whole, shard, tag)
+        return pending
+
+    def _send(self, pending: Pending, values: Tensor, shard: int, tag: int) -> None:
+        try:
+            pending.leaving.append((shard, self.group.send([values], shard, tag)))
+        except RuntimeError as error:
+            raise lost(self.shards.name(shard), pending.here, error) from error
+
+    def _recv(self, pending: Pending, values: Tensor, shard: int, tag: int) -> None:
+        try:
+            pending.arriving.append((shard, self.group.recv([values], shard, tag)))
+        except RuntimeError as error:
+            raise lost(self.shards.name(shard), pending.here, error) from error
+
+    def _parcel(self, way: str, shard: int, layout: Layout) -> Parcel:
+        """Return a parcel to or from a shard; all that go one way between two shards lie in one buffer."""
+        key = (way, shard, layout)
+        if key not in self._parcels:
+            size, kept = size_of(layout), self._buffers.get((way, shard))
+            if kept is None or len(kept) < size:
+                kept = self._buffers[way, shard] = torch.zeros(size, dtype=torch.uint8)
+                self._parcels = {known: each for known, each in self._parcels.items() if known[:2] != key[:2]}
+            self._parcels[key] = Parcel.within(kept, layout)
+        return self._parcels[key]
+
+
+def _fill(parcel: Parcel, rows: Sequence[Tensor], which: Tensor, tag: int) -> None:
+    """Put the chosen rows of all names into a parcel, and which message it is."""
+    for each, part in zip(rows, parcel.parts, strict=True):
+        if each.device.type == "cpu":
+            torch.index_select(each, 0, which, out=part)
+        else:
+            part.copy_(each.index_select(0, which.to(each.device)))
+    parcel.stamp.fill_(tag)
+
+
+def go_alone(rows: Tensor, count: int, runs: int) -> bool:
+    """Return whether so many rows, in so many runs, go by themselves, straight from and to where they lie."""
+    return rows.device.type == "cpu" and rows.shape[1:].numel() * rows.element_size() * count >= LONG * runs
+
+
+def _block(rows: Tensor, start: int, stop: int) -> Tensor:
+    """Return a run of rows as one block of memory, with what lies between them, see `clean_rows`."""
+    part = rows[start:stop]
+    if part.is_contiguous():
+        return part
+    whole = padded(part)
+    assert whole is not None
+    return whole
+
+
+def clean_rows(like: Tensor, count: int) -> Tensor:
+    """Return rows as long as others, [count, ...], which are not set, with zeros in the padding: it may be sent."""
+    made = empty_rows(like, count, *like.shape[1:])
+    if made.ndim == 2 and count and made.stride(0) > made.shape[1]:
+        torch.as_strided(made, (count, made.stride(0)), (made.stride(0), 1))[:, made.shape[1] :] = 0
+    return made

@@ -1,0 +1,149 @@
+"""Where shards meet: a file on one machine, or a port of the first shard's, whose address its owner names.
+
+Through the meeting point shards tell each other at which ports they listen. It knows no passwords, as the connections
+themselves do not: whoever can reach it can disturb a run, and whoever can reach a shard's ports can read and change
+rows. So nothing but this machine is ever listened to unless the owner of a shard names an address.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from flower_privdec.common.formatting import one_line
+from flower_privdec.engine.shards.process_group import LostShardError
+from flower_privdec.engine.shards.shard_assignment import Shards
+from flower_privdec.errors import RunError
+
+THIS_MACHINE = "127.0.0.1"
+PUNCTUAL = 300.0  # seconds to wait for shards that are not there yet
+GIVE = '--node-config \'... shard-address="10.0.0.2" shard-meeting="10.0.0.1:29500"\''
+BESIDE = "an IP address of this machine, and the first shard's with a port, which is the same for all"
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """Where a shard listens, and where it meets the others.
+
+    Attributes:
+        address: of this machine, the only one on which anything listens.
+        meeting: HOST:PORT of the first shard; None for a file.
+        path: the file, on one machine.
+    """
+
+    address: str = THIS_MACHINE
+    meeting: tuple[str, int] | None = None
+    path: Path | None = None
+
+    @classmethod
+    def given(cls, address: str, meeting: str) -> MeetingPlace:
+        """Read what an owner says.
+
+        Raises:
+            RunError: it is no address of one machine.
+        """
+        host, colon, port = meeting.rpartition(":")
+        hosts = [_address(each) for each in (address, host.strip("[]"))]
+        if not colon or not port.isdecimal() or not 0 < int(port) < 2**16 or None in hosts:
+            raise RunError(
+                f"shard-address={address!r} and shard-meeting={meeting!r} must be {BESIDE}: start the SuperNode with "
+                f"{GIVE}"
+            )
+        return cls(address, (host.strip("[]"), int(port)))
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether others than this machine may reach it."""
+        return not ipaddress.ip_address(self.address).is_loopback
+
+    @contextmanager
+    def store(self, shard: int, shards: Shards, token: str, patience: float = PUNCTUAL) -> Iterator[Store]:
+        """Yield where the shards of one message tell each other where they are, when all of them are there.
+
+        Args:
+            token: of the message, which keeps apart what is left of another.
+            patience: seconds to wait for the others.
+
+        Raises:
+            RunError: naming those that did not come, or why nobody can meet here.
+        """
+        deadline = time.monotonic() + patience
+        try:
+            found = PrefixStore(token, self._open(shard, len(shards), deadline))
+            found.set(str(shard), "here")
+            self._wait(found, shards, deadline, patience)
+        except LostShardError:
+            raise
+        except (RuntimeError, OSError) as error:
+            raise LostShardError(f"the shards cannot meet at {self._where} ({one_line(error)[:200]})") from error
+        try:
+            yield found
+        finally:
+            if self.path is not None:
+                self.path.unlink(missing_ok=True)
+
+    @property
+    def _where(self) -> str:
+        return str(self.path) if self.meeting is None else f"{self.meeting[0]}:{self.meeting[1]}"
+
+    def _open(self, shard: int, count: int, deadline: float) -> Store:
+        if self.meeting is None:
+            assert self.path is not None
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            return FileStore(str(self.path), count)
+        host, port = self.meeting
+        wait = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        if shard:
+            return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+        if host != self.address:
+            raise RunError(f"the first shard listens at {self.address}, and shard-meeting={self._where} is elsewhere")
+        listening = _listen(host, port, deadline)
+        return TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listening.detach()
+        )
+
+    def _wait(self, store: Store, shards: Shards, deadline: float, patience: float) -> None:
+        """Wait until all have said that they are here."""
+        missing = set(range(len(shards)))
+        while missing := {shard for shard in missing if not store.check([str(shard)])}:
+            if time.monotonic() > deadline:
+                names = ", ".join(shards.name(shard) for shard in sorted(missing))
+                raise LostShardError(
+                    f"{names} did not come to {self._where} within {patience:.0f} s: all shards run at the same time, "
+                    "in a simulation each on CPUs of its own (num-supernodes times client-resources-num-cpus)"
+                )
+            time.sleep(0.02)
+
+
+def _address(text: str) -> str | None:
+    """Return an address of one machine; None where a text is none, or means all that a machine has."""
+    try:
+        return None if ipaddress.ip_address(text).is_unspecified else text
+    except ValueError:
+        return None
+
+
+def _listen(host: str, port: int, deadline: float) -> socket.socket:
+    """Listen at one address alone; a port that an earlier message has just used is waited for."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    while True:
+        listening = socket.socket(family)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, port))
+            listening.listen(1024)
+        except OSError:
+            listening.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return listening

@@ -1,0 +1,176 @@
+"""The engine of one shard: its rows, and those from elsewhere that its peers hear."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.core import Algorithm, Edges, Exchange, Gather, Mix, Reply, State
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import Changed
+from flower_privdec.engine.engine import Engine
+from flower_privdec.engine.shards.communication_plan import (
+    GatherPlan,
+    MixPlan,
+    Part,
+    Plans,
+    collecting,
+    gather_plan,
+    mix_plan,
+    reply_plan,
+)
+from flower_privdec.engine.shards.process_group import Wires, clean_rows
+from flower_privdec.errors import RunError
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.mixing.kernels import sum_rows
+from flower_privdec.graph.mixing.matrix import AverageMatrix, SparseMatrix
+from flower_privdec.rows.aligned import empty_rows
+from flower_privdec.rows.finite import all_finite
+
+
+class ShardEngine(Engine):
+    """Runs rounds of an algorithm on the peers of one shard, while the other shards run theirs.
+
+    Privacy: what leaves the shard is what its peers send to others in an exchange, and the rows that the algorithm
+    declares open where they are collected.
+    """
+
+    def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State, wires: Wires) -> None:
+        super().__init__(algorithm, cohort, state)
+        self.wires = wires
+        self._plans, self._tables = Plans(), Tables()
+
+    def _in_one_call(self) -> None:
+        """There is nothing of the kind: others are hosted elsewhere."""
+
+    def perform(self, exchange: Exchange) -> None:
+        """Perform this shard's part of an exchange among all peers.
+
+        Raises:
+            LostShardError: another shard is gone.
+            RunError: another shard sends what is not finite.
+        """
+        mixing = self.cohort.mixing
+        if mixing is None:
+            raise TypeError(f"{self.algorithm.name} exchanges rows but has no mixing weights")
+        if isinstance(exchange, Mix):
+            changed = self._mix(exchange, mixing)
+        elif isinstance(exchange, Gather | Reply):
+            changed = self._gather(exchange, mixing)
+        else:
+            raise RunError(f"{type(exchange).__name__} is no exchange that shards know: run it in the engine")
+        changed.apply_(self.state)
+
+    def collect(self) -> dict[str, Tensor] | None:
+        """Return the open rows of all peers, on the first shard; all shards call this.
+
+        Raises:
+            LostShardError: another shard is gone.
+        """
+        names, peers = self.algorithm.open_rows, len(self.state.peers)
+        rows = [self.state.rows[name] for name in names]
+        traffic = collecting(self.wires.shards, self.wires.shard)
+        whole = [clean_rows(each, peers + traffic.foreign) for each in rows]
+        for each, mine in zip(whole, rows, strict=True):
+            each[:peers] = mine
+        here, foreign = [each[:peers] for each in whole], [each[peers:] for each in whole]
+        self.wires.begin(here, traffic, foreign, self._here).wait()
+        return None if self.wires.shard else dict(zip(names, whole, strict=True))
+
+    @property
+    def _here(self) -> str:
+        return f"round {self.state.round_index}"
+
+    def _mix(self, exchange: Mix, mixing: Mixing) -> Changed:
+        matrix = mixing.matrix(self.state.round_index)
+        if isinstance(matrix, AverageMatrix):
+            return Changed({name: self._average(matrix, name) for name in exchange.names}, {})
+        if not isinstance(matrix, SparseMatrix):
+            raise RunError(f"{type(matrix).__name__} is no mixing matrix that shards know: run it in the engine")
+        wires, rows = self.wires, [self.state.rows[name] for name in exchange.names]
+        plan: MixPlan = self._plans.of(matrix, "mix", lambda: mix_plan(matrix, wires.shards, wires.shard))
+        tables = [self._tables.of(name, self.state.rows[name], plan.traffic.foreign) for name in exchange.names]
+        here = [table[: len(each)] for (table, _), each in zip(tables, rows, strict=True)]
+        foreign = [table[len(each) :] for (table, _), each in zip(tables, rows, strict=True)]
+        pending = wires.begin(here, plan.traffic, foreign, self._here)
+        for part in plan.inner:
+            _apply(part, tables)
+        pending.wait()
+        for part in plan.border:
+            _apply(part, tables)
+        return Changed({name: out for name, (_, out) in zip(exchange.names, tables, strict=True)}, {})
+
+    def _average(self, matrix: AverageMatrix, name: str) -> Tensor:
+        """Return rows after averaging over members everywhere: each shard's sum crosses, and no row."""
+        rows, mine = self.state.rows[name], matrix.rows(self.state.peers)
+        members = torch.from_numpy(np.flatnonzero(np.isin(self.state.peers, matrix.members))).to(rows.device)
+        flat = rows.reshape(len(rows), -1)
+        total = sum_rows(flat, members) if len(members) else torch.zeros_like(flat[0])
+        if not all_finite(total):
+            raise RunError(f"{self._here}: rows of peers hosted here are not finite; a peer diverged")
+        mean = (self.wires.total(total, self._here) / len(matrix.members)).view(rows.shape[1:])
+        spare, self._spares[name] = self._spares.get(name), rows
+        out = empty_rows(rows, *rows.shape) if spare is None else spare
+        if mine.averaged.all():
+            return out.copy_(mean.expand_as(out))
+        averaged = torch.from_numpy(np.flatnonzero(mine.averaged)).to(rows.device)
+        out.copy_(rows)[averaged] = mean
+        return out
+
+    def _gather(self, exchange: Gather | Reply, mixing: Mixing) -> Changed:
+        """Return the edges that an exchange makes, of rows or edges here and of those from elsewhere."""
+        wires, links = self.wires, mixing.links(self.state.round_index)
+        replies = isinstance(exchange, Reply)
+        make = reply_plan if replies else gather_plan
+        matrix = mixing.matrix(self.state.round_index)
+        plan: GatherPlan = self._plans.of(matrix, make.__name__, lambda: make(links, wires.shards, wires.shard))
+        here = [self.state.edges[name].values if replies else self.state.rows[name] for name in exchange.names]
+        tables = [clean_rows(each, len(each) + plan.traffic.foreign) for each in here]
+        for table, each in zip(tables, here, strict=True):
+            table[: len(each)] = each
+        rows = [table[: len(each)] for table, each in zip(tables, here, strict=True)]
+        foreign = [table[len(each) :] for table, each in zip(tables, here, strict=True)]
+        wires.begin(rows, plan.traffic, foreign, self._here).wait()
+        place = plan.place.to(here[0].device)
+        values = (table.index_select(0, place) for table in tables)
+        edges = (Edges(plan.own, plan.other, value) for value in values)
+        return Changed({}, dict(zip(exchange.names, edges, strict=True)))
+
+
+class Tables:
+    """Two buffers for each name, the rows here and behind them those from elsewhere, between which mixing alternates.
+
+    So rows that nobody has put elsewhere since are not copied to be mixed.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def of(self, name: str, rows: Tensor, foreign: int) -> tuple[Tensor, Tensor]:
+        """Return a table that begins with some rows, [m + foreign, ...], and where they go when mixed, [m, ...].
+
+        Args:
+            rows: [m, ...]; left alone.
+            foreign: how many rows from elsewhere the table has room for.
+        """
+        count = rows.shape[0]
+        one, other = self._pairs.get(name, (rows[:0], rows[:0]))
+        if one.shape[0] < count + foreign or one.dtype != rows.dtype or one.shape[1:] != rows.shape[1:]:
+            one, other = (clean_rows(rows, count + foreign) for _ in range(2))
+            self._pairs[name] = one, other
+        if rows.data_ptr() == other.data_ptr():
+            one, other = other, one
+        elif rows.data_ptr() != one.data_ptr():
+            one[:count] = rows
+        return one[: count + foreign], other[:count]
+
+
+def _apply(part: Part, tables: list[tuple[Tensor, Tensor]]) -> None:
+    """Mix some of the rows of each table into where they go."""
+    rows, weights = part
+    for table, out in tables:
+        if isinstance(rows, slice):
+            weights.apply(table, out=out[rows])
+        else:
+            out[rows.to(out.device)] = weights.apply(table)

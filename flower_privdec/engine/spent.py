@@ -1,0 +1,186 @@
+"""What the peers of a run have spent so far and for how many rounds, as their ledger has it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flower_privdec.common.formatting import epsilon_text, peer_ranges
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.errors import BudgetError
+from flower_privdec.graph.participation import Participation
+from flower_privdec.privacy.ledger.cohort_ledger import Spending
+from flower_privdec.privacy.mechanism.protection import UNLIMITED
+from flower_privdec.scenario import Scenario
+
+ALONE = "this run alone"
+
+_log = logging.getLogger(__name__)
+
+
+def json_number(value: float) -> float | str:
+    """Return a number as JSON can hold it: infinity becomes the string "inf"."""
+    return UNLIMITED if math.isinf(value) else value
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What some peers have spent, each list in their order.
+
+    Attributes:
+        epsilons: ε of each peer over all runs in its ledger; ∞ without privacy.
+        deltas: the δ of each; 0 without privacy.
+        claimed: the ε that a paper's formula claims, where it made the noise; else None.
+        rounds_run: in how many rounds each took its private steps.
+        note: where the budget ended a peer's steps before the plan did; None where it did not.
+        replies: ε of what one neighbour of each is told in this run by the replies to it alone, which is no bound on
+            all that it hears; empty where all of a peer's messages go to everybody.
+    """
+
+    epsilons: list[float]
+    deltas: list[float]
+    claimed: list[float | None]
+    rounds_run: list[int]
+    note: str | None = None
+    replies: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, cohort: Cohort, rounds: int) -> Spent:
+        """Return what a cohort's peers have spent after so many rounds."""
+        n_rows, ran, protection = len(cohort.peers), rounds_run(cohort, rounds), cohort.protection
+        if protection is None:
+            return cls([math.inf] * n_rows, [0.0] * n_rows, [None] * n_rows, ran)
+        accounts = protection.accounts if cohort.ledger is None else cohort.ledger.spending.accounts
+        note = None if cohort.ledger is None else budget_note(cohort.ledger.spending, cohort.steps_per_round)
+        claimed = [claim.epsilon if claim else None for claim in protection.claims]
+        deltas, replies = [account.delta for account in accounts], protection.reply_epsilons(rounds)
+        return cls(epsilons(cohort, rounds), deltas, claimed, ran, note, replies)
+
+
+def epsilons(cohort: Cohort, rounds: int) -> list[float]:
+    """Return the ε of each peer of a cohort after so many rounds, over all runs in its ledger; ∞ without privacy."""
+    if cohort.protection is None:
+        return [math.inf] * len(cohort.peers)
+    if cohort.ledger is None:
+        return cohort.protection.epsilons(rounds)
+    found: list[float] = cohort.ledger.spending.epsilons(rounds * cohort.steps_per_round).tolist()
+    return found
+
+
+def rounds_run(cohort: Cohort, rounds: int) -> list[int]:
+    """Return in how many of the first rounds each peer of a cohort took its private steps."""
+    total = np.zeros(len(cohort.peers), dtype=np.int64)
+    for round_index in range(rounds):
+        total += cohort.active(round_index)
+    ran: list[int] = total.tolist()
+    return ran
+
+
+def ledger_folder(scenario: Scenario, out: Path) -> Path:
+    """Return where the ledger of a run lies."""
+    private = scenario.private
+    return Path(private.ledger) if private and private.ledger else out / "ledger"
+
+
+def ledger_scope(scenario: Scenario) -> str:
+    """Say which runs a run's ε counts: all in the ledger that the scenario names, or this one alone."""
+    private = scenario.private
+    return f"all runs in {private.ledger}" if private and private.ledger else ALONE
+
+
+def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation) -> list[dict[str, Any]]:
+    """Return each peer's guarantee as the summary says it; ε is "inf" where there is none.
+
+    `epsilon` bounds what colluding neighbours learn from all that a peer sends. `epsilon_of_replies_to_one`, where
+    there is one, bounds what one of them learns from the replies to it alone: it hears more than those.
+
+    Args:
+        spent: of all peers, in order.
+        participation: who is active, by which the rounds to be expected are counted.
+    """
+    expected = (participation.chances * scenario.rounds).tolist()
+    private, rows = scenario.private, []
+    calibration = "none" if private is None else private.calibration
+    facts = zip(spent.epsilons, spent.deltas, spent.claimed, spent.rounds_run, strict=True)
+    for peer, (total, delta, claimed, ran) in enumerate(facts):
+        row: dict[str, Any] = {"peer": peer, "epsilon": json_number(total), "delta": delta}
+        row |= {"unit": "example", "adjacency": "zero-out"}
+        row |= {"calibration": calibration, "claimed_epsilon": claimed, "rounds_run": ran}
+        row["expected_rounds"] = round(expected[peer], 6)
+        if spent.replies:
+            row["epsilon_of_replies_to_one"] = json_number(spent.replies[peer])
+        rows.append(row if private is None else row | {"scope": ledger_scope(scenario)})
+    return rows
+
+
+def check_budget(cohort: Cohort, ledger: Path) -> None:
+    """Refuse a run that its ledger allows no step at all, and warn of one that it allows only some.
+
+    Raises:
+        BudgetError: naming what is spent, and the remedy.
+    """
+    if cohort.ledger is None:
+        return
+    spending = cohort.ledger.spending
+    short = shortages(spending)
+    if len(short) == len(spending.accounts) and not any(short.values()):
+        raise BudgetError(
+            f"{ledger}: other runs over the same data have spent ε = {_already(spending)}, and privacy.epsilon="
+            f"{spending.accounts[0].budget:g} allows this run no step; raise the budget, or, if these are other data, "
+            "give another privacy.ledger"
+        )
+    if short:
+        _log.warning("%s: %s", ledger, budget_note(spending, cohort.steps_per_round))
+
+
+def budget_note(spending: Spending, steps_per_round: int) -> str | None:
+    """Say where a run's steps end before its plan does because of what other runs have spent, or return None."""
+    short = shortages(spending)
+    if not short:
+        return None
+    rounds = sorted({steps // steps_per_round for steps in short.values()})
+    some = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+    return (
+        f"after the ε = {_already(spending)} that other runs over the same data have spent, the budget of peers "
+        f"{peer_ranges(short)} allows steps in the first {some} of {spending.steps // steps_per_round} rounds only; "
+        "after them they train no more and go on exchanging"
+    )
+
+
+def shortfall(participation: Participation, ran: Sequence[int], rounds: int) -> str | None:
+    """Say which peers' budgets end before the rounds in which they take part, or return None where none does.
+
+    Args:
+        ran: in how many of these rounds each peer, of all in order, takes its private steps.
+    """
+    planned = np.sum([participation.active(round_index) for round_index in range(rounds)], axis=0)
+    short = [peer for peer, (count, wanted) in enumerate(zip(ran, planned, strict=True)) if count < wanted]
+    if not short:
+        return None
+    taken, wanted = (_span(values[peer] for peer in short) for values in (ran, planned))
+    return (
+        f"the budget of peers {peer_ranges(short)} ends after {taken} of their {wanted} rounds, and they train no "
+        "more: raise privacy.epsilon or the noise, or plan fewer rounds"
+    )
+
+
+def _span(counts: Iterable[int]) -> str:
+    known = sorted(counts)
+    return f"{known[0]:,}" if known[0] == known[-1] else f"{known[0]:,} to {known[-1]:,}"
+
+
+def _already(spending: Spending) -> str:
+    return epsilon_text(json_number(float(spending.epsilons(spending.start).max())))
+
+
+def shortages(spending: Spending) -> dict[int, int]:
+    """Return the first step that is not allowed, of each peer whose budget does not reach to the end of its plan."""
+    pairs = list(zip(spending.accounts, spending.limits.tolist(), strict=True))
+    ends = [account.spends[-1].to_step if account.spends else 0 for account, _ in pairs]
+    return {account.peer: limit for (account, limit), end in zip(pairs, ends, strict=True) if limit < end}

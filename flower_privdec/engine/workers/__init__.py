@@ -1,0 +1,8 @@
+"""One cohort in blocks of peers, dealt out to processes that share its rows; the same bits for any number of them."""
+
+from flower_privdec.engine.workers.forked import GoneError
+from flower_privdec.engine.workers.partitioning import Dealing, deal
+from flower_privdec.engine.workers.starting import start_engine
+from flower_privdec.engine.workers.worker_pool import Crew
+
+__all__ = ["Crew", "Dealing", "GoneError", "deal", "start_engine"]

@@ -1,0 +1,302 @@
+"""An engine whose cohort falls into blocks, each hosted by one of several processes that share the rows.
+
+In a round each process takes the steps of its blocks, all meet, and each mixes the rows of its own receivers out of
+the senders' rows where they lie, into a second buffer; the two then change places. One meeting an exchange is enough,
+for who is ahead writes only what nobody reads. The process that forked the others hosts the first blocks, pays the
+ledger, tries the mean model and keeps the checkpoint.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flower_privdec.common.formatting import peer_ranges
+from flower_privdec.core import Algorithm, Edges, Exchange, Mix, Reply, State, advance
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.exchange import Changed, InReach
+from flower_privdec.engine.workers.barrier import SPIN, Meeting
+from flower_privdec.engine.workers.block import Block, bring_home
+from flower_privdec.engine.workers.forked import Forked
+from flower_privdec.engine.workers.partitioning import Dealing
+from flower_privdec.engine.workers.shared_memory import EdgeBox, shared_copy
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.mixing.matrix import MixingMatrix
+
+Attempt = Callable[[Mapping[str, Tensor]], Any]  # at a block's rows
+COLLECT, TRY = "collect", "try"  # orders, beside the number of rounds to run
+Kept = tuple[dict[str, np.ndarray], dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]
+
+
+class Crew:
+    """Runs rounds of an algorithm on a cohort that hosts the whole network, in blocks, by one process or several.
+
+    Attributes:
+        state: of all peers: the round, and after `collected` all rows and edges.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        cohort: Cohort,
+        state: State,
+        dealing: Dealing,
+        attempt: Attempt | None = None,
+        leave: Iterable[Callable[[], None]] = (),
+    ) -> None:
+        """Deal out the peers; where there are several processes, share the rows and fork.
+
+        Args:
+            state: its rows are taken over.
+            attempt: tries the models of a block.
+            leave: lets go, in a forked process, of what this one alone holds: locks.
+        """
+        self.algorithm, self.cohort, self.state, self._dealing = algorithm, cohort, state, dealing
+        self._attempt, self._me = attempt, 0
+        self._others, self._boxes, self._meeting = list[Forked](), list[EdgeBox](), Meeting(dealing.workers)
+        self._parts: WeakKeyDictionary[MixingMatrix, MixingMatrix] = WeakKeyDictionary()
+        self._share(state)
+        self._mine = self._blocks(state)
+        if dealing.workers > 1:
+            try:
+                self._fork(self._mine, list(leave))
+            except BaseException:
+                self.close()
+                raise
+
+    def _share(self, state: State) -> None:
+        """Put rows where all processes find them, with a second buffer of those that are mixed."""
+        self._paid, self._whole = torch.zeros(1, dtype=torch.int64), state.rows
+        self._spare: dict[str, Tensor | None] = {}
+        if self._dealing.workers > 1:
+            self._paid = shared_copy(self._paid)
+            for name in list(state.rows):
+                state.rows[name] = shared_copy(state.rows[name])
+            mixed = {name for item in self.algorithm.program if isinstance(item, Mix) for name in item.names}
+            self._spare = {name: shared_copy(state.rows[name], filled=False) for name in mixed}
+
+    def _blocks(self, state: State) -> list[Block]:
+        """Return all blocks, with views of the rows and copies of the edges."""
+        blocks = [Block.of(self.cohort, *cut, state.round_index, self._paid) for cut in self._dealing.blocks]
+        for block in blocks:
+            for name, rows in self._whole.items():
+                block.see(name, rows)
+            block.state.edges = {name: _some(kept, block) for name, kept in state.edges.items()}
+        return blocks
+
+    def _fork(self, blocks: list[Block], leave: list[Callable[[], None]]) -> None:
+        self._boxes = [EdgeBox() for _ in range(self._dealing.workers)]
+        for number in range(1, self._dealing.workers):
+            hosted = [blocks[block] for block in self._dealing.of(number)]
+            name = f"peers {peer_ranges(range(hosted[0].start, hosted[-1].stop))}"
+            lines = [other.line.close for other in self._others]
+            self._others.append(Forked(name, partial(self._serve, number, hosted), [*leave, *lines]))
+        self._mine = [blocks[block] for block in self._dealing.of(0)]
+        self._meeting.join(0, [other.line.fileno() for other in self._others], select.POLLIN, self._alarm)
+
+    def _alarm(self, line: int) -> None:
+        """Raise why a process that should be at work has something to say, or is gone."""
+        for other in self._others:
+            if other.line.fileno() == line:
+                other.fail()
+
+    def _serve(self, number: int, hosted: list[Block], line: Connection) -> None:
+        """Do what the run orders, in a forked process, until the run is gone."""
+        self._me, self._mine, self._others = number, hosted, []
+        self._meeting.join(number, [line.fileno()], 0, _gone)
+        calls = select.poll()
+        calls.register(line.fileno(), select.POLLIN)
+        while True:
+            until = time.perf_counter() + SPIN
+            while not calls.poll(0) and time.perf_counter() < until:
+                pass
+            found = self._obey(line.recv())  # rounds give nothing, and are not answered
+            sys.stdout.flush()
+            if found is not None:
+                line.send((found, None))
+
+    def _obey(self, order: int | str) -> Any:
+        if isinstance(order, int):
+            return self._take_rounds(order)
+        return self._kept() if order == COLLECT else self._tried()
+
+    def rounds(self, count: int) -> None:
+        """Run some whole rounds, every step and every exchange, each once it is paid."""
+        while count:
+            together = self._pay(count)
+            self._order(together)
+            self._take_rounds(together)
+            count -= together
+
+    def _order(self, order: int | str) -> None:
+        for other in self._others:
+            other.order(order)
+
+    def _pay(self, count: int) -> int:
+        """Pay the private steps of the next round, of all who are active in it; return how many rounds are paid then.
+
+        Args:
+            count: of the rounds to come, at most so many.
+        """
+        each, k, ledger = self.cohort.steps_per_round, self.state.round_index, self.cohort.ledger
+        stop = k + count
+        if ledger is not None:
+            active = np.flatnonzero(self.cohort.active(k))
+            for step in range(k * each, (k + 1) * each if len(active) else k * each):
+                ledger.pay(step, active)
+            stop = min(stop, max(k + 1, ledger.paid // each))
+        self._paid[0] = stop * each
+        return stop - k
+
+    def _take_rounds(self, count: int) -> None:
+        for _ in range(count):
+            while (exchange := self._advance()) is not None:
+                self._perform(exchange)
+            self.state.round_index = self._mine[0].state.round_index
+
+    def _advance(self) -> Exchange | None:
+        exchange = None
+        for block in self._mine:
+            exchange = advance(self.algorithm, block.cohort, block.state)
+        return exchange
+
+    def _perform(self, exchange: Exchange) -> None:
+        """Perform an exchange among all peers, for those hosted here."""
+        mixing = self.cohort.mixing
+        if mixing is None:
+            raise TypeError(f"{self.algorithm.name} exchanges rows but has no mixing weights")
+        if isinstance(exchange, Mix):
+            bring_home(self._mine, self._whole, exchange.names)
+            self._mix(exchange, mixing.matrix(self._mine[0].state.round_index))
+            return
+        if not isinstance(exchange, Reply):
+            bring_home(self._mine, self._whole, exchange.names)
+        self._heard(exchange, mixing)
+
+    def _mix(self, exchange: Mix, matrix: MixingMatrix) -> None:
+        if self._dealing.workers == 1:
+            for name in exchange.names:
+                self._whole[name], self._spare[name] = matrix.replace(self._whole[name], self._spare.get(name))
+        elif matrix.moved is None:
+            self._mix_all(exchange, matrix)
+        else:
+            self._mix_some(exchange, matrix, matrix.moved)
+        for block in self._mine:
+            for name in exchange.names:
+                block.see(name, self._whole[name])
+            Changed({}, {}).apply_(block.state)
+
+    def _mix_all(self, exchange: Mix, matrix: MixingMatrix) -> None:
+        """Mix the rows of all receivers hosted here into the second buffer."""
+        start, stop = self._mine[0].start, self._mine[-1].stop
+        if matrix not in self._parts:
+            self._parts[matrix] = matrix.rows(self.cohort.peers[start:stop])
+        self._meeting.meet()
+        for name in exchange.names:
+            spare = self._spare[name]
+            if spare is None:
+                raise TypeError(f"row {name!r} is mixed and has no second buffer")
+            self._parts[matrix].apply(self._whole[name], out=spare[start:stop])
+            self._whole[name], self._spare[name] = spare, self._whole[name]
+
+    def _mix_some(self, exchange: Mix, matrix: MixingMatrix, moved: np.ndarray) -> None:
+        """Mix the rows of the few receivers here that hear somebody, in place, once all have read what they hear."""
+        mine = moved[(moved >= self._mine[0].start) & (moved < self._mine[-1].stop)]
+        self._meeting.meet()
+        part = matrix.rows(mine) if len(mine) else None
+        mixed = {name: part.apply(self._whole[name]) for name in exchange.names} if part is not None else {}
+        self._meeting.meet()
+        for name, rows in mixed.items():
+            self._whole[name][torch.from_numpy(mine)] = rows
+
+    def _heard(self, exchange: Exchange, mixing: Mixing) -> None:
+        """Gather or answer: read what the others have, and go on once all have read it."""
+        if self._dealing.workers == 1:
+            changes = self._changes(exchange, mixing, [block.state.edges for block in self._mine])
+        else:
+            if isinstance(exchange, Reply):
+                self._boxes[self._me].put([_named(block.state.edges, exchange.names) for block in self._mine])
+            self._meeting.meet()
+            replies = isinstance(exchange, Reply)
+            edges = [kept for box in self._boxes for kept in box.look()] if replies else []
+            changes = self._changes(exchange, mixing, edges)
+            self._meeting.meet()
+        for block, changed in zip(self._mine, changes, strict=True):
+            changed.apply_(block.state)
+
+    def _changes(self, exchange: Exchange, mixing: Mixing, edges: list[dict[str, Edges]]) -> list[Changed]:
+        replies = exchange.names if isinstance(exchange, Reply) else ()
+        reach = InReach(self._whole, {name: [kept[name] for kept in edges] for name in replies})
+        return [exchange.among(block.state, mixing, reach) for block in self._mine]
+
+    def collected(self) -> State:
+        """Return the whole state between two rounds, wherever its parts were made."""
+        self._order(COLLECT)
+        answers = [self._kept(), *(other.answer() for other in self._others)]
+        kept = [part for parts, _ in answers for part in parts]
+        rows, edges = kept[0]
+        state = self.state
+        state.rows = {name: rows for name, rows in self._whole.items() if name in self._mine[0].state.rows}
+        state.rows |= {name: torch.from_numpy(np.concatenate([part[0][name] for part in kept])) for name in rows}
+        state.edges = {name: _joined([part[1][name] for part in kept]) for name in edges}
+        self.cohort.game_seconds = max(seconds for _, seconds in answers)
+        return state
+
+    def _kept(self) -> tuple[list[Kept], float]:
+        """Bring rows home; return what has no home there, by block, and how long coalitions have been tried here."""
+        bring_home(self._mine, self._whole, [name for name in self._whole if name in self._mine[0].state.rows])
+        found = []
+        for block in self._mine:
+            rows = {name: part.numpy() for name, part in block.state.rows.items() if name not in self._whole}
+            edges = {name: (kept.own, kept.other, kept.values.numpy()) for name, kept in block.state.edges.items()}
+            found.append((rows, edges))
+        return found, sum(block.cohort.game_seconds for block in self._mine)
+
+    def trial(self) -> list[Any]:
+        """Return what trying the models of each block has found, in order."""
+        self._order(TRY)
+        answers = [self._tried(), *(other.answer() for other in self._others)]
+        return [found for part in answers for found in part]
+
+    def _tried(self) -> list[Any]:
+        if self._attempt is None:
+            raise TypeError("nothing says how models are tried")
+        return [self._attempt(block.state.rows) for block in self._mine]
+
+    def close(self) -> None:
+        """End the other processes, and let go of what was shared with them."""
+        for other in self._others:
+            other.close()
+        self._meeting.close()
+        for box in self._boxes:
+            box.close()
+        self._others, self._boxes = [], []
+
+
+def _gone(line: int) -> None:
+    raise EOFError("the run is gone")
+
+
+def _some(kept: Edges, block: Block) -> Edges:
+    """Return the edges of a block, in memory of their own."""
+    start, stop = np.searchsorted(kept.own, block.state.peers[[0, -1]] + [0, 1])
+    return Edges(kept.own[start:stop], kept.other[start:stop], kept.values[start:stop].clone())
+
+
+def _named(edges: Mapping[str, Edges], names: Iterable[str]) -> dict[str, Edges]:
+    return {name: edges[name] for name in names}
+
+
+def _joined(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Edges:
+    own, other, values = (np.concatenate(ends) for ends in zip(*parts, strict=True))
+    return Edges(own, other, torch.from_numpy(values))

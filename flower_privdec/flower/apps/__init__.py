@@ -1,0 +1,1 @@
+"""The ClientApp and ServerApp that run a scenario under Flower."""

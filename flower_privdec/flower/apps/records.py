@@ -1,0 +1,138 @@
+"""What the messages carry: rows and states as Flower records, exactly and without pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from torch import Tensor
+
+from flower_privdec.core import Edges, Exchange, State
+from flower_privdec.core.exchange import Payload
+from flower_privdec.errors import RunError
+from flower_privdec.graph.mixing import Link
+
+ORDER, POSITION, ROWS, EDGES = "order", "position", "rows", "edges"
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the ServerApp asks of a node in every train message.
+
+    It names no ledger, no key and, outside a simulation, no path: those are the node's own (`own`).
+
+    Attributes:
+        scenario: the scenario, as YAML.
+        until: stop when so many rounds are done.
+        peers: global ids of the peers the node hosts.
+        base: the folder from which the scenario's relative paths start (simulation).
+        folder: where the run is kept (simulation).
+        resume: go on from the checkpoint in `folder` (cohort mode).
+        begin: go on from the node's own checkpoint of this round; 0 to begin anew, -1 to go on as it is (relay mode).
+        shards: among how many shards the peers are dealt out (sharded mode); 0 in the other modes.
+        token: of the meeting of these shards for this message (sharded mode).
+    """
+
+    scenario: str
+    until: int
+    peers: list[int]
+    base: str = ""
+    folder: str = ""
+    resume: bool = False
+    begin: int = -1
+    shards: int = 0
+    token: str = ""
+
+    def record(self) -> ConfigRecord:
+        """Return the order as a record."""
+        return ConfigRecord(asdict(self))
+
+    @classmethod
+    def of(cls, content: RecordDict) -> Order:
+        """Read the order of a message.
+
+        Raises:
+            RunError: when the message carries none.
+        """
+        if ORDER not in content.config_records:
+            raise RunError("the message has no record 'order': send it with a strategy of flower_privdec")
+        fields = dict(content.config_records[ORDER])
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})  # type: ignore[arg-type]
+
+
+def pack_rows(rows: Mapping[str, Tensor]) -> ArrayRecord:
+    """Return named tensors as a record."""
+    return ArrayRecord({name: Array(value.detach().cpu().contiguous().numpy()) for name, value in rows.items()})
+
+
+def unpack_rows(record: ArrayRecord, device: torch.device) -> dict[str, Tensor]:
+    """Return a record's arrays as tensors on a device, bit for bit what was packed."""
+    return {name: torch.from_numpy(array.numpy()).to(device) for name, array in record.items()}
+
+
+def pack_peers(state: State, names: Iterable[str]) -> dict[str, ArrayRecord]:
+    """Return each peer's own rows as a record of its own, so that a router need not open any."""
+    names = tuple(names)
+    return {
+        row_key(peer): pack_rows({name: state.rows[name][i] for name in names})
+        for i, peer in enumerate(state.peers.tolist())
+    }
+
+
+def pack_messages(exchange: Exchange, messages: Mapping[Link, Payload]) -> dict[str, ArrayRecord]:
+    """Return what peers send, a record for each key: of an exchange in which all receivers get the same, one a peer."""
+    return {message_key(exchange, link): pack_rows(payload) for link, payload in messages.items()}
+
+
+def unpack_message(exchange: Exchange, content: RecordDict, link: Link, device: torch.device) -> Payload | None:
+    """Return what one peer sent to another, or None where the message has nothing of it."""
+    record = content.array_records.get(message_key(exchange, link))
+    return None if record is None else unpack_rows(record, device)
+
+
+def message_key(exchange: Exchange, link: Link) -> str:
+    """Return the key under which what one peer sends to another travels."""
+    sender, receiver = link
+    return f"{row_key(sender)}-to-{receiver}" if exchange.differs else row_key(sender)
+
+
+def row_key(peer: int) -> str:
+    """Return the key under which a peer's own record travels."""
+    return f"peer-{peer}"
+
+
+def pack_state(state: State, content: RecordDict) -> None:
+    """Put a whole state into a message or a context."""
+    content[ROWS] = pack_rows(state.rows)
+    position = ConfigRecord({"round": state.round_index, "at": state.at, "waiting": state.waiting})
+    position["peers"] = state.peers.tolist()
+    content[POSITION] = position
+    content[EDGES] = pack_rows({name: edges.values for name, edges in state.edges.items()})
+    for name, edges in state.edges.items():
+        content[f"{EDGES}.{name}"] = ConfigRecord({"own": edges.own.tolist(), "other": edges.other.tolist()})
+
+
+def unpack_state(content: RecordDict, device: torch.device) -> State | None:
+    """Return the state that `pack_state` put there, or None."""
+    if ROWS not in content.array_records:
+        return None
+    position = content.config_records[POSITION]
+    return State(
+        peers=np.asarray(position["peers"], dtype=np.int64),
+        round_index=int(position["round"]),  # type: ignore[arg-type]
+        at=int(position["at"]),  # type: ignore[arg-type]
+        rows=unpack_rows(content.array_records[ROWS], device),
+        edges={
+            name: Edges(*_pairs(content.config_records[f"{EDGES}.{name}"]), values)
+            for name, values in unpack_rows(content.array_records[EDGES], device).items()
+        },
+        waiting=bool(position["waiting"]),
+    )
+
+
+def _pairs(record: ConfigRecord) -> tuple[np.ndarray, np.ndarray]:
+    own, other = (np.asarray(record[name], dtype=np.int64) for name in ("own", "other"))
+    return own, other

@@ -1,0 +1,1 @@
+"""Runs of Flower started from here: a SuperLink of one's own, or all in this process."""

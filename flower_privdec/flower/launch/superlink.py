@@ -1,0 +1,156 @@
+"""A SuperLink of one's own: a private home, a free port on this machine, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from flower_privdec.errors import RunError
+from flower_privdec.flower.launch import supervisor
+
+CONNECTION = "privdec"
+INSTALL = "pip install 'flower-privdec[simulation]'"
+
+
+class LocalSuperLink:
+    """Starts a SuperLink for simulations that listens on 127.0.0.1 alone, and stops all it started.
+
+    The user's own Flower configuration, app folder and SuperLink are neither read nor written. Runs use
+    the Python environment of this process; Flower installs nothing.
+
+    Args:
+        cwd: the folder in which all that it starts runs; by default `folder`.
+        variables: of the environment, for all that it starts.
+
+    Attributes:
+        folder: a temporary folder; it goes with the SuperLink.
+    """
+
+    def __init__(self, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="privdec-"))
+        self._cwd, self._variables = cwd or self.folder, dict(variables or {})
+        self.home = self.folder / "home"
+        self.log = self.folder / "superlink.log"
+        self._keeper: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LocalSuperLink:
+        try:
+            for attempt in range(3):
+                port = _free_port()
+                if self._starts(port):
+                    return self
+                time.sleep(0.2 * attempt)
+            raise RunError(f"the SuperLink did not start:\n{tail(self.log)}")
+        except BaseException:
+            self._stop()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def popen(self, *arguments: str, output: Path) -> subprocess.Popen[bytes]:
+        """Start a Flower command, such as `flwr`, in this SuperLink's surroundings."""
+        return self._popen(self._command(*arguments), output, stdin=subprocess.DEVNULL)
+
+    def _command(self, name: str, *arguments: str) -> list[str]:
+        command = shutil.which(name, path=self._environment()["PATH"])
+        if command is None:
+            raise RunError(f"the command {name} is not there: {INSTALL}")
+        return [command, *arguments]
+
+    def _popen(self, command: list[str], output: Path, stdin: int) -> subprocess.Popen[bytes]:
+        with output.open("ab") as file:
+            return subprocess.Popen(
+                command,
+                cwd=self._cwd,
+                env=self._environment(),
+                stdin=stdin,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def call(self, *arguments: str, timeout: float = 60) -> str:
+        """Run a Flower command to its end and return what it printed."""
+        output = self.folder / "call.log"
+        output.unlink(missing_ok=True)
+        process = self.popen(*arguments, output=output)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise RunError(f"`{' '.join(arguments)}` did not end within {timeout:.0f} s") from error
+        finally:
+            process.kill()
+            process.wait()
+        return output.read_text(errors="replace")
+
+    def _environment(self) -> dict[str, str]:
+        """Return the environment of everything Flower starts here."""
+        extra = {
+            "FLWR_HOME": str(self.home),
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "NO_PROXY": "127.0.0.1,localhost",
+            "no_proxy": "127.0.0.1,localhost",
+            "PYTHONUNBUFFERED": "1",
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        }
+        if len(str(self.folder)) < 40:  # Ray's sockets lie below, and a socket's path has 107 characters
+            extra["RAY_TMPDIR"] = str(self.folder)
+        return os.environ | extra | self._variables
+
+    def _starts(self, port: int) -> bool:
+        """Start the SuperLink and wait until it answers; return whether it does."""
+        self.home.mkdir(exist_ok=True)
+        (self.home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n'
+            f'[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        )
+        options = f"--insecure --simulation --host 127.0.0.1 --port {port}"
+        superlink = self._command("flower-superlink", *options.split())
+        keep = [sys.executable, "-I", supervisor.__file__, str(self.folder), *superlink]
+        self._keeper = self._popen(keep, self.log, stdin=subprocess.PIPE)
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        deadline = time.monotonic() + 60
+        while self._keeper.poll() is None and time.monotonic() < deadline:
+            with suppress(OSError), direct.open(f"http://127.0.0.1:{port}/health", timeout=1):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _stop(self) -> None:
+        """Let the keeper end the SuperLink and all its descendants, and remove the folder."""
+        if self._keeper is not None and self._keeper.stdin is not None:
+            self._keeper.stdin.close()
+            self._keeper.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def tail(path: Path, lines: int = 12) -> str:
+    """Return the last lines of a log, without colours."""
+    with suppress(FileNotFoundError):
+        text = re.sub(r"\x1b\[[0-9;]*m", "", path.read_text(errors="replace"))
+        return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-lines:])
+    return "(no log)"

@@ -1,0 +1,1 @@
+"""The mod that makes an ordinary ClientApp a peer."""

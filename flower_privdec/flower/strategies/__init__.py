@@ -1,0 +1,1 @@
+"""Flower strategies without a global model."""

@@ -1,0 +1,116 @@
+"""A strategy whose peers talk to each other directly: the ServerApp introduces them, and waits."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.serverapp.strategy import Result
+
+from flower_privdec.common.arguments import check_numbers
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.flower.mods.orders import INITIAL, MESH
+from flower_privdec.flower.strategies.routing import EvaluateMean
+from flower_privdec.flower.strategies.strategies import PushSum
+from flower_privdec.scenario import to_yaml
+from flower_privdec.scenario.app_scenario import AppScenario
+
+log = logging.getLogger("flwr.privdec")
+
+
+class Mesh(PushSum):
+    """Push-sum among SuperNodes that talk to each other directly, all rounds inside one train message.
+
+    Every SuperNode has an `address` HOST:PORT and `certificates`, a folder of `privdec certs`, in its node-config, and
+    they must all run at once. Where one of them has no address, behind NAT or in a simulation, the rounds are relayed
+    through this ServerApp as `PushSum` does it; the log says which it is. A node that is started again goes on from
+    its checkpoint when the run of the same name is started again.
+
+    After the rounds each peer evaluates its own model once, and the peers' mean is computed, as in PushSum.
+
+    Args:
+        topology: the graph's name.
+        name: of the run and of the scenario for which the certificates were made.
+        mode: asynchronous, where a peer goes on without those who do not come in time; or synchronous.
+        deadline, start: seconds that peers wait for each other, see `network` in a scenario.
+        options: those of PushSum.
+
+    Raises:
+        ScenarioError: the graph is no named one, or an option out of its range.
+
+    Privacy: that of `PeerMod`. What the SuperLink and the ServerApp see: the graph, who is where, each peer's ε, and
+    the mean at the end, of masked numbers; no share passes them. They introduce addresses and no keys, so that they
+    cannot stand between two peers, whose certificates come from their owners.
+    """
+
+    def __init__(
+        self,
+        topology: str = "directed-exponential",
+        *,
+        name: str,
+        mode: Literal["asynchronous", "synchronous"] = "asynchronous",
+        deadline: float = 10.0,
+        start: float = 60.0,
+        **options: Any,
+    ) -> None:
+        if not isinstance(topology, str):
+            raise ScenarioError(f"topology={topology!r} of a mesh must be the name of a graph, which every node builds")
+        for option, value in (("deadline", deadline), ("start", start)):
+            if value is None:
+                raise ScenarioError(f"{option}=None must be a number of seconds; leave it out for the usual one")
+        check_numbers({"deadline": deadline, "start": start})
+        super().__init__(topology, name=name, **options)
+        self._network: dict[str, Any] = {"mode": mode, "deadline": float(deadline), "start": float(start)}
+        self._scenario([f"127.0.0.1:{port}" for port in (1, 2)], 1)  # which refuses what is wrong before the run
+
+    def _scenario(self, addresses: list[str], rounds: int) -> str:
+        """Return what the peers agree on, as YAML."""
+        share = self.participation
+        said: dict[str, Any] = {
+            "name": self.name,
+            "seed": self.seed,
+            "n_peers": len(addresses),
+            "rounds": rounds,
+            "topology": {"name": self.topology, **self.topology_options},
+            "participation": {"kind": "all"} if share == 1 else {"kind": "uniform", "fraction": float(share)},
+            "privacy": "none",
+            "network": {**self._network, "hand_in": False, "peers": [{"address": each} for each in addresses]},
+        }
+        try:
+            return to_yaml(AppScenario.model_validate(said).as_scenario)
+        except ValueError as error:
+            raise ScenarioError(f"a mesh cannot be: {' '.join(str(error).split())}") from error
+
+    def _run(
+        self,
+        num_rounds: int,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: EvaluateMean | None,
+    ) -> Result:
+        """Let the peers run all rounds among themselves; relay them where a peer cannot be reached."""
+        network, told = self.network, self.told
+        unreachable = [peer for peer in range(network.census.n_peers) if peer not in told or not told[peer].address]
+        if unreachable:
+            log.info("Peers %s have no address: all rounds are relayed by this ServerApp", unreachable)
+            return super()._run(num_rounds, train_config, evaluate_config, evaluate_fn)
+        log.info("The peers talk to each other directly, for %s rounds; this ServerApp waits", num_rounds)
+        self._wants_mean, result = False, Result()
+        train_config["server-round"] = 1
+        scenario = self._scenario([told[peer].address for peer in sorted(told)], num_rounds)
+        records: dict[str, ArrayRecord | ConfigRecord] = {INITIAL: self._initial, self.configrecord_key: train_config}
+        asked = sorted(told)
+        messages = [network.message(peer, "train", MESH, RecordDict({**records}), scenario=scenario) for peer in asked]
+        done = network.ask(messages)
+        network.raise_if_all_fail(asked)
+        log.info(
+            "%s of %s peers are done%s", len(done), len(asked), f" ({said})" if (said := network.troubles()) else ""
+        )
+        if missing := sorted(set(asked) - done.keys()):
+            raise RunError(f"peers {missing} did not come to their end; start the run of the same name again")
+        self._evaluate_peers(num_rounds, evaluate_config, result)
+        mean = self._deliver()
+        self._evaluate_mean(num_rounds, mean, evaluate_fn, result)
+        result.arrays = mean or ArrayRecord()
+        return result

@@ -1,0 +1,348 @@
+"""What the strategies for peers share: rounds, mail, the network's mean, and nodes that do not answer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.flower.launch.error_formatting import failing_plainly
+from flower_privdec.flower.mods.layout import Layout, numpy_arrays
+from flower_privdec.flower.mods.orders import DELIVER, EVALUATE, ROUND, Told
+from flower_privdec.flower.mods.peer_place import FOLDER, safe_name
+from flower_privdec.flower.strategies.given_options import check_start, check_strategy
+from flower_privdec.flower.strategies.node_registry import said_by
+from flower_privdec.flower.strategies.peer_network import PeerNetwork, masses_in, matrix_of, say_privacy, total_mass
+from flower_privdec.flower.strategies.reported_metrics import comparable
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.participation import build_participation
+from flower_privdec.graph.topology.graphs import Topology
+from flower_privdec.graph.topology.named import build_topology
+from flower_privdec.rows.keys import keyed_generator
+
+log = logging.getLogger("flwr.privdec")
+log.setLevel(logging.INFO)
+
+Aggregate = Callable[[list[RecordDict], str], MetricRecord]
+EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class Routed(Strategy):
+    """A strategy that finds its peers, tells each in every round to whom its shares go, and carries them there.
+
+    No global model exists. The network's mean Σ x / Σ w is computed for `evaluate_fn` alone, and is what
+    `result.arrays` holds at the end; `peer_arrays` then has each peer's own model, where peers do not seal what they
+    send. Where they do, the mean is a sum of masked numbers, and a peer's own model stays in its folder.
+
+    A node that does not answer holds nobody up for longer than the timeout, once: it gets and gives no shares until it
+    answers, however late, or until a node with the same partition-id takes its place. What was on its way to it is
+    kept; what it has sent and nobody has, it hands in again (`peer_state`: the protocol, and why no mass is lost).
+
+    Args:
+        topology: the graph's name, as `privdec list` has them, or a graph of your own.
+        topology_options: of a named graph, as degree.
+        participation: the share of peers that train and mix in a round, in (0, 1], drawn afresh each round.
+        fraction_evaluate: the share of peers that evaluate their own model after a round.
+        seed: of the graph and of who takes part.
+        name: of the run; a run of the same name goes on where it stopped, as far as its peers still know it. By
+            default each Flower run is a new one.
+        folder: where a *simulation's* peers keep state and ledgers; by default privdec-peers/NAME in the current
+            folder. A deployed node's is its own to say.
+        patience: seconds to wait for the nodes at the start.
+        weighted_by_key, arrayrecord_key, configrecord_key, train_metrics_aggr_fn, evaluate_metrics_aggr_fn: as of
+            Flower's FedAvg; metrics without the key count alike.
+
+    Attributes:
+        peer_arrays: after the end, each peer's own model, by peer; empty where they are sealed.
+        network: the peers of the run.
+
+    Raises:
+        ScenarioError: an option of the wrong kind or out of its range, or a graph without such weights.
+    """
+
+    weights: ClassVar[str]
+
+    def __init__(
+        self,
+        topology: str | Topology = "directed-exponential",
+        *,
+        topology_options: Mapping[str, Any] | None = None,
+        participation: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        seed: int = 0,
+        name: str | None = None,
+        folder: Path | str | None = None,
+        patience: float = 300.0,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: Aggregate | None = None,
+        evaluate_metrics_aggr_fn: Aggregate | None = None,
+    ) -> None:
+        check_strategy({name: value for name, value in locals().items() if name != "self"})
+        self.topology, self.topology_options = topology, dict(topology_options or {})
+        self.participation, self.fraction_evaluate, self.seed = participation, fraction_evaluate, seed
+        self.name, self.folder, self.patience = name, folder, patience
+        self.weighted_by_key, self.arrayrecord_key = weighted_by_key, arrayrecord_key
+        self.configrecord_key = configrecord_key
+        self.train_metrics_aggr_fn = train_metrics_aggr_fn or aggregate_metricrecords
+        self.evaluate_metrics_aggr_fn = evaluate_metrics_aggr_fn or aggregate_metricrecords
+        self.peer_arrays: dict[int, ArrayRecord] = {}
+        self._check_graph()
+
+    def _is_named(self) -> bool:
+        """Return whether the graph is given by a name that any number of peers has."""
+        return isinstance(self.topology, str) and self.topology not in ("torus", "edge-list", "random-regular")
+
+    def _check_graph(self) -> None:
+        """Refuse a graph that the strategy cannot use, as soon as it can be told."""
+        if self._is_named():
+            build_topology(str(self.topology), 8, seed=self.seed, **self.topology_options)
+
+    # The run.
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateMean | None = None,
+    ) -> Result:
+        """Run to the end, as Flower's own strategies do.
+
+        Args:
+            grid: the nodes.
+            initial_arrays: the model that all peers begin with.
+            num_rounds: of the whole run, those before a restart with them.
+            timeout: seconds to wait for a round's answers.
+            train_config, evaluate_config: handed to the app's functions, with `server-round` added.
+            evaluate_fn: given the round and the mean over the peers that took part in it.
+
+        Returns:
+            The mean over all peers, and the metrics that came.
+
+        Raises:
+            RunError: nodes are no peers, or claim the same partition, or none of them answers; or all fail.
+            ScenarioError: the graph cannot be, or not with so many peers.
+        """
+        given = {"train_config": train_config, "evaluate_config": evaluate_config}
+        check_start(grid, initial_arrays, num_rounds, timeout, given, evaluate_fn)
+        configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        self._wants_mean = evaluate_fn is not None
+        with failing_plainly():
+            self._begin(grid, initial_arrays, num_rounds, timeout)
+            return self._run(num_rounds, *configs, evaluate_fn)
+
+    def _run(
+        self,
+        num_rounds: int,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: EvaluateMean | None,
+    ) -> Result:
+        """Relay all rounds, once the peers are found."""
+        self.network.join(self._initial, founding=all(told.epoch == 0 for told in self.told.values()))
+        result, first = Result(), self._first_round()
+        if first == 1:
+            self._evaluate_mean(0, self._initial, evaluate_fn, result)
+        for server_round in range(first, num_rounds + 1):
+            self._round(server_round, train_config, evaluate_config, evaluate_fn, result)
+            if self._all_stopped():
+                break
+        result.arrays = self._deliver() or ArrayRecord()
+        return result
+
+    def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int, timeout: float) -> None:
+        """Find the peers, and build their graph."""
+        self._layout, self._initial, self._rounds = Layout.of(numpy_arrays(arrays)), arrays, rounds
+        self._kept, self._exhausted = self._layout.kept(numpy_arrays(arrays)), dict[int, str]()
+        run = self.name or f"run-{grid.run.run_id}"
+        folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(run)
+        common = {"run": run, "folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
+        self.network = PeerNetwork(grid, common, timeout)
+        self.network.find(self.patience)
+        self._sealed = self.network.sealed
+        self._build_graph(self.network.census.n_peers)
+        self.summary()
+
+    @property
+    def told(self) -> dict[int, Told]:
+        """Return what each peer said last: its ε in words, and why it trains no more."""
+        return self.network.told
+
+    def _build_graph(self, n_peers: int) -> None:
+        graph, options = self.topology, self.topology_options
+        graph = build_topology(graph, n_peers, seed=self.seed, **options) if isinstance(graph, str) else graph
+        if graph.n_peers != n_peers:
+            raise ScenarioError(f"topology {graph.name} joins {graph.n_peers} peers, and the SuperNodes are {n_peers}")
+        fraction = None if self.participation == 1 else self.participation
+        self._active = build_participation("uniform" if fraction else "all", n_peers, self.seed, fraction)
+        self._graph = Mixing(graph, self.weights, self._active).topology  # which checks that they go together
+
+    def _first_round(self) -> int:
+        """Return the round to go on with: again the last, where somebody missed it, for nobody takes part twice."""
+        rounds = [self.told[peer].round_index for peer in self.network.census.there]
+        return max(rounds) + (min(rounds) == max(rounds) or max(rounds) == 0)
+
+    def summary(self) -> None:
+        """Log who takes part and how."""
+        n_peers, common = self.network.census.n_peers, self.network.common
+        log.info("%s on %s: %s peers, %s rounds", type(self).__name__, self._graph.name, n_peers, self._rounds)
+        log.info("Run %r; a simulation's peers keep state and ledgers in %s", common["run"], common["folder"])
+        log.info("Shares are %s", "sealed between the peers" if self._sealed else "open to this ServerApp")
+
+    # A round.
+
+    def _round(
+        self,
+        server_round: int,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: EvaluateMean | None,
+        result: Result,
+    ) -> None:
+        network, arrays = self.network, self._initial
+        network.meet(network.timeout)
+        network.join(arrays, founding=False)
+        trained = network.ask(self.configure_train(server_round, arrays, train_config, network.grid))
+        mean, metrics = self.aggregate_train(server_round, trained.values())
+        if metrics:
+            result.train_metrics_clientapp[server_round] = metrics
+        self._evaluate_peers(server_round, evaluate_config, result)
+        self._evaluate_mean(server_round, mean, evaluate_fn, result)
+
+    def _evaluate_peers(self, server_round: int, config: ConfigRecord, result: Result) -> None:
+        """Let some peers evaluate their own models."""
+        network = self.network
+        evaluated = network.ask(self.configure_evaluate(server_round, self._initial, config, network.grid))
+        if metrics := self.aggregate_evaluate(server_round, evaluated.values()):
+            result.evaluate_metrics_clientapp[server_round] = metrics
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return a message for each peer that takes part: its mail, and to whom its shares go; no arrays."""
+        config["server-round"] = server_round
+        active = self._active.active(server_round - 1)
+        self._asked = [peer for peer in self.network.members() if active[peer]]
+        self._counted = [peer for peer in self.network.well() if active[peer]]
+        links = self._links(server_round - 1)
+        return [
+            self.network.message(
+                peer,
+                "train",
+                ROUND,
+                RecordDict({self.configrecord_key: config}),
+                round_index=server_round,
+                wants_mass=self._wants_mean,
+                mean_of=self._counted if self._sealed else [],
+                receivers=[to for to, _ in links[peer]],
+                weights=[weight for _, weight in links[peer]],
+            )
+            for peer in self._asked
+        ]
+
+    def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
+        """Return to whom the shares of each peer go in a round, and with which weight: to none that is not well."""
+        present = np.zeros(self.network.census.n_peers, dtype=bool)
+        present[self._counted] = True
+        links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(len(present))}
+        if present.sum() < 2:
+            return links
+        for sender, receiver, weight in matrix_of(self._graph, self.weights, round_index, present).terms():
+            if sender != receiver:
+                links[sender].append((receiver, weight))
+        return links
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Return the mean over the peers that took part, for evaluation alone, and the metrics that came."""
+        self.network.raise_if_all_fail(self._asked)
+        answers = {self.network.census.peer_at(reply.metadata.src_node_id): reply for reply in replies}
+        trained = sum(self.told[peer].trained for peer in answers)
+        self._exhausted |= {peer: self.told[peer].stopped for peer in answers if self.told[peer].exhausted}
+        troubles = self.network.troubles()
+        log.info(
+            "[ROUND %s/%s] %s of %s peers trained%s",
+            server_round,
+            self._rounds,
+            trained,
+            self.network.census.n_peers,
+            f" ({troubles})" if troubles else "",
+        )
+        mean = self._mean(answers, self._counted) if self._wants_mean else None
+        return mean, self._metrics(answers.values(), self.train_metrics_aggr_fn)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return a message for each peer that is to evaluate its own model, with its mail."""
+        config["server-round"] = server_round
+        well = self.network.well()
+        count = math.ceil(round(self.fraction_evaluate * len(well), 9))
+        chosen = keyed_generator(self.seed, "evaluate", server_round).permutation(well)[:count].tolist()
+        contents = {peer: RecordDict({self.configrecord_key: config}) for peer in chosen}
+        return [
+            self.network.message(peer, "evaluate", EVALUATE, contents[peer], round_index=server_round)
+            for peer in chosen
+        ]
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Return the metrics of the peers that say them."""
+        return self._metrics(replies, self.evaluate_metrics_aggr_fn)
+
+    def _metrics(self, replies: Iterable[Message], aggregate: Aggregate) -> MetricRecord | None:
+        alike = comparable(replies, self.weighted_by_key)
+        return aggregate(alike, self.weighted_by_key) if alike else None
+
+    def _evaluate_mean(
+        self, server_round: int, mean: ArrayRecord | None, evaluate_fn: EvaluateMean | None, result: Result
+    ) -> None:
+        metrics = None if mean is None or evaluate_fn is None else evaluate_fn(server_round, mean)
+        if metrics is not None and not isinstance(metrics, MetricRecord):
+            raise RunError(f"evaluate_fn returned a {type(metrics).__name__}: it must be a MetricRecord, or None")
+        if metrics is not None:
+            said = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if not isinstance(value, list))
+            log.info("[ROUND %s/%s] the peers' mean: %s", server_round, self._rounds, said)
+            result.evaluate_metrics_serverapp[server_round] = metrics
+
+    def _all_stopped(self) -> bool:
+        """Return whether no peer trains any more, for what its budget allows is spent; it is said."""
+        stopped = self._exhausted.keys() == self.told.keys()
+        if stopped:
+            log.info("Training stops: %s", said_by(self._exhausted))
+        return stopped
+
+    def _deliver(self) -> ArrayRecord | None:
+        """Hand out what is on its way, and return the mean over all peers that are there."""
+        network, peers = self.network, self.network.well()
+        common = {"wants_mass": True, "mean_of": peers if self._sealed else [], "serial": time.time_ns()}
+        messages = [network.message(peer, "train", DELIVER, RecordDict(), **common) for peer in network.members()]
+        answers = network.ask(messages)
+        if not self._sealed:
+            masses = sorted(masses_in(answers, self._layout.size, self._sealed).items())
+            self.peer_arrays = {peer: self._record(mass) for peer, mass in masses if mass[-1] > 0}
+        say_privacy(self.told)
+        return self._mean(answers, peers)
+
+    def _mean(self, answers: Mapping[int, Message], peers: Iterable[int]) -> ArrayRecord | None:
+        total = total_mass(masses_in(answers, self._layout.size, self._sealed), set(peers), self._sealed)
+        return None if total is None else self._record(total)
+
+    def _record(self, mass: np.ndarray) -> ArrayRecord:
+        return self._layout.record(mass[:-1] / mass[-1], self._kept)

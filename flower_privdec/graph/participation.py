@@ -1,0 +1,168 @@
+"""Who takes part in a round."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from flower_privdec.catalogue import PARTICIPATIONS
+from flower_privdec.errors import ScenarioError
+from flower_privdec.graph.topology.graphs import CompleteTopology, RandomEdges, Topology
+from flower_privdec.graph.topology.limits import check_edges
+from flower_privdec.rows.keys import keyed_generator
+
+
+class Participation(Protocol):
+    """Says who is active in each round; at least one peer always is."""
+
+    @property
+    def kind(self) -> str:
+        """The name it has in a scenario."""
+
+    @property
+    def n_peers(self) -> int:
+        """How many peers there are."""
+
+    @property
+    def chances(self) -> npt.NDArray[np.float64]:
+        """Return the chance of each peer to be active in a round, [n_peers]; ι is their mean."""
+
+    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
+        """Return the mask of active peers, [n_peers]."""
+
+
+@dataclass(frozen=True)
+class Everybody:
+    """Every peer is active in every round."""
+
+    n_peers: int
+    kind: str = "all"
+
+    @property
+    def chances(self) -> npt.NDArray[np.float64]:
+        """Return ones, [n_peers]."""
+        return np.ones(self.n_peers)
+
+    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
+        """Return a mask of ones, [n_peers]."""
+        return np.ones(self.n_peers, dtype=bool)
+
+
+@dataclass(frozen=True)
+class UniformParticipation:
+    """The same number of peers each round, drawn without replacement; the draw is keyed by (seed, round)."""
+
+    n_peers: int
+    count: int
+    seed: int
+    kind: str = "uniform"
+
+    @property
+    def chances(self) -> npt.NDArray[np.float64]:
+        """Return count over n_peers, [n_peers]."""
+        return np.full(self.n_peers, self.count / self.n_peers)
+
+    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
+        """Return the mask of the round's peers, [n_peers], read-only."""
+        return _drawn(self.n_peers, self.count, self.seed, round_index)
+
+
+@lru_cache(maxsize=8)  # steps and exchanges of one round all ask
+def _drawn(n_peers: int, count: int, seed: int, round_index: int) -> npt.NDArray[np.bool_]:
+    mask = np.zeros(n_peers, dtype=bool)
+    generator = keyed_generator(seed, "participation", round_index)
+    mask[generator.choice(n_peers, size=count, replace=False, shuffle=False)] = True
+    mask.flags.writeable = False
+    return mask
+
+
+@dataclass(frozen=True)
+class EdgeParticipation:
+    """The ends of a round's edges: of a graph that draws some edges of another one afresh each round.
+
+    Two edges may share an end, so that up to twice as many peers as edges are active. A peer of degree g among the E
+    edges of the supergraph is active unless none of its own is drawn: with chance 1 - C(E - g, e) / C(E, e).
+    """
+
+    graph: RandomEdges
+    kind: str = "edges"
+
+    @property
+    def n_peers(self) -> int:
+        """How many peers there are."""
+        return self.graph.n_peers
+
+    @property
+    def chances(self) -> npt.NDArray[np.float64]:
+        """Return the chance that some edge of each peer is drawn, [n_peers]."""
+        edges, drawn = len(self.graph.candidates), self.graph.count
+        degrees = np.bincount(self.graph.candidates.ravel(), minlength=self.n_peers)
+        left = (edges - degrees[:, None] - np.arange(drawn)).clip(min=0) / (edges - np.arange(drawn))
+        return np.asarray(1 - left.prod(axis=1))
+
+    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
+        """Return the mask of the round's ends, [n_peers]."""
+        mask = np.zeros(self.n_peers, dtype=bool)
+        mask[self.graph.edges(round_index).ravel()] = True
+        return mask
+
+
+def sample_edges(supergraph: Topology, count: int, seed: int) -> RandomEdges:
+    """Return a graph of some edges of another one, drawn afresh each round, for `EdgeParticipation`.
+
+    Raises:
+        ScenarioError: the supergraph has no edges to draw from, or fewer.
+    """
+    if supergraph.directed or supergraph.period != 1 or supergraph.name == "server":
+        raise ScenarioError(
+            f"participation.kind=edges on topology {supergraph.name} must draw from a graph that is undirected and the "
+            "same every round; take topology complete or ring"
+        )
+    if isinstance(supergraph, CompleteTopology):
+        check_edges(supergraph.n_peers * (supergraph.n_peers - 1.0), supergraph.name, supergraph.n_peers)
+    graph = RandomEdges(supergraph, count, seed)
+    if count > len(graph.candidates):
+        raise ScenarioError(
+            f"participation.count={count} must be <= {len(graph.candidates)}, the undirected edges of topology "
+            f"{supergraph.name}"
+        )
+    return graph
+
+
+def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float | None = None) -> Participation:
+    """Build a participation from its name.
+
+    Args:
+        kind: all or uniform; for edges see `sample_edges`.
+        n_peers: how many peers there are, at least 1.
+        seed: keys the draws.
+        fraction: the share of peers active in a round, in (0, 1]; `uniform` alone takes it.
+
+    Returns:
+        The participation; `uniform` has ceil(fraction n_peers) peers active, so at least one.
+
+    Raises:
+        ScenarioError: an unknown kind, or a fraction missing, out of range or out of place.
+
+    Examples:
+        >>> build_participation("uniform", 10, seed=1, fraction=0.25).active(0).sum().item()
+        3
+    """
+    PARTICIPATIONS.some("all", "uniform").check(kind, "participation.kind")
+    if n_peers < 1:
+        raise ScenarioError(f"n_peers={n_peers} must be >= 1")
+    if kind == "all":
+        if fraction is not None:
+            raise ScenarioError(
+                f"participation.fraction={fraction} has no place in participation all; use kind uniform"
+            )
+        return Everybody(n_peers)
+    if fraction is None or not 0 < fraction <= 1:
+        raise ScenarioError(f"participation.fraction={fraction} must be in (0, 1] for kind uniform")
+    count = math.ceil(round(fraction * n_peers, 9))  # 0.07 * 100 is a hair above 7 in floating point
+    return UniformParticipation(n_peers, max(count, 1), seed)

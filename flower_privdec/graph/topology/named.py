@@ -1,0 +1,252 @@
+"""Build a topology from its name and options; every option is checked, every draw is keyed by the seed."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flower_privdec.catalogue import TOPOLOGIES
+from flower_privdec.common.formatting import did_you_mean
+from flower_privdec.errors import ScenarioError
+from flower_privdec.graph.topology.edge_list import read_edge_list
+from flower_privdec.graph.topology.given import build_own_topology
+from flower_privdec.graph.topology.graphs import (
+    CompleteTopology,
+    DirectedExponential,
+    RandomEdges,
+    StaticTopology,
+    Topology,
+    edge_array,
+    networkx,
+    shift_edges,
+)
+from flower_privdec.graph.topology.limits import check_edges, check_probability, check_size
+from flower_privdec.rows.keys import keyed_generator
+
+DRAWS = 200  # how often a random graph is drawn again before it is called hopeless
+
+
+def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) -> Topology:
+    """Build the graph that a scenario names.
+
+    Args:
+        name: one of `TOPOLOGIES`, or `package.module:name` of a user's own function, see `build_own_topology`.
+        n_peers: how many peers it joins, at least 2.
+        seed: keys the random graphs.
+        options: what `topology_options(name)` lists; for a user's own, `arguments` by name.
+
+    Returns:
+        The topology, with its options checked; `check_topology` says whether it can agree.
+
+    Raises:
+        ScenarioError: an unknown name or option, or a value that breaks a rule.
+
+    Examples:
+        >>> graph = build_topology("directed-exponential", 8)
+        >>> graph.edges(1)[:3].tolist()  # in round 1 each peer sends to the one 2 ahead
+        [[0, 2], [1, 3], [2, 4]]
+        >>> graph.period
+        3
+    """
+    own = ":" in name
+    builder = build_own_topology if own else _builder(name)
+    if isinstance(n_peers, bool) or not isinstance(n_peers, int | np.integer) or n_peers < 1:
+        raise ScenarioError(f"n_peers={n_peers!r} must be a whole number >= 1")
+    if n_peers == 1:
+        raise ScenarioError(f"n_peers=1 on topology {name}: a graph needs at least 2 peers; use algorithm local")
+    if not own:
+        _refuse_unknown_options(name, builder, options)
+        check_size(name, int(n_peers), options)
+    return builder(name, int(n_peers), seed, **options)
+
+
+def topology_options(name: str) -> dict[str, Any]:
+    """Return a topology's options and their defaults; None means derived from the others, or required."""
+    return {
+        parameter.name: None if parameter.default is parameter.empty else parameter.default
+        for parameter in inspect.signature(_builder(name)).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+
+
+def _builder(name: str) -> Callable[..., Topology]:
+    TOPOLOGIES.check(name, "topology.name")
+    return _BUILDERS[name]
+
+
+def _refuse_unknown_options(name: str, builder: Callable[..., Topology], options: dict[str, Any]) -> None:
+    kinds = [parameter.kind for parameter in inspect.signature(builder).parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        return  # handed on to the supergraph, which checks them
+    valid = topology_options(name)
+    for key in options:
+        if key not in valid:
+            takes = f"it takes {', '.join(valid)}" if valid else "it takes none"
+            raise ScenarioError(f"topology.{key} is no option of {name}: {takes}{did_you_mean(key, valid)}")
+
+
+def _whole(key: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ScenarioError(f"topology.{key}={value!r} must be a whole number >= {least}")
+    if value < least:
+        raise ScenarioError(f"topology.{key}={value} must be >= {least}")
+    return int(value)
+
+
+def _chance(key: str, value: object, *, zero: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ScenarioError(f"topology.{key}={value!r} must be in {'[' if zero else '('}0, 1]")
+    if value == 0 and not zero:
+        raise ScenarioError(f"topology.{key}={value} must be > 0: without edges nobody ever agrees")
+    return float(value)
+
+
+def _static(name: str, graph: Any) -> Topology:
+    n_peers = graph.number_of_nodes()
+    pairs = np.array(networkx().convert_node_labels_to_integers(graph, ordering="sorted").edges, dtype=np.int64)
+    return StaticTopology(name, n_peers, False, edge_array(pairs, n_peers, symmetric=True))
+
+
+def _draw_connected(name: str, seed: int, draw: Callable[[int], Any], blamed: str, remedy: str) -> Topology:
+    for attempt in range(DRAWS):
+        graph = draw(int(keyed_generator(seed, f"topology-{name}", attempt).integers(2**31)))
+        if networkx().is_connected(graph):
+            return _static(name, graph)
+    raise ScenarioError(f"{blamed} on topology {name}: {DRAWS} draws and none was connected; {remedy}")
+
+
+def _directed_exponential(name: str, n_peers: int, seed: int) -> Topology:
+    return DirectedExponential(n_peers)
+
+
+def _directed_exponential_full(name: str, n_peers: int, seed: int) -> Topology:
+    offsets = 2 ** np.arange((n_peers - 1).bit_length())
+    return StaticTopology(name, n_peers, True, shift_edges(n_peers, offsets))
+
+
+def _directed_ring(name: str, n_peers: int, seed: int) -> Topology:
+    return StaticTopology(name, n_peers, True, shift_edges(n_peers, [1]))
+
+
+def _ring(name: str, n_peers: int, seed: int) -> Topology:
+    return _static(name, networkx().cycle_graph(n_peers) if n_peers > 2 else networkx().path_graph(2))
+
+
+def _complete(name: str, n_peers: int, seed: int) -> Topology:
+    return CompleteTopology(name, n_peers)
+
+
+def _bipartite(name: str, n_peers: int, seed: int) -> Topology:
+    return _static(name, networkx().complete_bipartite_graph(n_peers // 2, n_peers - n_peers // 2))
+
+
+def _star(name: str, n_peers: int, seed: int) -> Topology:
+    return _static(name, networkx().star_graph(n_peers - 1))
+
+
+def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols: int | None = None) -> Topology:
+    sides = [_whole(key, value, 2) for key, value in (("rows", rows), ("cols", cols)) if value is not None]
+    if not sides:
+        sides = [max((r for r in range(2, math.isqrt(n_peers) + 1) if n_peers % r == 0), default=0)]
+    if len(sides) == 1:
+        sides = [sides[0], n_peers // sides[0] if sides[0] else 0]
+    if rows is None and cols is not None:
+        sides.reverse()
+    if math.prod(sides) != n_peers or min(sides) < 2:
+        given = "".join(f" {k}={v}" for k, v in (("rows", rows), ("cols", cols)) if v is not None)
+        raise ScenarioError(
+            f"n_peers={n_peers} on topology torus{given and ' with'}{given} must be rows x cols, both >= 2; "
+            "take an n_peers that factors so, or topology ring"
+        )
+    return _static(name, networkx().grid_2d_graph(*sides, periodic=True))
+
+
+def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = 4) -> Topology:
+    degree = _whole("degree", degree, 1 if n_peers == 2 else 2)
+    if degree >= n_peers:
+        raise ScenarioError(f"topology.degree={degree} must be < n_peers={n_peers}: a peer has only that many others")
+    if degree * n_peers % 2:
+        raise ScenarioError(f"topology.degree={degree} times n_peers={n_peers} must be even; change one of them by 1")
+    blamed = f"topology.degree={degree}"
+    return _draw_connected(
+        name, seed, lambda key: networkx().random_regular_graph(degree, n_peers, seed=key), blamed, "raise it"
+    )
+
+
+def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = 0.5) -> Topology:
+    p = _chance("probability", probability)
+    threshold = math.log(n_peers) / n_peers
+    remedy = f"raise it well above ln(n)/n = {threshold:.2g}"
+    check_probability(n_peers, p, remedy)
+    blamed = f"topology.probability={p}"
+    return _draw_connected(
+        name, seed, lambda key: networkx().fast_gnp_random_graph(n_peers, p, seed=key), blamed, remedy
+    )
+
+
+def _small_world(name: str, n_peers: int, seed: int, *, degree: int = 4, rewire: float = 0.1) -> Topology:
+    degree, rewire = _whole("degree", degree, 2), _chance("rewire", rewire, zero=True)
+    if degree % 2 or degree >= n_peers:
+        raise ScenarioError(
+            f"topology.degree={degree} on topology small-world must be even and < n_peers={n_peers}: "
+            "half of it to each side of the ring"
+        )
+    blamed = f"topology.rewire={rewire}"
+    return _draw_connected(
+        name, seed, lambda key: networkx().watts_strogatz_graph(n_peers, degree, rewire, seed=key), blamed, "lower it"
+    )
+
+
+def _edge_list(
+    name: str, n_peers: int, seed: int, *, file: str | Path | None = None, directed: bool = True
+) -> Topology:
+    if file is None:
+        raise ScenarioError("topology.file is missing: edge-list reads its edges from a text file; add it")
+    if not isinstance(directed, bool):
+        raise ScenarioError(f"topology.directed={directed!r} must be true or false")
+    pairs = read_edge_list(file, n_peers)
+    return StaticTopology(name, n_peers, directed, edge_array(pairs, n_peers, symmetric=not directed))
+
+
+def _random_edges(
+    name: str, n_peers: int, seed: int, *, edges: int = 1, supergraph: str = "complete", **options: Any
+) -> Topology:
+    count = _whole("edges", edges, 1)
+    graph = build_topology(supergraph, n_peers, seed=seed, **options)
+    if graph.directed or graph.period != 1:
+        raise ScenarioError(
+            f"topology.supergraph={supergraph} must be undirected and the same every round; take complete or ring"
+        )
+    if isinstance(graph, CompleteTopology):
+        check_edges(n_peers * (n_peers - 1.0), supergraph, n_peers)
+    topology = RandomEdges(graph, count, seed)
+    if count > len(topology.candidates):
+        raise ScenarioError(
+            f"topology.edges={count} must be <= {len(topology.candidates)}, the undirected edges of {supergraph}"
+        )
+    return topology
+
+
+_BUILDERS: dict[str, Callable[..., Topology]] = TOPOLOGIES.bind(
+    {
+        "directed-exponential": _directed_exponential,
+        "directed-exponential-full": _directed_exponential_full,
+        "directed-ring": _directed_ring,
+        "ring": _ring,
+        "complete": _complete,
+        "bipartite": _bipartite,
+        "star": _star,
+        "torus": _torus,
+        "random-regular": _random_regular,
+        "erdos-renyi": _erdos_renyi,
+        "small-world": _small_world,
+        "edge-list": _edge_list,
+        "random-edges": _random_edges,
+        "server": _complete,
+    }
+)

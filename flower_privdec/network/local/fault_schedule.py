@@ -1,0 +1,92 @@
+"""Which fault comes next, and for how long: drawn from a seed, and the same whatever the peers do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from flower_privdec.common.formatting import did_you_mean
+from flower_privdec.errors import ScenarioError
+from flower_privdec.network.local.fault_proxy import Faults
+
+Pair = tuple[int, int]
+ON_LINKS = {
+    "cut": "a connection is cut",
+    "loss": "one piece in ten is lost, and the connection with it",
+    "delay": "everything takes up to half a second longer",
+    "throttle": "a link carries 100 kB a second",
+    "black-hole": "nothing comes through",
+}
+ON_PEERS = {
+    "kill": "a peer is ended by SIGKILL and started again with --resume",
+    "pause": "a peer is stopped by SIGSTOP and goes on by SIGCONT",
+    "isolate": "nothing comes through from or to a peer",
+}
+KINDS = ON_LINKS | ON_PEERS
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong.
+
+    Attributes:
+        kind: one of KINDS.
+        after: seconds since the fault before it.
+        seconds: how long it lasts.
+        peer: whom it befalls, or whose link it is.
+        other: to whom the link goes; None for what befalls a peer.
+    """
+
+    kind: str
+    after: float
+    seconds: float
+    peer: int
+    other: int | None = None
+
+    @property
+    def on_link(self) -> Faults:
+        """Return what it does to a link."""
+        return {
+            "loss": Faults(cut=0.1),
+            "delay": Faults(delay=0.05, jitter=0.45),
+            "throttle": Faults(rate=1e5),
+            "black-hole": Faults(black_hole=True),
+            "isolate": Faults(black_hole=True),
+        }.get(self.kind, Faults())
+
+    def __str__(self) -> str:
+        """Say what it is."""
+        where = f"peer {self.peer}" if self.other is None else f"link {self.peer} to {self.other}"
+        return f"{self.kind} of {where} for {self.seconds:.2f} s"
+
+
+def check_kinds(kinds: Sequence[str]) -> None:
+    """Refuse kinds of faults that there are none of.
+
+    Raises:
+        ScenarioError: naming the kind, and those that there are.
+    """
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ScenarioError(f"--fault {kind!r} must be one of {', '.join(KINDS)}{did_you_mean(kind, KINDS)}")
+
+
+def faults(seed: int, links: Sequence[Pair], kinds: Sequence[str], every: float, longest: float) -> Iterator[Fault]:
+    """Yield faults without end.
+
+    Args:
+        seed: of all that is drawn.
+        links: (sender, receiver) of those that carry anything.
+        kinds: of faults.
+        every: seconds between two of them, on average.
+        longest: seconds that one lasts at most.
+    """
+    draw, peers = Random(seed), sorted({peer for pair in links for peer in pair})
+    while True:
+        kind, after, seconds = draw.choice(kinds), draw.uniform(0.5, 1.5) * every, draw.uniform(0.1, 1.0) * longest
+        peer, other = draw.choice(links)
+        if kind in ON_PEERS:
+            yield Fault(kind, after, seconds, draw.choice(peers))
+        else:
+            yield Fault(kind, after, 0.0 if kind == "cut" else seconds, peer, other)

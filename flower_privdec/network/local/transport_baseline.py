@@ -1,0 +1,92 @@
+"""What the transport itself takes: the messages of a run as bytes that mean nothing, over bare gRPC with TLS.
+
+Nothing is computed, checked, copied together or put on disk: processes wait for each other at every place, as
+synchronous peers do.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Condition
+from typing import Any
+
+import grpc
+
+from flower_privdec.network.transport.certificates import files_of
+from flower_privdec.network.transport.channel import CALLING, METHOD, PIECE, SERVING
+
+PATIENCE = 60.0  # seconds for a message, and for the others to be there
+
+
+class FloorPeer:
+    """One process: takes bytes in and forgets them, and sends as many at each place.
+
+    Args:
+        peer: its number.
+        plan: addresses and identities of all; `certs`, their folder; `bytes` of a message; and `receivers`, of every
+            peer at every place.
+    """
+
+    def __init__(self, peer: int, plan: dict[str, Any]) -> None:
+        self._peer, self._plan, self._heard, self._changed = peer, plan, [0] * len(plan["receivers"]), Condition()
+        certificate, key, authority = (path.read_bytes() for path in files_of(Path(plan["certs"]), peer))
+        self._own = key, certificate, authority
+        self._server = grpc.server(ThreadPoolExecutor(8), options=SERVING)
+        handler = grpc.stream_unary_rpc_method_handler(self._take)
+        service, _, method = METHOD.strip("/").partition("/")
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+        shown = grpc.ssl_server_credentials(((key, certificate),), authority, require_client_auth=True)
+        self._server.add_secure_port(plan["addresses"][peer], shown)
+        self._server.start()
+        self._methods: dict[int, Any] = {}
+
+    def _take(self, parts: Iterator[bytes], context: Any) -> bytes:
+        place = int.from_bytes(next(parts), "little")
+        for _ in parts:
+            pass
+        with self._changed:
+            self._heard[place] += 1
+            self._changed.notify_all()
+        return b""
+
+    def _method(self, receiver: int) -> Any:
+        if receiver not in self._methods:
+            key, certificate, authority = self._own
+            name = self._plan["identities"][receiver]
+            options = [*CALLING, ("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
+            shown = grpc.ssl_channel_credentials(authority, key, certificate)
+            channel = grpc.secure_channel(self._plan["addresses"][receiver], shown, options=options)
+            self._methods[receiver] = channel.stream_unary(METHOD)
+        return self._methods[receiver]
+
+    def run(self) -> list[tuple[float, float]]:
+        """Go through all places; return the clock and this process's CPU time after each."""
+        size, stamps = self._plan["bytes"], []
+        pieces = [bytes(min(PIECE, size - start)) for start in range(0, size, PIECE)]
+        with ThreadPoolExecutor(8) as pool:
+            for place, receivers in enumerate(self._plan["receivers"]):
+                parts = [place.to_bytes(8, "little"), *pieces]
+                calls = [pool.submit(self._send, receiver, parts) for receiver in receivers[self._peer]]
+                awaited = sum(self._peer in each for each in receivers)
+                self._await(place, awaited)
+                for call in calls:
+                    call.result()
+                stamps.append((time.monotonic(), time.process_time()))
+        return stamps
+
+    def _await(self, place: int, messages: int) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._heard[place] >= messages, PATIENCE):
+                raise TimeoutError(f"peer {self._peer} heard nothing at place {place}")
+
+    def _send(self, receiver: int, parts: list[bytes]) -> None:
+        self._method(receiver)(iter(parts), timeout=PATIENCE, wait_for_ready=True)
+
+
+def stamps(plan: str, peer: int) -> list[tuple[float, float]]:
+    """Be one of the processes, whose plan is a file of JSON; return the stamps. It goes on taking what comes."""
+    return FloorPeer(peer, json.loads(Path(plan).read_text())).run()

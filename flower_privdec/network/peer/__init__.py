@@ -1,0 +1,1 @@
+"""One deployed peer: its data, its ledger, its folder, and its sessions with its neighbours."""

@@ -1,0 +1,176 @@
+"""A peer in the foreground of a terminal or a service: a status line, a clean stop, and an answer to who asks."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from flower_privdec.common.files import write_atomically
+from flower_privdec.common.formatting import printable, shown
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.network.peer.status_request import Asker
+from flower_privdec.network.peer.status_text import status_line
+from flower_privdec.network.transport.certificates import credentials_of, files_of
+from flower_privdec.network.transport.channel import identity_at
+from flower_privdec.network.transport.identity import Credentials, identities_of
+from flower_privdec.scenario import Scenario
+
+LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
+ASK_SECONDS = 5.0
+PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG
+
+
+def run_peer(
+    scenario: Scenario,
+    peer: int,
+    folder: Path,
+    certificates: Path,
+    *,
+    data: str | None = None,
+    resume: bool = False,
+    insecure_seeds: bool = False,
+    with_parent: bool = False,
+) -> None:
+    """Run one peer until its rounds are done, SIGTERM or Ctrl-C.
+
+    Args:
+        folder: its own.
+        certificates: a folder with its certificate, its key and the authority's certificate.
+        data: where its data lie, in place of the scenario's.
+        insecure_seeds: draw noise and batches from the scenario's seed.
+        with_parent: stop when stdin ends, as it does when whoever started this process ends.
+
+    Raises:
+        ScenarioError: what is given does not fit, before any work.
+        RunError: the run could not go on; all is on disk.
+        StoppedError: it was asked to stop.
+    """
+    device = device_of(scenario, peer, folder, certificates, data, insecure_seeds)
+    run_in_foreground(running_peer(scenario, device, resume), scenario.evaluation.every, with_parent)
+
+
+def device_of(
+    scenario: Scenario,
+    peer: int,
+    folder: Path,
+    certificates: Path,
+    data: str | None = None,
+    insecure_seeds: bool = False,
+) -> PeerDevice:
+    """Return what a device says of itself; see `run_peer`."""
+    credentials = _credentials(scenario, peer, certificates)
+    return PeerDevice(peer, folder, credentials, _addresses(scenario), data, insecure_seeds)
+
+
+def run_in_foreground(running: RunningPeer, every: int, with_parent: bool) -> None:
+    """Run a peer until its rounds are done, SIGTERM or Ctrl-C, and leave its last words in summary.json.
+
+    Args:
+        every: how many rounds lie between two status lines where there is no terminal.
+        with_parent: see `run_peer`.
+    """
+    folder = running.device.folder
+    signal.signal(signal.SIGTERM, lambda *_: running.stop())
+    if with_parent:
+        _wake_at_parents_end()
+        Thread(target=_stop_at_end, args=(running,), daemon=True).start()
+    line = _StatusLine(every)
+    try:
+        running.open()
+        running.run(line)
+        write_atomically(folder / "summary.json", (json.dumps(running.status(), indent=2) + "\n").encode())
+    finally:
+        line.end()
+        running.close()
+
+
+def _credentials(scenario: Scenario, peer: int, certificates: Path) -> Credentials:
+    if peer >= scenario.n_peers:
+        raise ScenarioError(f"--id {peer} must be 0 to {scenario.n_peers - 1}: n_peers={scenario.n_peers}")
+    return credentials_of(scenario, certificates, peer)
+
+
+def _addresses(scenario: Scenario) -> tuple[str, ...]:
+    if scenario.network.peers is None:
+        raise ScenarioError(
+            "network.peers is missing: list the address of every peer, as {address: 10.0.0.7:7100}; `privdec up` runs "
+            "all peers on this machine without"
+        )
+    return tuple(each.address for each in scenario.network.peers)
+
+
+def _wake_at_parents_end() -> None:
+    """Have the kernel wake this process when its parent ends, which it would not see while it is paused."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENTS_END_SIGNAL, signal.SIGCONT)
+
+
+def _stop_at_end(running: RunningPeer) -> None:
+    while os.read(sys.stdin.fileno(), 1):  # sys.stdin would hold a lock that the interpreter wants when it ends
+        pass
+    running.stop()
+
+
+class _StatusLine:
+    """Shows how a peer does: over the same line on a terminal, else a line an evaluation."""
+
+    def __init__(self, every: int) -> None:
+        self._terminal, self._every, self._last = sys.stderr.isatty(), every, 0.0
+
+    def __call__(self, status: dict[str, Any]) -> None:
+        """Show a status, unless one was shown just now."""
+        over = status["round"] == status["rounds"]
+        if self._terminal and (over or time.monotonic() - self._last >= LINE_SECONDS):
+            print(f"\r\x1b[K{status_line(status)}", end="", file=sys.stderr, flush=True)
+            self._last = time.monotonic()
+        elif not self._terminal and (over or status["round"] % self._every == 0):
+            print(status_line(status), file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Leave the line."""
+        if self._terminal and self._last:
+            print(file=sys.stderr)
+
+
+def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
+    """Ask a running peer how it does.
+
+    Args:
+        address: HOST:PORT where it listens.
+        certificates: a folder with certificates.
+        peer: whose certificate to show.
+
+    Returns:
+        What it says, in lines or as JSON.
+
+    Raises:
+        ScenarioError: the certificate cannot be read.
+        RunError: nobody answers there, or somebody who is no peer.
+    """
+    paths = files_of(certificates, peer)
+    names = identities_of(paths[0].read_bytes()) if paths[0].is_file() else []
+    credentials = Credentials.read(*paths, names[0] if names else f"peer-{peer}")
+    asker = Asker(address, identity_at(address, credentials), credentials)
+    try:
+        status = asker.ask(ASK_SECONDS)
+        return json.dumps(status, indent=2) if as_json else _told(status)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunError(f"{address} answers {shown(status, 60)}, which is no status; is it another version?") from error
+    finally:
+        asker.close()
+
+
+def _told(status: Mapping[str, Any]) -> str:
+    down = [f"down: {why}" for why in status["down"].values()]
+    lines = [f"{status['name']}: {status_line(status)}", *down, f"noise: {status['noise']}"]
+    return "\n".join(map(printable, lines))  # somebody else's words

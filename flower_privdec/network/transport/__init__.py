@@ -1,0 +1,1 @@
+"""Bytes from peer to peer: gRPC with TLS on both sides, certificates and connections."""

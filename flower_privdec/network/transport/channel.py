@@ -1,0 +1,332 @@
+"""Calls between peers over gRPC with TLS on both sides: bytes to a peer, bytes back, each from somebody known.
+
+Nothing is ever sent in plain text, and each side names the other: the caller demands the identity that the scenario
+gives to the address it calls, and who is called looks the caller's certificate up among the scenario's, at every call.
+What a call carries is for those who read it to check.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import ssl
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import grpc
+import numpy as np
+
+from flower_privdec.errors import RunError
+from flower_privdec.network.transport.identity import Credentials, identities_of, standing_problem
+from flower_privdec.network.transport.time_limit import TimeLimit
+from flower_privdec.pushsum.parts import Buffer, Parts
+from flower_privdec.pushsum.share_protocol import RefusedError
+
+Content = Buffer | Parts
+Answer = Callable[[int, memoryview], Content]  # of a caller's number and what it says
+
+PIECE = 1 << 20
+ROOM = 1 << 16  # of a message beside its piece
+_log = logging.getLogger(__name__)
+
+METHOD = "/flower_privdec.Peer/Call"
+CALLS_EACH = 4  # of one caller at a time; an honest peer has one, and one that it gave up
+CALL_SECONDS = 120.0  # that a call may take to say what it says
+REFUSALS = 100  # different ones that are written down
+CONNECTION_SECONDS = 600  # after which a connection is made anew, and certificates are shown anew
+ALIVE = [
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", PIECE + ROOM),
+    ("grpc.max_send_message_length", PIECE + ROOM),
+]
+SERVING = [
+    *ALIVE,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 4_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_connection_age_ms", CONNECTION_SECONDS * 1_000),
+    ("grpc.max_connection_age_grace_ms", 60_000),
+]
+CALLING = [
+    *ALIVE,
+    # A call is made again by who made it. The library's own retries lose a call whose connection is taken back as it is
+    # made, so that it ends not even at its deadline; and a server that hangs up again and again ends the process.
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # that an attempt may take: 20 s otherwise, long after a black hole ended
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+
+class UnreachableError(RunError):
+    """A call that did not come back; the message says why."""
+
+
+def pieces(content: Content) -> Iterator[bytes]:
+    """Yield what is sent, a MiB at a time; a piece at least."""
+    yield from (content if isinstance(content, Parts) else Parts((content,))).pieces(PIECE)
+
+
+def assembled(parts: Iterable[bytes], cap: int, who: str) -> memoryview:
+    """Put pieces together.
+
+    Args:
+        parts: as they come.
+        cap: bytes at most.
+        who: sends them, for errors.
+
+    Raises:
+        RefusedError: there are more; what came is forgotten.
+    """
+    found, size = memoryview(bytearray()), 0
+    for part in parts:
+        if size + len(part) > cap:
+            raise RefusedError(f"{who} sent more than {cap:,} bytes, which no message of this run has")
+        if size + len(part) > len(found):  # room for one piece, or for all that may come: pages are taken as they fill
+            room = np.empty(cap if size else len(part), np.uint8).data
+            room[:size] = found[:size]
+            found = room
+        found[size : size + len(part)] = part
+        size += len(part)
+    return found[:size]
+
+
+class Server:
+    """Answers the calls of the scenario's peers, and of nobody else.
+
+    Args:
+        address: HOST:PORT to listen on; port 0 takes a free one.
+        credentials: its own.
+        members: the number of every peer by its identity.
+        answer: called in a thread of its own with the caller's number; a `RefusedError` is told to the caller.
+        cap: bytes of a call at most.
+        threads: callers at a time.
+        clock: tells the time, by which certificates expire.
+        patience: seconds that a call may take until all that it says has come; a stream that trickles is ended.
+
+    Raises:
+        RunError: the address cannot be had.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials,
+        members: Mapping[str, int],
+        answer: Answer,
+        cap: int,
+        threads: int,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        patience: float = CALL_SECONDS,
+    ) -> None:
+        self._members, self._answer, self._cap, self._clock = members, answer, cap, clock
+        self._limit, self._guard = TimeLimit(patience), Lock()
+        self._under_way: Counter[int] = Counter()
+        self._refusals: set[str] = set()
+        most = CALLS_EACH * threads
+        pool = ThreadPoolExecutor(most, "peer-call")
+        self._server = grpc.server(pool, options=SERVING, maximum_concurrent_rpcs=2 * most)
+        handler = grpc.stream_stream_rpc_method_handler(self._call)
+        service, _, method = METHOD.strip("/").partition("/")
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+        pair = ((credentials.key, credentials.certificate),)
+        shown = grpc.ssl_server_credentials(pair, credentials.authority, require_client_auth=True)
+        try:
+            self.port = int(self._server.add_secure_port(address, shown))
+        except RuntimeError as error:
+            raise RunError(f"{address} cannot be listened on; is another peer running there?") from error
+        self._server.start()
+
+    def _call(self, parts: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        try:
+            caller = self._caller(context)
+            with self._counted(caller):
+                reply = self._answer(caller, self._heard(parts, caller, context))
+        except RefusedError as error:
+            said = " ".join(str(error).split())
+            self._note(said)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, said)
+        yield from pieces(reply)
+
+    def _heard(self, parts: Iterator[bytes], caller: int, context: Any) -> memoryview:
+        """Return what a call says, once all of it has come."""
+        with self._limit.ending(context.cancel):
+            return assembled(parts, self._cap, f"peer {caller}")
+
+    @contextmanager
+    def _counted(self, caller: int) -> Iterator[None]:
+        """Count a call while it is under way.
+
+        Raises:
+            RefusedError: the caller has as many as it may.
+        """
+        with self._guard:
+            if self._under_way[caller] >= CALLS_EACH:
+                raise RefusedError(f"peer {caller} has {CALLS_EACH} calls under way, which is the most; end one")
+            self._under_way[caller] += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._under_way[caller] -= 1
+
+    def _note(self, refusal: str) -> None:
+        """Write a refusal down, each once and not without end: who is refused decides how often it calls."""
+        with self._guard:
+            new = refusal not in self._refusals and len(self._refusals) < REFUSALS
+            self._refusals |= {refusal} if new else set()
+        if new:
+            _log.warning("a call was refused: %s", refusal)
+
+    def _caller(self, context: Any) -> int:
+        """Return who calls, by the certificate that the connection was made with.
+
+        Raises:
+            RefusedError: it is nobody of the scenario, or the certificate is no longer valid.
+        """
+        (certificate,) = context.auth_context().get("x509_pem_cert", [b""])
+        names = identities_of(certificate)
+        known = [self._members[name] for name in names if name in self._members]
+        if len(known) != 1:
+            raise RefusedError(
+                f"the certificate is for {', '.join(names) or 'nobody'}, which is no peer of this scenario"
+            )
+        problem = standing_problem(certificate, self._clock())
+        if problem is not None:
+            raise RefusedError(f"peer {known[0]}: {problem}")
+        return known[0]
+
+    def close(self, grace: float = 0.2) -> None:
+        """Take no more calls, and end those that are under way after some seconds."""
+        self._server.stop(grace).wait()
+        self._limit.close()
+
+
+class Link:
+    """A connection to one peer, made when it is first used and made again when it was lost.
+
+    Args:
+        address: HOST:PORT.
+        identity: that the other side's certificate has to be for.
+        credentials: one's own.
+        cap: bytes of a reply at most.
+
+    Attributes:
+        sending: seconds that it took to hand over the last message of several pieces.
+    """
+
+    def __init__(self, address: str, identity: str, credentials: Credentials, cap: int) -> None:
+        self.address, self.identity, self._credentials, self._cap = address, identity, credentials, cap
+        self.sending = 0.0
+        shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
+        options = [*CALLING, ("grpc.ssl_target_name_override", identity), ("grpc.default_authority", identity)]
+        self._channel = grpc.secure_channel(address, shown, options=options)
+        self._short, self._long = self._channel.unary_stream(METHOD), self._channel.stream_stream(METHOD)
+
+    def call(self, content: Content, seconds: float) -> memoryview:
+        """Return what the peer answers.
+
+        Args:
+            content: what to say.
+            seconds: to wait at most.
+
+        Raises:
+            RefusedError: the peer would not have it.
+            UnreachableError: it did not answer, or not in time.
+        """
+        try:
+            return assembled(self._said(content, seconds), self._cap, self.identity)
+        except ValueError as error:  # what the library says of a channel that was closed
+            raise UnreachableError(f"{self.identity} at {self.address}: the connection was closed here") from error
+        except grpc.RpcError as error:
+            code, said = error.code(), " ".join((error.details() or "").split())
+            if code == grpc.StatusCode.FAILED_PRECONDITION:
+                raise RefusedError(said) from error
+            raise UnreachableError(
+                f"{self.identity} at {self.address}: {code.name.lower().replace('_', ' ')}"
+            ) from error
+
+    def _said(self, content: Content, seconds: float) -> Any:
+        """Begin a call; what is one piece takes no thread that sends it."""
+        if len(content) <= PIECE:
+            return self._short(next(pieces(content)), timeout=seconds)
+        return self._long(self._timed(pieces(content)), timeout=seconds)
+
+    def _timed(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+        began = time.monotonic()
+        yield from parts
+        self.sending = time.monotonic() - began
+
+    def diagnosis(self, seconds: float = 1.0) -> str:
+        """Return in words why a connection cannot be made, by trying with a library that says."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            with (
+                socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as plain,
+                _context(self._credentials).wrap_socket(plain, server_hostname=self.identity) as secured,
+            ):
+                secured.settimeout(seconds)
+                taken = secured.recv(1)  # in TLS 1.3 it is now that one's own certificate is looked at
+        except ssl.SSLCertVerificationError as error:
+            return f"{self.identity} at {self.address}: its certificate is refused here: {error.verify_message}"
+        except (ssl.SSLError, ConnectionResetError):
+            taken = b""
+        except TimeoutError:
+            return f"{self.identity} at {self.address} does not answer"
+        except OSError as error:
+            return f"{self.identity} at {self.address}: {error.strerror or error}"
+        if not taken:
+            return (
+                f"{self.identity} at {self.address} refuses this peer's certificate; it has to be of an authority that "
+                "is trusted there, for clients and servers, and valid by the clock there"
+            )
+        return f"{self.identity} at {self.address} can be reached"
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._channel.close()
+
+
+def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) -> str:
+    """Return the identity of who listens at an address, once it is sure that a trusted authority signed it.
+
+    Raises:
+        RunError: nobody is there, or nobody who is known.
+    """
+    host, _, port = address.rpartition(":")
+    context = _context(credentials)
+    context.check_hostname = False
+    try:
+        with (
+            socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as plain,
+            context.wrap_socket(plain) as secured,
+        ):
+            shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
+    except (OSError, ValueError) as error:
+        raise RunError(f"{address}: {' '.join(str(error).split())}; is a peer running there?") from error
+    names = identities_of(shown.encode())
+    if not names:
+        raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer")
+    return names[0]
+
+
+def _context(credentials: Credentials) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=credentials.authority.decode())
+    context.set_alpn_protocols(["h2"])
+    with tempfile.TemporaryDirectory() as folder:  # 0700; the library reads files alone
+        certificate, key = Path(folder) / "certificate", Path(folder) / "key"
+        certificate.write_bytes(credentials.certificate)
+        key.write_bytes(credentials.key)
+        context.load_cert_chain(certificate, key)
+    return context

@@ -1,0 +1,299 @@
+"""Who is who on a network: an authority signs one certificate for each peer, and nobody without one gets in.
+
+A peer's identity is a DNS name in its certificate's subject alternative names, whatever machine it runs on. Both sides
+of a connection show a certificate, so each one serves for clients and servers. The scenario says which identity is
+which peer; a certificate of the same authority with any other identity is a stranger's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificateIssuerPrivateKeyTypes
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from flower_privdec.common.files import write_atomically
+from flower_privdec.common.formatting import one_line
+from flower_privdec.errors import ScenarioError
+
+AUTHORITY_DAYS, PEER_DAYS = 3650, 365
+KNOWN_CERTIFICATES = 64  # that need not be read again
+EARLIER = timedelta(minutes=5)  # of a certificate's beginning: clocks differ
+USAGES = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
+NO_USAGE = {
+    "digital_signature": False,
+    "content_commitment": False,
+    "key_encipherment": False,
+    "data_encipherment": False,
+    "key_agreement": False,
+    "key_cert_sign": False,
+    "crl_sign": False,
+    "encipher_only": False,
+    "decipher_only": False,
+}
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a peer shows and whom it trusts, each as PEM.
+
+    Attributes:
+        certificate: its own, and those between it and the authority, if any.
+        key: its private key.
+        authority: certificates of those who may sign a peer's.
+    """
+
+    certificate: bytes
+    key: bytes
+    authority: bytes
+
+    @classmethod
+    def read(cls, certificate: Path, key: Path, authority: Path, identity: str) -> Credentials:
+        """Read a peer's files.
+
+        Raises:
+            ScenarioError: a file cannot be read, they do not belong together, or the certificate is not one that
+                another peer would take for this identity now.
+        """
+        found = cls(_content(certificate), _content(key), _content(authority))
+        problem = certificate_problem(found.certificate, found.authority, identity)
+        if problem is not None:
+            raise ScenarioError(f"{certificate}: {problem}; `privdec certs` makes a new one")
+        if _private(found.key, key).public_key() != _certificates(found.certificate)[0].public_key():
+            raise ScenarioError(f"{key}: is not the key of {certificate}; give the two that were made together")
+        return found
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Who signs the peers' certificates."""
+
+    certificate: x509.Certificate
+    key: CertificateIssuerPrivateKeyTypes
+
+    @classmethod
+    def create(cls, name: str, now: datetime | None = None, days: int = AUTHORITY_DAYS) -> Authority:
+        """Make a new one.
+
+        Args:
+            name: what it is called in the certificates that it signs.
+            now: when it begins; by default now.
+            days: how long it lasts.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{name} authority"[:64])])
+        usage = x509.KeyUsage(**(NO_USAGE | {"key_cert_sign": True, "crl_sign": True}))
+        made = (
+            _begun(subject, subject, key, now, days)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage, critical=True)
+            .sign(key, hashes.SHA256())
+        )
+        return cls(made, key)
+
+    @classmethod
+    def read(cls, certificate: Path, key: Path) -> Authority:
+        """Read one that was written.
+
+        Raises:
+            ScenarioError: the files cannot be read, or do not belong together.
+        """
+        found = _certificates(_content(certificate), str(certificate))[0]
+        private = _private(_content(key), key)
+        if private.public_key() != found.public_key():
+            raise ScenarioError(f"{key}: is not the key of {certificate}; give the two that were made together")
+        return cls(found, private)
+
+    @property
+    def pem(self) -> bytes:
+        """Return its certificate."""
+        return self.certificate.public_bytes(serialization.Encoding.PEM)
+
+    def issue(
+        self,
+        identity: str,
+        now: datetime | None = None,
+        days: int = PEER_DAYS,
+        usages: Sequence[x509.ObjectIdentifier] = USAGES,
+    ) -> Credentials:
+        """Sign a certificate for a new key.
+
+        Args:
+            identity: whose.
+            now: when it begins; by default now.
+            days: how long it lasts.
+            usages: what it is for.
+        """
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity[:64])])
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.certificate.public_key())  # type: ignore[arg-type]
+        made = (
+            _begun(subject, self.certificate.subject, key, now, days)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.KeyUsage(**(NO_USAGE | {"digital_signature": True})), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(identity)]), critical=False)
+            .add_extension(issuer, critical=False)
+            .sign(self.key, hashes.SHA256())
+        )
+        return Credentials(made.public_bytes(serialization.Encoding.PEM), _key_pem(key), self.pem)
+
+    def write(self, certificate: Path, key: Path) -> None:
+        """Write certificate and key, the key for its owner alone."""
+        write_atomically(key, _key_pem(self.key), private=True)
+        write_atomically(certificate, self.pem)
+
+
+def _begun(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime | None, days: int
+) -> x509.CertificateBuilder:
+    begin = (now or datetime.now(UTC)) - EARLIER
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin)
+        .not_valid_after(begin + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _key_pem(key: CertificateIssuerPrivateKeyTypes) -> bytes:
+    form = serialization.PrivateFormat.PKCS8
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+
+
+@lru_cache(KNOWN_CERTIFICATES)
+def _read(certificate: bytes) -> x509.Certificate:
+    """Return a certificate, which is shown at every call, from its PEM."""
+    return x509.load_pem_x509_certificate(certificate)
+
+
+@lru_cache(KNOWN_CERTIFICATES)
+def identities_of(certificate: bytes) -> tuple[str, ...]:
+    """Return the DNS names that a certificate is for; none where it cannot be read."""
+    try:
+        leaf = _read(certificate)
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound):
+        return ()
+    return tuple(names.get_values_for_type(x509.DNSName))
+
+
+def time_problem(certificate: bytes, now: datetime | None = None) -> str | None:
+    """Say that a certificate is not valid yet, or no more; None where it is.
+
+    A connection outlives what was shown when it was made, so this is asked at every call.
+    """
+    leaf, now = _read(certificate), now or datetime.now(UTC)
+    if now > leaf.not_valid_after_utc:
+        return f"the certificate expired on {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+    if now < leaf.not_valid_before_utc:
+        return f"the certificate is valid from {leaf.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, and it is earlier"
+    return None
+
+
+def certificate_problem(certificate: bytes, authority: bytes, identity: str, now: datetime | None = None) -> str | None:
+    """Say why a certificate is not one that a peer shows; None where it is.
+
+    Args:
+        certificate: PEM, the peer's own first.
+        authority: PEM, those who may sign it.
+        identity: whose it should be.
+        now: by default now.
+    """
+    try:
+        chain, trusted = _certificates(certificate), _certificates(authority)
+    except ScenarioError as error:
+        return str(error)
+    names = identities_of(certificate)
+    if identity not in names:
+        return f"it is for {', '.join(names) or 'no DNS name'}, not for {identity}"
+    problem = time_problem(certificate, now) or usage_problem(chain[0])
+    if problem is None and not _signed(chain, trusted):
+        issuer = chain[-1].issuer.rfc4514_string()
+        problem = f"{issuer} signed it, which is not one of the authorities that are trusted here"
+    return problem
+
+
+def usage_problem(leaf: x509.Certificate) -> str | None:
+    """Say that a certificate is for something else than to be a peer; None where it is for that, or for everything."""
+    basic, key_usage, extended = (
+        _extension(leaf, kind) for kind in (x509.BasicConstraints, x509.KeyUsage, x509.ExtendedKeyUsage)
+    )
+    if basic is not None and basic.ca:
+        return "it is an authority's, which signs for peers and is none"
+    if key_usage is not None and not key_usage.digital_signature:
+        return "its key may not sign (key usage digitalSignature), as a peer's has to in the handshake"
+    usages = {*USAGES} if extended is None else set(extended)
+    if set(USAGES) <= usages or ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE in usages:
+        return None
+    return "it is not for both clients and servers (extended key usage clientAuth, serverAuth), and a peer is both"
+
+
+def _extension(leaf: x509.Certificate, kind: type[x509.ExtensionType]) -> Any:
+    try:
+        return leaf.extensions.get_extension_for_class(kind).value
+    except x509.ExtensionNotFound:
+        return None
+
+
+def standing_problem(certificate: bytes, now: datetime | None = None) -> str | None:
+    """Say why a certificate that a trusted authority signed is not a peer's now; None where it is."""
+    return time_problem(certificate, now) or _usage_problem_of(certificate)
+
+
+@lru_cache(KNOWN_CERTIFICATES)
+def _usage_problem_of(certificate: bytes) -> str | None:
+    return usage_problem(_read(certificate))
+
+
+def _signed(chain: Sequence[x509.Certificate], trusted: Sequence[x509.Certificate]) -> bool:
+    """Return whether each certificate is signed by the next, and the last by somebody trusted."""
+    issuers = [*([each] for each in chain[1:]), trusted]
+    return all(any(_issued(each, by) for by in group) for each, group in zip(chain, issuers, strict=True))
+
+
+def _issued(certificate: x509.Certificate, by: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(by)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ScenarioError(f"{path}: cannot be read ({error.strerror}); `privdec certs` makes it") from error
+
+
+def _certificates(pem: bytes, where: str = "the certificate") -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise ScenarioError(f"{where} cannot be read as PEM ({one_line(error)})") from error
+
+
+def _private(pem: bytes, path: Path) -> CertificateIssuerPrivateKeyTypes:
+    try:
+        key = serialization.load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError) as error:
+        raise ScenarioError(
+            f"{path}: cannot be read as a private key without a password ({one_line(error)})"
+        ) from error
+    if not hasattr(key, "sign"):
+        raise ScenarioError(f"{path}: is a key that cannot sign; give one of an elliptic curve, or RSA")
+    return key  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Ledgers: what each peer has spent, on disk before anything leaves."""

@@ -1,0 +1,170 @@
+"""What a private step releases, said by its algorithm: noise, calibration, ε, the ledger and the plan follow from it.
+
+Unit and adjacency: one example of one peer, *zero-out* (see `events`). A step may publish several sums over the
+same examples, each clipped example by example and noised by itself. What an algorithm does not declare must not
+leave the peer, and an algorithm that declares nothing has ε = ∞.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.privacy.mechanism.events import Release
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How a peer draws the examples of its steps; all of it is public.
+
+    Attributes:
+        sampling: a key of `data.SAMPLINGS`.
+        rate: q in (0, 1], an example's chance to be in a step's batch.
+        size: J, the peer's number of examples.
+        batch: b, expected (poisson) or exact: what a step divides its sum by.
+        answered: how many neighbours the peer answers in each round; shorter than the run, it repeats. Empty where the
+            algorithm answers nobody.
+    """
+
+    sampling: str
+    rate: float
+    size: int
+    batch: float
+    answered: tuple[int, ...] = ()
+
+    def neighbours(self, round_index: int) -> int:
+        """Return how many neighbours the peer answers in a round."""
+        return self.answered[round_index % len(self.answered)] if self.answered else 0
+
+
+@dataclass(frozen=True)
+class ReleasedSum:
+    """A sum over a peer's examples that one step adds noise to and publishes.
+
+    Sensitivities are in clip norms of the step, of the sum that would be divided by `Drawing.batch`.
+
+    Attributes:
+        name: tells it from the step's other sums; its noise is keyed by it.
+        drawn: how far an example of the batch can move it.
+        idle: how far an example that was not drawn can move it.
+        noise: its noise over the step's, in standard deviations.
+        over: `batch`, or `all` the peer's examples, whatever the batch.
+        to: who sees it: `everybody` who sees the peer's messages; each `neighbour` one of its own, noised by itself;
+            or `nobody`, for a sum that stays on the peer, is not noised and costs nothing.
+        receivers: how many are sent one each, of a sum to each neighbour; 0 where there is none in that round.
+    """
+
+    name: str = "gradient"
+    drawn: float = 1.0
+    idle: float = 0.0
+    noise: float = 1.0
+    over: Literal["batch", "all"] = "batch"
+    to: Literal["everybody", "neighbour", "nobody"] = "everybody"
+    receivers: int = 1
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.drawn) and 0 <= self.idle <= self.drawn and self.drawn > 0):
+            raise ScenarioError(
+                f"sum {self.name!r} declares idle={self.idle} and drawn={self.drawn}: they must be finite with "
+                "0 <= idle <= drawn and drawn > 0"
+            )
+        if not (math.isfinite(self.noise) and self.noise > 0):
+            raise ScenarioError(f"sum {self.name!r} declares noise={self.noise}: it must be > 0")
+        if self.receivers < 0 or (self.receivers != 1 and self.to != "neighbour"):
+            raise ScenarioError(
+                f"sum {self.name!r} to {self.to} declares receivers={self.receivers}: it must be 1, or >= 0 "
+                "of a sum to each neighbour"
+            )
+
+    @property
+    def seen(self) -> bool:
+        """Whether anybody sees it."""
+        return self.to != "nobody" and self.receivers > 0
+
+
+Declaration = tuple[ReleasedSum, ...] | None
+PaperNoise = Literal["moments", "moments-table", "gdp", "cross-gradients", "subsampling"]
+ONE_SUM = (ReleasedSum(),)
+
+
+class Declares(Protocol):
+    """An algorithm, as far as privacy looks at it."""
+
+    @property
+    def name(self) -> str:
+        """What a scenario calls it."""
+
+    @property
+    def remembers_clipped(self) -> bool:
+        """Whether a step publishes gradients that were clipped to the norms of earlier steps."""
+
+    @property
+    def paper_noise(self) -> PaperNoise | None:
+        """Whose formula `calibration: paper` takes the noise from."""
+
+    @property
+    def steps_per_round(self) -> int:
+        """How many private steps an active peer takes in a round."""
+
+    def released(self, step: int, drawing: Drawing) -> Declaration:
+        """Return what a step publishes; None says nothing, and costs ε = ∞.
+
+        Args:
+            step: its number in the run, from 0.
+            drawing: how the peer draws its examples.
+        """
+
+
+def one_sum(algorithm: object, step: int, drawing: Drawing) -> Declaration:
+    """Declare one sum of clipped gradients over the batch in every step: `released` of the plainest algorithms."""
+    return ONE_SUM
+
+
+def joint_release(sums: Declaration, drawing: Drawing) -> Release | None:
+    """Return what a step costs at noise multiplier 1, towards whoever sees all it publishes; None for nothing.
+
+    The sums of a step with clip norm C and noise s_i σ C on sum i, divided by s_i, are one Gaussian vector with noise
+    σ C on each coordinate. A drawn example moves it by at most sqrt(Σ r_i (drawn_i / s_i)²) C, r_i being the number of
+    receivers that get one each, an idle one likewise. So the step is one release of those two sensitivities.
+
+    Raises:
+        ScenarioError: for sums of which no such bound is proved.
+
+    Examples:
+        >>> drawing = Drawing("poisson", rate=0.1, size=600, batch=60)
+        >>> round(joint_release((ReleasedSum("x"), ReleasedSum("y")), drawing).noise_multiplier, 4)  # 1 / sqrt(2)
+        0.7071
+    """
+    if sums is None:
+        return Release("full", 1.0, drawing.size, drawing.size, 0.0)
+    if len({each.name for each in sums}) < len(sums):
+        raise ScenarioError(f"sums {[each.name for each in sums]} of one step must have a name each")
+    seen = [each for each in sums if each.seen]
+    if not seen:
+        return None
+    if len({each.over for each in seen}) > 1:
+        raise ScenarioError(f"sums {[each.name for each in seen]} of one step must all be over the batch, or over all")
+    if drawing.sampling == "shuffle" and any(each.idle for each in seen):
+        raise ScenarioError(
+            "data.batch.sampling='shuffle' has no proved privacy where a step shows examples that it does not draw, as "
+            "variance reduction's table does; use poisson (or uniform)"
+        )
+    drawn = _together(seen, [each.drawn for each in seen])
+    idle = _together(seen, [each.idle for each in seen])
+    if seen[0].over == "all" or drawing.sampling == "full":
+        return Release("full", 1.0, drawing.size, drawing.size, 1 / drawn)
+    return Release(
+        drawing.sampling, drawing.rate, drawing.size, max(1, round(drawing.batch)), 1 / drawn, idle=idle / drawn
+    )
+
+
+def to_one(sums: Declaration) -> Declaration:
+    """Return what a single neighbour is sent of a step's sums: one of those that are for each, and what all see."""
+    return None if sums is None else tuple(replace(each, receivers=min(1, each.receivers)) for each in sums)
+
+
+def _together(sums: Sequence[ReleasedSum], moves: Sequence[float]) -> float:
+    return math.sqrt(sum(each.receivers * (move / each.noise) ** 2 for each, move in zip(sums, moves, strict=True)))

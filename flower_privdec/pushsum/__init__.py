@@ -1,0 +1,1 @@
+"""Exactly-once push-sum: the protocol and its codec, without sockets, clocks or files."""

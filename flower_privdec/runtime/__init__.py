@@ -1,1 +1,0 @@
-"""Where peers run: in process (engine), under Flower, and over a network."""

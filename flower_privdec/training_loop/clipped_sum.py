@@ -1,0 +1,210 @@
+"""The sum of a batch's clipped gradients, each example alone with the user's model and criterion."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
+from flower_privdec.gradients.bounds import beyond, upper
+from flower_privdec.gradients.protocol import reason, row_chunks
+from flower_privdec.tasks.isolated import no_own_rules
+from flower_privdec.training_loop.withholding import without_telling
+
+WAYS = ("auto", "vmap", "loop")
+BOTH = "the model or the criterion, on one example at a time,"
+CONSTANTS = (bool, int, float, str, type(None))
+Criterion = Callable[..., Tensor]
+Values = dict[str, Tensor]
+
+_log = logging.getLogger(__name__)
+
+
+class ClippedSum:
+    """Sums clipped gradients of one model's chosen parameters.
+
+        sum_b g_b min(1, C / |g_b|),    |g_b| its norm or a little more (`gradients.bounds`)
+
+    where g_b is the gradient of criterion(model(x_b), y_b), of example b as a batch of one (Abadi et al. 2016, Alg. 1).
+    An example whose gradient is not finite, or beyond `bounds.LARGEST`, counts as zero. Model and criterion never see
+    two examples together: `vmap` takes some at a time and lets none reach another, `loop` calls the model on one after
+    the other, on a fresh copy of it each time. What either keeps in itself is forgotten; of one that keeps something
+    elsewhere, in globals or files, nothing is promised.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Values,
+        criterion: Criterion,
+        clip_norm: float,
+        *,
+        way: str = "auto",
+        memory_bytes: int = 2**28,
+    ) -> None:
+        """Take a model and those of its parameters that are trained, by name.
+
+        Args:
+            way: one of WAYS; `auto` is vmap where the model can be called so, else the loop, which is slow.
+            memory_bytes: about how much memory the gradients of single examples may take.
+        """
+        if way not in WAYS:
+            raise ScenarioError(f"way={way!r} must be one of {', '.join(WAYS)}")
+        self._module, self._parameters, self._criterion = module, parameters, criterion
+        self._clip_norm, self._memory = clip_norm, memory_bytes
+        self._ways, self._way = WAYS[1:] if way == "auto" else (way,), ""
+
+    def outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what the model says of a batch, without a gradient and without a change to the model."""
+        with torch.no_grad():
+            module = copy.deepcopy(self._module)
+            return without_telling("the model", lambda args, kwargs: module(*args, **kwargs), [args, kwargs])
+
+    def loss(self, outputs: Tensor, targets: Sequence[Any]) -> Tensor:
+        """Return the loss of a batch, without a gradient and without a change to the criterion."""
+        with torch.no_grad():
+            found: Tensor = without_telling("the criterion", _fresh(self._criterion), [outputs.detach(), *targets])
+            return found
+
+    def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[Tensor, int]:
+        """Return the sum [d] for a batch, and how many examples it has.
+
+        Args:
+            args, kwargs: what the model is called with.
+            targets: what the criterion is given after the model's outputs.
+
+        Raises:
+            ScenarioError: what is no batch, or a model or criterion that cannot take one example alone.
+            RunError: these fail on the examples, without what they said, which may tell of them.
+        """
+        leaves, spec = tree_flatten((list(args), dict(kwargs), list(targets)))
+        tensors, places = _batched(leaves)
+        like = next(iter(self._parameters.values()))
+        total, examples = torch.zeros(self.d, dtype=like.dtype, device=like.device), len(tensors[0])
+        if examples == 0:
+            return total, 0
+        rebuild = _Rebuild(leaves, places, spec)
+        self._way = self._way or self._settle(rebuild, tensors)
+        for part in row_chunks(examples, self.d * like.element_size(), self._memory):
+            some = [tensor[part] for tensor in tensors]
+            self._add_(total, without_telling(BOTH, lambda *some: self._gradients(self._way, rebuild, some), some))
+        return total, examples
+
+    @property
+    def d(self) -> int:
+        """Return the number of parameters."""
+        return sum(parameter.numel() for parameter in self._parameters.values())
+
+    def _add_(self, total: Tensor, gradients: Tensor) -> None:
+        norms = upper(gradients)
+        bad = beyond(norms)
+        if bad is not None:
+            gradients, norms = gradients.masked_fill(bad[:, None], 0), norms.masked_fill(bad, 0)
+        total.add_((self._clip_norm / norms).clamp(max=1) @ gradients)
+
+    def _settle(self, rebuild: _Rebuild, tensors: list[Tensor]) -> str:
+        """Return the way that works on zeros of the examples' shapes: what these raise tells nothing of the data."""
+        zeros = [torch.zeros_like(tensor[:1]).expand(2, *tensor.shape[1:]).clone() for tensor in tensors]
+        said = []
+        for way in self._ways:
+            try:
+                with torch.random.fork_rng(devices=[]), no_own_rules() if way == "vmap" else nullcontext():
+                    self._gradients(way, rebuild, zeros)
+            except RAISED_BY_USERS as error:  # the user's forward may raise anything
+                said.append(reason(error))
+                continue
+            if said:
+                _log.warning("the model is called on one example after the other, which is slow: %s", said[0])
+            return way
+        raise ScenarioError(
+            f"the model and the criterion cannot take one example alone, as a batch of one: {said[-1]}; let the model "
+            "turn [1, ...] into one tensor [1, ...], and the criterion that and its targets into a number"
+        )
+
+    def _gradients(self, way: str, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the gradients [b, d] of some examples."""
+        with torch.enable_grad():
+            gradients = self._by_vmap(rebuild, tensors) if way == "vmap" else self._by_loop(rebuild, tensors)
+        return torch.cat([gradients[name].detach().reshape(len(tensors[0]), -1) for name in self._parameters], dim=1)
+
+    def _values(self) -> Values:
+        return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    def _by_vmap(self, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Values:
+        value = self._value(rebuild)
+        dims = (None, *(0 for _ in tensors))
+        found: Values = vmap(grad(value), in_dims=dims, randomness="different")(self._values(), *tensors)
+        return found
+
+    def _by_loop(self, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Values:
+        found: list[tuple[Tensor, ...]] = []
+        for example in zip(*tensors, strict=True):
+            values = {name: value.requires_grad_() for name, value in self._values().items()}
+            loss = self._value(rebuild)(values, *example)
+            gradient = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
+            found.append(tuple(each.to_dense() if each.is_sparse else each for each in gradient))
+        columns = zip(*found, strict=True)
+        return {name: torch.stack(column) for name, column in zip(self._parameters, columns, strict=True)}
+
+    def _value(self, rebuild: _Rebuild) -> Callable[..., Tensor]:
+        """Return the loss of one example as a function of the parameters, by copies that keep nothing of another."""
+        module, criterion = copy.deepcopy(self._module), _fresh(self._criterion)
+
+        def value(values: Values, *example: Tensor) -> Tensor:
+            args, kwargs, targets = rebuild([tensor[None] for tensor in example])
+            output = functional_call(module, values, tuple(args), kwargs)
+            if not isinstance(output, Tensor) or output.ndim == 0 or len(output) != 1:
+                shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+                raise ValueError(f"one example [1, ...] is turned into {shape}: it must be one tensor [1, ...]")
+            return criterion(output, *targets).sum()
+
+        return value
+
+
+def _fresh(criterion: Criterion) -> Criterion:
+    """Return a criterion that keeps nothing of what it is called with: a copy, where it is a module."""
+    return copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
+
+
+class _Rebuild:
+    """Puts tensors back where they stood among the arguments of the model and the criterion."""
+
+    def __init__(self, leaves: list[Any], places: list[int], spec: TreeSpec) -> None:
+        self._leaves, self._places, self._spec = leaves, places, spec
+
+    def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any], list[Any]]:
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs, targets = tree_unflatten(leaves, self._spec)
+        return args, kwargs, targets
+
+
+def _batched(leaves: list[Any]) -> tuple[list[Tensor], list[int]]:
+    """Return the tensors of a batch and where they stand; the first axis of each is the example.
+
+    Raises:
+        ScenarioError: something else than tensors of as many examples and plain constants.
+    """
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[place].detach() for place in places]
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *CONSTANTS)):
+            raise ScenarioError(
+                f"the model or the criterion is given a {type(leaf).__name__}, whose examples cannot be told apart: "
+                "give tensors [examples, ...], alone or in lists and dicts"
+            )
+    if not tensors or any(tensor.ndim == 0 or len(tensor) != len(tensors[0]) for tensor in tensors):
+        raise ScenarioError(
+            "the model and the criterion must be given tensors [examples, ...] of as many examples each, so that one "
+            "can be told from the other; keep what all examples share in the model"
+        )
+    return tensors, places

@@ -1,0 +1,404 @@
+"""The Python API: scenarios, runs and results, as good as the command line."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mypy import api as mypy_api
+from paths import ROOT
+
+import flower_privdec as fp
+from flower_privdec.engine.run import run as run_in_process
+from flower_privdec.scenario import parse_scenario, to_yaml
+
+SECTIONS: dict[str, Any] = {
+    "name": "tiny",
+    "seed": 3,
+    "n_peers": 4,
+    "rounds": 6,
+    "data": {"dataset": "digits", "samples": 240, "test_samples": 100, "batch": {"size": 12}},
+    "model": {"name": "softmax"},
+    "algorithm": {"name": "privsgp", "learning_rate": 0.5},
+    "privacy": {"epsilon": 3.0, "delta": 1.0e-3},
+    "evaluation": {"every": 2},
+    "compute": {"dtype": "float64", "generator": "torch"},
+}
+
+
+# --- the package ---
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'numpy', 'pydantic', 'yaml', 'flwr', 'rich', 'pandas'}"
+    code = f"import sys, flower_privdec as fp; dir(fp); print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).strip() == "[]"
+
+
+def test_every_name_of_the_api_is_there_and_described() -> None:
+    assert set(fp.__all__) <= set(dir(fp))
+    for name in fp.__all__:
+        assert getattr(fp, name).__doc__ or name == "OnEvaluation"
+    with pytest.raises(AttributeError, match="'flower_privdec' has no attribute 'rnu'"):
+        fp.rnu  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.slow
+def test_a_users_script_sees_real_types(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import flower_privdec as fp\n"
+        "result = fp.run(fp.load_scenario('a.yaml', {'rounds': 3}), on_metrics=lambda metrics: None)\n"
+        "reveal_type(result)\n"
+        "reveal_type(result.metrics)\n"
+        "reveal_type(result.model())\n"
+        "fp.run(3)\n"
+        "fp.rnu\n"
+    )
+    arguments = ["--strict", "--config-file", "", "--cache-dir", str(tmp_path), "--python-executable", sys.executable]
+    said, problems, _ = mypy_api.run([*arguments, "--follow-imports=silent", str(tmp_path / "script.py")])
+    assert problems == ""
+    assert 'note: Revealed type is "flower_privdec.api.result.RunResult"' in said
+    assert 'list[dict[str, Any]]"' in said.replace("builtins.", "")
+    assert '"torch.nn.modules.module.Module"' in said
+    assert 'script.py:6: error: Argument 1 to "run" has incompatible type "int"' in said
+    assert "script.py:7: error: Module has no attribute" in said
+    assert said.count("error:") == 2
+
+
+def test_the_wheel_takes_the_package_as_it_is_with_its_mark_of_being_typed() -> None:
+    assert (ROOT / "flower_privdec" / "py.typed").is_file()
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["flower_privdec"], "force-include": {"scenarios": "flower_privdec/scenarios"}}
+
+
+# --- scenarios ---
+
+
+def test_a_scenario_of_python_is_that_of_a_file(tiny_text: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(tiny_text)
+    scenario = fp.make_scenario(SECTIONS)
+    assert scenario == fp.load_scenario(path) == fp.make_scenario(**SECTIONS) == parse_scenario(tiny_text)
+    assert fp.make_scenario(scenario) == scenario
+    assert to_yaml(fp.make_scenario(scenario)) == to_yaml(scenario)
+
+
+def test_settings_change_a_value_and_sections_take_the_place_of_sections(tiny_text: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(tiny_text)
+    for scenario in (
+        fp.load_scenario(
+            path, {"privacy.epsilon": 1, "evaluation.peer_samples": 10}, rounds=9, topology={"name": "ring"}
+        ),
+        fp.make_scenario(
+            SECTIONS, {"privacy.epsilon": 1, "evaluation.peer_samples": 10}, rounds=9, topology={"name": "ring"}
+        ),
+    ):
+        private = scenario.private
+        assert private is not None
+        assert (private.epsilon, private.delta) == (1, 1e-3)
+        assert (scenario.rounds, scenario.topology.name) == (9, "ring")
+        assert (scenario.evaluation.every, scenario.evaluation.peer_samples) == (2, 10)
+    assert fp.make_scenario(SECTIONS, privacy="none").private is None
+    assert SECTIONS["privacy"] == {"epsilon": 3.0, "delta": 1.0e-3}  # what is given stays as it is
+
+
+def test_numbers_and_paths_of_python_are_taken(tmp_path: Path) -> None:
+    scenario = fp.make_scenario(
+        SECTIONS,
+        {"data.dataset": "npz", "data.root": tmp_path / "a.npz", "privacy.epsilon": (1, 2, 3, np.float64(4))},
+        rounds=np.int64(7),
+        model={"name": "mlp", "hidden": (8, np.int32(4))},
+    )
+    assert scenario.data.root == str(tmp_path / "a.npz")
+    assert scenario.private is not None
+    assert scenario.private.epsilon == (1, 2, 3, 4)
+    assert (scenario.rounds, scenario.model.hidden) == (7, [8, 4])
+
+
+@pytest.mark.parametrize(
+    ("settings", "sections", "message"),
+    [
+        ({}, {"rounds": 0}, r"^scenario: rounds=0 must be >= 1$"),
+        ({}, {"raunds": 1}, r"^scenario: unknown key 'raunds'; did you mean 'rounds'"),
+        ({"privacy.epsilom": 1}, {}, r"^settings: unknown key 'privacy\.epsilom'; did you mean 'epsilon'"),
+        ({"privacy.epsilon": float("nan")}, {}, r"^settings: privacy\.epsilon=nan must be > 0 and finite"),
+        ({"data.batch.size": 12.5}, {}, r"^settings: data\.batch\.size=12\.5 must be "),
+        ({}, {"algorithm": {"name": "privsgb", "learning_rate": 1}}, r"^scenario: algorithm\.name='privsgb' .*privsgp"),
+        ({}, {"model": {3: "softmax"}}, r"^model: key 3 must be text"),
+        ({}, {"data": {"batch": {"size": 3}}}, r"'data\.dataset' is missing; add it"),
+        ({}, {"name": None}, r"^scenario: name=None must be"),
+    ],
+)
+def test_a_mistake_is_one_line(settings: dict[str, Any], sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(fp.ScenarioError, match=message) as error:
+        fp.make_scenario(SECTIONS, settings, **sections)
+    assert "\n" not in str(error.value)
+
+
+WRONG = [
+    (lambda: fp.run({"name": "x"}), r"a dict is no scenario: give one \(make_scenario makes one of a mapping\)"),
+    (lambda: fp.plan(None), "a NoneType is no scenario"),
+    (lambda: fp.run(fp.make_scenario(SECTIONS), out=""), "out='' must be a path: text that is not empty"),
+    (lambda: fp.run(fp.make_scenario(SECTIONS), out=3), "out=3 must be a path"),
+    (lambda: fp.run(fp.make_scenario(SECTIONS), on_metrics=3), "on_metrics=3 must be a function"),
+    (lambda: fp.load_scenario(b"digits"), "path=b'digits' must be a path"),
+    (lambda: fp.load_scenario("x" * 300), "is no file, nor a scenario that comes along"),
+    (
+        lambda: fp.load_scenario("digits", ["rounds=1"]),
+        r"settings=\['rounds=1'\] must be a mapping whose keys are text",
+    ),
+    (lambda: fp.load_scenario("digits", {1: 2}), r"settings=\{1: 2\} must be a mapping whose keys are text"),
+    (lambda: fp.make_scenario("digits"), "base='digits' must be a mapping whose keys are text"),
+    (lambda: fp.make_scenario([("name", "x")]), "must be a mapping whose keys are text"),
+    (lambda: fp.make_scenario(SECTIONS, {"privacy.epsilon": 10**400}), "must be > 0 and finite"),
+    (lambda: fp.make_scenario(SECTIONS, plan=_loop()), "is more than 32 levels deep, or holds itself"),
+    (lambda: fp.load_run(""), "folder='' must be a path"),
+    (lambda: fp.load_run(None), "folder=None must be a path"),
+    (
+        lambda: fp.compare(fp.make_scenario(SECTIONS), ["sgp"], seeds=3),
+        "seeds=3 must be at least one, each once, in a list",
+    ),
+    (lambda: fp.compare(fp.make_scenario(SECTIONS), ["sgp"], jobs="2"), "jobs='2' must be >= 1, and a whole number"),
+    (lambda: fp.compare(fp.make_scenario(SECTIONS), [None]), "algorithms: None must be a name, or a subclass"),
+]
+
+
+def _loop() -> dict[str, Any]:
+    loop: dict[str, Any] = {}
+    loop["loop"] = loop
+    return loop
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG)
+def test_an_argument_that_is_something_else_is_one_line(
+    call: Callable[[], Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(fp.ScenarioError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mistake_in_a_file_has_its_line_and_one_laid_over_it_does_not(tiny_text: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(tiny_text.replace("rounds: 6", "rounds: 0"))
+    with pytest.raises(fp.ScenarioError, match=r"tiny\.yaml:4: rounds=0 must be >= 1"):
+        fp.load_scenario(path)
+    with pytest.raises(fp.ScenarioError, match=r"tiny\.yaml: rounds=-1 must be >= 1"):
+        fp.load_scenario(path, rounds=-1)
+    with pytest.raises(fp.ScenarioError, match="cannot be read as a scenario file"):
+        fp.load_scenario(tmp_path / "absent.yaml")
+
+
+# --- runs ---
+
+
+def test_a_run_says_what_the_command_line_would(tmp_path: Path) -> None:
+    scenario = fp.make_scenario(SECTIONS)
+    seen: list[dict[str, Any]] = []
+    result = fp.run(scenario, out=tmp_path / "run", on_metrics=seen.append)
+    assert result.folder == tmp_path / "run"
+    assert [record["round"] for record in result.metrics] == [2, 4, 6]
+    assert seen == result.metrics
+    assert result.summary == json.loads((tmp_path / "run" / "summary.json").read_text()) | {"finished": True}
+    assert [row["peer"] for row in result.privacy] == [0, 1, 2, 3]
+    assert 2.9 < result.privacy[0]["epsilon"] <= 3
+    assert (result.privacy[0]["scope"], result.finished) == ("this run alone", True)
+    assert str(result).startswith("tiny: mean model ")
+
+
+def test_a_scenarios_file_is_run_and_a_thread_count_of_ones_own_is_kept(tiny_text: str, tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(tiny_text)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert fp.run(tmp_path / "tiny.yaml").scenario == fp.make_scenario(SECTIONS)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_run_without_a_folder_has_one_as_long_as_its_result() -> None:
+    result = fp.run(fp.make_scenario(SECTIONS, rounds=2))
+    folder = result.folder
+    assert (folder / "ledger" / "digits.jsonl").is_file()
+    assert result.models.keys() == {"mean", *(f"peer-{i}" for i in range(4))}
+    del result
+    gc.collect()
+    assert not folder.parent.exists()
+
+
+def test_a_run_that_fails_leaves_no_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(fp.RunError, match="diverged"):
+        fp.run(fp.make_scenario(SECTIONS, {"algorithm.learning_rate": 1e30}, privacy="none", model={"name": "mlp"}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_are_a_frame_where_pandas_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = fp.run(fp.make_scenario(SECTIONS))
+    if find_spec("pandas") is not None:
+        frame = result.frame()
+        assert frame["round"].tolist() == [2, 4, 6]
+        assert frame["accuracy.peer_min"].tolist() == [record["accuracy"]["peer_min"] for record in result.metrics]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(fp.ScenarioError, match="a frame needs pandas, which is not installed: pip install pandas"):
+        result.frame()
+
+
+# --- callbacks ---
+
+
+def test_a_callback_stops_a_run_that_goes_on_later_to_the_same_end(tmp_path: Path) -> None:
+    scenario = fp.make_scenario(SECTIONS)
+    whole = fp.run(scenario)
+    part = fp.run(scenario, out=tmp_path / "run", on_metrics=lambda metrics: np.bool(metrics["round"] >= 4))
+    assert not part.finished
+    assert (part.summary["rounds_done"], part.privacy) == (4, [])
+    assert part.models["mean"].keys() == whole.models["mean"].keys()
+    assert not torch.equal(part.models["mean"]["1.weight"], whole.models["mean"]["1.weight"])
+    assert "unfinished, 4 of 6 rounds" in str(part)
+    rest = fp.run(scenario, out=tmp_path / "run", resume=True)
+    assert rest.finished
+    assert torch.equal(rest.models["peer-2"]["1.weight"], whole.models["peer-2"]["1.weight"])
+
+
+def test_a_stopped_runs_models_are_those_of_a_run_of_so_many_rounds() -> None:
+    scenario = fp.make_scenario(SECTIONS, privacy="none")
+    part = fp.run(scenario, on_metrics=lambda metrics: metrics["round"] == 4)
+    whole = fp.run(fp.make_scenario(scenario, rounds=4))
+    for peer in (None, 0, 3):
+        one, other = part.model(peer).state_dict(), whole.model(peer).state_dict()
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_a_run_that_is_stopped_at_its_end_is_finished() -> None:
+    assert fp.run(fp.make_scenario(SECTIONS), on_metrics=lambda metrics: metrics["round"] == 6).finished
+
+
+def test_a_callback_that_returns_something_else_or_raises_is_heard(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="on_metrics returned a float: it must return True to stop"):
+        fp.run(fp.make_scenario(SECTIONS), on_metrics=lambda metrics: metrics["epsilon"])
+
+    def angry(metrics: dict[str, Any]) -> None:
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        fp.run(fp.make_scenario(SECTIONS), out=tmp_path / "run", on_metrics=angry)
+    assert fp.run(fp.make_scenario(SECTIONS), out=tmp_path / "run", resume=True).finished  # its ledger is free again
+
+
+# --- models ---
+
+
+def test_a_model_is_ready_to_use_and_is_the_one_that_was_tried(tmp_path: Path) -> None:
+    scenario = fp.make_scenario(SECTIONS, {"data.test_samples": 100})
+    result = fp.run(scenario, out=tmp_path / "run")
+    public = fp_public(scenario)
+    for run in (result, fp.load_run(tmp_path / "run")):
+        module = run.model()
+        assert not module.training
+        right = module(public.x.double()).argmax(1) == public.y
+        assert float(right.double().mean()) == result.metrics[-1]["accuracy"]["mean_model"]
+        tried = [run.model(peer)(public.x.double()).argmax(1) == public.y for peer in range(4)]
+        assert min(float(right.double().mean()) for right in tried) == result.metrics[-1]["accuracy"]["peer_min"]
+    for peer in (-1, 4):
+        with pytest.raises(fp.ScenarioError, match=rf"peer={peer} must be 0 to 3"):
+            result.model(peer)
+
+
+def fp_public(scenario: fp.Scenario) -> Any:
+    from flower_privdec.data import read_public
+
+    return read_public(scenario.data, scenario.seed)
+
+
+def test_a_model_fills_a_module_of_ones_own() -> None:
+    result = fp.run(fp.make_scenario(SECTIONS))
+    mine = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    assert result.model(1, into=mine) is mine
+    assert torch.equal(mine[1].weight, result.models["peer-1"]["1.weight"])
+    with pytest.raises(fp.ScenarioError, match=r"does not fit the module that is given: .*size mismatch") as error:
+        result.model(into=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 9)))
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_with_buffers_and_tied_parameters_comes_back_whole(tmp_path: Path) -> None:
+    model = {"module": "user_models:tied"}
+    result = fp.run(fp.make_scenario(SECTIONS, model=model, compute={}), out=tmp_path / "run")
+    module = fp.load_run(tmp_path / "run").model()
+    assert (
+        set(result.models["mean"]) == set(module.state_dict()) == {"scale", "first.weight", "last.weight", "out.weight"}
+    )
+    assert module.first.weight is module.last.weight
+    assert torch.equal(module.scale, torch.full((64,), 0.5))
+
+
+# --- runs from their folders ---
+
+
+def test_a_folder_gives_what_the_run_gave(tmp_path: Path) -> None:
+    result = fp.run(fp.make_scenario(SECTIONS), out=tmp_path / "run")
+    again = fp.load_run(str(tmp_path / "run"))
+    assert (again.metrics, again.summary, again.privacy) == (result.metrics, result.summary, result.privacy)
+    assert again.scenario == result.scenario
+    for owner, state in result.models.items():
+        assert all(torch.equal(again.models[owner][name], tensor) for name, tensor in state.items())
+
+
+def test_a_folder_that_is_no_run_or_damaged_is_refused_in_one_line(tmp_path: Path) -> None:
+    scenario = fp.make_scenario(SECTIONS, rounds=2)
+    folder = fp.run(scenario, out=tmp_path / "run").folder
+    damages: dict[str, Callable[[], Any]] = {
+        "cannot be read as models": lambda: (folder / "model.safetensors").write_bytes(b"no"),
+        r"has no model\.safetensors: this run kept no models": (folder / "model.safetensors").unlink,
+    }
+    for message, damage in damages.items():
+        damage()
+        for read in (fp.load_run(folder).model, lambda: fp.load_run(folder).models):
+            with pytest.raises(fp.ScenarioError, match=message) as error:
+                read()
+            assert "\n" not in str(error.value)
+    (folder / "summary.json").unlink()
+    (folder / "checkpoint").write_bytes(b"no")
+    with pytest.raises(fp.ScenarioError, match="cannot be read as a checkpoint"):
+        fp.load_run(folder).model()
+    (folder / "metrics.jsonl").write_text("{\n{}\n")
+    with pytest.raises(fp.ScenarioError, match="is no record of an evaluation"):
+        fp.load_run(folder)
+    with pytest.raises(fp.ScenarioError, match="is not a folder"):
+        fp.load_run(tmp_path / "absent")
+    with pytest.raises(fp.ScenarioError, match=r"has no scenario\.yaml"):
+        fp.load_run(tmp_path)
+
+
+def test_a_run_of_the_command_line_is_read_too(tiny_text: str, tmp_path: Path) -> None:
+    from flower_privdec.experiment import Experiment
+
+    run_in_process(Experiment.build(parse_scenario(tiny_text)), tmp_path / "run")
+    assert fp.load_run(tmp_path / "run").model(0).training is False
+
+
+def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    scenario = fp.make_scenario(SECTIONS, rounds=2)
+    with pytest.raises(fp.ScenarioError, match=r"runtime='cloud' must be one of engine, flower"):
+        fp.run(scenario, out=tmp_path / "run", runtime="cloud")  # type: ignore[arg-type]
+    with pytest.raises(fp.ScenarioError, match="resume=True needs out"):
+        fp.run(scenario, resume=True)
+    assert not (tmp_path / "run").exists()
+    fp.run(scenario, out=tmp_path / "run")
+    with pytest.raises(fp.ScenarioError, match="already holds a run"):
+        fp.run(scenario, out=tmp_path / "run")

@@ -1,0 +1,79 @@
+"""A file is replaced whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flower_privdec.common.files import cache_folder, replacing, write_atomically
+
+WRITER = """
+import os, signal, sys
+from pathlib import Path
+from flower_privdec.files import replacing
+with replacing(Path(sys.argv[1])) as part:
+    part.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_file_is_replaced_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for content in (b"one", b"", b"three" * 10**6):
+        write_atomically(path, content)
+        assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_fails_half_way_leaves_the_file_as_it_was(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+
+    def fail() -> None:
+        with replacing(path) as part:
+            part.write_bytes(b"half")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_killed_writer_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    killed = subprocess.run([sys.executable, "-c", WRITER, str(path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert path.read_bytes() == b"old"
+    write_atomically(path, b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_a_private_file_is_its_owners_alone_however_it_was_written(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        write_atomically(tmp_path / "open", b"", private=False)
+        with replacing(tmp_path / "closed", private=True) as part:
+            assert part.stat().st_mode & 0o777 == 0o600
+            part.unlink()
+            part.write_bytes(b"anew")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o666
+    assert (tmp_path / "closed").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "flower_privdec"
+    for relative in ("", "cache"):  # the standard ignores a relative path
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert cache_folder() == tmp_path / ".cache" / "flower_privdec"

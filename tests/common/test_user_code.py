@@ -1,0 +1,487 @@
+"""Parts of a user's own, named in a scenario: what is taken, what is refused, and what a run's name tells of them."""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import user_parts
+
+from flower_privdec import testing
+from flower_privdec.cli import main
+from flower_privdec.common.user_code import load_own, only_from
+from flower_privdec.engine.run import run
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.experiment import Agreement, Experiment
+from flower_privdec.experiment.model_code import code_of
+from flower_privdec.graph.topology import build_topology
+from flower_privdec.planner import make_plan
+from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
+from flower_privdec.scenario.fields import OwnSection
+from flower_privdec.scenario.topology_section import OwnTopologySection
+
+Build = Callable[..., Experiment]
+BLOBS = "data={dataset: {module: 'user_parts:blobs'}, batch: {size: 8}}"
+HEAVY = "algorithm={module: 'user_parts:HeavyBall', learning_rate: 0.1}"
+SHORT = ["rounds=4", "data.samples=48", "n_peers=4", "data.batch.size=4", "privacy.clip_norm=0.05"]
+
+
+def topology(name: str, **arguments: Any) -> str:
+    return f"topology={{module: 'user_parts:{name}', arguments: {arguments}}}"
+
+
+# --- algorithms ---
+
+
+def test_an_own_algorithm_reads_its_own_keys_and_shows_every_default(tiny: Callable[..., Scenario]) -> None:
+    scenario = tiny(HEAVY)
+    assert "beta: 0.5" in to_yaml(scenario)
+    assert scenario.algorithm.name == "user_parts:HeavyBall"
+    assert parse_scenario(to_yaml(scenario)) == scenario
+    other = tiny(HEAVY, "algorithm.beta=0.25")
+    assert other.algorithm.beta == 0.25  # type: ignore[union-attr]
+    assert len({scenario_hash(each) for each in (scenario, other, tiny(HEAVY, "algorithm.beta=0.5"))}) == 2
+
+
+def test_an_own_algorithm_is_run_planned_and_drawn(build: Build, tmp_path: Path) -> None:
+    experiment = build(HEAVY, "rounds=2")
+    planned = make_plan(experiment)
+    assert planned["algorithm"] == "user_parts:HeavyBall"
+    assert 2.9 < planned["peers"][0]["epsilon"] <= 3
+    summary = run(experiment, tmp_path / "run")
+    assert summary["algorithm"] == "user_parts:HeavyBall"
+    assert 2.9 < float(summary["privacy"][0]["epsilon"]) <= 3
+
+
+def test_no_memory_of_the_last_step_is_stochastic_gradient_push(build: Build, alike: Any) -> None:
+    plain = build("algorithm={name: privsgp, learning_rate: 0.1}")
+    own = alike(build(HEAVY, "algorithm.beta=0"), plain)
+    one, other = (testing.run_rounds(each, 4).state.rows["x"] for each in (plain, own))
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+def test_an_own_algorithm_keeps_the_laws_of_privacy(build: Build) -> None:
+    experiment = build(*SHORT, HEAVY)
+    for example in (0, 5):
+        testing.assert_sensitivity(experiment, 4, example=example)
+    testing.assert_noise(experiment, 4)
+    testing.assert_nothing_else_leaves(experiment)
+
+
+def test_an_own_algorithm_that_declares_nothing_has_no_finite_budget(build: Build) -> None:
+    undeclared = HEAVY.replace("HeavyBall", "Undeclared")
+    with pytest.raises(ScenarioError, match=r"'user_parts:Undeclared' declares no releases.*ε is ∞"):
+        build(undeclared)
+    planned = make_plan(build(undeclared, "privacy={noise_multiplier: 1.0, delta: 1.0e-3}"))
+    assert planned["peers"][0]["epsilon"] == "inf"
+    assert build(undeclared, "privacy=none").own.protection is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (
+            f"{HEAVY[:-1]}, bta: 1}}",
+            r"unknown key 'algorithm\.bta'; did you mean 'beta'.*learning_rate, .*module, beta",
+        ),
+        (f"{HEAVY[:-1]}, beta: x}}", r"algorithm\.beta='x' must be a number"),
+        (
+            f"{HEAVY[:-1]}, learning_rate: -1}}".replace("learning_rate: 0.1, ", ""),
+            r"algorithm\.learning_rate=-1 must be > 0",
+        ),
+        ("algorithm={module: 'user_parts:HeavyBall'}", r"'algorithm\.learning_rate' is missing"),
+        ("algorithm={module: 3, learning_rate: 1}", r"algorithm\.module=3 must be 'package\.module:name'"),
+        ("algorithm={module: 'user_parts:HevyBall', learning_rate: 1}", r"has no HevyBall; did you mean 'HeavyBall'"),
+        (
+            "algorithm={module: 'user_parts:LEARNING_RATE', learning_rate: 1}",
+            r"of type float and must be a subclass of",
+        ),
+        (
+            "algorithm={module: 'user_parts:OwnAlgorithmSection', learning_rate: 1}",
+            r"must be a subclass of .*Algorithm",
+        ),
+        (
+            "algorithm={module: 'user_parts:NoSection', learning_rate: 1}",
+            r"Section must be a subclass of .*OwnAlgorithmS",
+        ),
+        ("algorithm={module: 'user_parts:Strict', learning_rate: 1, steps: 2}", r"its Section raised KeyError: 2"),
+        ("algorithm={module: 'user_parts:Unfinished', learning_rate: 1}", "program must be a tuple of steps"),
+        ("algorithm={module: 'user_parts:Deaf', learning_rate: 1}", "weights must not be None"),
+        ("algorithm={module: 'user_parts:Broken', learning_rate: 1}", "could not be built: LookupError: two lines"),
+        ("algorithm={module: 'user_parts:Broken', name: sgp, learning_rate: 1}", r"unknown key 'algorithm\.name'"),
+    ],
+)
+def test_an_own_algorithm_that_does_not_fit_is_refused_in_one_line(build: Build, setting: str, message: str) -> None:
+    with pytest.raises(ScenarioError, match=message) as error:
+        build(setting)
+    assert "\n" not in str(error.value)
+    assert str(error.value).count("algorithm.module=") <= 1
+
+
+# --- modules that cannot be imported ---
+
+MODULES = {
+    "absent": (None, "there is no module absent; it must be importable from where the command runs"),
+    "needy": ("import no_such_thing\n", "importing needy failed: ModuleNotFoundError: No module named 'no_such_thing'"),
+    "torn": ("x = (\n", "torn.py, line 1 is not valid Python"),
+    "angry": ("raise ValueError('one\\ntwo')\n", "importing angry failed: ValueError: one two"),
+    "leaving": ("import sys\nsys.exit(3)\n", "importing leaving ends the program"),
+    "empty": ("", "empty has no part"),
+}
+PLACES = {
+    "algorithm": "algorithm={{module: '{}:part', learning_rate: 1}}",
+    "topology": "topology={{module: '{}:part'}}",
+    "data.dataset": "data.dataset={{module: '{}:part'}}",
+    "model": "model={{module: '{}:part'}}",
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_module_that_cannot_be_had_is_one_line_status_2_and_leaves_nothing(
+    name: str,
+    place: str,
+    tiny_text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, message = MODULES[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "s.yaml").write_text(tiny_text)
+    if source is not None:
+        (tmp_path / f"{name}.py").write_text(source)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(SystemExit) as left:
+        main.main(["run", "s.yaml", "--set", PLACES[place].format(name)])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert f"{place}.module='{name}:part'" in said
+    assert message in said
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == before
+    assert name in sys.modules if name == "empty" else name not in sys.modules
+    sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("target", ["", "a", "a:", ":b", "a:b:c", "a.b:c.d", "../a:b", "a b:c", "a:b()", "a..b:c"])
+def test_a_target_that_names_no_part_of_a_module_is_refused(target: str) -> None:
+    with pytest.raises(ScenarioError, match=r"must be 'package\.module:name'"):
+        load_own(target, "key")
+
+
+def test_only_what_is_allowed_is_imported() -> None:
+    with only_from(["user_models"]):
+        assert load_own("user_models:residual", "model.module")
+        with pytest.raises(ScenarioError, match="its owner has to allow it"):
+            load_own("user_parts:hub", "topology.module")
+        with only_from([]), pytest.raises(ScenarioError, match="its owner has to allow it"):
+            load_own("user_models:residual", "model.module")
+    assert load_own("user_parts:hub", "topology.module")
+
+
+# --- what a user's code raises ---
+
+RAISED = {
+    "builds": ("def part():\n    raise KeyError('a\\nb')\n", "could not be built with {}: KeyError: 'a"),
+    "leaves": ("import sys\ndef part():\n    sys.exit(3)\n", "could not be built with {}: SystemExit: 3"),
+    "none": ("def part():\n    pass\n", "must be a torch.nn.Module, not NoneType"),
+    "tuple": ("(self.out(x.flatten(1)),)", "returns tuple for 2 examples: it must be one tensor [2, 10]"),
+    "whole": ("self.out(x.flatten(1)).long()", "returns torch.int64: it must be floating numbers"),
+    "complex": ("self.out(x.flatten(1)) * 1j", "returns torch.complex"),
+    "few": ("self.out(x.flatten(1))[:, :3]", "turns 2 examples into [2, 3]: it must be [2, 10]"),
+    "exits": ("__import__('sys').exit(4)", "cannot take inputs of shape [1, 8, 8]: SystemExit: 4"),
+    "raises": ("{}[('x' * 9000)]", "cannot take inputs of shape [1, 8, 8]: KeyError: 'xxx"),
+    "detaches": ("self.out(x.flatten(1)).detach()", "returns what depends on no parameter: is there a detach()"),
+    "begins": (
+        "from torch import nn\ndef part():\n    made = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
+        "    nn.init.constant_(made[1].bias, float('nan'))\n    return made\n",
+        "begins with NaN or infinity in 1.bias: mend how it is made",
+    ),
+    "null": (
+        "def part():\n    return 1\0",
+        "my_null is not valid Python (source code string cannot contain null bytes)",
+    ),
+    "reads": ("self.out(x.flatten(1)) * x.sum().item()", "cannot be clipped example by example: RuntimeError"),
+}
+FORWARD = """\
+from torch import nn
+class part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(64, 10)
+    def forward(self, x):
+        return {}
+"""
+
+
+@pytest.mark.parametrize("name", RAISED)
+def test_whatever_a_model_does_is_one_line_status_2_and_leaves_nothing(
+    name: str,
+    tiny_text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, message = RAISED[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "s.yaml").write_text(tiny_text)
+    (tmp_path / f"my_{name}.py").write_text(source if "def part" in source else FORWARD.format(source))
+    with pytest.raises(SystemExit) as left:
+        main.main(["run", "s.yaml", "--set", f"model={{module: 'my_{name}:part'}}"])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert said.startswith("error: --set: model")
+    assert said.count("\n") == 1
+    assert message in said
+    assert len(said) < 700
+    assert not (tmp_path / "runs").exists()
+
+
+LATE = """\
+import sys
+from torch import nn
+class Late(nn.Module):
+    calls = 0
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(64, 10)
+    def forward(self, x):
+        Late.calls += 1
+        if Late.calls > {}:
+            {}
+        return self.out(x.flatten(1)).cummax(1)[0]
+def part():
+    return Late()
+"""
+
+
+@pytest.mark.parametrize("what", ["sys.exit(3)", "raise KeyError('secret')"])
+@pytest.mark.parametrize("after", [6, 9])
+def test_a_forward_that_fails_later_ends_the_run_in_one_line(
+    what: str,
+    after: int,
+    tiny_text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "s.yaml").write_text(tiny_text)
+    (tmp_path / "my_late.py").write_text(LATE.format(after, what))
+    sys.modules.pop("my_late", None)
+    importlib.invalidate_caches()
+    with pytest.raises(SystemExit) as left:
+        main.main(["run", "s.yaml", "--set", "model={module: 'my_late:part'}"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert left.value.code == 1
+    assert said.startswith("error: ")
+    assert "forward" in said
+    assert ("secret" in said) == ("public test set" in said and "secret" in what)
+
+
+def test_what_an_own_algorithm_raises_in_a_round_is_told_by_its_place(build: Build, tmp_path: Path) -> None:
+    with pytest.raises(
+        RunError, match=r"round 1: algorithm.module='user_parts:Stumbling' raised LookupError \(.*, line"
+    ):
+        run(build("algorithm={module: 'user_parts:Stumbling', learning_rate: 0.1}", "privacy=none"), tmp_path / "run")
+
+
+def test_what_own_parts_raise_while_they_are_built_or_begun_is_one_line(build: Build, tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError, match=r"user_parts:sloppy' raised LookupError .*user_parts\.py, line"):
+        build("topology={module: 'user_parts:sloppy'}")
+    with pytest.raises(ScenarioError, match="its Section raised SystemExit: 3"):
+        build("algorithm={module: 'user_parts:Leaving', learning_rate: 0.1}")
+    with pytest.raises(RunError, match=r"before round 0: algorithm\.module='user_parts:Late' raised SystemExit"):
+        run(build("algorithm={module: 'user_parts:Late', learning_rate: 0.1}", "privacy=none"), tmp_path / "run")
+
+
+def test_a_plan_names_the_gradient_kernel_and_why(build: Build) -> None:
+    wanted = {
+        "model.name=softmax": "stacked (stacks of linear layers: closed form, all peers at once), because",
+        "model={module: 'user_models:convolutional'}": "factored (models proved to keep examples apart",
+        "model={module: 'user_models:nosy'}": "vmap (any model: torch.func, a few examples at a time), because",
+        "model={module: 'user_models:halved'}": "factored (models proved to keep examples apart",
+    }
+    for setting, said in wanted.items():
+        assert make_plan(build(setting, "rounds=1"))["gradients"].startswith(said)
+
+
+# --- a run's name depends on it ---
+
+
+@pytest.mark.parametrize("place", ["algorithm", "topology", "data.dataset"])
+def test_the_code_of_an_own_part_is_part_of_the_run(
+    place: str, build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = {
+        "algorithm": "from user_parts import HeavyBall\nclass part(HeavyBall):\n    factor = 1\n",
+        "topology": "def part(n_peers):\n    return [[(peer + 1) % n_peers] for peer in range(n_peers)]  # 1\n",
+        "data.dataset": "from user_parts import blobs\ndef part(half):\n    return blobs(half)  # 1\n",
+    }[place]
+    setting = PLACES[place].format("my_part")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ids = []
+    for text in (source, source, source.replace("1\n", "2\n")):
+        (tmp_path / "my_part.py").write_text(text)
+        sys.modules.pop("my_part", None)
+        importlib.invalidate_caches()
+        linecache.clearcache()
+        few = ["data.samples=60", "data.test_samples=20"]
+        experiment = build("rounds=1", *few, setting)
+        ids.append((experiment.own.run.id, experiment.own.keys[0]))
+    assert ids[0] == ids[1] != ids[2]
+    assert not {ids[0][0], ids[0][1]} & {ids[2][0], ids[2][1]}
+
+
+def test_the_code_of_a_base_class_counts_too() -> None:
+    class Mine(user_parts.HeavyBall):
+        pass
+
+    source = b"user_parts" + Path(user_parts.__file__).read_bytes()
+    assert source in list(code_of([Mine]))
+    assert source in list(code_of([user_parts.hub]))
+    assert list(code_of([torch.nn.Linear(1, 1), len, dict])) == []
+
+
+def test_the_arguments_of_an_own_part_are_part_of_the_run(build: Build) -> None:
+    ids = [build("rounds=1", topology("hub", spokes=spokes)).own.run.id for spokes in (2, 2, 3)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+# --- topologies ---
+
+
+def test_own_graphs_are_networkx_graphs_lists_mappings_and_topologies() -> None:
+    hub = build_topology("user_parts:hub", 5, arguments={"spokes": 3})
+    assert hub.directed
+    assert hub.edges(0).tolist() == [[0, 1], [0, 2], [0, 3], [1, 2], [2, 3], [3, 4], [4, 0]]
+    ring = build_topology("user_parts:mapping", 5)
+    assert not ring.directed
+    assert ring.edges(3).tolist() == build_topology("ring", 5).edges(0).tolist()
+    assert build_topology("networkx:cycle_graph", 5).edges(0).tolist() == ring.edges(0).tolist()
+    assert build_topology("user_parts:changing", 8).period == 3
+
+
+def test_a_parameter_named_seed_gets_the_scenarios_unless_it_is_given() -> None:
+    edges = [
+        build_topology("user_parts:seeded", 9, seed=seed, arguments=given).edges(0).tolist()
+        for seed, given in ((1, {}), (1, {}), (2, {}), (2, {"seed": 1}))
+    ]
+    assert edges[0] == edges[1] == edges[3] != edges[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("number", "gives no lists for 4 peers"),
+        ("letters", r"2 nodes \('a', 'b', \.\.\.\): they must be 0 to 3; .*convert_node_labels"),
+        ("few", r"2 nodes .*must be 0 to 3"),
+        ("loop", "peer 0 sends to itself"),
+        ("outside", r"peer 0 sends to \[4\], not peers of 0 to 3"),
+        ("text", "peer 0 sends to '12'"),
+        ("other", "gives a graph of 5 peers: it must have n_peers=4"),
+        ("missing", r"could not be built with {'kind': 'missing'}: KeyError: 'missing'"),
+    ],
+)
+def test_what_is_no_graph_is_refused(build: Build, kind: str, message: str) -> None:
+    with pytest.raises(ScenarioError, match=message) as error:
+        build(topology("answer", kind=kind))
+    assert "topology.module='user_parts:answer'" in str(error.value)
+
+
+def test_an_own_graph_is_mixed_over_and_takes_weights(build: Build, tmp_path: Path) -> None:
+    experiment = build(topology("hub"), "rounds=2")
+    assert experiment.mixing is not None
+    assert experiment.mixing.topology.name == "user_parts:hub"
+    assert run(experiment, tmp_path / "run")["rounds"] == 2
+    with pytest.raises(ScenarioError, match="metropolis on topology user_parts:hub must have an undirected graph"):
+        build("topology={module: 'user_parts:hub', weights: metropolis}")
+    with pytest.raises(ScenarioError, match=r"unknown key 'topology\.spokes'.*module, arguments, weights"):
+        build("topology={module: 'user_parts:hub', spokes: 3}")
+
+
+# --- datasets ---
+
+
+def test_own_arrays_are_dealt_out_and_trained_on(build: Build, tmp_path: Path) -> None:
+    experiment = build(BLOBS, "data.samples=50", "data.test_samples=20", "data.dataset.arguments={per_class: 30}")
+    public, examples = experiment.public, experiment.own.examples
+    assert (public.name, public.n_classes, tuple(public.x.shape)) == ("own", 2, (20, 3))
+    assert tuple(examples.x.shape) == (50, 3)
+    assert examples.x.dtype is torch.float32
+    summary = run(experiment, tmp_path / "run")
+    assert summary["accuracy"]["mean_model"] > 0.5
+    assert (tmp_path / "run" / "ledger" / "own.jsonl").exists()
+
+
+def test_whoever_needs_the_test_set_asks_an_own_dataset_for_no_example(
+    tiny: Callable[..., Scenario], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, blobs = [], user_parts.blobs
+
+    def watched(part: str, **arguments: Any) -> Any:
+        asked.append(part)
+        return blobs(part, **arguments)
+
+    monkeypatch.setattr(user_parts, "blobs", watched)
+    Agreement.of(tiny(BLOBS))
+    assert asked == ["test"]
+
+
+def test_the_root_of_a_scenario_reaches_an_own_dataset_peer_by_peer(build: Build) -> None:
+    plain = build(BLOBS).own.examples
+    rooted = build(BLOBS[:-1] + ", root: there}").own.examples
+    assert not torch.equal(plain.x, rooted.x)
+    each = build(BLOBS[:-1] + ", root: '{peer}', test: tests}").own.examples
+    assert each.sizes.tolist() == [80] * 4
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("{module: 'user_parts:no_data', arguments: {kind: three}}", "must return x and y for 'test', a pair"),
+        ("{module: 'user_parts:no_data', arguments: {kind: number}}", "must return x and y for 'test', a pair"),
+        (
+            "{module: 'user_parts:no_data', arguments: {kind: ragged}}",
+            "returns for 'test' what are no arrays",
+        ),
+        ("{module: 'user_parts:no_data', arguments: {kind: short}}", "has 3 rows for 80 labels"),
+        ("{module: 'user_parts:no_data'}", "fails on 'test' with {}: TypeError"),
+        ("{modul: 'user_parts:no_data'}", r"unknown key 'data\.dataset\.modul'; did you mean 'module'"),
+        ("digit", r"data\.dataset='digit' must be one of .*did you mean 'digits'"),
+        ("3", r"data\.dataset"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(build: Build, setting: str, message: str) -> None:
+    with pytest.raises(ScenarioError, match=message) as error:
+        build(f"data={{dataset: {setting}, batch: {{size: 8}}}}")
+    assert "\n" not in str(error.value)
+
+
+def test_own_sections_can_be_built_in_python(tiny: Callable[..., Scenario]) -> None:
+    scenario = tiny(HEAVY)
+    again = Scenario(**{name: getattr(scenario, name) for name in Scenario.model_fields} | {"topology": own_topology()})
+    assert again.algorithm == scenario.algorithm
+    assert Experiment.build(again).mixing is not None
+    data = scenario.data.model_copy(update={"dataset": OwnSection(module="user_parts:blobs"), "samples": None})
+    data = data.model_copy(update={"test_samples": None})
+    assert Experiment.build(replace_section(again, data=data)).public.name == "own"
+
+
+def own_topology() -> OwnTopologySection:
+    return OwnTopologySection(module="user_parts:hub")
+
+
+def replace_section(scenario: Scenario, **sections: Any) -> Scenario:
+    return scenario.model_copy(update=sections)

@@ -1,0 +1,212 @@
+"""Whole Flower apps: the adapted quickstarts, in this process and by a real `flwr run`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.serverapp.strategy import FedAvg
+from paths import ROOT
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.flower import PushSum, run_in_process
+from flower_privdec.flower.launch.app_launcher import _Rounds, run_flower_app
+from flower_privdec.privacy.ledger.ledger_format import read_chain
+
+SIMULATIONS = ROOT / "simulations"
+QUICKSTARTS = {name: SIMULATIONS / f"adapted-quickstart-{name}" for name in ("sklearn", "pytorch")}
+ADAPTED = {  # and how many lines may differ from the app before
+    **{name: (folder, "after", 4) for name, folder in QUICKSTARTS.items()},
+    "pytorch-examples": (QUICKSTARTS["pytorch"], "after-examples", 8),
+}
+adapted = pytest.mark.parametrize(("folder", "to", "most"), ADAPTED.values(), ids=ADAPTED)
+
+
+def changed_lines(folder: Path, to: str) -> list[str]:
+    """Return the lines that the adapted app has and the other has not, blank ones aside."""
+    changed = []
+    for path in sorted((folder / "before").rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            after = folder / to / path.relative_to(folder / "before")
+            both = (each.read_text().splitlines() for each in (path, after))
+            changed += [line[2:] for line in difflib.ndiff(*both) if line.startswith("+ ") and line[2:].strip()]
+    return changed
+
+
+def unprotected(folder: Path, to: Path) -> Path:
+    """Return a copy of the adapted app whose peers are not protected."""
+    shutil.copytree(folder / "after", to, ignore=shutil.ignore_patterns("__pycache__"))
+    (client,) = to.glob("*/client_app.py")
+    text = re.sub(r"PeerMod\(.*\)\]", "PeerMod()]", client.read_text())
+    assert "PeerMod()]" in text
+    client.write_text(text)
+    return to
+
+
+@pytest.fixture
+def accuracy(monkeypatch, tmp_path):
+    """Return a function that runs an app and returns the accuracy of its last round."""
+    results = []
+
+    def keeping(start):
+        def started(*given, **options):
+            results.append(start(*given, **options))
+            return results[-1]
+
+        return started
+
+    for strategy in (FedAvg, PushSum):
+        monkeypatch.setattr(strategy, "start", keeping(strategy.start))
+    monkeypatch.chdir(tmp_path)
+
+    def run(app: Path, rounds: int) -> float:
+        run_in_process(app, 8, config={"num-server-rounds": rounds})
+        measured = results[-1].evaluate_metrics_serverapp
+        assert list(measured) == list(range(rounds + 1))
+        return measured[rounds]["accuracy"]
+
+    return run
+
+
+@adapted
+def test_a_few_lines_make_a_quickstart_private_and_serverless(folder, to, most):
+    changed = changed_lines(folder, to)
+    assert len(changed) <= most
+    assert any("PeerMod(" in line for line in changed)
+    before, after = (
+        {path.relative_to(folder / part) for path in (folder / part).rglob("*.*") if path.suffix != ".pyc"}
+        for part in ("before", to)
+    )
+    assert before == after
+
+
+@adapted
+def test_the_readme_shows_the_lines_that_change(folder, to, most):
+    readme = (folder / "README.md").read_text()
+    assert all(f"+{line}" in readme for line in changed_lines(folder, to))
+
+
+@pytest.mark.parametrize(("name", "rounds"), [("sklearn", 8), pytest.param("pytorch", 20, marks=pytest.mark.slow)])
+def test_without_noise_a_quickstart_is_as_good_as_fedavg(name, rounds, accuracy, tmp_path):
+    before = accuracy(QUICKSTARTS[name] / "before", rounds)
+    after = accuracy(unprotected(QUICKSTARTS[name], tmp_path / "app"), rounds)
+    assert before > 0.85
+    assert abs(before - after) <= 0.03
+
+
+def test_the_adapted_apps_last_lines_save_the_networks_mean(monkeypatch, tmp_path, caplog):
+    monkeypatch.chdir(tmp_path)
+    run_in_process(QUICKSTARTS["sklearn"] / "after", 4, config={"num-server-rounds": 2})
+    saved = np.load("final_model.npz")
+    assert [saved[name].shape for name in saved] == [(10, 64), (10,)]
+    assert all(saved[name].any() for name in saved)
+    (said,) = [record.message for record in caplog.records if record.message.startswith("Privacy of peers 0, 1, 2, 3")]
+    assert "unit: one peer with all its data" in said
+
+
+def test_a_network_in_torch_keeps_its_names_and_is_saved(monkeypatch, tmp_path):
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    run_in_process(QUICKSTARTS["pytorch"] / "after", 2, config={"num-server-rounds": 1})
+    saved = torch.load("final_model.pt")
+    assert list(saved)[:2] == ["conv1.weight", "conv1.bias"]
+    assert all(value.dtype == torch.float32 for value in saved.values())
+
+
+def test_examples_are_protected_over_all_rounds_and_no_loss_of_theirs_leaves(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    strategies, start = [], PushSum.start
+
+    def keeping(self, *given, **options):
+        self.result = start(self, *given, **options)
+        strategies.append(self)
+        return self.result
+
+    monkeypatch.setattr(PushSum, "start", keeping)
+    run_in_process(QUICKSTARTS["pytorch"] / "after-examples", 16, config={"num-server-rounds": 2}, folder=tmp_path)
+    (strategy,) = strategies
+    assert strategy.result.train_metrics_clientapp == strategy.result.evaluate_metrics_clientapp == {}
+    for peer in (0, 15):
+        payments = read_chain(tmp_path / f"peer-{peer}" / "examples.jsonl")[1]
+        releases = [each for payment in payments for share in payment.shares for each in share.releases]
+        assert {each.sampling for each in releases} == {"poisson"}
+        assert sum(each.steps for each in releases) == 2 * 5  # two rounds of a pass over 71 or 72 digits by 16
+        assert "train_loss" in (tmp_path / f"peer-{peer}" / "metrics.jsonl").read_text()
+
+
+# What is wrong, named.
+
+
+def test_a_folder_without_an_app_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ScenarioError, match=r"pyproject.toml must be a Flower app's"):
+        run_in_process(tmp_path, 2)
+    with pytest.raises(ScenarioError, match=r"pyproject.toml must be a Flower app's"):
+        run_flower_app(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_config_that_the_app_does_not_have_is_refused(tmp_path):
+    app = QUICKSTARTS["sklearn"] / "before"
+    with pytest.raises(ScenarioError, match=r"'num-server-round' is no key of the app's run-config.*num-server-rounds"):
+        run_in_process(app, 2, config={"num-server-round": 3})
+    for given in ("rounds=3", "num-server-rounds"):
+        with pytest.raises(ScenarioError, match=f"run-config '{given}' must be KEY=VALUE with a key of the app's"):
+            run_flower_app(app, tmp_path / "out", run_config=[given])
+    with pytest.raises(ScenarioError, match="n_supernodes=0 must be >= 1"):
+        run_flower_app(app, tmp_path / "out", n_supernodes=0)
+    with pytest.raises(ScenarioError, match="cpus=100000 must be 1 to"):
+        run_flower_app(app, tmp_path / "out", cpus=100_000)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_round_of_a_log_is_passed_on_when_it_changes(tmp_path):
+    seen = []
+    rounds, log = _Rounds(lambda *both: seen.append(both)), tmp_path / "log"
+    for text in (None, "starting", "[ROUND 1/3]", "[ROUND 1/3] x", "[ROUND 1/3]\n[ROUND 2/3]\n[ROUND 3/3] done"):
+        if text is not None:
+            log.write_text(text)
+        rounds(log)
+    assert seen == [(1, 3), (3, 3)]
+
+
+# Really.
+
+
+def privdec(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flower_privdec", "flower-run", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=800)
+
+
+@pytest.mark.slow
+def test_flower_run_runs_any_app_and_leaves_what_it_saved(tmp_path):
+    app = QUICKSTARTS["sklearn"] / "after"
+    done = privdec(str(app), "--supernodes", "4", "-c", "num-server-rounds=2", "--out", "out", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[ROUND 2/2] the peers' mean: accuracy" in done.stdout
+    assert "after: round 2/2" in done.stderr
+    assert (tmp_path / "out" / "final_model.npz").is_file()
+    ledgers = sorted((tmp_path / "out" / "peers").glob("*/peer-*/peer-updates.jsonl"))
+    assert [len(ledger.read_text().splitlines()) for ledger in ledgers] == [3] * 4
+    assert not list(app.rglob("*.fab"))
+
+
+@pytest.mark.slow
+def test_flower_run_of_an_app_that_fails_exits_with_1_and_shows_the_log(tmp_path):
+    app = tmp_path / "app"
+    shutil.copytree(QUICKSTARTS["sklearn"] / "before", app)
+    server = app / "sklearn_digits" / "server_app.py"
+    server.write_text(
+        server.read_text().replace("    strategy = ", '    raise ValueError("the disk is on fire")\n    strategy = ')
+    )
+    done = privdec("app", "--supernodes", "2", folder=tmp_path)
+    assert done.returncode == 1
+    assert "the Flower run ended as finished:failed" in done.stderr
+    assert done.stderr.count("the disk is on fire") >= 1
+    assert "The last lines of" in done.stderr

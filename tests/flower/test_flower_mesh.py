@@ -1,0 +1,143 @@
+"""SuperNodes that talk to each other directly inside one train message: who is introduced, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from ports import own_addresses
+from routing_peers import client, first, sets_its_values_once, values_of, zeros
+
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.flower import LocalGrid, Mesh, PeerMod
+from flower_privdec.flower.mods.orders import MESH, Asked
+from flower_privdec.flower.mods.peer_place import PeerPlace
+from flower_privdec.flower.serverless.mesh import _agreed, run_mesh
+from flower_privdec.network.transport.certificates import make_certificates
+from flower_privdec.scenario.app_scenario import parse_app_scenario
+
+
+class TogetherGrid(LocalGrid):
+    """Nodes that all answer at once, as SuperNodes do."""
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        with ThreadPoolExecutor(16) as pool:
+            return list(pool.map(lambda message: super(TogetherGrid, self).push_messages([message])[0], list(messages)))
+
+
+def grid_of(folder: Path, n_peers: int, *, without: tuple[int, ...] = (), **options) -> TogetherGrid:
+    """Return nodes with an address and certificates each, but for some."""
+    scenario = parse_app_scenario(f"{{name: mesh, n_peers: {n_peers}, rounds: 1, privacy: none}}")
+    make_certificates(scenario.as_scenario, folder / "certs")
+    config = {
+        peer: {"address": address, "certificates": str(folder / "certs")}
+        for peer, address in enumerate(own_addresses(n_peers))
+        if peer not in without
+    }
+    return TogetherGrid(client(sets_its_values_once, **options), n_peers, folder=folder, config=config)
+
+
+def mean_of(n_peers: int) -> np.ndarray:
+    return np.mean([values_of(peer) for peer in range(n_peers)], axis=0)
+
+
+def test_a_mesh_reaches_the_exact_mean_and_no_share_passes_the_server(tmp_path):
+    grid = grid_of(tmp_path, 4)
+    result = Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 2)
+    assert np.abs(first(result.arrays) - mean_of(4)).max() < 1e-12
+    assert result.evaluate_metrics_clientapp[2]["size"] == pytest.approx(mean_of(4).max())
+    for peer in range(4):
+        (line,) = (tmp_path / f"peer-{peer}" / "mesh-mesh" / "scenario.yaml").read_text().splitlines()[:1]
+        assert line == "name: mesh"
+
+
+def test_a_mesh_that_is_done_is_not_run_again_and_none_goes_on_from_relayed_rounds(tmp_path):
+    grid = grid_of(tmp_path, 2)
+    once = Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 2)
+    again = Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 2)
+    np.testing.assert_array_equal(first(once.arrays), first(again.arrays))
+    with pytest.raises(RunError, match="give the run another name"):
+        Mesh(name="mesh", mode="synchronous").start(grid, zeros(), 3)
+
+
+def test_where_a_node_has_no_address_the_rounds_are_relayed(tmp_path, caplog):
+    grid = grid_of(tmp_path, 4, without=(2,))
+    result = Mesh(name="mesh").start(grid, zeros(), 2)
+    assert np.abs(first(result.arrays) - mean_of(4)).max() < 1e-12
+    assert "Peers [2] have no address: all rounds are relayed" in caplog.text
+    assert not list(tmp_path.glob("peer-?/mesh-*"))
+
+
+def test_a_meshs_ledger_is_the_peers_own_and_holds_its_owners_budget(tmp_path):
+    grid = grid_of(tmp_path, 2, clip_norm=1.0, noise_multiplier=5.0, delta=1e-3)
+    grid.contexts[100].node_config["epsilon"] = 0.8
+    strategy = Mesh(name="mesh", mode="synchronous")
+    strategy.start(grid, zeros(), 4)
+    assert 0 < strategy.told[0].epsilon <= 0.8 < strategy.told[1].epsilon
+    assert "4 Gaussian updates" in strategy.told[1].spent
+    assert len((tmp_path / "peer-1" / "peer-updates.jsonl").read_text().splitlines()) == 5
+
+
+def asked_of(**changes) -> Asked:
+    said = {"name": "mesh", "n_peers": 2, "rounds": 3, "privacy": "none"}
+    said["network"] = {"peers": [{"address": "127.0.0.1:7100"}, {"address": "127.0.0.1:7101"}], "hand_in": False}
+    said |= changes
+    return Asked(MESH, run="mesh", scenario=json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"topology": {"name": "edge-list", "file": "/etc/passwd"}}, "names code or a file"),
+        ({"topology": {"module": "os:system"}}, "names code or a file"),
+        ({"privacy": {"clip_norm": 1e9, "noise_multiplier": 1e-9, "delta": 0.1}}, "the node's own"),
+        ({"run_config": {"a": 1}}, "the node's own"),
+        ({"network": {"hand_in": False, "retry": 1e-9}}, "retry=1e-09"),
+        ({"name": "other"}, "is of 'other'"),
+        ({"name": "../../etc"}, "must be a name"),
+        ({"n_peers": 3, "network": {"hand_in": False}}, "with 3 peers"),
+        (
+            {"network": {"hand_in": False, "peers": [{"address": "0.0.0.0:7100"}, {"address": "127.0.0.1:7101"}]}},
+            "says that this node is at 0.0.0.0:7100",
+        ),
+    ],
+)
+def test_a_server_may_not_say_more_than_who_is_where(changes, wrong, tmp_path):
+    place = PeerPlace(0, 2, tmp_path, False, float("inf"), None, None, "127.0.0.1:7100", tmp_path)
+    with pytest.raises((RunError, ScenarioError), match=wrong):
+        _agreed(asked_of(**changes), place)
+
+
+def test_a_node_without_an_address_or_certificates_says_what_to_give(tmp_path):
+    place = PeerPlace(0, 2, tmp_path, False, float("inf"), None, None)
+    with pytest.raises(RunError, match="--node-config"):
+        run_mesh(asked_of(), place, PeerMod().privacy, zeros(), None)
+
+
+def test_a_stranger_that_the_server_introduces_gets_nowhere(tmp_path):
+    """Whoever introduces the nodes may put its own address in the place of another: it has no certificate for it."""
+    grid = grid_of(tmp_path, 2)
+    scenario = parse_app_scenario("{name: mesh, n_peers: 2, rounds: 1, privacy: none}")
+    make_certificates(scenario.as_scenario, tmp_path / "strangers")
+    grid.contexts[101].node_config["certificates"] = str(tmp_path / "strangers")
+    with pytest.raises(RunError, match="could be greeted"):
+        Mesh(name="mesh", start=1.0).start(grid, zeros(), 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"mode": "sometimes"}, "mode"),
+        ({"deadline": -1.0}, "deadline"),
+        ({"name": "a/b"}, "must be a name"),
+        ({"topology": object()}, "name of a graph"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused_before_the_run(options, wrong):
+    with pytest.raises(ScenarioError, match=wrong):
+        Mesh(**{"name": "mesh", **options})

@@ -1,0 +1,480 @@
+"""Apps whose clients are peers: exact means, no mass lost, restarts, and what is wrong named."""
+
+from __future__ import annotations
+
+import copy
+import random
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from routing_peers import LossyGrid, client, failing, first, sets_its_values_once, values_of, zeros
+from torch.nn import functional
+
+from flower_privdec.engine.engine import Engine
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum
+from flower_privdec.flower.mods.peer_file import load_state, state_path
+from flower_privdec.flower.mods.peer_state import PeerState
+from flower_privdec.flower.strategies import node_registry
+from flower_privdec.flower.strategies.node_registry import answers
+
+
+def mean_of(n_peers: int, size: int = 3) -> np.ndarray:
+    return np.mean([values_of(peer, size) for peer in range(n_peers)], axis=0)
+
+
+def states(folder: Path, n_peers: int, run: str) -> list[PeerState]:
+    return [load_state(state_path(folder / f"peer-{peer}", run)) for peer in range(n_peers)]
+
+
+@pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
+@pytest.mark.parametrize("n_peers", [8, 16])
+def test_push_sum_reaches_the_exact_mean_in_log2_n_rounds(n_peers, seal, tmp_path):
+    rounds = n_peers.bit_length() - 1
+    grid = LocalGrid(client(sets_its_values_once, seal=seal), n_peers, folder=tmp_path)
+    result = PushSum(name="mean", fraction_evaluate=0.0).start(grid, zeros(), rounds)
+    for state in states(tmp_path, n_peers, "mean"):
+        assert np.abs(state.model() - mean_of(n_peers)).max() < 1e-12
+    assert np.abs(first(result.arrays) - mean_of(n_peers)).max() < 1e-12
+
+
+def test_one_round_less_is_not_enough():
+    strategy = PushSum(fraction_evaluate=0.0)
+    strategy.start(LocalGrid(client(sets_its_values_once), 8), zeros(), 2)
+    assert max(np.abs(first(each) - mean_of(8)).max() for each in strategy.peer_arrays.values()) > 1
+
+
+def test_a_gradient_step_over_the_exponential_graph_has_the_engines_numbers(build):
+    """Stochastic Gradient Push: an app that takes one step from z on the engine's own batches."""
+    experiment = build(
+        "algorithm={name: sgp, learning_rate: 0.5}", "topology.name=directed-exponential", "privacy=none"
+    )
+    cohort, rounds = experiment.cohort(), 5
+    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
+    for _ in range(rounds):
+        engine.round()
+    app = ClientApp(mods=[PeerMod()])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        peer, done = context.node_config["partition-id"], message.content["config"]["server-round"]
+        batch = experiment.cohort().data.batch(done - 1, [peer])
+        x, y, weight = batch.x[0], batch.y[0], batch.weight[0]
+        module = copy.deepcopy(experiment.module)
+        module.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        loss = (functional.cross_entropy(module(x), y, reduction="none") * weight).sum() / 12
+        gradients = torch.autograd.grad(loss, list(module.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                parameter -= 0.5 * gradient
+        return Message(RecordDict({"arrays": ArrayRecord(module.state_dict())}), reply_to=message)
+
+    strategy = PushSum(fraction_evaluate=0.0)
+    strategy.start(LocalGrid(app, 4), ArrayRecord(experiment.module.state_dict()), rounds)
+    rows = engine.state.rows["x"]
+    for peer, arrays in strategy.peer_arrays.items():
+        state = arrays.to_torch_state_dict()
+        got = torch.cat([state[name].reshape(-1) for name, _ in experiment.module.named_parameters()])
+        torch.testing.assert_close(got, rows[peer], rtol=1e-9, atol=1e-11)
+
+
+def test_gossip_keeps_every_weight_at_one_and_agrees(tmp_path):
+    grid = LocalGrid(client(sets_its_values_once), 5, folder=tmp_path)
+    strategy = Gossip(topology="ring", name="g", fraction_evaluate=0.0)
+    result = strategy.start(grid, zeros(), 60)
+    assert all(abs(state.w - 1) < 1e-12 for state in states(tmp_path, 5, "g"))
+    np.testing.assert_allclose(first(result.arrays), mean_of(5), rtol=1e-12)
+    for arrays in strategy.peer_arrays.values():
+        np.testing.assert_allclose(first(arrays), mean_of(5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", [PushSum, Gossip])
+def test_sampled_peers_alone_train_and_no_mass_goes_missing(strategy, tmp_path):
+    trained = []
+
+    def step(arrays, peer, server_round):
+        trained.append((server_round, peer))
+        return [arrays[0] + 1.0]
+
+    graph = "erdos-renyi" if strategy is Gossip else "directed-exponential"
+    grid = LocalGrid(client(step), 6, folder=tmp_path)
+    strategy(graph, participation=0.5, name="p", fraction_evaluate=0.0).start(grid, zeros(), 8)
+    assert [sum(done == k for done, _ in trained) for k in range(1, 9)] == [3] * 8
+    assert len({peer for _, peer in trained}) > 3
+    assert abs(sum(state.w for state in states(tmp_path, 6, "p")) - 6) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_mass_is_lost_or_added_whatever_messages_are(seed, tmp_path):
+    """Σ (x, w) of all peers and of the shares on their way is what it was, whichever messages are lost or late."""
+    draw = random.Random(seed)
+    fates = [draw.choice(["ok", "ok", "ok", "lost", "unanswered", "late"]) for _ in range(400)]
+    app, graph = (
+        client(sets_its_values_once, seal=seed % 2 == 0),
+        "complete" if seed % 3 == 0 else "directed-exponential",
+    )
+
+    def run(rounds, fate, patience):
+        strategy = (Gossip if seed % 3 == 0 else PushSum)(graph, name="l", patience=patience)
+        strategy.start(LossyGrid(fate, app, 4, folder=tmp_path), zeros(), rounds, timeout=0.01)
+        return strategy
+
+    run(1, lambda *_: "ok", 10)
+    for rounds in (6, 12):  # each a ServerApp that has forgotten all that was on its way
+        with suppress(RunError):  # as when nobody answers
+            run(rounds, lambda count, _, rounds=rounds: fates[count * rounds % len(fates)], 0.02)
+    strategy = run(30, lambda *_: "ok", 10)
+    found = states(tmp_path, 4, "l")
+    assert sum(state.w for state in found) == pytest.approx(4, abs=1e-9)
+    np.testing.assert_allclose(sum(state.x for state in found), 4 * mean_of(4), rtol=1e-9)
+    for arrays in strategy.peer_arrays.values():
+        np.testing.assert_allclose(first(arrays), mean_of(4), rtol=1e-6)
+
+
+def test_a_peer_that_never_answers_holds_the_others_up_once(monkeypatch):
+    def fate(count, message):
+        said = message.content["privdec.says"]
+        late = said["round_index"] > 1 or said["kind"] == "deliver"
+        return "lost" if message.metadata.dst_node_id == 103 and late else "ok"
+
+    waited_for = []
+
+    def noting(grid, asked, wanted, patience):
+        waited_for.append(len(wanted))
+        return answers(grid, asked, wanted, patience)
+
+    monkeypatch.setattr(node_registry, "answers", noting)
+    strategy = PushSum(fraction_evaluate=0.0)
+    result = strategy.start(LossyGrid(fate, client(sets_its_values_once), 4), zeros(), 12, timeout=0.5)
+    assert set(strategy.peer_arrays) == {0, 1, 2}
+    assert "peer 3: no answer" in strategy.network.troubles()
+    asked = [count for count in waited_for if count]
+    assert asked == [4, 4, 4, 4] + [3] * 11  # who is there, the beginning, rounds 1 and 2; then 3 to 12, and the end
+    np.testing.assert_allclose(first(result.arrays), first(strategy.peer_arrays[0]), rtol=1e-2)
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path):
+    done = []
+
+    def step(arrays, peer, server_round):
+        done.append((peer, server_round))
+        return [arrays[0] + 1.0]
+
+    def start(rounds):
+        strategy = PushSum(name="again", fraction_evaluate=0.0)
+        return strategy.start(
+            LocalGrid(client(step), 4, run_id=random.getrandbits(60), folder=tmp_path), zeros(), rounds
+        )
+
+    start(3)
+    np.testing.assert_allclose(first(start(5).arrays), 5.0)
+    assert sorted(done) == [(peer, k) for peer in range(4) for k in range(1, 6)]
+    np.testing.assert_allclose(first(start(5).arrays), 5.0)  # nothing is left to do
+    assert len(done) == 20
+
+
+def test_who_was_killed_in_a_round_takes_part_in_it_again_and_the_others_do_not(tmp_path):
+    done, killed = [], {(2, 3)}
+
+    def step(arrays, peer, server_round):
+        if (peer, server_round) in killed:
+            raise KeyboardInterrupt
+        done.append((peer, server_round))
+        return [arrays[0] + 1.0]
+
+    def start(rounds):
+        grid = LocalGrid(client(step), 4, folder=tmp_path)
+        return PushSum(name="killed", fraction_evaluate=0.0).start(grid, zeros(), rounds)
+
+    with pytest.raises(KeyboardInterrupt):
+        start(5)
+    killed.clear()
+    start(5)
+    assert sorted(done) == [(peer, k) for peer in range(4) for k in range(1, 6)]
+    assert sum(state.w for state in states(tmp_path, 4, "killed")) == pytest.approx(4, abs=1e-12)
+
+
+def test_node_ids_may_change_and_peers_stay_who_they_are(tmp_path):
+    def start(rounds, ids):
+        grid = LocalGrid(client(sets_its_values_once), 4, folder=tmp_path)
+        grid.contexts = dict(zip(ids, grid.contexts.values(), strict=True))
+        strategy = PushSum(name="ids", fraction_evaluate=0.0)
+        strategy.start(grid, zeros(), rounds)
+        return strategy
+
+    start(1, [5, 9, 7, 3])
+    strategy = start(2, [30, 10, 20, 40])
+    assert strategy.network.census.node_of == {0: 30, 1: 10, 2: 20, 3: 40}
+    for arrays in strategy.peer_arrays.values():
+        np.testing.assert_allclose(first(arrays), mean_of(4), rtol=1e-12)
+
+
+def test_a_peer_that_lost_its_disk_begins_anew_with_nothing_and_others_do_not_wait(tmp_path):
+    def start(rounds):
+        grid = LocalGrid(client(sets_its_values_once), 4, folder=tmp_path)
+        strategy = PushSum(name="disk", fraction_evaluate=0.0)
+        strategy.start(grid, zeros(), rounds)
+        return strategy
+
+    start(4)
+    state_path(tmp_path / "peer-2", "disk").unlink()
+    strategy = start(12)
+    found = states(tmp_path, 4, "disk")
+    assert sum(state.w for state in found) == pytest.approx(3, abs=1e-12)  # its own is gone, x with w
+    for arrays in strategy.peer_arrays.values():
+        np.testing.assert_allclose(first(arrays), mean_of(4), rtol=1e-9)
+
+
+def test_an_old_copy_of_a_state_is_found_out(tmp_path):
+    def start(rounds):
+        PushSum(name="old", fraction_evaluate=0.0).start(
+            LocalGrid(client(sets_its_values_once), 2, folder=tmp_path), zeros(), rounds
+        )
+
+    start(2)
+    path = state_path(tmp_path / "peer-1", "old")
+    copy = path.read_bytes()
+    start(6)
+    path.write_bytes(copy)
+    strategy = PushSum(name="old", fraction_evaluate=0.0)
+    strategy.start(LocalGrid(client(sets_its_values_once), 2, folder=tmp_path), zeros(), 9)
+    assert "has had share 6 of peer 1" in strategy.network.deaf[1]
+    assert "the state is an old copy; delete it" in strategy.network.deaf[1]
+
+
+# What the app sees.
+
+
+def test_evaluate_fn_and_the_last_lines_of_a_quickstart_get_the_networks_mean():
+    seen = []
+
+    def evaluate_fn(server_round, arrays):
+        seen.append((server_round, first(arrays).copy()))
+        return MetricRecord({"size": float(first(arrays).max())})
+
+    strategy = PushSum()
+    result = strategy.start(LocalGrid(client(sets_its_values_once), 8), zeros(), 2, evaluate_fn=evaluate_fn)
+    assert [server_round for server_round, _ in seen] == [0, 1, 2]
+    assert not seen[0][1].any()
+    np.testing.assert_allclose(seen[1][1], mean_of(8), rtol=1e-12)
+    np.testing.assert_allclose(first(result.arrays), mean_of(8), rtol=1e-12)
+    assert set(result.evaluate_metrics_serverapp) == {0, 1, 2}
+    assert result.train_metrics_clientapp[1] == {"loss": 0.25}
+    assert result.evaluate_metrics_clientapp[2]["size"] > 0
+
+
+def test_one_mod_serves_the_decorators_as_well():
+    app, mod = ClientApp(), PeerMod()
+
+    @app.train(mods=[mod])
+    def train(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"model": message.content["arrays"]}), reply_to=message)
+
+    @app.evaluate(mods=[mod])
+    def evaluate(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"m": MetricRecord({"one": 1.0})}), reply_to=message)
+
+    result = PushSum().start(LocalGrid(app, 4), ArrayRecord([np.ones(2)]), 1)
+    assert first(result.arrays).tolist() == [1.0, 1.0]
+    assert result.evaluate_metrics_clientapp[1] == {"one": 1.0}
+
+
+def test_an_app_that_cannot_evaluate_trains_all_the_same(caplog):
+    app = ClientApp(mods=[PeerMod()])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        arrays = [first(message.content["arrays"]) + 1]
+        return Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=message)
+
+    result = PushSum().start(LocalGrid(app, 4), zeros(), 3)
+    assert first(result.arrays).tolist() == [3.0, 3.0, 3.0]
+    assert "4 of 4 peers trained (peers 0, 1, 2, 3: cannot evaluate: No evaluate function registered" in caplog.text
+
+
+def test_whole_numbers_are_neither_mixed_nor_noised_and_types_and_order_stay():
+    given = {
+        "z": np.zeros((2, 2), np.float32),
+        "count": np.array(0),
+        "a": np.zeros(3, np.float16),
+        "on": np.ones(2, bool),
+    }
+    app = ClientApp(mods=[PeerMod(clip_norm=1.0, noise_multiplier=0.5)])
+    seen = []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        arrays = {name: array.numpy() for name, array in message.content["arrays"].items()}
+        seen.append((context.node_config["partition-id"], arrays))
+        arrays = arrays | {"count": np.asarray(arrays["count"] + 5 + context.node_config["partition-id"])}
+        return Message(RecordDict({"arrays": ArrayRecord({n: Array(v) for n, v in arrays.items()})}), reply_to=message)
+
+    start = ArrayRecord({name: Array(value) for name, value in given.items()})
+    result = PushSum(fraction_evaluate=0.0).start(LocalGrid(app, 4), start, 3)
+    for peer, arrays in seen[-4:]:
+        assert list(arrays) == list(given)
+        assert [value.dtype for value in arrays.values()] == [value.dtype for value in given.values()]
+        assert arrays["count"] == 2 * (5 + peer)  # its own, of the two rounds before
+        assert arrays["on"].all()
+    assert result.arrays["count"].numpy() == 0
+    assert result.arrays["z"].numpy().any()
+
+
+# What is wrong, named.
+
+
+def run_with(step, n_peers=3, start=None, **options):
+    strategy = PushSum(fraction_evaluate=0.0)
+    strategy.start(LocalGrid(client(step, **options), n_peers), start or zeros(), 2)
+    return strategy
+
+
+def answering(content):
+    app = ClientApp(mods=[PeerMod()])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return Message(RecordDict(content), reply_to=message)
+
+    return app
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            {},
+            r"app of peer 0 returned no model; its answer has no ArrayRecord and none named 'arrays'",
+        ),
+        ({"m": MetricRecord({"loss": 1.0})}, "answer has no ArrayRecord"),
+        ({"a": ArrayRecord([np.ones(3)]), "b": ArrayRecord([np.ones(3)])}, "answer has 2 ArrayRecords and none named"),
+        (
+            {"arrays": ArrayRecord([np.ones(4)])},
+            r"other arrays.*'0' is float64 \(4,\) and must be float64 \(3,\)",
+        ),
+        ({"arrays": ArrayRecord({"w": Array(np.ones(3))})}, "array '0' is missing and must be float64"),
+        ({"arrays": ArrayRecord([np.ones(3), np.ones(1)])}, "array '1' is float64 .* and must be missing"),
+        ({"arrays": ArrayRecord([np.ones(3, int)])}, "array '0' is int64 .* and must be float64"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(content, said):
+    with pytest.raises(RunError, match=said) as error:
+        PushSum(fraction_evaluate=0.0).start(LocalGrid(answering(content), 3), zeros(), 2)
+    assert "\n" not in str(error.value)
+
+
+def test_one_peer_with_another_model_is_named_and_the_others_go_on(caplog):
+    def step(arrays, peer, server_round):
+        return [np.ones(5)] if peer == 1 else [arrays[0] + 1]
+
+    strategy = run_with(step)
+    assert "2 of 3 peers trained (peer 1: the app of peer 1 returned other arrays" in caplog.text
+    assert first(strategy.peer_arrays[0]).tolist() == [2.0, 2.0, 2.0]
+
+
+def test_peers_whose_models_are_not_alike_refuse_each_others_shares(tmp_path):
+    """As when one SuperNode has another version of the app: its share is refused by name, and nothing else happens."""
+    grid = LocalGrid(client(sets_its_values_once), 2, folder=tmp_path)
+    PushSum(name="x", fraction_evaluate=0.0).start(grid, zeros(), 1)
+    first_state, _ = states(tmp_path, 2, "x")
+    other = PeerState.begun("x", 1, {"1": np.zeros(3)}, founding=True)
+    other.split({0: 0.5}, {0: first_state.epoch}, None)
+    share = other.links[0].frozen[1]
+    before = first_state.w
+    with pytest.raises(RunError, match=r"array '0' is missing and must be float64 \(3,\).*build the same"):
+        first_state.take(share, lambda *_: b"", only_sealed=False)
+    assert first_state.w == before
+
+
+def test_two_nodes_that_claim_one_peer_are_named():
+    grid = LocalGrid(client(sets_its_values_once), 3)
+    grid.contexts[102].node_config["partition-id"] = 1
+    with pytest.raises(RunError, match="SuperNodes 101 and 102 both claim to be peer 1; give each its own"):
+        PushSum(patience=0.2).start(grid, zeros(), 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"partition-id": 9}, "partition-id=9 must be 0 to 2"),
+        ({"partition-id": "two"}, "partition-id='two' must be a whole number"),
+        ({"num-partitions": 7}, "says num-partitions=7, others 3"),
+        ({"epsilon": "much"}, "epsilon='much' of the node-config must be a number"),
+        ({"epsilon": 1.0}, "epsilon=1.0 of the node-config needs clip_norm and noise"),
+    ],
+)
+def test_a_wrong_node_config_is_named(config, said):
+    grid = LocalGrid(client(sets_its_values_once), 3)
+    grid.contexts[102].node_config.update(config)
+    with pytest.raises(RunError, match=said):
+        PushSum(patience=0.2).start(grid, zeros(), 1)
+
+
+def test_a_directed_graph_is_refused_by_gossip_before_anything_runs():
+    with pytest.raises(ScenarioError, match=r"topology 'directed-ring' of Gossip must be undirected.*take PushSum"):
+        Gossip(topology="directed-ring")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"topology": "dodecahedron"}, "topology.name='dodecahedron'"),
+        ({"participation": 0.0}, r"participation=0.0 must be in \(0, 1\]"),
+        ({"fraction_evaluate": 1.5}, "fraction_evaluate=1.5"),
+        ({"topology": "ring", "topology_options": {"degree": 3}}, "topology.degree is no option of ring"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(options, said):
+    with pytest.raises(ScenarioError, match=said):
+        PushSum(**options)
+
+
+def test_an_app_without_the_mod_is_told_what_to_write():
+    app = ClientApp()
+    app.train()(lambda message, context: Message(RecordDict(), reply_to=message))
+    with pytest.raises(RunError, match=r"its ClientApp is no peer: write app = ClientApp\(mods=\[PeerMod"):
+        PushSum(patience=0.2).start(LocalGrid(app, 2), zeros(), 1)
+
+
+def test_the_mod_without_a_strategy_of_its_own_says_so():
+    grid = LocalGrid(client(sets_its_values_once), 2)
+    (reply,) = grid.send_and_receive([Message(RecordDict({"arrays": zeros()}), 100, "train")])
+    assert "comes from no strategy of flower_privdec" in reply.error.reason
+
+
+def test_nodes_that_all_fail_end_the_run_with_their_reason():
+    def step(arrays, peer, server_round):
+        raise ValueError("the disk is on fire")
+
+    with pytest.raises(RunError, match=r"no peer could go on: peers 0, 1, 2: .*the disk is on fire"):
+        run_with(step)
+
+
+@pytest.mark.parametrize("start", [ArrayRecord([np.array([1, 2])]), ArrayRecord([np.zeros(2, complex)])])
+def test_initial_arrays_that_nobody_can_mix_are_refused(start):
+    with pytest.raises(RunError, match=r"must be of real or whole numbers|no floating one"):
+        run_with(sets_its_values_once, start=start)
+
+
+def test_initial_arrays_that_are_not_finite_are_refused():
+    with pytest.raises(RunError, match="initial_arrays are not finite"):
+        run_with(sets_its_values_once, start=ArrayRecord([np.array([1.0, np.nan])]))
+
+
+def test_a_graph_of_ones_own_must_join_as_many_peers():
+    from flower_privdec.graph.topology.named import build_topology
+
+    with pytest.raises(ScenarioError, match="topology ring joins 5 peers, and the SuperNodes are 3"):
+        Gossip(topology=build_topology("ring", 5)).start(LocalGrid(client(sets_its_values_once), 3), zeros(), 1)
+
+
+def test_failing_nodes_are_said_with_flowers_words():
+    app = ClientApp()
+    app.train()(failing)
+    with pytest.raises(RunError, match="failed when it was asked which peer it is: the disk is on fire"):
+        PushSum(patience=0.2).start(LocalGrid(app, 2), zeros(), 1)

@@ -1,0 +1,358 @@
+"""What leaves a node under Flower: declared releases and nothing else, whatever a server says."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from shards_in_turn import in_turn
+from together_grid import TogetherGrid
+from variants import VARIANTS, settings_for
+
+from flower_privdec import testing
+from flower_privdec.algorithms import ALGORITHMS
+from flower_privdec.algorithms.feddeper import FedDeper
+from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
+from flower_privdec.core.cohort import Cohort, PrivateStep
+from flower_privdec.errors import RunError
+from flower_privdec.experiment import Agreement, Experiment, OwnParts
+from flower_privdec.flower.apps import client_app as clients
+from flower_privdec.flower.apps import own, shard_app
+from flower_privdec.flower.apps.client_app import client_app
+from flower_privdec.flower.apps.cohort_run import CohortRun
+from flower_privdec.flower.apps.relay import Relay
+from flower_privdec.flower.apps.sharded import Sharded
+from flower_privdec.flower.launch.local_grid import LocalGrid
+from flower_privdec.privacy.accountant.accounting import epsilon
+from flower_privdec.privacy.ledger.ledger_file import runs_in
+from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.scenario import Scenario, to_yaml
+from flower_privdec.testing import Seen
+
+Tiny = Callable[..., Scenario]
+Build = Callable[..., Experiment]
+HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "sharded": (Sharded, 2)}
+BLOCKS = "{name: privsgp-vr, table: blocks, learning_rate: 0.1}"
+SHORT = ["rounds=4", "data.samples=48", "data.batch.size=4", "privacy.clip_norm=0.05", "algorithm.learning_rate=2.0"]
+
+
+def bytes_of(content: RecordDict) -> str:
+    """Return a hash of every byte that a message carries, but for the clock's."""
+    digest = hashlib.sha256()
+    for name, record in sorted(content.items()):
+        for key, value in sorted(record.items()):
+            if key not in testing.TIMES:
+                data = value.data if isinstance(record, ArrayRecord) else repr(value).encode()
+                digest.update(f"{name}/{key}/".encode() + data)
+    return digest.hexdigest()
+
+
+class Tapped(LocalGrid):
+    """A grid on which somebody reads every answer of every node."""
+
+    answers: list[str]
+
+    def _deliver(self, message: Message) -> Message:
+        reply = super()._deliver(message)
+        assert not reply.has_error(), reply.error.reason
+        self.answers.append(bytes_of(reply.content))
+        return reply
+
+
+class TappedTogether(Tapped, TogetherGrid):
+    """The same, of nodes that run at the same time."""
+
+
+def seen_under_flower(host: str) -> Callable[[Experiment], Seen]:
+    """Return a function that runs an experiment under Flower and returns what the server sees and leaves."""
+
+    read = OwnParts.of
+
+    def watch(experiment: Experiment) -> Seen:
+        strategy, nodes = HOSTS[host]
+        clients._build.cache_clear()
+        clients._whole.cache_clear()
+        shard_app._hosted.cache_clear()
+
+        def own_parts(agreement: Agreement, peers: np.ndarray | None = None, *_: object, **__: object) -> OwnParts:
+            """The own parts of some peers: keys as ever, and the experiment's examples."""
+            own, held = read(agreement, peers), experiment.own.examples
+            return replace(own, examples=replace(held, parts=tuple(held.parts[peer] for peer in own.peers)))
+
+        with tempfile.TemporaryDirectory() as folder, patch.object(OwnParts, "of", own_parts), in_turn() as turns:
+            kind = TappedTogether if strategy is Sharded else Tapped
+            grid = kind(client_app(), min(nodes, experiment.scenario.n_peers), folder=Path(folder) / "nodes")
+            grid.answers = []
+            strategy(experiment.scenario, Path(folder) / "run").start(grid)
+            seen = {"answers": sorted(grid.answers), "wires": turns.seen}
+            return seen | testing.seen_in_folder(Path(folder) / "run")
+
+    return watch
+
+
+HOSTED = [  # every variant where nodes say something of each step; every algorithm where one node says how it ended
+    *((variant, host) for variant in VARIANTS for host in ("relay", "sharded")),
+    *((variant, "cohort") for variant in VARIANTS[: len(ALGORITHMS)]),
+]
+
+
+@pytest.mark.parametrize(("variant", "host"), HOSTED, ids=[" ".join([*each, host]) for each, host in HOSTED])
+def test_nothing_but_releases_leaves_a_node(build: Build, variant: list[str], host: str) -> None:
+    experiment = build(*SHORT, *settings_for(*variant))
+    peer = experiment.scenario.n_peers // 2 if host == "sharded" else 0  # whose shard is not the one that collects
+    testing.assert_nothing_else_leaves(experiment, seen_under_flower(host), peer)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "row", "settings"),
+    [
+        (PrivSGPVR, "table.mean", ["algorithm.name=privsgp-vr"]),
+        (FedDeper, "personal", ["algorithm.name=feddeper", "algorithm.rho=0"]),
+    ],
+)
+def test_a_private_row_in_an_answer_is_found(
+    build: Build, monkeypatch: pytest.MonkeyPatch, algorithm: type, row: str, settings: list[str]
+) -> None:
+    monkeypatch.setattr(algorithm, "open_rows", ("x", "w", row))
+    with pytest.raises(AssertionError, match="answers: what leaves peer 0 depends on examples"):
+        testing.assert_nothing_else_leaves(build(*SHORT, *settings_for(*settings)), seen_under_flower("relay"))
+
+
+def test_an_answer_holds_what_other_peers_may_see_and_no_more(tiny: Tiny, tmp_path: Path) -> None:
+    kept: list[RecordDict] = []
+
+    class Keeping(LocalGrid):
+        def _deliver(self, message: Message) -> Message:
+            reply = super()._deliver(message)
+            kept.append(reply.content)
+            return reply
+
+    scenario = tiny("algorithm={name: feddeper, learning_rate: 0.1, rho: 0.0, local_steps: 2}")
+    Relay(scenario, tmp_path / "run").start(Keeping(client_app(), 4, folder=tmp_path / "nodes"))
+    spent = {"epsilons", "deltas", "claimed", "rounds_run", "replies", "coalition_seconds"}
+    names = {key for content in kept for record in content.array_records.values() for key in record}
+    assert names == {"x", "w"}
+    told = {key for content in kept for record in content.config_records.values() for key in record}
+    assert told == {"partition-id", "num-partitions", "round", "at", "waiting", *spent}
+    assert not [record for content in kept for record in content.metric_records.values()]
+
+
+# --- what a server may say ---
+
+
+def order(scenario: Scenario, **fields: object) -> Message:
+    values = {"scenario": to_yaml(scenario), "until": 2, "peers": [0], "base": "", "folder": "", "resume": False}
+    record = ConfigRecord(values | {"begin": 0} | fields)  # type: ignore[arg-type]
+    return Message(RecordDict({"order": record}), 100, "train.relay")
+
+
+def deployed(folder: Path, **config: object) -> LocalGrid:
+    """Return a grid of one node that is no simulation's, with a configuration of its own."""
+    given = {"ledger": str(folder), "epsilon": 3.0, "delta": 1e-3, "partition-id": 0, "num-partitions": 4} | config
+    own_config = {key: value for key, value in given.items() if value is not None}
+    grid = LocalGrid(client_app(), 1, config={0: own_config})  # type: ignore[dict-item]
+    node = next(iter(grid.contexts.values()))
+    node.node_config = {key: value for key, value in node.node_config.items() if key in own_config}
+    return grid
+
+
+def answer(grid: LocalGrid, message: Message) -> Message:
+    (reply,) = grid.send_and_receive([message])
+    return reply
+
+
+def go_on(grid: LocalGrid, scenario: Scenario, heard: Message, **fields: object) -> Message:
+    """Order a node to go on with what it said itself, as if its neighbours had said it."""
+    message = order(scenario, **{"begin": -1, **fields})
+    for peer in range(1, 4):
+        message.content[f"peer-{peer}"] = heard.content.array_records["peer-0"]
+    return answer(grid, message)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """Return a list to which every private step of the test adds its number and the examples it draws."""
+    steps: list[tuple[int, list[int]]] = []
+    release = Cohort.release_
+
+    def noted(self: Cohort, step: PrivateStep, *others: object) -> None:
+        steps.append((step.step, step.batch.index[step.batch.weight > 0].tolist()))
+        release(self, step, *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Cohort, "release_", noted)
+    return steps
+
+
+def ledger_of(folder: Path) -> dict:
+    return runs_in(read_chain(folder / "ledger" / "digits.jsonl")[1])
+
+
+def test_a_deployed_node_draws_its_own_noise_and_keeps_its_own_ledger(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("rounds=2")
+    rows = []
+    for name in ("a", "b"):
+        reply = answer(deployed(tmp_path / name), order(scenario))
+        assert not reply.has_error(), reply.error.reason
+        rows.append(reply.content.array_records["peer-0"]["x"].numpy())
+        (releases,) = next(iter(ledger_of(tmp_path / name).values()))
+        assert [(release.sampling, release.steps) for release in releases] == [("poisson", 1)]
+    assert not np.array_equal(*rows)  # the same scenario and data: other noise, and other batches
+    assert (tmp_path / "a" / "secret").stat().st_mode & 0o77 == 0
+
+
+def test_a_deployed_node_imports_no_module_that_its_owner_does_not_allow(tiny: Tiny, tmp_path: Path) -> None:
+    for setting in (
+        "algorithm={module: 'user_parts:HeavyBall', learning_rate: 0.1}",
+        "model={module: 'user_models:residual'}",
+    ):
+        scenario, module = tiny("rounds=2", setting), setting.split("'")[1].partition(":")[0]
+        refused = answer(deployed(tmp_path / "node"), order(scenario))
+        assert refused.has_error()
+        assert f"'{module}:" in refused.error.reason
+        assert "its owner has to allow it" in refused.error.reason
+        allowed = answer(deployed(tmp_path / module, modules=f"others, {module}"), order(scenario))
+        assert not allowed.has_error(), allowed.error.reason
+
+
+def test_a_deployed_node_pays_again_for_steps_it_takes_again(tiny: Tiny, tmp_path: Path) -> None:
+    for _ in range(3):
+        grid = deployed(tmp_path / "node", epsilon=30.0)
+        assert not answer(grid, order(tiny("rounds=2"))).has_error()
+    paid = ledger_of(tmp_path / "node")
+    assert len(paid) == 3
+
+
+Taken = list[tuple[int, list[int]]]
+
+
+def test_a_deployed_node_pays_for_every_step_in_whatever_order_it_is_told_to_take_them(
+    tiny: Tiny, tmp_path: Path, taken: Taken
+) -> None:
+    scenario, grid = tiny("rounds=20", "privacy.epsilon=1"), deployed(tmp_path / "node", epsilon=100.0)
+    for _ in range(3):  # begun again and again: what the ledger has paid is further than the run is
+        reply = answer(grid, order(scenario, until=20))
+        for _ in range(3):
+            reply = go_on(grid, scenario, reply, until=20)
+            assert not reply.has_error(), reply.error.reason
+    assert [step for step, _ in taken] == [0, 1, 2, 3] * 3
+    paid = [release.steps for (releases,) in ledger_of(tmp_path / "node").values() for release in releases]
+    assert sum(paid) == len(taken)
+
+
+@pytest.mark.parametrize(
+    "settings", [[], ["data.batch.sampling=uniform"], ["data.batch.sampling=blocks", "algorithm=" + BLOCKS]]
+)
+def test_a_deployed_node_draws_its_examples_again_for_a_step_it_takes_again(
+    tiny: Tiny, tmp_path: Path, taken: Taken, settings: list[str]
+) -> None:
+    scenario = tiny("rounds=20", "data.batch.size=2", *settings)
+    for _ in range(6):
+        assert not answer(deployed(tmp_path / "node", epsilon=1e6), order(scenario, until=20)).has_error()
+    assert {step for step, _ in taken} == {0}
+    assert len({tuple(drawn) for _, drawn in taken}) > 1
+
+
+def test_a_deployed_node_does_not_go_on_with_the_state_of_another_run(tiny: Tiny, tmp_path: Path) -> None:
+    base = "algorithm={name: feddeper, learning_rate: 0.1, local_steps: 2, rho: %s}"
+    grid = deployed(tmp_path / "node", epsilon=100.0)
+    private = tiny(base % 0.0)  # its personal model is neither clipped nor noised, and must not be sent
+    reply = answer(grid, order(private, until=6))
+    refused = go_on(grid, tiny(base % 0.5), reply, until=6)
+    assert "is in the middle of another run: begin anew" in refused.error.reason
+    assert not go_on(grid, private, reply, until=6).has_error()
+
+
+def test_a_server_names_no_code_to_run_and_no_file_to_read(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text("alice,52,yes\n")
+    call = f'model={{module: "os:system", arguments: {{command: "touch {tmp_path}/ran"}}}}'
+    file = f"topology={{name: edge-list, file: {tmp_path}/own.csv}}"
+    for setting, rule in ((call, "this process imports no module"), (file, "is not a server's to name")):
+        refused = answer(deployed(tmp_path / "node"), order(tiny(setting)))
+        assert rule in refused.error.reason
+        assert "alice" not in refused.error.reason
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_deployed_nodes_own_budget_ends_its_steps_whatever_the_scenario_says(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("rounds=2", "privacy.epsilon=1000")
+    reply = answer(deployed(tmp_path / "node", epsilon=0.5), order(scenario))
+    assert not reply.has_error()
+    assert not (tmp_path / "node" / "ledger" / "digits.jsonl").read_text()
+    start = Experiment.build(scenario).initial.numpy()
+    sent = reply.content.array_records["peer-0"]
+    np.testing.assert_array_equal(sent["x"].numpy() / sent["w"].numpy(), start)  # its share of x and of w
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "settings", "rule"),
+    [
+        ({"ledger": None}, {}, [], "own ledger must be given, whatever a server says"),
+        ({"epsilon": None, "delta": None}, {}, [], "own epsilon, delta must be given"),
+        ({"epsilon": "much"}, {}, [], "epsilon='much' must be a number"),
+        ({"epsilon": -1.0}, {}, [], "epsilon=-1.0 must be > 0"),
+        ({"delta": 2.0}, {}, [], r"delta=2.0 in \(0, 1\)"),
+        ({}, {"peers": [2]}, [], r"this SuperNode is peer 0, not \[2\]"),
+        ({}, {}, ["privacy=none"], "privacy: none breaks this SuperNode's epsilon=3.0"),
+        ({}, {}, ["data.batch.sampling=shuffle"], "'shuffle' must be another on a SuperNode"),
+        ({}, {}, ["privacy.ledger=/tmp/elsewhere"], "privacy.ledger=/tmp/elsewhere is not for relay mode"),
+        ({}, {"begin": 4}, [], "checkpoint-4 is not there"),
+        ({}, {"begin": -1}, [], r"the node of peers \[0\] has lost its state"),
+    ],
+)
+def test_a_deployed_node_refuses_what_is_not_the_servers_to_say(
+    tiny: Tiny, tmp_path: Path, config: dict[str, object], fields: dict[str, object], settings: list[str], rule: str
+) -> None:
+    reply = answer(deployed(tmp_path / "node", **config), order(tiny(*settings), **fields))
+    with pytest.raises(RunError, match=rule):
+        raise RunError(reply.error.reason)
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize("host", ["cohort"])
+def test_no_deployed_node_hosts_everybody(tiny: Tiny, tmp_path: Path, host: str) -> None:
+    message = order(tiny(), folder=str(tmp_path / "run"), base=str(tmp_path))
+    message.metadata.message_type = "train.cohort"
+    reply = answer(deployed(tmp_path / "node"), message)
+    assert "cohort mode hosts all peers in one node, which is for simulation" in reply.error.reason
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_deployed_node_reads_its_own_data_not_the_servers(tiny: Tiny, tmp_path: Path) -> None:
+    arrays = {"x_train": np.eye(8, 5), "y_train": np.arange(8) % 2, "x_test": np.eye(4, 5), "y_test": np.arange(4) % 2}
+    np.savez(tmp_path / "own.npz", **arrays)
+    data = "data={dataset: npz, root: /etc/passwd, batch: {sampling: poisson, size: 1}}"
+    reply = answer(deployed(tmp_path / "node", **{"data-root": str(tmp_path / "own.npz")}), order(tiny(data)))
+    assert not reply.has_error(), reply.error.reason
+    refused = answer(deployed(tmp_path / "other"), order(tiny(data)))
+    assert "data.root=None is no file" in refused.error.reason
+
+
+def test_a_process_is_a_simulation_by_itself_not_by_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not own.in_simulation()
+    with own.simulating():
+        assert own.in_simulation()
+
+    class Ray:
+        @staticmethod
+        def is_initialized() -> bool:
+            return True
+
+    monkeypatch.setitem(__import__("sys").modules, "ray", Ray)
+    assert own.in_simulation()
+
+
+def test_the_ledger_says_what_the_messages_say(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny()
+    relay = Relay(scenario, tmp_path / "run")
+    relay.start(LocalGrid(client_app(), 4, folder=tmp_path / "nodes"))
+    assert relay._spent.rounds_run == [6] * 4
+    for path in tmp_path.glob("nodes/*/*/ledger/digits.jsonl"):
+        ((releases,),) = runs_in(read_chain(path)[1]).values()
+        assert relay._spent.epsilons[0] == epsilon(releases, 1e-3)

@@ -1,0 +1,263 @@
+"""Real `flwr run`: a SuperLink, Ray and SuperNodes, started and stopped by the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from paths import ROOT
+from safetensors.torch import load_file
+
+import flower_privdec as fp
+from flower_privdec.engine.run import run
+from flower_privdec.errors import RunError
+from flower_privdec.experiment import Experiment
+from flower_privdec.flower.launch.launcher import flower_run
+from flower_privdec.flower.launch.superlink import LocalSuperLink
+from flower_privdec.flower.launch.supervisor import family
+from flower_privdec.scenario import Scenario
+
+pytestmark = pytest.mark.slow
+Tiny = Callable[..., Scenario]
+REPOSITORY = ROOT
+BROKEN_CLIENT = """\
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from flower_privdec.runtime.flower.client_app import answer_place
+
+app = ClientApp()
+app.query("place")(answer_place)
+
+
+@app.train("relay")
+def train(message: Message, context: Context) -> Message:
+    raise ValueError("the disk is on fire")
+"""
+
+
+DYING_CLIENT = BROKEN_CLIENT.replace("from flwr.app", "import os\nimport signal\n\nfrom flwr.app").replace(
+    'raise ValueError("the disk is on fire")', "os.kill(os.getpid(), signal.SIGKILL)"
+)
+
+
+def assert_same_models(one: Path, other: Path) -> None:
+    ours, theirs = (load_file(out / "model.safetensors") for out in (one, other))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name])
+
+
+@pytest.fixture
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """Check that the SuperLinks of a test left neither a folder nor a process."""
+    folders: list[Path] = []
+    enter = LocalSuperLink.__enter__
+    monkeypatch.setattr(LocalSuperLink, "__enter__", lambda self: folders.append(self.folder) or enter(self))
+    yield folders
+    assert folders
+    for folder in folders:
+        assert not folder.exists()
+        assert family(-1, str(folder)) == set()
+
+
+def test_launcher_runs_the_peers_of_a_scenario_by_relay(tiny: Tiny, tmp_path: Path, nothing_left: list[Path]) -> None:
+    seen: list[int] = []
+    summary = flower_run(
+        tiny(), tmp_path / "flower", mode="relay", on_metrics=lambda metrics: seen.append(metrics["round"])
+    )
+    run(Experiment.build(tiny()), tmp_path / "engine")
+    assert_same_models(tmp_path / "flower", tmp_path / "engine")
+    assert (summary["runtime"], summary["n_peers"], seen) == ("flower", 4, [2, 4, 6])
+    assert list((tmp_path / "flower" / "nodes").rglob("*.jsonl"))
+
+
+def test_failing_client_app_fails_the_run(
+    tiny: Tiny, tmp_path: Path, nothing_left: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(launcher_modules(), "client_app.py", BROKEN_CLIENT)
+    with pytest.raises(RunError, match=r"the SuperNode of peers . to . .*failed: the disk is on fire"):
+        flower_run(tiny(), tmp_path / "flower", mode="relay", n_supernodes=2)
+    assert not (tmp_path / "flower" / "summary.json").exists()
+    assert "the disk is on fire" in (tmp_path / "flower" / "flower.log").read_text()
+
+
+def test_a_node_whose_process_dies_is_one_line(
+    tiny: Tiny, tmp_path: Path, nothing_left: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(launcher_modules(), "client_app.py", DYING_CLIENT)
+    with pytest.raises(RunError, match=r"the SuperNode of peers . to . .*failed: its process has ended") as caught:
+        flower_run(tiny(), tmp_path / "flower", mode="relay", n_supernodes=2)
+    assert "\n" not in str(caught.value)
+    log = (tmp_path / "flower" / "flower.log").read_text()
+    assert "Traceback" not in log
+    assert log.rstrip().splitlines()[-1].endswith("and resume the run")
+
+
+DYING_SHARD = """\
+import os
+import signal
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from flower_privdec.runtime.flower.client_app import answer_place
+from flower_privdec.runtime.flower.node import Node
+from flower_privdec.runtime.flower.shard_app import train_sharded
+
+app = ClientApp()
+app.query("place")(answer_place)
+
+
+@app.train("sharded")
+def train(message: Message, context: Context) -> Message:
+    keep = Node.keep
+
+    def die(node, state, cohort):
+        if node.peers[0] == 2 and state.round_index == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        keep(node, state, cohort)
+
+    Node.keep = die
+    return train_sharded(message, context)
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two shards run at the same time, each on a CPU")
+def test_a_shard_that_is_killed_is_named_and_the_run_goes_on(
+    tiny: Tiny, tmp_path: Path, nothing_left: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as dying:
+        dying.setitem(launcher_modules(), "client_app.py", DYING_SHARD)
+        with pytest.raises(RunError, match=r"the SuperNode of peers 2 to 3 failed: its process has ended") as caught:
+            flower_run(tiny(), tmp_path / "flower", mode="sharded", n_supernodes=2)
+    assert "the shards keep round 2: mend it, then run the same command with --resume" in str(caught.value)
+    flower_run(tiny(), tmp_path / "flower", mode="sharded", n_supernodes=2, resume=True)
+    run(Experiment.build(tiny()), tmp_path / "engine")
+    assert_same_models(tmp_path / "flower", tmp_path / "engine")
+
+
+def launcher_modules() -> dict[str, str]:
+    from flower_privdec.flower.launch import launcher
+
+    return launcher.MODULES
+
+
+def test_flwr_run_takes_the_repository_and_the_quickstart(tmp_path: Path, nothing_left: list[Path]) -> None:
+    apps = {
+        REPOSITORY: "mode='cohort'",
+        REPOSITORY / "simulations" / "quickstart": "mode='relay' scenario='digits.yaml'",
+    }
+    pyprojects = [(app / "pyproject.toml").read_bytes() for app in apps]
+    with LocalSuperLink() as superlink:
+        for i, (app, config) in enumerate(apps.items()):
+            config += f" out='{tmp_path / str(i)}' set='rounds=4;evaluation.every=2'"
+            log = tmp_path / f"{i}.log"
+            superlink.popen("flwr", "run", str(app), "--stream", "-c", config, output=log).wait(timeout=800)
+            assert (tmp_path / str(i) / "summary.json").exists(), log.read_text()
+        runs = json.loads(superlink.call("flwr", "list", "--format", "json"))["runs"]
+    assert [listed["status"] for listed in runs] == ["finished:completed"] * len(apps)
+    assert [(app / "pyproject.toml").read_bytes() for app in apps] == pyprojects
+    assert_same_models(tmp_path / "0", tmp_path / "1")
+    assert os.listdir(tmp_path / "0" / "ledger")
+
+
+def test_python_runs_by_flower_and_stops_there(tiny: Tiny, tmp_path: Path, nothing_left: list[Path]) -> None:
+    """A callback that stops a run leaves no process, and what the engine would have recorded until then."""
+    scenario = tiny("rounds=4000", "evaluation.every=4")
+    stopped = fp.run(scenario, out=tmp_path / "run", runtime="flower", on_metrics=lambda metrics: True)
+    assert not stopped.finished
+    assert 0 < stopped.summary["rounds_done"] < 4000
+    done = stopped.metrics[-1]["round"]
+    engine = fp.run(scenario, on_metrics=lambda metrics: metrics["round"] == done)
+    for ours, theirs in zip(stopped.metrics, engine.metrics, strict=True):
+        assert ours | {"seconds": 0} == theirs | {"seconds": 0}
+    assert (tmp_path / "run" / "checkpoint").is_file()
+    assert not stopped.model(0).training
+
+
+class User:
+    """Somebody who types `flwr run`, with a home of one's own and nothing set."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        with socket.socket() as one, socket.socket() as other:
+            for probe in (one, other):
+                probe.bind(("127.0.0.1", 0))
+            ports = [str(probe.getsockname()[1]) for probe in (one, other)]
+        own = {
+            "FLWR_HOME": str(home),
+            "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": ports[0],
+            "FLWR_LOCAL_CONTROL_API_PORT": ports[1],
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "NO_PROXY": "127.0.0.1,localhost",
+            "no_proxy": "127.0.0.1,localhost",
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        }
+        self.environment = {key: value for key, value in os.environ.items() if not key.startswith("FLWR_")} | own
+
+    def types(self, folder: Path, *words: str) -> str:
+        """Run a command in a folder and return what it prints, without colours."""
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [str(Path(sys.executable).parent / "flwr"), *words]
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=800,
+            check=True,
+        )
+        return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+
+    def ends_the_superlink(self) -> None:
+        """Do what `pkill -f flower-superlink` does, to this SuperLink alone; insist where that is not the end of it."""
+        for pid in family(-1, str(self.home)):
+            with suppress(OSError):
+                if b"flower-superlink" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 200
+        while (left := family(-1, str(self.home))) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Iterator[User]:
+    """Return a user, whose SuperLink ends with the test."""
+    user = User(tmp_path / "home")
+    yield user
+    user.ends_the_superlink()
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="the command's folder is looked up in /proc")
+def test_the_readmes_command_needs_no_variable_and_leaves_its_results_where_it_was_typed(
+    user: User, tmp_path: Path
+) -> None:
+    app, short = str(REPOSITORY / "simulations" / "quickstart"), "set='rounds=4;evaluation.every=2'"
+    for name in ("one", "two"):  # the second meets the first's SuperLink
+        told = user.types(tmp_path / name, "run", app, "--stream", "-c", short)
+        (out,) = (tmp_path / name / "runs").iterdir()
+        assert f"Done: {out / 'summary.json'}" in told
+        assert (out / "summary.json").exists()
+    told = user.types(tmp_path / "wrong", "run", app, "--stream", "-c", "mode='rely'")
+    assert "mode='rely' must be one of cohort, sharded, relay; did you mean 'relay'?" in told.rstrip().splitlines()[-1]
+    assert "Traceback" not in told
+    assert not (tmp_path / "wrong" / "runs").exists()

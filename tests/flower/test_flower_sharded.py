@@ -1,0 +1,258 @@
+"""Sharded mode under Flower: nodes that run at the same time, fail, go on, and say for themselves what they host."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import test_flower as flower
+from flwr.app import ConfigRecord, Error, Message, RecordDict
+from test_sharding import free_port
+from together_grid import TogetherGrid
+
+from flower_privdec import load_run
+from flower_privdec.core import State
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.engine.run import run
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.experiment import Experiment
+from flower_privdec.flower.apps import sharded
+from flower_privdec.flower.apps.client_app import client_app
+from flower_privdec.flower.apps.cohort_run import CohortRun
+from flower_privdec.flower.apps.node import Node
+from flower_privdec.flower.apps.sharded import Sharded
+from flower_privdec.flower.launch.launcher import flower_run
+from flower_privdec.flower.launch.local_grid import named
+from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.scenario import Scenario, to_yaml
+
+Tiny = Callable[..., Scenario]
+
+
+def test_a_shard_that_fails_is_named_and_the_run_goes_on_from_the_round_that_all_have(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = Node.keep
+
+    def full(node: Node, state: State, cohort: Cohort) -> None:
+        if node.peers[0] == 2 and state.round_index == 4:
+            raise OSError(errno.ENOSPC, "No space left on device", "checkpoint-4")
+        keep(node, state, cohort)
+
+    run(Experiment.build(tiny()), tmp_path / "engine")
+    with monkeypatch.context() as broken:
+        broken.setattr(Node, "keep", full)
+        with pytest.raises(RunError, match=r"^the SuperNode of peers 2 to 3 failed: OSError.* No space left") as failed:
+            flower.run_under_flower(tiny(), tmp_path / "flower", "sharded")
+    assert "peers 0 to 1" not in str(failed.value)
+    assert "the shards keep round 2: mend it, then run the same command with --resume" in str(failed.value)
+    nodes = {path.parent.name: path for path in (tmp_path / "flower-nodes").glob("*/peers-*/checkpoint-4")}
+    assert set(nodes) <= {"peers-0-1"}  # it may have come so far, and goes back
+    with pytest.raises(ScenarioError, match="its shards hold the models until the run is done"):
+        load_run(tmp_path / "flower").model()
+    flower.run_under_flower(tiny(), tmp_path / "flower", "sharded", resume=True)
+    flower.assert_same_run(tmp_path / "flower", tmp_path / "engine")
+
+
+def test_a_finished_run_can_be_concluded_again(tiny: Tiny, tmp_path: Path) -> None:
+    out = flower.run_under_flower(tiny("rounds=2"), tmp_path / "flower", "sharded")
+    models, lines = (out / "model.safetensors").read_bytes(), (out / "metrics.jsonl").read_text()
+    (out / "summary.json").unlink()
+    flower.run_under_flower(tiny("rounds=2"), out, "sharded", resume=True)
+    assert (out / "summary.json").exists()
+    assert ((out / "model.safetensors").read_bytes(), (out / "metrics.jsonl").read_text()) == (models, lines)
+
+
+def test_a_run_does_not_go_on_with_another_number_of_shards(tiny: Tiny, tmp_path: Path) -> None:
+    flower.run_under_flower(tiny("rounds=2"), tmp_path / "flower", "sharded")
+    grid = TogetherGrid(client_app(), 3, folder=tmp_path / "flower-nodes")
+    with pytest.raises(RunError, match="is a run on 2 shards, and here are 3: start as many SuperNodes"):
+        Sharded(tiny("rounds=2"), tmp_path / "flower", resume=True).start(grid)
+
+
+def test_a_run_is_few_messages_however_often_it_is_evaluated(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CohortRun, "MESSAGES", 2)
+    asked: list[str] = []
+    deliver = TogetherGrid._deliver
+
+    def counted(grid: TogetherGrid, message: Message) -> Message:
+        asked.append(message.metadata.message_type)
+        return deliver(grid, message)
+
+    monkeypatch.setattr(TogetherGrid, "_deliver", counted)
+    out = flower.run_under_flower(tiny("evaluation.every=1"), tmp_path / "flower", "sharded")
+    assert [line["round"] for line in flower.metrics(out)] == [1, 2, 3, 4, 5, 6]
+    assert asked.count("train.sharded") == 2 * 2
+
+
+def failing(tiny: Tiny, tmp_path: Path, why: dict[int, str | None], n_nodes: int = 3) -> str:
+    """Return what a strategy says where nodes answer with errors, or with None, nothing."""
+
+    class Broken(TogetherGrid):
+        def pull_messages(self, message_ids: object) -> list[Message]:
+            return [reply for reply in super().pull_messages(message_ids) if reply is not None]
+
+        def _deliver(self, message: Message) -> Message:
+            place = message.metadata.dst_node_id - 100
+            if message.metadata.message_type == "train.sharded":
+                said = why[place]
+                return None if said is None else Message(Error(2, said), reply_to=message)
+            return super()._deliver(message)
+
+    strategy = Sharded(tiny("n_peers=6"), tmp_path / "run")
+    with pytest.raises(RunError) as failed:
+        strategy.start(Broken(client_app(), n_nodes))
+    return str(failed.value)
+
+
+LOST = "lost touch with the shard of peers 2-3 in round 7 (Connection closed by peer)"
+
+
+@pytest.mark.parametrize(
+    ("why", "named_peers", "words"),
+    [
+        (
+            {0: LOST, 1: "the disk is on fire", 2: LOST},
+            "2 to 3",
+            "the disk is on fire (the others lost touch in round 7)",
+        ),
+        ({0: LOST, 1: None, 2: LOST}, "2 to 3", "it does not answer; see the SuperNode's log (the others lost"),
+        ({0: LOST, 1: LOST, 2: LOST}, "0 to 1", LOST),
+        (
+            {0: LOST, 1: "<class 'ray.exceptions.ActorDiedError'>:<'The actor died.'>", 2: LOST},
+            "2 to 3",
+            "its process has ended (killed, or out of memory)",
+        ),
+    ],
+)
+def test_the_shard_that_knows_why_is_blamed(
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    why: dict[int, str | None],
+    named_peers: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(sharded, "GRACE", 0.3)
+    said = failing(tiny, tmp_path, why)
+    assert said.startswith(f"the SuperNode of peers {named_peers} failed: ")
+    assert words in said
+    assert "nothing is kept: mend it, then run the same command" in said
+
+
+# --- deployed nodes, which decide for themselves ---
+
+
+def deployed(tmp_path: Path, n_nodes: int = 2, **more: object) -> TogetherGrid:
+    """Return nodes that are no simulation's, each with a folder, a budget and an address of its own."""
+    meeting = f"127.0.0.1:{free_port()}"
+    configs = {
+        place: {
+            **{"ledger": str(tmp_path / f"node-{place}"), "epsilon": 3.0, "delta": 1e-3},
+            **{"shard-address": "127.0.0.1", "shard-meeting": meeting},
+            **more,
+        }
+        for place in range(n_nodes)
+    }
+    grid = TogetherGrid(client_app(), n_nodes, config=configs)  # type: ignore[arg-type]
+    for context in grid.contexts.values():
+        context.node_config = {key: each for key, each in context.node_config.items() if each is not None}
+        context.node_config.pop("folder")
+    return grid
+
+
+def test_deployed_nodes_host_shares_and_keep_their_own_ledgers(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("rounds=2")
+    grid = deployed(tmp_path)
+    Sharded(scenario, tmp_path / "run").start(grid)
+    run(Experiment.build(scenario), tmp_path / "engine")
+    ours, theirs = (flower.metrics(tmp_path / name)[-1] for name in ("run", "engine"))
+    assert ours["epsilon"] == theirs["epsilon"]
+    assert ours["loss"] != theirs["loss"]  # their noise is not that of a simulation
+    for place, peers in enumerate(([0, 1], [2, 3])):
+        paid = read_chain(tmp_path / f"node-{place}" / "ledger" / "digits.jsonl")[1]
+        assert [(each.from_step, each.to_step) for each in paid] == [(0, 1), (1, 2)]
+        assert {peer for each in paid for share in each.shares for peer in share.peers} == set(peers)
+
+
+def order(scenario: Scenario, **fields: object) -> Message:
+    values = {"scenario": to_yaml(scenario), "until": 2, "peers": [0, 1], "begin": 0, "shards": 2, "token": "t"}
+    return named(Message(RecordDict({"order": ConfigRecord(values | fields)}), 100, "train.sharded"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "settings", "rule"),
+    [
+        ({"shard-address": None, "shard-meeting": None}, {}, [], "own shard-address and shard-meeting must be given"),
+        ({"shard-meeting": None}, {}, [], "shard-meeting='' must be an IP address"),
+        ({"shard-address": "0.0.0.0"}, {}, [], "shard-address='0.0.0.0' and shard-meeting"),
+        (
+            {},
+            {"peers": [2, 3]},
+            [],
+            "is partition 0 of 2 and hosts that share of the 4 peers, not peers 2-3",
+        ),
+        ({}, {"peers": [0, 1, 2, 3], "shards": 1}, [], "not peers 0-3 of 1 shards"),
+        ({}, {"peers": [0], "shards": 4}, [], "not peers 0 of 4 shards"),
+        ({}, {"peers": []}, [], "hosts that share of the 4 peers"),
+        ({}, {"peers": [0, 1], "shards": 0}, [], r"this SuperNode is peer 0, not \[0, 1\]"),
+        ({}, {}, ["privacy=none"], "privacy: none breaks this SuperNode's epsilon=3.0"),
+        ({}, {}, ["privacy.ledger=/tmp/elsewhere"], "is not for relay mode or shards"),
+        (
+            {"data-root": "own.npz", "data-test": "test.npz"},
+            {},
+            ["data={dataset: npz, root: 'x/{peer}.npz', test: t.npz, batch: {sampling: poisson, size: 1}}"],
+            r"data-root='own.npz' of this SuperNode must have \{peer\} in it",
+        ),
+    ],
+)
+def test_a_deployed_node_hosts_its_own_share_alone(
+    tiny: Tiny, tmp_path: Path, config: dict[str, object], fields: dict[str, object], settings: list[str], rule: str
+) -> None:
+    grid = deployed(tmp_path, **config)
+    (reply,) = grid.send_and_receive([order(tiny(*settings), **fields)])
+    with pytest.raises(RunError, match=rule):
+        raise RunError(reply.error.reason)
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_a_deployed_node_goes_on_from_no_round_but_one_it_has(tiny: Tiny, tmp_path: Path) -> None:
+    for begin, rule in ((-1, "has lost its state"), (4, "checkpoint-4 is not there")):
+        grid = deployed(tmp_path, 1)
+        (reply,) = grid.send_and_receive([order(tiny(), peers=[0, 1, 2, 3], shards=1, begin=begin)])
+        assert rule in reply.error.reason
+
+
+def test_an_address_that_others_reach_is_said(
+    tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flower_privdec.engine.shards.rendezvous.MeetingPlace.is_open", True)
+    Sharded(tiny("rounds=1"), tmp_path / "run").start(deployed(tmp_path))
+    assert "Rows pass 127.0.0.1 unencrypted: keep its ports to machines that you trust" in caplog.text
+
+
+# --- the launcher ---
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"mode": "shards"}, "mode='shards' must be one of cohort, sharded, relay; did you mean 'sharded'?"),
+        ({"mode": "sharded", "n_supernodes": 5}, "must be 1 to n_peers=4"),
+        ({"mode": "sharded", "n_supernodes": 3}, "n_supernodes=3 with cpus=1 each must be at most 2 in mode sharded"),
+        ({"mode": "sharded", "n_supernodes": 2, "cpus": 2}, "with cpus=2 each must be at most 1"),
+    ],
+)
+def test_shards_that_cannot_run_at_the_same_time_are_refused(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], rule: str
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr("flower_privdec.flower.launch.launcher.find_spec", lambda name: name)
+    with pytest.raises(ScenarioError) as refused:
+        flower_run(tiny(), tmp_path / "run", **options)  # type: ignore[arg-type]
+    assert rule in str(refused.value)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,67 @@
+"""Laws and refusals of participation."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flower_privdec.errors import ScenarioError
+from flower_privdec.graph.participation import PARTICIPATIONS, build_participation
+
+laws = settings(max_examples=40)
+
+
+def test_all_are_active_every_round() -> None:
+    everybody = build_participation("all", 5, 3)
+    assert everybody.active(0).tolist() == [True] * 5
+    assert everybody.active(99).all()
+
+
+@laws
+@given(st.integers(1, 300), st.integers(1, 100), st.integers(0, 1000))
+def test_uniform_activates_the_ceiling_of_the_share(n: int, percent: int, k: int) -> None:
+    active = build_participation("uniform", n, 7, fraction=percent / 100).active(k)
+    assert active.dtype == bool
+    assert active.shape == (n,)
+    assert active.sum() == math.ceil(n * percent / 100 - 1e-12) == -(-n * percent // 100)
+
+
+def test_a_tiny_share_still_activates_one() -> None:
+    assert build_participation("uniform", 10, 7, fraction=1e-12).active(0).sum() == 1
+
+
+def test_draws_are_keyed_by_seed_and_round() -> None:
+    one, same, other = (build_participation("uniform", 40, seed, fraction=0.5) for seed in (1, 1, 2))
+    assert np.array_equal(one.active(4), same.active(4))
+    assert not np.array_equal(one.active(4), one.active(5))
+    assert not np.array_equal(one.active(4), other.active(4))
+
+
+def test_every_peer_is_active_as_often() -> None:
+    participation = build_participation("uniform", 10, 1, fraction=0.3)
+    counts = sum(participation.active(k).astype(int) for k in range(1000))
+    assert ((counts - 300) ** 2 / 210).sum() * 9 / 10 < 27.9  # chi-squared, 9 degrees of freedom, 0.1 %
+
+
+@pytest.mark.parametrize(
+    ("kind", "fraction", "message"),
+    [
+        ("some", None, "participation.kind='some' must be one of all, uniform"),
+        ("all", 0.5, r"fraction=0\.5 has no place in participation all"),
+        ("uniform", None, r"fraction=None must be in \(0, 1\]"),
+        ("uniform", 0.0, r"fraction=0\.0 must be"),
+        ("uniform", 1.1, r"fraction=1\.1 must be"),
+        ("uniform", float("nan"), "fraction=nan must be"),
+    ],
+)
+def test_bad_participation_is_refused(kind: str, fraction: float | None, message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        build_participation(kind, 4, 0, fraction)
+
+
+def test_participation_of_nobody_is_refused() -> None:
+    with pytest.raises(ScenarioError, match="n_peers=0 must be >= 1"):
+        build_participation("all", 0, 0)
+    assert set(PARTICIPATIONS) == {"all", "uniform", "edges"}

@@ -1,0 +1,476 @@
+"""Real peers over gRPC and TLS on this machine: the engine's trajectory, whoever is killed, and who is not let in."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from variants import VARIANTS, settings_for
+
+pytest.importorskip("grpc")
+
+from networked import LONG, Killed, devices, finish, mortal, run_network, wait_until
+
+from flower_privdec import testing
+from flower_privdec.cli import main
+from flower_privdec.common.formatting import number
+from flower_privdec.core import advance
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.engine.spent import epsilons
+from flower_privdec.errors import BudgetError, RunError, ScenarioError, StoppedError
+from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.evaluation import public_losses
+from flower_privdec.network.local.up import Up
+from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.peer import rows_path
+from flower_privdec.network.peer.status_text import status_line
+from flower_privdec.network.transport.certificates import credentials_of, make_certificates
+from flower_privdec.network.transport.channel import Link, RefusedError
+from flower_privdec.network.transport.connection_manager import ASKING
+from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.pushsum.letters import CARRYING, HEADER, PLACE, Letter, packed, sealed, unpacked
+from flower_privdec.pushsum.parts import Parts
+from flower_privdec.scenario import Scenario, numbers_hash
+
+Tiny = Callable[..., Scenario]
+QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
+NEEDS_A_SERVER = ("scaffold",)
+ALONE = ("local", "dp-sgd")
+TOGETHER = [v for v in VARIANTS if v[0].removeprefix("algorithm.name=") not in (*NEEDS_A_SERVER, *ALONE)]
+
+
+def privdec(*words: str) -> int:
+    """Run the command line and return its exit status."""
+    with pytest.raises(SystemExit) as left:
+        main.main(list(words))
+    return int(left.value.code or 0)
+
+
+@pytest.mark.parametrize("variant", TOGETHER, ids=" ".join)
+def test_a_network_does_what_the_engine_does(variant: list[str], tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*settings_for(*variant), "rounds=3", QUICK)
+    found, wanted = run_network(scenario, tmp_path), testing.run_rounds(Experiment.build(scenario), 3).state.rows
+    for name, rows in wanted.items():
+        torch.testing.assert_close(found[name], rows, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", NEEDS_A_SERVER)
+def test_what_needs_a_server_is_refused_with_the_nearest_graph(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*settings_for(f"algorithm.name={name}"))
+    with pytest.raises(ScenarioError, match=r"topology\.name='server' averages at a server.* use complete"):
+        running_peer(scenario, devices(scenario, tmp_path)[0])
+    assert not (tmp_path / "peer-0").exists()
+
+
+def test_who_exchanges_nothing_needs_no_network(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("algorithm.name=local")
+    with pytest.raises(ScenarioError, match=r"algorithm\.name=local exchanges nothing"):
+        running_peer(scenario, devices(scenario, tmp_path)[0])
+
+
+# --- killed and started again ---
+
+
+POINTS = {  # before and after everything that is saved, sent or used
+    "before a commit": ("_save", "before"),
+    "after a commit": ("_save", "after"),
+    "after it began to send": ("_arrive", "after"),
+    "when all was heard": ("_await", "after"),
+    "before it hands in": ("_look", "before"),
+    "after it handed in": ("_look", "after"),
+    "at the end": ("_leave", "before"),
+}
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
+def test_a_peer_that_dies_goes_on_from_its_disk(name: str, point: str, moment: int, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*settings_for(f"algorithm.name={name}"), "rounds=4", QUICK, "evaluation.every=2")
+    wanted = testing.run_rounds(Experiment.build(scenario), 4).state.rows["x"]
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    moment = 1 if point == "at the end" else moment
+    mortal(peers[1], POINTS[point], moment)
+    with ThreadPoolExecutor(len(peers)) as pool:
+        running = [pool.submit(finish, peer) for peer in peers]
+        with pytest.raises(Killed):
+            running[1].result(LONG)
+        again = running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists())
+        rows = [finish(again), *(running[peer].result(LONG) for peer in (0, 2, 3))]
+    found = torch.cat([rows[place]["x"] for place in (1, 0, 2, 3)])
+    torch.testing.assert_close(found, wanted)
+
+
+# --- who and what is not let in ---
+
+
+RUN = bytes(range(32))
+LIKE = {"x": torch.zeros(3), "w": torch.zeros(1)}
+
+
+def letter(**changes: Any) -> bytes:
+    """Return a letter of peer 1, or one that differs from it in something."""
+    facts = {"kind": CARRYING, "sender": 1, "run": RUN, "place": 2, "sender_place": 2, "content": packed(LIKE)}
+    return bytes(sealed(**(facts | changes)))
+
+
+HOSTILE = {
+    "another program": (b"GET / HTTP/1.1", "is no letter of a peer"),
+    "nothing": (b"", "is no letter of a peer"),
+    "a header alone": (letter()[: HEADER.size], "0 bytes; it is damaged"),
+    "half a header": (letter()[: HEADER.size - 1], "is no letter of a peer"),
+    "another version": (letter()[:8] + b"\x07\x00" + letter()[10:], "has version 7 of the protocol, and here is 1"),
+    "another scenario": (letter(run=bytes(32)), f"is of the scenario {'0' * 16}, and here is 000102030405"),
+    "another sender": (letter(sender=2), "is signed as peer 2's"),
+    "an unknown kind": (letter(kind=9), "has kind 9"),
+    "a byte more": (letter() + b"\x00", "it is damaged"),
+    "a byte less": (letter()[:-1], "it is damaged"),
+    "a place with rows": (letter(kind=PLACE), "it is damaged"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_letter_that_is_none_is_refused_by_name(case: str) -> None:
+    content, said = HOSTILE[case]
+    with pytest.raises(RunError, match=f"^what peer 1 sent .*{re.escape(said)}"):
+        Letter.opened(content, RUN, 1)
+    assert Letter.opened(letter(), RUN, 1).content == bytes(packed(LIKE))
+
+
+def numbers(*values: float, w: float = 1.0) -> bytes:
+    return bytes(packed({"x": torch.tensor(values, dtype=torch.float32), "w": torch.tensor([w])}))
+
+
+BAD_ROWS = {
+    "too few": (numbers(1, 2), "holds 12 bytes, not 16"),
+    "too many": (numbers(1, 2, 3, 4), "holds 20 bytes, not 16"),
+    "NaN": (numbers(1, float("nan"), 3), "'x' is not finite"),
+    "infinite": (numbers(1, float("-inf"), 3), "'x' is not finite"),
+    "a negative weight": (numbers(1, 2, 3, w=-1e-30), "its push-sum weight is negative"),
+    "a weight that is no number": (numbers(1, 2, 3, w=float("nan")), "'w' is not finite"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_rows_that_do_not_fit_are_refused(case: str) -> None:
+    content, said = BAD_ROWS[case]
+    with pytest.raises(RunError, match=re.escape(said)):
+        unpacked(content, LIKE, "it")
+
+
+@given(st.binary(max_size=200), st.integers(0, 200), st.integers(0, 255))
+@settings(max_examples=300)
+def test_no_bytes_do_more_than_be_refused(noise: bytes, place: int, value: int) -> None:
+    changed = bytearray(letter())
+    changed[place % len(changed)] = value
+    for content in (noise, bytes(changed), letter()[:place] + noise):
+        try:
+            opened = Letter.opened(content, RUN, 1)
+            rows = unpacked(opened.content, LIKE, "it") if opened.kind == CARRYING else {}
+        except RunError:
+            continue
+        assert all(torch.isfinite(row).all() for row in rows.values())
+        assert len(opened.content) in (0, 16)
+
+
+def test_a_peer_with_another_scenario_is_refused_on_both_sides(tiny: Tiny, tmp_path: Path) -> None:
+    one, other = tiny(QUICK, "rounds=3"), tiny(QUICK, "rounds=3", "algorithm.learning_rate=0.4")
+    theirs = devices(one, tmp_path)
+    peers = [running_peer(other if device.peer == 2 else one, device) for device in theirs]
+    ours, others = (numbers_hash(each)[:16] for each in (one, other))
+    named = f"is of the scenario {ours}, and here is {others}", f"is of the scenario {others}, and here is {ours}"
+
+    with ThreadPoolExecutor(len(peers)) as pool:
+        ends = [pool.submit(finish, peer) for peer in peers]
+
+        def knows(j: int) -> bool:
+            """Return whether a peer was refused, and ended, or refuses another, which it will name when it ends."""
+            said = [str(ends[j].exception())] if ends[j].done() else [*peers[j].courier.refused.values()]
+            return any(words in each for words in named for each in said)
+
+        wait_until(lambda: knows(2) and any(knows(j) for j in (0, 1, 3)))
+        assert peers[2].state.round_index == 0
+        for peer in peers:
+            peer.stop()
+
+
+def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(QUICK, "rounds=3")
+    theirs = devices(scenario, tmp_path)
+    peer, run = running_peer(scenario, theirs[0]), bytes.fromhex(numbers_hash(scenario))
+    port = peer.open()
+    peer._save(0, peer.state, {})
+    peer._arrive(peer.state, 0)
+    before = {name: row.clone() for name, row in peer.state.rows.items()}
+    link = Link(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    whole = bytes(packed({"x": before["x"][0], "w": before["w"][0]}))
+    try:
+        for content, said in {
+            sealed(CARRYING, 3, run, 0, 0, Parts((whole[:-1],))): "holds",
+            sealed(CARRYING, 3, run, 0, 0, Parts((b"\xff" * len(whole),))): "is not finite",
+            sealed(CARRYING, 3, run, 0, 0, Parts((whole + b"\x00" * (1 << 20),))): "sent more than",
+            sealed(CARRYING, 3, run, 1 << 62, 0, Parts((whole,))): "speaks of place",
+            sealed(CARRYING, 2, run, 0, 0, Parts((whole,))): "is signed as peer 2's",
+            sealed(PLACE, 3, bytes(32), 0, 0): "is of the scenario",
+        }.items():
+            with pytest.raises(RefusedError, match=said):
+                link.call(content, LONG)
+        assert not peer.mail.machine.received()
+        assert all(torch.equal(before[name], row) for name, row in peer.state.rows.items())
+        link.call(sealed(CARRYING, 3, run, 0, 0, Parts((whole,))), LONG)
+        link.call(sealed(CARRYING, 3, run, 0, 0, Parts((bytes(len(whole)),))), LONG)  # a second time, and another
+        ((sender, rows),) = peer.mail.machine.received().items()
+        assert (sender, bytes(packed(rows))) == (3, whole)
+        assert json.loads(bytes(link.call(ASKING, LONG)))["round"] == 0
+    finally:
+        link.close()
+        peer.close()
+
+
+# --- its disk and its ledger ---
+
+
+def test_noise_is_the_systems_unless_asked_otherwise(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(QUICK, "rounds=2")
+    rows = []
+    for folder, insecure in (("a", False), ("b", False), ("c", True)):
+        peers = [running_peer(scenario, each) for each in devices(scenario, tmp_path / folder, insecure_seeds=insecure)]
+        with ThreadPoolExecutor(len(peers)) as pool:
+            rows.append(torch.cat([each["x"] for each in pool.map(finish, peers)]))
+        assert peers[0].status()["noise"].startswith("INSECURE") == insecure
+    assert not torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_every_step_that_was_ever_taken_is_paid_for(
+    point: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody outside counts the steps of a peer that dies and goes on, and looks into its ledger."""
+    taken, release = [], Cohort.release_rows_
+
+    def counting(cohort: Cohort, *arguments: Any, **options: Any) -> None:
+        taken.append(int(cohort.peers[0]))
+        release(cohort, *arguments, **options)
+
+    monkeypatch.setattr(Cohort, "release_rows_", counting)
+    scenario = tiny(QUICK, "rounds=4", "evaluation.every=2")
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], POINTS[point], 1)
+    with ThreadPoolExecutor(len(peers)) as pool:
+        running = [pool.submit(finish, peer) for peer in peers]
+        with pytest.raises(Killed):
+            running[1].result(LONG)
+        finish(running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists()))
+        for peer in (0, 2, 3):
+            running[peer].result(LONG)
+    for peer in range(4):
+        (ledger,) = (tmp_path / f"peer-{peer}" / "ledger").glob("*.jsonl")
+        paid = sum(payment.to_step - payment.from_step for payment in read_chain(ledger)[1])
+        assert paid == taken.count(peer), f"peer {peer}"
+    lost = 1 if point in ("before a commit", "before it hands in", "after it handed in", "at the end") else 0
+    assert taken.count(1) in (4, 4 + lost)
+
+
+def test_a_step_that_was_taken_is_in_the_status_before_its_round_is_over(tiny: Tiny, tmp_path: Path) -> None:
+    peer = running_peer(tiny(QUICK, "rounds=4"), devices(tiny(), tmp_path)[0])
+    assert peer.status()["epsilon"] == 0
+    assert advance(peer.experiment.algorithm, peer.cohort, peer.state) is not None
+    assert peer.status()["round"] == 0
+    assert peer.status()["epsilon"] == epsilons(peer.cohort, 1)[0] > 0
+    peer.close()
+
+
+def test_a_ledger_is_ahead_of_what_left_and_is_missed_when_it_is_gone(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(QUICK, "rounds=4")
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    with ThreadPoolExecutor(len(peers)) as pool:
+        list(pool.map(finish, peers))
+    (ledger,) = (tmp_path / "peer-0" / "ledger").glob("*.jsonl")
+    lines = ledger.read_bytes().splitlines(keepends=True)
+    assert len(lines) > 4  # one a step: no more is reserved than is taken
+    ledger.write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(BudgetError, match=f"has {len(lines) - 1} lines where the checkpoint saw {len(lines)}"):
+        running_peer(scenario, theirs[0], resume=True)
+    ledger.unlink()
+    with pytest.raises(BudgetError, match=f"has 0 lines where the checkpoint saw {len(lines)}"):
+        running_peer(scenario, theirs[0], resume=True)
+
+
+def test_a_folder_is_one_runs_and_one_processes(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(QUICK, "rounds=2")
+    device = devices(scenario, tmp_path)[0]
+    with pytest.raises(ScenarioError, match="holds no checkpoint to resume from"):
+        running_peer(scenario, device, resume=True)
+    peer = running_peer(scenario, device)
+    with pytest.raises(ScenarioError, match="another run writes to it"):
+        running_peer(scenario, device)
+    peer._save(0, peer.state, {})
+    peer.close()
+    with pytest.raises(ScenarioError, match="already holds a run; give --resume"):
+        running_peer(scenario, device)
+    running_peer(scenario, device, resume=True).close()
+
+
+@pytest.mark.parametrize("moment", ["before it begins", "in its second round"])
+def test_a_peer_that_is_asked_to_stop_goes_on_later(moment: str, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(QUICK, "rounds=4")
+    wanted = testing.run_rounds(Experiment.build(scenario), 4).state.rows["x"]
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    if moment == "before it begins":
+        peers[1].stop()
+    else:
+        exchange = peers[1]._exchange
+        peers[1]._exchange = lambda item: (peers[1].stop() if peers[1].state.round_index else None, exchange(item))  # type: ignore[method-assign]
+    with ThreadPoolExecutor(len(peers)) as pool:
+        running = [pool.submit(finish, peer) for peer in peers]
+        with pytest.raises(StoppedError, match="with --resume goes on from"):
+            running[1].result(LONG)
+        rows = [
+            finish(running_peer(scenario, theirs[1], resume=True)),
+            *(running[peer].result(LONG) for peer in (0, 2, 3)),
+        ]
+    torch.testing.assert_close(torch.cat([rows[place]["x"] for place in (1, 0, 2, 3)]), wanted)
+
+
+def test_who_is_not_heard_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("network={mode: synchronous, retry: 0.1, start: 0.5, deadline: 0.5}", "rounds=2")
+    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+    said = peer._silence  # type: ignore[attr-defined]
+    peer._silence = lambda seconds: (wait_until(lambda: 3 in peer.courier.trouble), said(seconds))[1]  # type: ignore[attr-defined]
+    with pytest.raises(
+        RunError, match=r"round 0: nothing was heard of peers \[3\] for 0\.5 s \(peer-3\.tiny at .* refused"
+    ):
+        finish(peer)
+
+
+def test_a_running_peer_says_how_it_does(
+    tiny: Tiny, tiny_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenario, certs = tiny(QUICK, "rounds=3"), tmp_path / "certs"
+    make_certificates(scenario, certs)
+    device = devices(scenario, tmp_path)[2]
+    peer = running_peer(scenario, replace(device, credentials=credentials_of(scenario, certs, 2)))
+    try:
+        port = peer.open()
+        words = ["status", f"127.0.0.1:{port}", "--certs", str(certs), "--as", "3"]
+        assert privdec(*words, "--json") == 0
+        said = json.loads(capsys.readouterr().out)
+        assert (said["peer"], said["round"], said["rounds"], said["budget"]) == (2, 0, 3, 3.0)
+        assert privdec(*words) == 0
+        assert "tiny: peer 2  round 0/3  loss –  ε 0 of 3.00  3/3 neighbours up" in capsys.readouterr().out
+        assert privdec("status", "127.0.0.1:1", "--certs", str(certs)) == 1
+        assert "127.0.0.1:1: " in capsys.readouterr().err
+        assert privdec("status", f"127.0.0.1:{port}", "--certs", str(tmp_path)) == 2
+        assert "cannot be read" in capsys.readouterr().err
+    finally:
+        peer.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--id", "4"], "--id 4 must be 0 to 3: n_peers=4"),
+        (["--id", "1"], "peer-1.pem: cannot be read"),
+        (["--id", "-1"], "-1 is not in the range"),
+        (["--id", "0", "--set", "network={peers: [{address: 'a:1'}]}"], "network.peers lists 1 peers for n_peers=4"),
+        (["--id", "0", "--set", "network={peers: [{address: here}]}"], "must be HOST:PORT"),
+        (["--id", "0", "--set", "network={peers: [{address: 'a:70000'}]}"], "must be HOST:PORT"),
+        (["--id", "0", "--set", "network.deadline=0"], "network.deadline=0 must be > 0"),
+        (["--id", "0", "--set", "network.deadlin=1"], "did you mean 'deadline'?"),
+    ],
+)
+def test_wrong_words_are_one_line_and_leave_nothing(
+    words: list[str], said: str, tiny_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(tiny_text)
+    out = tmp_path / "out"
+    assert privdec("peer", str(tmp_path / "tiny.yaml"), "--out", str(out), "--certs", str(tmp_path), *words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_a_ledger_that_is_named_counts_all_runs_of_a_peer_and_is_not_for_several_at_once(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    scenario = tiny(QUICK, "rounds=2", f"privacy.ledger={tmp_path / 'ledger'}")
+    with pytest.raises(ScenarioError, match=r"privacy\.ledger=.* is one process's at a time"):
+        Up(scenario, tmp_path / "up")
+    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+    assert (tmp_path / "ledger" / "digits.jsonl").exists()
+    peer.close()
+
+
+def test_a_status_tells_the_loss_on_public_examples_and_which_neighbours_are_up(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(QUICK, "rounds=3", "evaluation.every=2")
+    peers, said = [running_peer(scenario, device) for device in devices(scenario, tmp_path)], []
+    look = peers[1]._look
+    peers[1]._look = lambda: (look(), said.append(peers[1].status()))  # type: ignore[method-assign]
+    assert peers[1].status()["loss"] is None
+    with ThreadPoolExecutor(len(peers)) as pool:
+        list(pool.map(finish, peers))
+    engine = Experiment.build(scenario)
+    for status in said:
+        rows = testing.run_rounds(engine, status["round"]).state.rows
+        assert status["loss"] == pytest.approx(public_losses(engine, rows)[1])
+    assert [status["round"] for status in said] == [2, 3]
+    assert status_line(said[1]).startswith(f"peer 1  round 3/3  loss {number(said[1]['loss'])}  ε ")
+    down = said[1] | {"neighbours": [0, 2, 3], "down": {"2": "gone"}}
+    assert "2/3 neighbours up  down: 2" in status_line(down)
+
+
+def test_a_loss_that_is_not_finite_is_none(tiny: Tiny) -> None:
+    engine = Experiment.build(tiny())
+    rows = testing.run_rounds(engine, 1).state.rows
+    wanted = public_losses(engine, rows)
+    rows["x"][2] = float("nan")
+    rows["w"][3] = 0.0  # a peer that has just come back without its mass
+    rows["x"][3] = 0.0
+    assert public_losses(engine, rows) == [*wanted[:2], None, None]
+
+
+@pytest.mark.parametrize(
+    ("setting", "handed"), [("network={}", True), ("network.hand_in=false", False), ("network.hand_in=true", True)]
+)
+def test_a_peer_hands_in_where_that_is_allowed(setting: str, handed: bool, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(QUICK, setting, "rounds=1")
+    run_network(scenario, tmp_path)
+    for peer in range(4):
+        assert rows_path(tmp_path / f"peer-{peer}", 1).exists() == handed
+
+
+def test_on_devices_nothing_is_handed_in_unless_it_is_allowed(tiny: Tiny, tmp_path: Path) -> None:
+    listed = "network={peers: [" + ", ".join(f"{{address: '127.0.0.1:{7100 + i}'}}" for i in range(4)) + "]}"
+    assert tiny().network.hands_in
+    assert not tiny(listed).network.hands_in
+    assert tiny(listed, "network.hand_in=true").network.hands_in
+    for settings_given in ((listed,), ("network.hand_in=false",)):
+        with pytest.raises(ScenarioError, match=r"network\.hand_in=false: .* set it to true"):
+            Up(tiny(*settings_given), tmp_path / "up")
+    Up(tiny(listed, "network.hand_in=true"), tmp_path / "up")
+    assert not (tmp_path / "up").exists()
+
+
+def test_addresses_elsewhere_are_not_this_machines_to_start(tiny: Tiny, tmp_path: Path) -> None:
+    away = "network={peers: [" + ", ".join(f"{{address: '10.0.0.{i}:7100'}}" for i in range(4)) + "]}"
+    with pytest.raises(ScenarioError, match=r"10\.0\.0\.0:7100 is not on this machine"):
+        Up(tiny(away), tmp_path / "up")
+    twice = "network={peers: [" + ", ".join(["{address: 'a:1'}"] * 4) + "]}"
+    with pytest.raises(ScenarioError, match="address 'a:1' is that of two peers"):
+        tiny(twice)
+    assert not (tmp_path / "up").exists()

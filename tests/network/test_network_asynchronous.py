@@ -1,0 +1,384 @@
+"""Peers that go on without each other: what holds whatever is lost, slow, killed, put back or cut off."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+import torch
+from networked import LONG, Killed, begin_without, devices, go_on, mortal, running, wait_until
+from test_network import Tiny
+from variants import settings_for
+
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.errors import BudgetError, StoppedError
+from flower_privdec.experiment import Experiment
+from flower_privdec.network.peer.durable_mass import mass_on_disk
+from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.network.transport.channel import Link, UnreachableError
+from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.pushsum.send_queue import GIVEN_UP
+from flower_privdec.pushsum.share_protocol import FIRST, RefusedError
+from flower_privdec.scenario import Scenario
+
+QUICK = f"network={{retry: 0.1, start: {LONG}, deadline: {LONG}}}"
+HASTY = f"network={{retry: 0.1, start: {LONG}, deadline: 0.5}}"
+STILL = (
+    "algorithm={name: sgp, learning_rate: 1.0e-12}"  # whose steps move next to nothing, so that Σ x stays what it was
+)
+FOLDERS = [f"peer-{peer}" for peer in range(4)]
+
+
+def check_mass(folder: Path, start: torch.Tensor) -> None:
+    found = mass_on_disk([folder / name for name in FOLDERS])
+    torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found["x"], 4 * start, rtol=0, atol=1e-9)
+
+
+def initial(scenario: Scenario) -> torch.Tensor:
+    return Experiment.build(scenario).initial
+
+
+# --- killed, gone, late, put back ---
+
+
+POINTS = {  # before and after everything that is put on disk, sent or used
+    "before a commit": ("_save", "before"),
+    "after a commit, before it says so": ("_save", "after"),
+    "after a commit": ("_commit", "after"),
+    "after it took its shares from itself": ("_split", "after"),
+    "before it adds what came": ("_absorb", "before"),
+    "after it added what came": ("_absorb", "after"),
+    "before it hands in": ("_look", "before"),
+    "at the end": ("_leave", "before"),
+    "in the last commit": ("_is_over", "before"),
+}
+
+
+def again(scenario: Scenario, device: PeerDevice) -> RunningPeer:
+    return running_peer(scenario, device, resume=(device.folder / "checkpoint-0").exists())
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
+    point: str, moment: int, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, release = [], Cohort.release_rows_
+
+    def counting(cohort: Cohort, *arguments: Any, **options: Any) -> None:
+        taken.append(int(cohort.peers[0]))
+        release(cohort, *arguments, **options)
+
+    monkeypatch.setattr(Cohort, "release_rows_", counting)
+    graph = "topology.name=ring" if moment == 2 else "topology.name=directed-exponential"
+    scenario = tiny(graph, "rounds=6", QUICK, "algorithm.learning_rate=1.0e-12", "evaluation.every=2")
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], POINTS[point], 1 if point == "at the end" else moment)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        go_on(again(scenario, theirs[1]), [futures[peer] for peer in (0, 2, 3)])
+    check_mass(tmp_path, initial(scenario))
+    for peer in range(4):
+        (ledger,) = (tmp_path / f"peer-{peer}" / "ledger").glob("*.jsonl")
+        paid = sum(payment.to_step - payment.from_step for payment in read_chain(ledger)[1])
+        assert paid == taken.count(peer) >= 6, f"peer {peer}"
+
+
+@pytest.mark.parametrize("name", ["privsgp", "d-psgd", "pdsl", "dp-dda"])
+def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    setting = "algorithm={name: dp-dda}" if name == "dp-dda" else f"algorithm.name={name}"
+    scenario = tiny(*settings_for(setting), "topology.name=complete", "rounds=8", HASTY)
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
+    for peer in peers:
+        peer.courier._patience = LONG  # with each other
+    dying, left = peers[3]._exchange, [3]
+
+    def exchange(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+        dying(*arguments)
+
+    peers[3]._exchange = exchange  # type: ignore[method-assign]
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[3].result(LONG)
+        for peer in (0, 1, 2):
+            futures[peer].result(LONG)
+    for peer in peers[:3]:
+        assert peer.state.round_index == 8
+        assert bool(peer.state.rows["x"].isfinite().all())
+        assert set(peer.status()["down"]) <= {"3"}
+
+
+def test_who_joins_late_brings_no_mass_and_takes_over_a_neighbours_model(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
+    start = peers[0].state.rows["x"][0].clone()
+    peers[3].state.rows["x"] += 5.0  # what it would begin with
+    join_late(peers)
+    last = peers[3].state.rows
+    assert peers[3].machine.incarnation > FIRST  # type: ignore[attr-defined]
+    assert float(last["w"]) > 0
+    torch.testing.assert_close(last["x"][0] / last["w"], start)
+    found = mass_on_disk([tmp_path / name for name in FOLDERS])
+    torch.testing.assert_close(found["w"], torch.tensor(3.0, dtype=torch.float64))
+    torch.testing.assert_close(found["x"], 3 * start)
+
+
+def test_who_joins_late_adopts_a_neighbours_model_in_gossip_too(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(
+        *settings_for("algorithm.name=d-psgd"),
+        "topology.name=complete",
+        "algorithm.learning_rate=1.0e-12",
+        "rounds=100000",
+        "evaluation.every=100000",
+        QUICK,
+    )
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
+    start = peers[0].state.rows["x"].clone()
+    peers[3].state.rows["x"] += 5.0
+    join_late(peers)
+    for peer in peers:
+        torch.testing.assert_close(peer.state.rows["x"], start)
+
+
+def join_late(peers: list[RunningPeer], rounds: int = 3) -> None:
+    """Run peers, of which the last comes when the others are under way, until it was in some rounds; stop them."""
+    begin_without(peers[:3], 3)
+    with running(peers[:3]) as futures:
+        wait_until(lambda: peers[0].state.round_index >= 2)
+        with running(peers[3:]) as (joining,):
+            wait_until(lambda: peers[3].state.round_index >= rounds or joining.done())
+            stop_all(peers, [*futures, joining])
+
+
+def taken_from(peer: RunningPeer) -> int:
+    """Return how many shares of a peer its neighbours have taken."""
+    return sum(link.acknowledged for link in peer.machine._links.values())  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_twice(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(STILL, "rounds=100000", "evaluation.every=100000", QUICK)  # until they are stopped
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], POINTS["after a commit"], 4)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        older = tmp_path / "older"
+        shutil.copy(theirs[1].folder / "checkpoint-0", older)
+        second = again(scenario, theirs[1])
+        before = taken_from(second)
+        with running([second]) as (future,):
+            wait_until(lambda: taken_from(second) >= before + 3)
+            stop_all([second], [future])
+        shutil.copy(older, theirs[1].folder / "checkpoint-0")
+        third = again(scenario, theirs[1])
+        with running([third]) as (future,):
+            wait_until(lambda: third.machine.incarnation > FIRST and float(third.machine.mass["w"]) > 0)  # type: ignore[attr-defined]
+            stop_all([third, peers[0], *peers[2:]], [future, futures[0], *futures[2:]])
+    found = mass_on_disk([device.folder for device in theirs])
+    assert float(found["w"]) < 4.0
+    torch.testing.assert_close(found["x"], found["w"] * initial(scenario), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("also", ["checkpoint", "ledger"])
+@pytest.mark.parametrize(
+    ("name", "every"), [("privsgp", 1), ("d-psgd", 1), ("d-psgd", 2), ("dp-cga", 1)], ids=lambda each: str(each)
+)
+def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
+    name: str, every: int, also: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    network = QUICK.replace("}", f", commit_every: {every}}}")
+    graph = [] if name == "privsgp" else ["topology.name=ring"]
+    scenario = tiny(
+        f"algorithm.name={name}", *graph, "rounds=50000", "evaluation.every=50000", network
+    )  # until stopped
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], POINTS["after a commit"], 4)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        older = Path(shutil.copytree(theirs[1].folder, tmp_path / "older"))
+        second = again(scenario, theirs[1])
+        is_ahead = has_gone_on(second, peers[:1] + peers[2:])
+        with running([second]) as (future,):
+            wait_until(is_ahead)
+            stop_all([second], [future])
+        shutil.copy(older / "checkpoint-0", theirs[1].folder / "checkpoint-0")
+        if also == "ledger":
+            shutil.copytree(older / "ledger", theirs[1].folder / "ledger", dirs_exist_ok=True)
+        third = again(scenario, theirs[1])
+        with running([third]) as (future,):
+            if also == "ledger":
+                with pytest.raises(BudgetError, match="its ledger knows of no step since its checkpoint"):
+                    future.result(LONG)
+            else:
+                wait_until(lambda: third.machine.incarnation > FIRST)  # type: ignore[attr-defined]
+                stop_all([third], [future])
+        stop_all([peers[0], *peers[2:]], [futures[0], *futures[2:]])
+
+
+def has_gone_on(peer: RunningPeer, others: Iterable[RunningPeer]) -> Callable[[], bool]:
+    """Return what tells whether a neighbour has seen three rounds of a peer, or its shares, that it does not know."""
+    if "w" in peer.state.rows:
+        before = taken_from(peer)
+        return lambda: taken_from(peer) >= before + 3
+    seen, wanted = [other.mail.places for other in others], peer.mail.begun + 3  # type: ignore[attr-defined]
+    return lambda: any(places.get(peer.device.peer, (-1, 0))[0] >= wanted for places in seen)
+
+
+def stop_all(peers: list[RunningPeer], futures: list[Future[Any]]) -> None:
+    for peer in peers:
+        peer.stop()
+    for future in futures:
+        with pytest.raises(StoppedError):
+            future.result(LONG)
+
+
+# --- sent nothing, or not reached for a moment ---
+
+
+@pytest.mark.parametrize(("held", "sends"), [(1.0, True), (0.5, True), (0.39, False), (0.0, False)])
+def test_a_peer_that_is_sent_nothing_soon_sends_nothing(
+    held: float, sends: bool, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = running_peer(tiny(STILL, QUICK), devices(tiny(STILL, QUICK), tmp_path)[0])
+    peer.state.rows["w"].fill_(held)  # of the 1 that it had when something was added last
+    asked: list[dict[int, float]] = []
+    monkeypatch.setattr(peer.machine, "split", lambda round_index, weights: asked.append(weights))  # type: ignore[attr-defined]
+    peer._split(0, {1: 0.5})  # type: ignore[attr-defined]
+    peer.close()
+    assert asked == [{1: 0.5} if sends else {}]
+
+
+def test_a_call_that_is_lost_loses_no_neighbour_and_several_do(tiny: Tiny, tmp_path: Path) -> None:
+    peer = running_peer(tiny(STILL, QUICK), devices(tiny(STILL, QUICK), tmp_path)[0])
+    machine, mail = peer.machine, peer.mail  # type: ignore[attr-defined]
+    neighbor = peer.timetable.neighbours(0)[0]
+    machine._open.add(neighbor)
+    for _ in range(GIVEN_UP - 1):
+        mail.failed(neighbor, UnreachableError("cut"), 0.0)
+        assert machine.is_open(neighbor)
+    mail.failed(neighbor, UnreachableError("cut"), 0.0)
+    assert not machine.is_open(neighbor)
+    mail.answered(neighbor, [], [])
+    machine._open.add(neighbor)
+    mail.failed(neighbor, RefusedError("greet first"), 0.0)
+    assert not machine.is_open(neighbor)
+    peer.close()
+
+
+def before_its_end(tiny: Tiny, tmp_path: Path) -> tuple[RunningPeer, list[int]]:
+    """Return a peer that commits nothing, whose neighbours are done and know that it is, and these."""
+    scenario = tiny(STILL, "topology.name=complete", HASTY)
+    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+    peer._commit = lambda *arguments: None  # type: ignore[method-assign]
+    neighbors = peer.timetable.neighbours(0)
+    for neighbor in neighbors:
+        peer.machine._open.add(neighbor)
+        peer.mail.rounds[neighbor] = peer.mail._told[neighbor] = scenario.rounds  # type: ignore[attr-defined]
+    return peer, list(neighbors)
+
+
+def test_who_is_owed_a_share_at_the_end_is_not_left_whether_its_edge_is_open_or_not(tiny: Tiny, tmp_path: Path) -> None:
+    peer, (first, *others) = before_its_end(tiny, tmp_path)
+    machine = peer.machine
+    assert all(map(peer._is_over, [first, *others]))  # type: ignore[attr-defined]
+    machine.split(0, {first: 0.5})  # type: ignore[attr-defined]
+    assert not peer._is_over(first)  # type: ignore[attr-defined]
+    machine.close(first)
+    assert not peer._is_over(first)  # type: ignore[attr-defined]
+    assert all(map(peer._is_over, others))  # type: ignore[attr-defined]
+    peer.close()
+
+
+def test_who_is_done_and_cannot_be_told_is_waited_for_as_long_as_a_deadline_however_often_it_is_there(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    peer, (first, *_) = before_its_end(tiny, tmp_path)
+    del peer.mail._told[first]  # type: ignore[attr-defined]
+    assert peer.machine.is_open(first)
+    with ThreadPoolExecutor(1) as pool:
+        left = pool.submit(peer._leave)
+        try:
+            left.result(LONG)
+        finally:
+            peer.stop()
+    peer.close()
+
+
+# --- cut off ---
+
+
+class Cut:
+    """Links that are down: calls over them do not arrive, or their answers are lost."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sides: dict[str, int]) -> None:
+        self.down, self.sides, call = False, sides, Link.call
+
+        def cut(link: Link, content: bytes, seconds: float) -> bytearray:
+            said = None if self._lost(link) else call(link, content, seconds)
+            if said is None or self._lost(link):
+                raise UnreachableError(f"{link.identity} at {link.address}: cut")
+            return said
+
+        monkeypatch.setattr(Link, "call", cut)
+
+    def _lost(self, link: Link) -> bool:
+        return self.down and self.sides[link.address] != self.sides[_own_address(link)]
+
+
+def _own_address(link: Link) -> str:
+    return link.own  # type: ignore[attr-defined, no-any-return]
+
+
+def test_both_sides_of_a_partition_go_on_and_merge(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    for peer, shift in zip(peers, (0.0, 0.0, 1.0, 1.0), strict=True):
+        peer.state.rows["x"] += shift  # what the two sides differ in
+    sides = {address: number // 2 for number, address in enumerate(theirs[0].addresses)}
+    opened = Link.__init__
+
+    def knowing(link: Link, address: str, identity: str, credentials: Any, cap: int) -> None:
+        opened(link, address, identity, credentials, cap)
+        numbers = [number for number, device in enumerate(theirs) if device.credentials is credentials]
+        link.own = theirs[0].addresses[numbers[0]]  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Link, "__init__", knowing)
+    cut, met = Cut(monkeypatch, sides), Barrier(5)
+    for peer in peers:
+        begin = peer._before
+        peer._before = lambda k, begin=begin: (k or met.wait(LONG), begin(k))[1]  # type: ignore[method-assign, misc]
+    with running(peers) as futures:
+        wait_until(lambda: met.n_waiting == 4)
+        cut.down = True
+        met.wait(LONG)
+        wait_until(lambda: all(peer.state.round_index >= 10 for peer in peers))
+        assert apart(peers) > 0.4
+        cut.down = False
+        wait_until(lambda: apart(peers) < 1e-3)
+        stop_all(peers, futures)
+    assert apart(peers) < 1e-2  # each moves as shares come, one after the other
+    found = mass_on_disk([device.folder for device in theirs])
+    torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64))
+    torch.testing.assert_close(found["x"], 4 * initial(scenario) + 2.0)
+
+
+def apart(peers: list[RunningPeer]) -> float:
+    """Return how far the models of peers are from their mean."""
+    models = torch.cat([peer.state.rows["x"] / peer.state.rows["w"][:, None] for peer in peers])
+    return float((models - models.mean(0)).abs().max())

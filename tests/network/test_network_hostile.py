@@ -1,0 +1,348 @@
+"""A neighbour that says whatever it likes to a peer that nobody waits for: refused by name, and nothing changes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from networked import LONG, begin_without, devices, finish, running
+from test_network import Tiny
+from test_network_asynchronous import FOLDERS, QUICK, STILL, stop_all
+from torch import Tensor
+from variants import settings_for
+
+from flower_privdec.network.peer.asynchronous_peer import AsynchronousPeer
+from flower_privdec.network.peer.asynchronous_session import MANY, AsynchronousMail
+from flower_privdec.network.peer.durable_mass import mass_on_disk
+from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.peer import RunningPeer
+from flower_privdec.network.transport.channel import Link, RefusedError, UnreachableError
+from flower_privdec.network.transport.connection_manager import ASKING
+from flower_privdec.pushsum.frames import Framed, RowMessage, decode, encode
+from flower_privdec.pushsum.share_protocol import FIRST, Acknowledgement, FrozenShare, Hello
+
+NAMES = ["privsgp", "d-psgd"]
+ROUNDS = 60
+
+
+@dataclass
+class Hostile:
+    """Peer 3 as somebody else wrote it: it has its certificate, and says to peer 0 what it is told to say."""
+
+    target: AsynchronousPeer
+    own: AsynchronousPeer
+    link: Link
+    said: list[bytes]
+
+    def say(self, *messages: Framed | bytes) -> bytes:
+        """Say something in one call; return the answer."""
+        content = b"".join(each if isinstance(each, bytes | bytearray) else bytes(encode(each)) for each in messages)
+        answer = bytes(self.link.call(content, LONG))
+        self.said.append(content)
+        return answer
+
+    def greet(self, **changes: Any) -> None:
+        """Shake hands, with some words other than they should be."""
+        for _ in range(3):
+            answer = self.say(replace(self.own.machine.hello(0), **changes))
+            for word in [decode(bytearray(answer), {})] if answer else []:
+                assert isinstance(word, Hello)
+                self.own.machine.receive_hello(word)
+        assert changes or self.target.machine.is_open(3)
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """Return rows as an exchange has them."""
+        (exchange, *_) = self.target.timetable.exchanges.values()
+        return {name: row + 1 for name, row in self.target._rows_of(exchange).items()}
+
+    def share(self, **changes: Any) -> FrozenShare[Tensor]:
+        """Return a share as it should be, or one that differs from it in something."""
+        ours, theirs = self.own.machine, self.target.machine
+        right = FrozenShare(3, 0, ours.incarnation, theirs.incarnation, 1, ours.life, 0, self.rows)
+        return replace(right, **changes)
+
+    def acknowledgement(self, **changes: Any) -> Acknowledgement:
+        """Return an acknowledgement that is not due."""
+        ours, theirs = self.own.machine, self.target.machine
+        right = Acknowledgement(3, 0, ours.incarnation, theirs.incarnation, ours.life, 1, theirs.life)
+        return replace(right, **changes)
+
+    def message(self, **changes: Any) -> RowMessage:
+        """Return rows as they should be, or some that differ in something."""
+        return replace(RowMessage(3, 0, 0, next(iter(self.target.timetable.exchanges)), self.rows), **changes)
+
+    def good(self) -> Framed:
+        """Return rows that the algorithm has, as they should be."""
+        return self.share() if self.target.machine.mass else self.message()
+
+    def bad_rows(self, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Framed:
+        """Return rows with other values."""
+        return replace(self.good(), values=change(self.rows))  # type: ignore[arg-type]
+
+
+def known(peer: RunningPeer) -> dict[str, Any]:
+    """Return all that a neighbour's words may change, the numbers as bytes."""
+    mail: Any = peer.mail  # type: ignore[attr-defined]
+    machine: Any = mail.machine
+    rows = {name: value.numpy().tobytes() for name, value in peer.state.rows.items()}
+    links = {j: astuple(replace(link, frozen=None)) for j, link in machine._links.items()}
+    frozen = {j: id(link.frozen) for j, link in machine._links.items()}
+    waiting = {at: {j: _content(message) for j, message in found.items()} for at, found in mail._rows.items()}
+    held = {j: _content(share) for j, share in machine._held.items()}
+    rounds = dict(mail.rounds), dict(mail.places), mail.rolled_back, mail.fresh, mail.joins, mail.fatal
+    facts = (links, frozen, waiting, held, rounds, machine.incarnation, dict(machine.spoiled), dict(machine.stranded))
+    return {"rows": rows, "facts": facts}
+
+
+def _content(message: Any) -> tuple[Any, ...]:
+    return message.round_index, {name: value.numpy().tobytes() for name, value in message.values.items()}
+
+
+def listening(peer: RunningPeer) -> int:
+    """Let a peer listen, and call nobody: who cannot be called is given up, whatever it says; return the port."""
+    peer.courier._serve_on = lambda other: None  # type: ignore[method-assign]
+    return peer.open()
+
+
+@pytest.fixture(params=NAMES)
+def hostile(request: pytest.FixtureRequest, tiny: Tiny, tmp_path: Path) -> Iterator[Hostile]:
+    scenario = tiny(*settings_for(f"algorithm.name={request.param}"), "topology.name=complete", f"rounds={ROUNDS}")
+    theirs = devices(scenario, tmp_path)
+    target, own = running_peer(scenario, theirs[0]), running_peer(scenario, theirs[3])
+    assert isinstance(target, AsynchronousPeer)
+    assert isinstance(own, AsynchronousPeer)
+    port = listening(target)
+    own._begin()
+    target.mail.fresh = False  # it has met the others
+    link = Link(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    try:
+        yield Hostile(target, own, link, [])
+    finally:
+        link.close()
+        target.close()
+        own.close()
+
+
+def with_x(change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda rows: rows | {"x": change(rows["x"])}
+
+
+def first_is(value: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return with_x(lambda x: torch.cat([torch.tensor([value], dtype=x.dtype), x[1:]]))
+
+
+Says = Callable[[Hostile], list[Framed | bytes]]
+FOR_ALL: dict[str, tuple[Says, str]] = {
+    "a number less": (lambda h: [h.bad_rows(with_x(lambda x: x[1:]))], "bytes, which must be"),
+    "another type": (lambda h: [h.bad_rows(with_x(lambda x: x.float()))], "bytes, which must be"),
+    "another shape": (lambda h: [h.bad_rows(with_x(lambda x: x[None]))], "is described as 2 axes"),
+    "half as many bytes": (lambda h: [bytes(encode(h.good()))[:-8]], "bytes and says"),
+    "NaN": (lambda h: [h.bad_rows(first_is(float("nan")))], r"'x'\[0\] is nan, which must be finite"),
+    "infinity": (lambda h: [h.bad_rows(first_is(float("-inf")))], r"'x'\[0\] is -inf, which must be finite"),
+    "a byte more": (lambda h: [h.good(), b"\0"], "a frame of 1 bytes must have a header"),
+    "zeros after it": (lambda h: [h.good(), bytes(80)], "must begin with"),
+    "another's name": (lambda h: [replace(h.good(), sender=1)], "brought a frame from peer 1 to 0"),
+    "to somebody else": (lambda h: [replace(h.good(), receiver=2)], "brought a frame from peer 3 to 2"),
+    "a round that never comes": (lambda h: [replace(h.good(), round_index=2**62)], f"and the run has {ROUNDS}"),
+    "a hello from beyond the end": (
+        lambda h: [replace(h.own.machine.hello(0), round_index=2**62)],
+        f"is of round {2**62}, and the run has {ROUNDS}",
+    ),
+    "no frame at all": (lambda h: [b"how do you do?"], "must have a header"),
+    "many frames": (lambda h: [h.acknowledgement()] * (MANY + 3), "has more than"),
+    "an acknowledgement that is not due": (lambda h: [h.acknowledgement()], "acknowledged share 1, and the last"),
+    "one of number 2^63": (lambda h: [h.acknowledgement(number=2**63)], "acknowledged share 9223372036854775808"),
+    "one of another life": (lambda h: [h.acknowledgement(life=1)], "acknowledged something before its last start"),
+    "one of another incarnation": (lambda h: [h.acknowledgement(incarnation=FIRST + 1)], "from incarnation 0x"),
+    "another scenario": (lambda h: [replace(h.own.machine.hello(0), scenario=bytes(32))], "runs the scenario 0000"),
+    "another version": (lambda h: [replace(h.own.machine.hello(0), version=9)], "is of version 9 of the protocol"),
+    "counters that cannot be": (lambda h: [replace(h.own.machine.hello(0), sent=9)], "which cannot be"),
+    "more taken than seen": (lambda h: [replace(h.own.machine.hello(0), received=9)], "0 taken, which cannot be"),
+}
+OF_SHARES: dict[str, tuple[Says, str]] = {
+    "rows of an exchange": (lambda h: [h.message()], "is none that this algorithm has"),
+    "a negative weight": (
+        lambda h: [h.bad_rows(lambda rows: rows | {"w": torch.full_like(rows["w"], -1e-300)})],
+        r"'w'\[0\] is -1e-300, which must be >= 0",
+    ),
+    "a share of another incarnation": (lambda h: [h.share(incarnation=FIRST + 2**32)], "from incarnation 0x"),
+    "a share for another incarnation": (lambda h: [h.share(addressed=FIRST + 2**32)], "to 0x200000000"),
+    "a share of another life": (lambda h: [h.share(life=h.own.machine.life + 1)], "of a life of which it does not"),
+    "a share before the first": (lambda h: [h.share(number=0)], "sent share 0 of a life"),
+}
+OF_ROWS: dict[str, tuple[Says, str]] = {
+    "a share": (lambda h: [h.share()], "is none that this algorithm has"),
+    "rows of no exchange": (lambda h: [h.message(place=99)], "for place 99 of the program, is none"),
+}
+THEN_GREET_ANEW: dict[str, tuple[Says, str]] = {  # what ends the handshake, and no more
+    "a share after a gap": (lambda h: [h.share(number=3)], "sent share 3, and 1 has to come first"),
+    "a rollback that is none": (
+        lambda h: [replace(h.own.machine.hello(0), seen=7, seen_life=h.target.machine.life)],
+        "lies, or was rolled back itself",
+    ),
+    "an incarnation to come": (lambda h: [replace(h.own.machine.hello(0), knows=FIRST + 2**32)], "lies, or was"),
+    "the last incarnation": (lambda h: [replace(h.own.machine.hello(0), knows=2**64 - 1)], "lies, or was"),
+}
+
+
+def cases(hostile: Hostile) -> dict[str, tuple[Says, str]]:
+    of_shares = bool(hostile.target.machine.mass)
+    found = FOR_ALL | (OF_SHARES if of_shares else OF_ROWS)
+    return found | {case: each for case, each in THEN_GREET_ANEW.items() if of_shares or "share" not in case}
+
+
+def test_what_breaks_a_rule_is_refused_by_name_and_changes_nothing(hostile: Hostile) -> None:
+    hostile.greet()
+    before = known(hostile.target)
+    for case, (says, why) in cases(hostile).items():
+        with pytest.raises(RefusedError) as refused:
+            hostile.say(*says(hostile))
+        assert re.search(why, str(refused.value)), f"{case}: {refused.value}"
+        assert hostile.target.courier.refused[3] in str(refused.value)
+        assert known(hostile.target) == before, case
+        assert hostile.target.machine.is_open(3) == (case not in THEN_GREET_ANEW), case
+        hostile.greet()
+    assert json.loads(bytes(hostile.link.call(ASKING, LONG)))["round"] == 0
+    hostile.say(hostile.good())
+    assert known(hostile.target) != before  # what is right is taken
+
+
+def say_again(hostile: Hostile) -> None:
+    """Say everything once more, in another order too; who says old things has to greet anew."""
+    for content in (hostile.said + hostile.said[::-1]) * 2:
+        with contextlib.suppress(RefusedError):
+            hostile.link.call(content, LONG)
+    hostile.greet()
+
+
+def test_whatever_is_said_again_changes_nothing(hostile: Hostile) -> None:
+    hostile.greet()
+    if hostile.own.machine.mass:
+        hostile.own._split(0, {0: 0.5})
+        hostile.own._commit(1)
+        hostile.say(*hostile.own.machine.shares_to_send())
+    else:
+        hostile.say(hostile.good())
+    hostile.greet()
+    before = known(hostile.target)
+    say_again(hostile)
+    assert known(hostile.target) == before
+    if hostile.target.machine.mass:
+        hostile.target._absorb()
+        hostile.target._commit(1)
+        before = known(hostile.target)
+        say_again(hostile)
+        hostile.target._absorb()
+        assert known(hostile.target) == before
+
+
+def test_what_was_under_way_for_a_while_sets_no_neighbour_back_and_a_new_life_does(hostile: Hostile) -> None:
+    """The last hello may overtake a share, or rows: who took its sender to be under way still would wait for nobody."""
+    hostile.greet()
+    late: Framed = hostile.message()
+    if hostile.own.machine.mass:
+        hostile.own._split(0, {0: 0.5})
+        hostile.own._commit(1)
+        (late,) = hostile.own.machine.shares_to_send()
+    last = replace(hostile.own.machine.hello(0), round_index=ROUNDS)
+    hostile.say(last, late)
+    hostile.say(replace(last, round_index=2))
+    assert hostile.target.mail.rounds[3] == ROUNDS
+    hostile.say(replace(last, round_index=2, life=last.life + 1, opened=False))
+    assert hostile.target.mail.rounds[3] == 2
+
+
+@pytest.mark.parametrize("change", [{"scenario": bytes(32)}, {"sent": 5}, {"sender": 2}])
+def test_a_word_that_is_refused_makes_nobody_join_late(change: dict[str, Any], hostile: Hostile) -> None:
+    hostile.target.mail.fresh = True
+    before = known(hostile.target)
+    with pytest.raises(RefusedError):
+        hostile.say(replace(hostile.own.machine.hello(0), round_index=9, knows=0, **change))
+    assert known(hostile.target) == before
+
+
+def test_who_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny("topology.name=directed-ring", f"rounds={ROUNDS}")
+    theirs = devices(scenario, tmp_path)
+    target, own = running_peer(scenario, theirs[0]), running_peer(scenario, theirs[2])
+    port = listening(target)
+    link = Link(f"127.0.0.1:{port}", "peer-0.tiny", theirs[2].credentials, 1 << 20)
+    assert isinstance(own, AsynchronousPeer)
+    own._begin()
+    before = known(target)
+    try:
+        for message in (
+            replace(own.machine.hello(1), receiver=0, round_index=9),
+            Acknowledgement(2, 0, FIRST, FIRST, 1, 1, 1),
+            FrozenShare(2, 0, FIRST, FIRST, 1, 1, 0, {name: row[0] for name, row in target.state.rows.items()}),
+        ):
+            with pytest.raises(RefusedError, match="who are no neighbours here"):
+                link.call(encode(message), LONG)
+        assert known(target) == before
+    finally:
+        link.close()
+        target.close()
+        own.close()
+
+
+def test_a_run_beside_a_hostile_neighbour_ends_with_all_its_mass(tiny: Tiny, tmp_path: Path) -> None:
+    """Peer 3 shakes hands and then says everything that is wrong, again and again, and takes no share."""
+    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    begin_without(peers[:3], 3)
+    start, own = peers[0].state.rows["x"][0].clone(), peers[3]
+    assert isinstance(own, AsynchronousPeer)
+    own._begin()
+    refused, link = 0, Link(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    evil = Hostile(peers[0], own, link, [])  # type: ignore[arg-type]
+    try:
+        with running(peers[:3]) as futures:
+            while not any(future.done() for future in futures) and (refused < 50 or peers[0].state.round_index < 10):
+                for says in [*(each for each, _ in cases(evil).values()), lambda h: [h.own.machine.hello(0)]]:
+                    try:
+                        evil.say(*says(evil))
+                    except RefusedError:
+                        refused += 1
+                    except UnreachableError:  # it is not there yet
+                        time.sleep(0.05)
+            stop_all(peers[:3], futures)
+    finally:
+        link.close()
+        own.close()
+    found = mass_on_disk([tmp_path / name for name in FOLDERS])
+    torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64))
+    torch.testing.assert_close(found["x"], 4 * start, rtol=0, atol=1e-9)
+
+
+def test_nothing_is_said_of_an_incarnation_before_it_is_on_disk(hostile: Hostile) -> None:
+    """A courier that asks for words between the two would end, and its neighbour would never be heard again."""
+    machine, mail = hostile.target.machine, hostile.target.mail
+    assert mail.has_news(3, float("inf"))
+    with hostile.target.courier.changed:
+        machine.begin_anew()
+        assert not mail.has_news(3, float("inf"))
+    hostile.target._commit(0)
+    assert mail.has_news(3, float("inf"))
+    assert isinstance(mail, AsynchronousMail)
+
+
+def test_a_courier_that_fails_ends_the_run_and_says_why(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(QUICK, "rounds=2")
+    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+
+    def broken(*_: Any) -> Any:
+        raise KeyError("nobody thought of this")
+
+    peer.mail.news = broken  # type: ignore[attr-defined]
+    with pytest.raises(Exception, match=r"nothing can be said to peer 3 any more .KeyError: 'nobody thought"):
+        finish(peer)

@@ -1,0 +1,284 @@
+"""Peers of every family that die and go on, of which nobody waits: what they paid for, and what they end with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Barrier, Event
+from typing import Any
+
+import pytest
+from networked import LONG, Killed, begin_without, devices, finish, go_on, mortal, running, wait_until
+from test_network import Tiny
+from test_network_asynchronous import QUICK, STILL, again, join_late, stop_all
+from variants import settings_for
+
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.network.peer.durable_mass import mass_on_disk
+from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.peer import RunningPeer
+from flower_privdec.network.transport.channel import UnreachableError
+from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.pushsum.send_queue import GIVEN_UP
+from flower_privdec.pushsum.share_protocol import FIRST, RefusedError
+
+POINTS = {  # around everything that is put on disk, sent or used
+    "before a commit": ("_save", "before"),
+    "after a commit": ("_save", "after"),
+    "before rows leave": ("_post", "before"),
+    "after rows left": ("_post", "after"),
+    "before it mixes": ("_mix", "before"),
+    "after it mixed": ("_mix", "after"),
+    "after it split": ("_split", "after"),
+    "after it added what came": ("_absorb", "after"),
+    "before it hands in": ("_look", "before"),
+    "in the last commit": ("_is_over", "before"),
+    "when a round is settled": ("_settle", "after"),
+}
+ROWS = [
+    "before a commit",
+    "after a commit",
+    "before rows leave",
+    "after rows left",
+    "before it mixes",
+    "after it mixed",
+]
+SHARES = ["after a commit", "after it split", "after it added what came", "before it hands in", "in the last commit"]
+GOSSIP = ["d-psgd", "pdsl", "dp-cga", "dp-dda"]
+PUSH = ["privsgp", "privsgp-vr", "feddeper"]
+GRAPHS = {"pdsl": "star", "dp-cga": "ring", "d-psgd": "complete", "dp-dda": "ring"}
+OTHERS = ["directed-exponential-full", "complete", "directed-ring"]
+CASES = [
+    *((name, GRAPHS[name], point, 1 + (i + j) % 4) for i, name in enumerate(GOSSIP) for j, point in enumerate(ROWS)),
+    *(
+        (name, OTHERS[(i + j) % 3], point, 1 + (i + j) % 3)
+        for i, name in enumerate(PUSH)
+        for j, point in enumerate(SHARES)
+    ),
+]
+
+
+def choosing(name: str) -> str:
+    return f"algorithm={{name: {name}}}" if name == "dp-dda" else f"algorithm.name={name}"
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the steps of every peer, from outside."""
+    found, release = list[int](), Cohort.release_rows_
+
+    def counting(cohort: Cohort, *arguments: Any, **options: Any) -> None:
+        found.append(int(cohort.peers[0]))
+        release(cohort, *arguments, **options)
+
+    monkeypatch.setattr(Cohort, "release_rows_", counting)
+    return found
+
+
+def check_ledgers(folder: Path, taken: list[int], least: int) -> None:
+    for peer in range(4):
+        (ledger,) = (folder / f"peer-{peer}" / "ledger").glob("*.jsonl")
+        paid = sum(payment.to_step - payment.from_step for payment in read_chain(ledger)[1])
+        assert paid >= taken.count(peer) >= least, f"peer {peer}"
+
+
+def check_weight(folder: Path, wanted: float = 4.0) -> None:
+    total = mass_on_disk([folder / f"peer-{peer}" for peer in range(4)], ["w"])["w"]
+    assert float(total) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(("name", "graph", "point", "moment"), CASES)
+def test_whoever_dies_wherever_goes_on(
+    name: str, graph: str, point: str, moment: int, tiny: Tiny, tmp_path: Path, taken: list[int]
+) -> None:
+    every = 1 if moment % 2 else 2
+    scenario = tiny(
+        *settings_for(choosing(name)),
+        f"topology.name={graph}",
+        "rounds=4",
+        QUICK.replace("}", f", commit_every: {every}}}"),
+    )
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], POINTS[point], 1 if point in ("before it hands in", "in the last commit") else moment)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        last = again(scenario, theirs[1])
+        go_on(last, [futures[peer] for peer in (0, 2, 3)])
+    for peer in [last, peers[0], *peers[2:]]:  # type: ignore[assignment]
+        assert peer.state.round_index == 4  # type: ignore[attr-defined]
+        assert bool(peer.state.rows["x"].isfinite().all())  # type: ignore[attr-defined]
+    check_ledgers(tmp_path, taken, 1)
+    if name in PUSH:
+        check_weight(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["privsgp", "pdsl"])
+def test_two_that_die_at_once_and_one_that_dies_twice(name: str, tiny: Tiny, tmp_path: Path, taken: list[int]) -> None:
+    scenario = tiny(*settings_for(choosing(name)), "topology.name=complete", "rounds=5", QUICK)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    all_met = Barrier(4)  # whoever begins waits for all others, and the two come back together alone
+    for peer in peers:
+        peer._meet = lambda meet=peer._meet: (meet(), all_met.wait(LONG))  # type: ignore[attr-defined, misc]
+    for victim in (1, 2):
+        mortal(peers[victim], POINTS["after a commit"], 3)
+    with running(peers) as futures:
+        for victim in (1, 2):
+            with pytest.raises(Killed):
+                futures[victim].result(LONG)
+        second = again(scenario, theirs[1])
+        mortal(second, POINTS["after a commit"], 1)
+        others = [again(scenario, theirs[2])]
+        with running([second, *others]) as restarted:
+            with pytest.raises(Killed):
+                restarted[0].result(LONG)
+            go_on(again(scenario, theirs[1]), [futures[0], futures[3], restarted[1]])
+    check_ledgers(tmp_path, taken, 5)
+    if name in PUSH:
+        check_weight(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("point", "moment", "first"),
+    [("when a round is settled", 2, 2), ("after a commit", 2, 1)],
+    ids=["the round is over", "its shares are on disk"],
+)
+def test_who_goes_on_splits_in_every_round_once(
+    point: str, moment: int, first: int, tiny: Tiny, tmp_path: Path
+) -> None:
+    """Killed at the end of a round, it takes a whole one next; after it split, it sends those shares as they are."""
+    scenario = tiny("topology.name=complete", "rounds=6", QUICK)
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], POINTS[point], moment)
+    with running(peers) as futures:
+        with pytest.raises(Killed):
+            futures[1].result(LONG)
+        last = again(scenario, theirs[1])
+        split, rounds = last._split, list[int]()  # type: ignore[attr-defined]
+        last._split = lambda k, weights: (rounds.append(k), split(k, weights))  # type: ignore[attr-defined]
+        go_on(last, [futures[peer] for peer in (0, 2, 3)])
+    assert [k for k in rounds if k < 6] == list(range(first, 6))
+    check_weight(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
+def test_who_is_done_and_may_not_know_of_the_end_is_waited_for(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    """A neighbour whose edge is closed, or that refuses a call, is there; one that is not reached has left."""
+    scenario = tiny(f"algorithm.name={name}", "topology.name=ring", "rounds=4", QUICK)
+    peer: Any = running_peer(scenario, devices(scenario, tmp_path)[0])
+    peer._begin()
+    peer.mail.rounds[1] = 3
+    for _ in range(GIVEN_UP):
+        peer.mail.failed(1, UnreachableError("nobody is there"), 0.0)
+    assert not peer._is_over(1)  # it may come back, and has rounds to do
+    peer.mail.rounds[1] = 4
+    assert peer._is_over(1)
+    peer.mail.failed(1, RefusedError("greet me first"), 0.0)
+    assert not peer.machine.is_open(1)
+    assert not peer._is_over(1)
+    for count in range(1, GIVEN_UP + 1):
+        peer.mail.failed(1, UnreachableError("nobody is there"), 0.0)
+        assert peer._is_over(1) == (count == GIVEN_UP)
+    peer.close()
+
+
+def cut_off(peer: RunningPeer, neighbors: set[int]) -> None:
+    """Let a peer neither call some neighbours nor hear them, as long as they are in the set."""
+    mail: Any = peer.mail
+    has_news, take = mail.has_news, mail.take
+
+    def taking(caller: int, said: Any) -> Any:
+        if caller in neighbors:
+            raise RefusedError("cut off")
+        return take(caller, said)
+
+    mail.has_news, mail.take = lambda to, now: to not in neighbors and has_news(to, now), taking
+
+
+@pytest.mark.parametrize("when", ["before it begins anew", "after it began anew", "once a share is under way to it"])
+def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Its first commit is on disk, with mass of its own, when it learns that the others began without it.
+
+    That mass is lost, and no more: a share that one neighbour sent to what it begins anew as is for whoever goes on
+    from its disk, also where it hears others first.
+    """
+    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", QUICK, "evaluation.every=100000")
+    theirs = devices(scenario, tmp_path)
+    peers = [running_peer(scenario, device) for device in theirs]
+    begin_without(peers[:3], 3)
+    cut_off(peers[3], {1, 2})
+    begin_anew = peers[3]._begin_anew  # type: ignore[attr-defined]
+
+    def dying() -> None:
+        if when != "before it begins anew":
+            begin_anew()
+        if when == "once a share is under way to it":
+            wait_until(lambda: 3 in [share.receiver for share in peers[0].machine.shares_to_send()])  # type: ignore[attr-defined]
+        raise Killed
+
+    peers[3]._begin_anew = dying  # type: ignore[attr-defined]
+    with running(peers[:3]) as futures:
+        for peer in peers[:3]:
+            await_round(peer, 2)
+        with pytest.raises(Killed):
+            finish(peers[3])
+        last, silent = again(scenario, theirs[3]), {0}
+        cut_off(last, silent)
+        with running([last]) as (joining,):
+            wait_until(lambda: last.machine.is_open(1))
+            silent.clear()
+            await_round(last, 3)
+            stop_all([*peers[:3], last], [*futures, joining])
+    assert last.machine.incarnation > FIRST  # type: ignore[attr-defined]
+    check_weight(tmp_path, 3.0)
+
+
+@pytest.mark.parametrize("name", ["privsgp-vr", "feddeper", "pdsl", "dp-dda"])
+def test_who_joins_late_pays_for_its_own_steps_alone(name: str, tiny: Tiny, tmp_path: Path, taken: list[int]) -> None:
+    scenario = tiny(
+        *settings_for(choosing(name)),
+        "topology.name=complete",
+        "rounds=3000",
+        "evaluation.every=3000",
+        QUICK,
+    )
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peers = [running_peer(scenario, device) for device in theirs]
+    join_late(peers, 20)
+    assert bool(peers[3].state.rows["x"].isfinite().all())
+    check_ledgers(tmp_path, taken, 2)
+    if name in PUSH:
+        check_weight(tmp_path, 3.0)
+
+
+def await_round(peer: RunningPeer, round_index: int) -> None:
+    wait_until(lambda: peer.state.round_index >= round_index)
+
+
+def await_without(peer: RunningPeer, neighbor: int) -> None:
+    """Wait until a peer has found out that a neighbour does not come, and goes on for a while."""
+    wait_until(lambda: not peer._pace.is_awaited(neighbor))  # type: ignore[attr-defined]
+    await_round(peer, peer.state.round_index + 20)
+    assert not peer._pace.is_awaited(neighbor)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("graph", ["directed-ring", "ring"])
+def test_a_neighbour_that_does_not_come_is_found_out_and_left_behind_whichever_way_the_edge_goes(
+    graph: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    """It is held up until the others have found it out, and gone on; how fast they do is `test_punctuality`'s."""
+    scenario = tiny(STILL, f"topology.name={graph}", "rounds=100000", QUICK, "evaluation.every=100000")
+    peers, go_on = [running_peer(scenario, device) for device in devices(scenario, tmp_path)], Event()
+    before = peers[2]._before
+    peers[2]._before = lambda k: (k == 0 or go_on.wait(LONG), before(k))[1]  # type: ignore[method-assign, func-returns-value]
+    with running(peers) as futures:
+        try:
+            for j in [1, 3] if graph == "ring" else [1]:  # who only sends to it
+                await_without(peers[j], 2)
+            await_round(peers[1], 25)
+            assert peers[2].state.round_index <= 1
+        finally:
+            go_on.set()
+        stop_all(peers, futures)

@@ -1,0 +1,231 @@
+"""`privdec up`: every peer a process, killed and resumed, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc")
+
+from networked import wait_until
+
+from flower_privdec.cli import main
+from flower_privdec.engine.run import run
+from flower_privdec.experiment import Experiment
+from flower_privdec.network.local.fault_injection import mishaps
+from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
+from flower_privdec.network.local.peer_processes import PRIVDEC, PeerProcesses, on_this_machine
+from flower_privdec.network.local.up import Up
+from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
+
+pytestmark = pytest.mark.slow
+SETTINGS = ["n_peers=3", "rounds=6", "topology.name=directed-ring"]
+SETTINGS += ["network={mode: synchronous, retry: 0.2, start: 200.0, deadline: 200.0}"]
+
+
+LONGER = "rounds=60"
+
+
+def up(scenario: Path, out: Path, *options: str, also: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Start `privdec up` in a process of its own."""
+    settings = [word for setting in (*SETTINGS, *also) for word in ("--set", setting)]
+    command = [sys.executable, "-m", "flower_privdec", "up", str(scenario), "--out", str(out), "--insecure-seeds"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, *settings, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def peers_of(out: Path) -> list[int]:
+    """Return the processes that run a peer of a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"peer" in words and str(out / "network.yaml").encode() in words:
+            found.append(int(process.name))
+    return found
+
+
+def wait_for(path: Path, seconds: float = 200.0) -> None:
+    until = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} is not there"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def scenario(tiny_text: str, tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(tiny_text)
+    return path
+
+
+def test_it_leaves_what_a_run_leaves_with_the_same_numbers(scenario: Path, tmp_path: Path) -> None:
+    started = up(scenario, tmp_path / "up")
+    said, errors = started.communicate(timeout=500)
+    assert started.returncode == 0, errors
+    assert "INSECURE" in said
+    found = json.loads((tmp_path / "up" / "summary.json").read_text())
+    wanted = run(Experiment.build(parse_scenario(scenario.read_text(), overrides=SETTINGS)), tmp_path / "engine")
+    for key in ("accuracy", "loss", "consensus_distance"):
+        assert found[key] == pytest.approx(wanted[key])
+    for here, there in zip(found["privacy"], wanted["privacy"], strict=True):
+        assert here == pytest.approx(there)
+    assert found["runtime"] == "network"
+    assert {path.name for path in (tmp_path / "up").iterdir()} >= {
+        "metrics.jsonl",
+        "model.safetensors",
+        "certs",
+        "peers",
+    }
+    assert not peers_of(tmp_path / "up")
+
+
+def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_and_each_peer_is_watched(
+    tiny: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    scenario = tiny(*SETTINGS, LONGER, "evaluation.every=4")
+    said: dict[int, list[tuple[Any, str]]] = {peer: [] for peer in range(3)}
+    with FaultProxy(1, Faults(cut=0.01)) as proxy:
+
+        def cut(metrics: dict[str, Any]) -> None:
+            for name in proxy.names:
+                proxy.cut(name)
+
+        due = mishaps([], ["1@4"], 3, 60)
+        network = Up(scenario, tmp_path / "up", insecure_seeds=True, proxy=proxy, mishaps=due)
+        found = network.run(cut, lambda peer, status, word: said[peer].append((status, word)))
+        assert len(proxy.names) == 6
+        assert all(proxy.counts(pair)["bytes"] > 0 for pair in [(0, 1), (1, 2), (2, 0)])
+        assert sum(proxy.counts(name)["cuts"] for name in proxy.names) > 0
+    wanted = run(Experiment.build(scenario), tmp_path / "engine")
+    for key in ("accuracy", "loss", "consensus_distance"):
+        assert found[key] == pytest.approx(wanted[key])
+    for peer, each in said.items():
+        assert each[0] == (None, "starting")
+        status, word = each[-1]
+        assert (status["peer"], status["round"], word) == (peer, 60, "done")
+        assert status["loss"] > 0
+
+
+@pytest.mark.parametrize("loss", ["-0.1", "1.5", "nan"])
+def test_a_loss_that_is_no_share_is_refused(
+    loss: str, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main.main(["up", str(scenario), "--out", str(tmp_path / "up"), "--loss", loss])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"error: --loss {loss} must be a share, from 0 to 1\n"
+    assert not (tmp_path / "up").exists()
+
+
+def test_a_peer_that_is_gone_ends_nobody_elses_run_and_is_named(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
+    quick = "network={retry: 0.2, start: 200.0, deadline: 1.0}"
+    scenario = tiny("n_peers=3", "rounds=200", "evaluation.every=20", "topology.name=complete", quick)
+    found = Up(scenario, tmp_path / "up", mishaps=mishaps(["2@20"], [], 3, 200)).run()
+    assert re.fullmatch(r"peer 2 after round \d+: its last model is among those above", found["gone"])
+    assert json.loads((tmp_path / "up" / "peers" / "1" / "summary.json").read_text())["round"] == 200
+    assert not peers_of(tmp_path / "up")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--kill", "3"], "--kill '3' must be PEER@ROUND, as 3@100"),
+        (["--kill", "9@2"], "--kill 9@2: there are the peers 0 to 2"),
+        (["--restart", "1@6"], "--restart 1@6: the round must be before the last, 6"),
+        (["--kill", "0@1", "--kill", "1@1", "--kill", "2@1"], "--kill ends all 3 peers"),
+        (["--kill", "0@1"], "network.mode=synchronous ends with a peer that is gone"),
+    ],
+)
+def test_mishaps_that_cannot_be_are_refused(
+    options: list[str], says: str, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    with pytest.raises(SystemExit) as left:
+        main.main(["up", str(scenario), "--out", str(tmp_path / "up"), *settings, *options])
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "up").exists()
+
+
+def test_killed_peers_are_named_and_the_run_goes_on_from_their_disks(scenario: Path, tmp_path: Path) -> None:
+    out = tmp_path / "up"
+    started = up(scenario, out, also=(LONGER,))
+    wait_for(out / "peers" / "1" / "rows-2.safetensors")
+    victims = peers_of(out)
+    os.kill(victims[1], signal.SIGKILL)
+    _, errors = started.communicate(timeout=500)
+    assert started.returncode == 1
+    assert re.search(r"^error: peer \d ended \(", errors, re.MULTILINE), errors
+    assert not peers_of(out)
+    again = up(scenario, out, "--resume", also=(LONGER,))
+    _, errors = again.communicate(timeout=500)
+    assert again.returncode == 0, errors
+    found = json.loads((out / "summary.json").read_text())
+    settings = [*SETTINGS, LONGER]
+    wanted = run(Experiment.build(parse_scenario(scenario.read_text(), overrides=settings)), tmp_path / "engine")
+    assert found["accuracy"] == pytest.approx(wanted["accuracy"])
+
+
+def test_nothing_lingers_when_it_is_killed(scenario: Path, tmp_path: Path) -> None:
+    out = tmp_path / "up"
+    started = up(scenario, out, also=("rounds=100000", "privacy=none"))
+    wait_for(out / "peers" / "1" / "checkpoint-1")
+    os.kill(peers_of(out)[0], signal.SIGSTOP)
+    started.kill()
+    started.communicate(timeout=500)
+    until = time.monotonic() + 200
+    while peers_of(out):
+        assert time.monotonic() < until, "peers go on without who started them"
+        time.sleep(0.1)
+
+
+PARENT = """
+import subprocess, sys
+print(subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE).pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED: wakes up by what Linux alone has")
+def test_a_paused_peer_wakes_up_and_ends_when_its_parent_does(scenario: Path, tmp_path: Path) -> None:
+    """Its group has others in it, so that no shell's rule for groups without a parent wakes it."""
+    processes = PeerProcesses(on_this_machine(load_scenario(scenario)), tmp_path / "up")
+    processes.out.mkdir()
+    processes.prepare()
+    words = ["peer", str(processes.out / "network.yaml"), "--id", "0", "--out", str(processes.folder(0))]
+    command = [*PRIVDEC, *words, "--certs", str(processes.certificates), "--with-parent"]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert parent.stdout is not None
+    peer = int(parent.stdout.readline())
+    state = Path(f"/proc/{peer}/stat")
+    try:
+        wait_for(processes.folder(0) / "checkpoint-0")
+        os.kill(peer, signal.SIGSTOP)
+        wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
+        parent.kill()
+        parent.communicate()
+        wait_until(lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z")
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(peer, signal.SIGKILL)

@@ -1,0 +1,300 @@
+"""The soak breaks things, and finds what does not hold: each of its looks is shown what is wrong and what is right."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain, islice, repeat
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("grpc")
+
+from flower_privdec.cli import main
+from flower_privdec.core.cohort import Cohort
+from flower_privdec.engine.checkpoint import Checkpoint, save_checkpoint
+from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.experiment import Experiment
+from flower_privdec.network.local.fault_schedule import KINDS, ON_PEERS, Fault, faults
+from flower_privdec.network.local.peer_processes import on_this_machine
+from flower_privdec.network.local.release_counter import count_into, counted_in
+from flower_privdec.network.local.soak import Soak
+from flower_privdec.network.local.soak_checks import Paid, ledger_problem, look_at_ledger, weight_on_disk
+from flower_privdec.network.local.soaked_run import SoakedRun, Tally
+from flower_privdec.pushsum.packing import pack
+from flower_privdec.pushsum.share_protocol import FIRST, Durable, FrozenShare, PeerLink
+from flower_privdec.scenario import Scenario
+
+Tiny = Callable[..., Scenario]
+LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
+ROUNDS = 20
+SETTINGS = ["n_peers=2", f"rounds={ROUNDS}", "topology.name=complete"]
+SETTINGS += ["network={mode: synchronous, retry: 0.1, start: 200.0, deadline: 200.0}"]
+NEVER = Fault("cut", 1e9, 0.0, 0, 1)
+
+
+def privdec(*words: str) -> int:
+    """Run the command line and return its exit status."""
+    with pytest.raises(SystemExit) as left:
+        main.main(list(words))
+    return int(left.value.code or 0)
+
+
+# --- faults ---
+
+
+def test_a_seed_says_which_faults_come() -> None:
+    def drawn(seed: int) -> list[Fault]:
+        return list(islice(faults(seed, LINKS, list(KINDS), 3.0, 2.0), 200))
+
+    found = drawn(1)
+    assert found == drawn(1)
+    assert found != drawn(2)
+    assert {fault.kind for fault in found} == set(KINDS)
+    for fault in found:
+        assert 1.5 <= fault.after <= 4.5
+        assert fault.seconds <= 2.0
+        assert fault.other is None if fault.kind in ON_PEERS else (fault.peer, fault.other) in LINKS
+    assert str(Fault("pause", 1.0, 0.5, 2)) == "pause of peer 2 for 0.50 s"
+    assert str(Fault("delay", 1.0, 0.5, 2, 1)) == "delay of link 2 to 1 for 0.50 s"
+
+
+WRONG = [
+    (["--minutes", "0"], "--minutes 0 must be > 0"),
+    (["--minutes", "nan"], "--minutes nan must be > 0"),
+    (["--minutes", "1", "--longest", "inf"], "--longest inf must be > 0 and finite"),
+    (["--minutes", "1", "--fault", "kil"], "--fault 'kil' must be one of cut, loss, .*; did you mean 'kill'"),
+    (["--minutes", "1", "--out", "."], r"\. is there already; give another --out"),
+    (["--minutes", "1", "--set", "topology.name=server", "--set", "algorithm.name=scaffold"], "averages at a server"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_wrong_words_are_one_line_and_leave_nothing(
+    given: list[str],
+    said: str,
+    tiny_text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.yaml").write_text(tiny_text)
+    assert privdec("soak", "tiny.yaml", *given) == 2
+    assert re.fullmatch(f"error: .*{said}.*\n", capsys.readouterr().err)
+    assert os.listdir() == ["tiny.yaml"]
+
+
+# --- looks ---
+
+
+@pytest.mark.parametrize(
+    ("paid", "counted", "later", "lives", "said"),
+    [
+        (7, 7, 7, 1, None),
+        (8, 7, 7, 1, None),  # under way, or lost with its process
+        (9, 7, 7, 1, "it pays for 9 steps, and 7 were taken by 1 processes"),
+        (9, 7, 8, 1, None),
+        (9, 7, 7, 2, None),
+        (6, 7, 7, 5, "it pays for 6 steps, and 7 were taken"),
+        (4, 4, 4, 1, "it paid for 5 steps, and now for 4"),
+    ],
+)
+def test_a_ledger_that_does_not_fit_what_was_counted_is_found(
+    paid: int, counted: int, later: int, lives: int, said: str | None
+) -> None:
+    found = ledger_problem(Paid(paid, 1, paid), Paid(5, 1, 5), counted, later, lives)
+    assert found is None if said is None else str(found).startswith(said)
+
+
+def test_reserved_steps_are_a_starts_to_lose() -> None:
+    assert ledger_problem(Paid(8, 4, 2), Paid(), 4, 4, 1) is None
+    assert ledger_problem(Paid(12, 4, 3), Paid(), 4, 4, 1) is not None
+
+
+def test_every_private_step_is_counted_and_the_ledger_has_it(
+    build: Callable[..., Experiment], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flower_privdec import testing
+    from flower_privdec.engine.run import run
+
+    monkeypatch.setattr(Cohort, "release_rows_", Cohort.release_rows_)
+    counts, experiment = tmp_path / "counts", build("n_peers=1", "algorithm.name=dp-sgd", "rounds=3")
+    assert counted_in(counts) == 0
+    count_into(counts)
+    run(experiment, tmp_path / "run")
+    assert counted_in(counts) == 3
+    folder = tmp_path / "run" / "ledger"
+    paid, problem = look_at_ledger(folder, counts, Paid(), 1)
+    assert (paid.steps, problem) == (3, None)
+    testing.run_rounds(experiment, 2)  # which keeps no ledger
+    assert look_at_ledger(folder, counts, paid, 1)[1] == "it pays for 3 steps, and 5 were taken"
+    (ledger,) = folder.glob("*.jsonl")
+    ledger.write_bytes(ledger.read_bytes().replace(b'"to_step":3', b'"to_step":4'))
+    with pytest.raises(BudgetError, match="edited"):
+        look_at_ledger(folder, counts, paid, 1)
+
+
+def test_weight_that_is_missing_at_the_end_is_found(build: Callable[..., Experiment], tmp_path: Path) -> None:
+    experiment = build("n_peers=2")
+    folders = [tmp_path / str(peer) for peer in range(2)]
+    for peer, folder in enumerate(folders):
+        folder.mkdir()
+        own = Experiment.build(experiment.scenario, experiment.own.peers[peer : peer + 1])
+        for place, weight in enumerate((0.9, (0.6, 1.4)[peer])):
+            state = replace(own.initial_state(own.cohort()), round_index=place)
+            state.rows["w"].fill_(weight)
+            kept = Checkpoint(state, "", experiment.own.run, transport={"place": place})
+            save_checkpoint(folder / f"checkpoint-{place}", kept)
+    found = weight_on_disk(folders, at_the_end=True)
+    assert found is not None
+    assert found.is_right
+    assert (found.wanted, found.found) == (2, pytest.approx(2.0))
+    assert found.rounding < 1e-12
+    assert weight_on_disk(folders, at_the_end=False) is None
+    (folders[1] / "checkpoint-1").unlink()
+    found = weight_on_disk(folders, at_the_end=True)
+    assert found is not None
+    assert not found.is_right
+
+
+def test_the_disks_of_peers_that_do_not_wait_tell_their_weight_at_any_time(
+    build: Callable[..., Experiment], tmp_path: Path
+) -> None:
+    experiment = build("n_peers=2")
+    folders = [tmp_path / str(peer) for peer in range(2)]
+    for peer, folder in enumerate(folders):
+        folder.mkdir()
+        own = Experiment.build(experiment.scenario, experiment.own.peers[peer : peer + 1])
+        state = own.initial_state(own.cohort())
+        weight = torch.tensor((0.5, 1.0)[peer], dtype=torch.float64)
+        state.rows["w"].fill_(weight)
+        values = {"x": state.rows["x"][0], "w": weight}
+        share = FrozenShare(0, 1, FIRST, FIRST, 1, 7, 0, {"x": values["x"].clone(), "w": weight.clone()})
+        link = PeerLink(FIRST, 1, 7, share) if peer == 0 else PeerLink(FIRST)
+        facts, carried = pack(Durable(FIRST, 1, values, {1 - peer: link}))
+        transport = {"shares": facts, "place": 1}
+        save_checkpoint(
+            folder / "checkpoint-0", Checkpoint(state, "", own.own.run, transport=transport, carried=carried)
+        )
+    found = weight_on_disk(folders, at_the_end=False)
+    assert found is not None
+    assert (found.found, found.wanted, found.is_right) == (2.0, 2, True)
+    assert not replace(found, found=1.5).is_right
+    assert not replace(found, found=float("nan")).is_right
+    (folders[1] / "checkpoint-0").unlink()
+    assert weight_on_disk(folders, at_the_end=False) is None
+
+
+# --- runs ---
+
+
+@pytest.fixture
+def soaked(tiny: Tiny, tmp_path: Path) -> Iterator[Callable[..., SoakedRun]]:
+    def made(*wrong: Fault, patience: float = 600.0, mode: str = "synchronous") -> SoakedRun:
+        scenario = on_this_machine(tiny(*SETTINGS, f"network.mode={mode}"))
+        wrongs, links = chain(wrong, repeat(NEVER)), [(0, 1), (1, 0)]
+        return SoakedRun(scenario, tmp_path / "run", links, wrongs, patience, Tally(), weighed=True)
+
+    return made
+
+
+def follow(run: SoakedRun, until: Callable[[], bool]) -> None:
+    """Go on until something is so."""
+    end = time.monotonic() + 500
+    while not until():
+        assert time.monotonic() < end, run.line()
+        run.step()
+        time.sleep(0.05)
+
+
+def wrong_with(run: SoakedRun, *wrong: Fault) -> None:
+    run._faults, run._next = chain(wrong, repeat(NEVER)), None
+
+
+@pytest.mark.slow
+def test_a_run_in_which_all_kinds_of_things_break_comes_to_its_end(soaked: Callable[..., SoakedRun]) -> None:
+    with soaked(Fault("isolate", 0.0, 1e6, 1)) as run:
+        follow(run, lambda: counted_in(run.out / "peers" / "1.releases") > 0)  # and no further: it hears of nobody
+        wrong_with(run, Fault("kill", 0.0, 0.1, 1))
+        follow(run, lambda: run.tally.crashes == 1)
+        run._due = [(0.0, *rest) for _, *rest in run._due]
+        wrong_with(run, *(Fault(kind, 0.35, 0.3, 0, None if kind in ON_PEERS else 1) for kind in KINDS))
+        follow(run, run.finished)
+        run.conclude()
+    tally = run.tally
+    assert tally.finished == 1
+    assert tally.weight is not None
+    assert tally.weight.is_right
+    assert tally.weight.wanted == 2
+    assert tally.faults["isolate"] >= 1
+    assert 1 <= tally.faults["kill"] == tally.crashes <= 2
+    assert 2 * ROUNDS - tally.crashes <= tally.taken <= tally.paid <= 2 * ROUNDS + tally.crashes
+    assert tally.largest[0] >= tally.first[0] > 1 << 20
+    assert len((run.out / "faults.log").read_text().splitlines()) == sum(tally.faults.values())
+
+
+@pytest.mark.slow
+def test_peers_that_do_not_wait_for_each_other_are_soaked_the_same_way(soaked: Callable[..., SoakedRun]) -> None:
+    with soaked(mode="asynchronous") as run:
+        follow(run, lambda: counted_in(run.out / "peers" / "1.releases") > 0)
+        wrong_with(run, *(Fault(kind, 0.0, 0.1, 1, None if kind in ON_PEERS else 0) for kind in ("kill", "black-hole")))
+        follow(run, run.finished)
+        run.conclude()
+    tally = run.tally
+    assert tally.finished == 1
+    assert tally.weight is not None
+    assert tally.weight.is_right
+    assert tally.weight.wanted == 2
+    assert tally.crashes <= 1
+    assert 2 * ROUNDS - tally.crashes <= tally.taken <= tally.paid <= 2 * ROUNDS + tally.crashes
+
+
+@pytest.mark.slow
+def test_what_does_not_hold_ends_the_run_with_its_reason(soaked: Callable[..., SoakedRun]) -> None:
+    with soaked(patience=0.0) as run:
+        with pytest.raises(RunError, match="no peer came further than round 0 for 0 s; its traces are in"):
+            follow(run, run.finished)
+        run._patience = 600.0
+        follow(run, lambda: counted_in(run.out / "peers" / "1.releases") > 0)
+        (run.out / "peers" / "1.releases").write_bytes(bytes(100))
+        with pytest.raises(RunError, match=r"the ledger of peer 1: it pays for \d steps, and 100 were taken"):
+            run._look()
+        os.kill(run.processes.pid(0), signal.SIGKILL)
+        with pytest.raises(RunError, match="peer 0 ended by itself"):
+            follow(run, lambda: False)
+
+
+@pytest.mark.slow
+def test_the_command_soaks_until_the_time_is_over(
+    tiny_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(tiny_text)
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    words = ["--minutes", "0.05", "--seed", "4", "--out", str(tmp_path / "out"), "--every", "0.5", "--fault", "cut"]
+    assert privdec("soak", str(tmp_path / "tiny.yaml"), *words, *settings) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"[\d.]+ s  run 1  rounds \d+ to \d+ of 20  \d+ faults.*", lines[0])
+    assert lines[-1] == "all that must hold held"
+    assert any(re.fullmatch(r"seed 4: \d+ runs, \d+ of them to their end, \d+ rounds", line) for line in lines)
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"run-1"}
+
+
+@pytest.mark.slow
+def test_the_command_says_what_broke(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(run: SoakedRun) -> None:
+        raise RunError("something does not hold")
+
+    monkeypatch.setattr(SoakedRun, "step", broken)
+    soak = Soak(tiny(*SETTINGS), tmp_path / "out", minutes=1.0, seed=1)
+    with pytest.raises(RunError, match="something does not hold"):
+        soak.run(lambda line: None)
+    assert soak.summary()[0].startswith("seed 1: 1 runs, 0 of them to their end")
+    with pytest.raises(ScenarioError, match="is there already"):
+        Soak(tiny(*SETTINGS), tmp_path / "out", minutes=1.0)

@@ -1,0 +1,562 @@
+"""Shares that are added exactly once: mass under every schedule of faults, and the engine's numbers without any."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hosting import hosting
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, save
+from share_schedules import SCENARIO, Exact, Fraction, run_schedule
+
+from flower_privdec.core import advance
+from flower_privdec.engine.engine import Engine
+from flower_privdec.errors import RunError
+from flower_privdec.experiment import Agreement, Experiment
+from flower_privdec.network.peer.row_mass import RowMass, TensorArithmetic
+from flower_privdec.pushsum import neighbors, share_protocol, shares
+from flower_privdec.pushsum.frames import encode
+from flower_privdec.pushsum.packing import pack, unpack
+from flower_privdec.pushsum.share_protocol import FIRST, LAST, RefusedError, RolledBackError
+from flower_privdec.pushsum.shares import Shares
+from flower_privdec.scenario import Scenario
+
+CHUNK = 1_250
+TRIES = 1_000  # schedules that a mutant may survive
+
+
+# The law: mass is exactly what it was, plus updates, whatever happens.
+
+
+@pytest.mark.parametrize("first", range(0, 8 * CHUNK, CHUNK))
+def test_mass_is_exact_for_every_schedule_of_faults(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        run_schedule(Random(seed), events=50)
+
+
+def run_schedules(seeds: Iterable[int], code: ModuleType) -> None:
+    for seed in seeds:
+        run_schedule(Random(seed), code, events=50)
+        run_schedule(Random(seed), code, events=50, lost_disks=True)
+
+
+@settings(max_examples=100)
+@given(st.randoms(use_true_random=False))
+def test_mass_is_exact_for_schedules_that_can_be_shrunk(draw: Random) -> None:
+    run_schedule(draw, events=30)
+
+
+MUTANTS = {
+    "no dedupe": ("if number <= link.received:", "if number < 0:"),
+    "a gap is accepted": ("if number > link.received + 1:", "if False:"),
+    "acknowledged before the commit": (
+        "links = {j: self._on_disk(j) for j in due}",
+        "links = {j: self._links[j] for j in due}",
+    ),
+    "acknowledged when it comes in": (
+        "self._held.setdefault(share.sender, share)",
+        "self._links[share.sender] = replace(link, received=number, received_life=share.life)",
+    ),
+    "sent before the commit": (
+        "if share is not None and share is now]",
+        "if share is not None] + [now for _, now in frozen if now]",
+    ),
+    "counters are not restored": ("self._links.update(durable.links)", "pass"),
+    "counters of what came in are not restored": (
+        "self._links.update(durable.links)",
+        "self._links.update({j: replace(link, received=0, received_life=0) for j, link in durable.links.items()})",
+    ),
+    "an unacknowledged share is taken back": (
+        "in self._open and link.frozen is None and link.sent < LAST",
+        "in self._open and link.sent < LAST",
+    ),
+    "other values are subtracted than sent": (
+        "self._arithmetic.subtract(self.mass[name], part)",
+        "self._arithmetic.subtract(self.mass[name], part + part / 4096)",
+    ),
+    "an acknowledgement of the future is believed": ("if word.number > disk.sent or", "if False and word.number or"),
+    "an acknowledgement of another share is believed": ("and word.share_life != disk.sent_life", "and False"),
+    "a share is made anew at each try": (
+        "return [share for share, now in frozen if share is not None and share is now]",
+        "return [replace(s, values=self._parts(0.5)) for s, now in frozen if s is not None and s is now]",
+    ),
+    "a share for a dead incarnation is taken": (
+        "if (incarnation, addressed) != (link.incarnation, self.incarnation):",
+        "if incarnation != link.incarnation:",
+    ),
+    "a share of a forgotten life is taken": ("if number >= agreed.sent and", "if False and"),
+    "everything is given away": ("self._parts(weight / kept)", "self._parts(1 / max(1, len(ready)))"),
+    "a rollback is not noticed": ("if theirs.seen > mine.sent:", "if False:"),
+    "forgotten shares are not noticed": ("if theirs.acknowledged > mine.received:", "if False:"),
+    "a hello tells what is not on disk": ("received=link.received,", "received=seen,"),
+    "an old hello is believed": ("if theirs.answers != self._challenges[neighbor]:", "if False:"),
+    "a new incarnation keeps its mass": ("self._arithmetic.nothing(self.mass[name])", "self.mass[name]"),
+    "a new incarnation keeps its counters": (
+        "self._links = {j: PeerLink(link.incarnation) for j, link in self._links.items()}",
+        "pass",
+    ),
+    "a share is taken back from the dead": ("if share is not None and share is not on_disk:", "if share is not None:"),
+    "a liar is believed": ("if theirs.sender in self._greeted or far:", "if far:"),
+}
+
+
+@pytest.fixture
+def mutated() -> Iterator[Callable[[str, str], ModuleType]]:
+    """Return a maker of the machine with one line changed; the line must be there once."""
+    names = ("share_protocol", "neighbors", "shares")
+
+    def make(old: str, new: str) -> ModuleType:
+        texts = [
+            Path(module.__file__ or "").read_text(encoding="utf-8") for module in (share_protocol, neighbors, shares)
+        ]
+        assert sum(text.count(old) for text in texts) == 1, f"{old!r} must be in the code once"
+        for name, text in zip(names, texts, strict=True):
+            module = sys.modules[f"mutated.{name}"] = ModuleType(f"mutated.{name}")
+            moved = text.replace("flower_privdec.network.", "mutated.").replace(old, new)
+            exec(compile(moved, name, "exec"), module.__dict__)
+        return sys.modules["mutated.shares"]
+
+    sys.modules["mutated"] = ModuleType("mutated")
+    yield make
+    for name in ("mutated", *(f"mutated.{each}" for each in names)):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_caught(name: str, mutated: Callable[[str, str], ModuleType]) -> None:
+    code = mutated(*MUTANTS[name])
+    with pytest.raises((AssertionError, RunError)):
+        run_schedules(range(TRIES), code)
+
+
+# What the module promises, one sentence after the other.
+
+
+def peers(n: int = 2) -> list[Shares[Fraction]]:
+    """Return peers of a complete graph, each begun, on disk and open with all others."""
+    made = [machine(i, n) for i in range(n)]
+    for each in made:
+        each.committed(each.snapshot(0))
+    for each in made:
+        for other in made:
+            if other is not each:
+                shake(each, other)
+    return made
+
+
+def machine(i: int, n: int = 2, life: int | None = None, w: int = 1) -> Shares[Fraction]:
+    mass = {"x": Fraction(8 * i), "w": Fraction(w)}
+    return Shares(i, range(n), SCENARIO, 100 + i if life is None else life, mass, Exact())
+
+
+def shake(one: Shares[Any], other: Shares[Any]) -> None:
+    """Carry a handshake to its end, without faults."""
+    word, listener, speaker = one.hello(other.peer), other, one
+    for _ in range(9):
+        if (reply := listener.receive_hello(word)) is None:
+            return
+        word, listener, speaker = reply, speaker, listener
+    raise AssertionError("the handshake does not end")
+
+
+def commit(*machines: Shares[Any]) -> None:
+    for each in machines:
+        each.committed(each.snapshot(1))
+
+
+def restarted(old: Shares[Fraction], life: int, durable: Any = None) -> Shares[Fraction]:
+    new = machine(old.peer, len(old._links) + 1, life)
+    new.restore(old._durable if durable is None else durable)
+    return new
+
+
+def exchange(a: Shares[Fraction], b: Shares[Fraction]) -> Any:
+    """Send a share from one to another, which takes it, commits and acknowledges it."""
+    a.split(0, {b.peer: 0.5})
+    commit(a)
+    (share,) = a.shares_to_send()
+    assert b.receive(share)
+    b.absorb()
+    commit(b)
+    (word,) = b.acknowledgements()
+    assert a.acknowledge(word)
+    return share
+
+
+def test_weights_of_neighbours_that_are_not_ready_stay_in_the_column() -> None:
+    a, b, *_ = peers(4)
+    a.close(3)
+    assert a.split(0, {1: 0.25, 2: 0.25, 3: 0.25}) == [1, 2]
+    assert a.mass["w"] == 1 - 2 * Fraction(341, 1024)  # 1 / (ready + 1), as cast
+    assert b.split(0, {0: 0.5, 2: 0.125}) == [0, 2]
+    assert b.mass["w"] == Fraction(3, 8)  # the round's own column where all are ready
+
+
+def test_nothing_leaves_before_the_commit_and_a_retry_is_the_same_object() -> None:
+    a, b = peers()
+    a.split(0, {1: 0.5})
+    assert a.shares_to_send() == []
+    pending = a.snapshot(1)
+    assert a.shares_to_send() == []
+    a.committed(pending)
+    (share,) = a.shares_to_send()
+    assert a.shares_to_send()[0] is share
+    assert b.receive(share)
+    assert b.absorb() == [share]
+    assert b.acknowledgements() == []
+    assert b.uncommitted() == {0}
+    commit(b)
+    assert [word.number for word in b.acknowledgements()] == [1]
+    assert b.acknowledgements() == []
+    assert not b.receive(share)  # again: acknowledged, not added
+    assert [word.number for word in b.acknowledgements()] == [1]
+
+
+def test_a_peer_gone_for_good_strands_one_share_an_edge_and_nobody_waits() -> None:
+    a, b, c = peers(3)
+    for _ in range(20):
+        a.split(0, {1: 1 / 3, 2: 1 / 3})
+        commit(a)
+        for share in a.shares_to_send():
+            if share.receiver == 1:
+                b.receive(share)
+        b.absorb()
+        commit(b)
+        for word in b.acknowledgements():
+            a.acknowledge(word)
+    assert b.mass["w"] + a.mass["w"] == 2 - Fraction(341, 1024)
+    assert c.mass["w"] == 1
+
+
+def test_an_old_checkpoint_is_noticed_and_the_peer_begins_anew_with_nothing() -> None:
+    a, b = peers()
+    old = a._durable
+    exchange(a, b)
+    back = restarted(a, 7, old)
+    with pytest.raises(RolledBackError, match="peer 0 was rolled back and begins anew"):
+        shake(b, back)
+    with pytest.raises(RunError, match="has to begin anew first"):
+        back.split(0, {1: 0.5})
+    back.begin_anew()
+    with pytest.raises(RunError, match="must commit incarnation"):
+        back.hello(1)
+    commit(back)
+    shake(back, b)
+    assert back.mass == {"x": 0, "w": 0}
+    assert back.incarnation > FIRST
+    assert back.is_open(1)
+    assert b.is_open(0)
+    exchange(b, back)
+    assert back.mass["w"] > 0
+
+
+def test_an_incarnation_that_is_forgotten_too_is_not_used_again() -> None:
+    a, b = peers()
+    old = a._durable
+    exchange(a, b)
+    for life, count in ((7, 2), (9, 3)):
+        back = restarted(a, life, old)
+        with pytest.raises(RolledBackError):
+            shake(b, back)
+        back.begin_anew()
+        commit(back)
+        shake(back, b)
+        assert back.incarnation == count << 32 | life
+
+
+def test_an_old_frame_is_a_no_op_whenever_it_comes() -> None:
+    a, b = peers()
+    first, second = exchange(a, b), exchange(a, b)
+    mass = dict(b.mass)
+    for share in (first, second, first):
+        assert not b.receive(share)
+    assert b.absorb() == []
+    anew = restarted(b, 7)
+    with pytest.raises(RefusedError, match="must greet peer 1 first"):
+        anew.receive(second)
+    shake(anew, a)
+    assert not anew.receive(second)
+    assert b.mass == anew.mass == mass
+
+
+def test_a_commit_that_is_late_does_not_undo_a_later_one() -> None:
+    a, _ = peers()
+    early, late = a.snapshot(1), a.snapshot(2)
+    a.committed(late)
+    with pytest.raises(RunError, match="commit 2 of peer 0 must come before commit 3"):
+        a.committed(early)
+
+
+def test_a_state_of_other_neighbours_is_not_gone_on_from() -> None:
+    a, _ = peers()
+    with pytest.raises(RunError, match=r"has neighbours \[1\], and the scenario \[1, 2\]"):
+        machine(0, 3).restore(a._durable)
+
+
+def test_shares_for_a_dead_incarnation_are_stranded_and_its_own_are_refused() -> None:
+    a, b = peers()
+    a.split(0, {1: 0.5})
+    b.split(0, {0: 0.5})
+    commit(a, b)
+    (late,), (lost,) = a.shares_to_send(), b.shares_to_send()
+    a.begin_anew()
+    commit(a)
+    shake(a, b)
+    assert b.stranded == {0: 1}
+    assert b.mass["w"] == Fraction(1, 2)
+    with pytest.raises(RefusedError, match="from incarnation 0x100000000 to"):
+        b.receive(late)
+    with pytest.raises(RefusedError, match="from incarnation 0x100000000 to"):
+        a.receive(lost)
+
+
+def test_a_share_that_was_not_committed_comes_back_when_its_receiver_is_dead() -> None:
+    a, b = peers()
+    a.split(0, {1: 0.5})
+    b.begin_anew()
+    commit(b)
+    shake(b, a)
+    assert a.mass["w"] == 1
+    assert a.stranded == {1: 0}
+
+
+def test_a_number_frozen_twice_is_noticed() -> None:
+    a, b = peers()
+    old = a._durable
+    a.split(0, {1: 0.5})
+    commit(a)
+    forked = restarted(a, 7, old)
+    b.close(0)
+    shake(forked, b)
+    forked.split(0, {1: 0.5})
+    commit(forked)
+    b.receive(forked.shares_to_send()[0])  # b has share 1 of life 7, and a's disk is put back to share 1 of life 100
+    with pytest.raises(RolledBackError, match="which that did not freeze"):
+        shake(b, restarted(a, 9))
+
+
+def test_what_was_said_before_a_start_is_not_believed_after_it() -> None:
+    a, b = peers()
+    a.split(0, {1: 0.5})
+    commit(a)
+    (share,) = a.shares_to_send()
+    old = b._durable
+    b.receive(share)
+    b.absorb()
+    commit(b)
+    (word,) = b.acknowledgements()
+    back = restarted(b, 7, old)
+    shake(back, a)
+    with pytest.raises(RefusedError, match="before its last start"):
+        a.acknowledge(word)
+    assert back.receive(share)
+    stale = b.hello(0)
+    shake(restarted(a, 8), back)
+    assert back.is_open(0)
+    with pytest.raises(RunError):
+        back.acknowledge(word)
+    assert stale.life == b.life
+
+
+def test_a_hello_tells_what_came_in_and_is_not_on_disk_yet() -> None:
+    a, b = peers()
+    a.split(0, {1: 0.5})
+    commit(a)
+    b.receive(a.shares_to_send()[0])
+    told = b.hello(0)
+    assert (told.received, told.seen) == (0, 1)
+
+
+def test_who_lies_to_a_running_peer_is_refused_and_changes_nothing() -> None:
+    a, b = peers()
+    exchange(a, b)
+    before, truth = dict(a.mass), replace(b.hello(0), answers=a.hello(1).challenge)
+    for lie in ({"seen": LAST, "received": LAST}, {"seen_life": 5}, {"sent": LAST, "acknowledged": LAST - 1}):
+        with pytest.raises(RefusedError, match="lies, or was rolled back itself"):
+            a.receive_hello(replace(truth, **lie))
+        shake(a, b)
+    with pytest.raises(RefusedError, match="lies"):
+        a.receive_hello(replace(truth, knows=LAST))
+    with pytest.raises(RefusedError, match="which cannot be"):
+        a.receive_hello(replace(truth, acknowledged=3))
+    assert a.mass == before
+    assert a.incarnation == FIRST
+
+
+def test_a_claim_that_would_use_up_the_incarnations_is_refused_at_the_first_handshake_too() -> None:
+    a, b = peers()
+    back = restarted(a, 7)
+    truth = replace(b.hello(0), answers=back.hello(1).challenge)
+    with pytest.raises(RefusedError, match="lies"):
+        back.receive_hello(replace(truth, knows=LAST))
+    shake(back, b)
+    assert back.is_open(1)
+
+
+def test_the_last_number_of_an_edge_and_the_last_incarnation_are_the_end() -> None:
+    a, _ = peers()
+    a._links[1] = replace(a._links[1], sent=LAST)
+    assert not a.is_ready(1)
+    assert a.split(0, {1: 0.5}) == []
+    assert a.mass["w"] == 1
+    a.incarnation = LAST
+    with pytest.raises(RunError, match="is the last there is"):
+        a.begin_anew()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"version": 2}, "peer 1 speaks version 2 of the protocol, not 1"),
+        ({"scenario": b"x" * 32}, "peer 1 runs the scenario 787878787878, and peer 0 000102030405"),
+        ({"sender": 9}, "peer 9 greeted peer 0, who are no neighbours here"),
+        ({"receiver": 1}, "peer 1 greeted peer 1, who are no neighbours here"),
+    ],
+)
+def test_a_hello_of_something_else_is_refused(change: dict[str, Any], says: str) -> None:
+    a, b = peers()
+    with pytest.raises(RefusedError, match=says):
+        a.receive_hello(replace(b.hello(0), **change))
+
+
+@pytest.mark.parametrize("weights", [{1: 1.0}, {1: 0.0}, {1: -0.5}, {1: float("nan")}])
+def test_weights_that_leave_the_peer_nothing_are_refused(weights: dict[int, float]) -> None:
+    a, _ = peers()
+    with pytest.raises(RunError, match="must be > 0 with a sum < 1"):
+        a.split(0, weights)
+
+
+def test_a_share_that_would_make_the_mass_infinite_is_not_taken() -> None:
+    largest = torch.finfo(torch.float32).max
+    a, b = (
+        Shares(
+            i,
+            [0, 1],
+            SCENARIO,
+            5 + i,
+            {"x": torch.full((3,), largest), "w": torch.ones(())},
+            TensorArithmetic(torch.float32),
+        )
+        for i in range(2)
+    )
+    commit(a, b)
+    shake(a, b)
+    a.split(0, {1: 0.5})
+    commit(a)
+    b.receive(a.shares_to_send()[0])
+    assert b.absorb() == []
+    assert b.spoiled == {0: 1}
+    assert torch.equal(b.mass["x"], torch.full((3,), largest))
+    assert not b.is_open(0)
+
+
+def test_the_machine_has_no_sockets_clocks_or_files() -> None:
+    allowed = {"__future__", "collections", "collections.abc", "dataclasses", "typing", "flower_privdec.errors"}
+    for module in (share_protocol, neighbors, shares):
+        tree = ast.parse(Path(module.__file__ or "").read_text(encoding="utf-8"))
+        names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))
+        assert {name for name in names if name and not name.startswith("flower_privdec.network.")} <= allowed
+
+
+# Without faults: the engine's numbers.
+
+
+class Peer:
+    """A networked peer without its network: one row of an experiment, with its shares."""
+
+    def __init__(self, agreement: Agreement, peer: int) -> None:
+        own = hosting(agreement, [peer])
+        self.algorithm, self.cohort, self.peer = own.algorithm, own.cohort(), peer
+        self.state = own.initial_state(self.cohort)
+        mass = RowMass(self.state, ("x", "w"))
+        arithmetic = TensorArithmetic(self.state.rows["x"].dtype)
+        self.shares = Shares(peer, range(agreement.scenario.n_peers), SCENARIO, peer + 1, mass, arithmetic)
+        commit(self.shares)
+
+    def split(self) -> None:
+        assert advance(self.algorithm, self.cohort, self.state) is not None
+        assert self.cohort.mixing is not None
+        round_index = self.state.round_index
+        terms = self.cohort.mixing.matrix(round_index).terms()
+        column = {receiver: weight for sender, receiver, weight in terms if sender == self.peer != receiver}
+        assert self.shares.split(round_index, column) == sorted(column)
+        commit(self.shares)
+
+    def finish(self) -> None:
+        self.shares.absorb(self.state.round_index)
+        assert self.cohort.mixing is not None
+        if self.cohort.mixing.topology.period == 1:  # the next round uses the same edges
+            commit(self.shares)
+        self.state.at, self.state.waiting = self.state.at + 1, False
+        assert advance(self.algorithm, self.cohort, self.state) is None
+
+
+def network_round(network: list[Peer]) -> None:
+    for each in network:
+        each.split()
+    for each in network:
+        for share in each.shares.shares_to_send():
+            network[share.receiver].shares.receive(share)
+    for each in network:
+        each.finish()
+    for each in network:
+        for word in each.shares.acknowledgements():
+            network[word.receiver].shares.acknowledge(word)
+
+
+def test_what_is_on_disk_is_packed_and_unpacked_bit_for_bit() -> None:
+    rows = {"x": torch.randn(5), "w": torch.tensor(1.0)}
+    a, *others = (
+        Shares(i, range(3), SCENARIO, LAST - i, dict(rows), TensorArithmetic(torch.float32)) for i in range(3)
+    )
+    commit(a, *others)
+    for other in others:
+        shake(a, other)
+    a.split(0, {1: 0.25, 2: 0.25})
+    durable = a.snapshot(3)
+    facts, tensors = pack(durable)
+    assert sorted(tensors) == ["frozen.0.w", "frozen.0.x"]  # two edges, one tensor
+    again = unpack(0, json.loads(json.dumps(facts)), load(save(tensors)), durable.mass)
+    assert (again.incarnation, again.round_index) == (durable.incarnation, 3)
+    for j, link in durable.links.items():
+        assert replace(link, frozen=None).__dict__ == replace(again.links[j], frozen=None).__dict__
+        assert bytes(encode(link.frozen)) == bytes(encode(again.links[j].frozen))
+    facts["links"]["1"]["sent"] = 2
+    with pytest.raises(ValueError, match="the share for peer 1 is not the last one sent"):
+        unpack(0, facts, tensors, durable.mass)
+    facts["links"]["1"]["sent"] = -1
+    with pytest.raises(ValueError, match="sent=-1 must be a number of at most 64 bits"):
+        unpack(0, facts, tensors, durable.mass)
+
+
+@pytest.mark.parametrize("graph", ["directed-exponential", "star", "complete", "ring"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_without_faults_shares_follow_the_engine(
+    build: Callable[..., Experiment], tiny: Callable[..., Scenario], graph: str, dtype: str
+) -> None:
+    chosen = (f"topology.name={graph}", "n_peers=5", f"compute.dtype={dtype}", "rounds=4")
+    whole, agreement = build(*chosen), Agreement.of(tiny(*chosen))
+    cohort = whole.cohort()
+    engine = Engine(whole.algorithm, cohort, whole.initial_state(cohort))
+    network = [Peer(agreement, peer) for peer in range(5)]
+    for one, other in combinations(network, 2):
+        shake(one.shares, other.shares)
+    for _ in range(4):
+        engine.round()
+        network_round(network)
+    for name in ("x", "w"):
+        rows = torch.cat([each.state.rows[name] for each in network])
+        assert torch.allclose(rows, engine.state.rows[name], rtol=1e-9 if dtype == "float64" else 1e-4, atol=1e-6)

@@ -1,0 +1,83 @@
+"""What `privdec show` prints: the scenario, and every default that is a value of its own or follows from another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from run_folders import small_scenario
+from variants import VARIANTS, settings_for
+
+from flower_privdec.catalogue import MODELS, TOPOLOGIES
+from flower_privdec.cli.main import main
+from flower_privdec.graph.topology import topology_options
+from flower_privdec.models import model_options
+from flower_privdec.reporting.scenario_view import complete_yaml
+from flower_privdec.scenario import Scenario, parse_scenario
+
+NEEDED = {"text": ["data.vocabulary=9"]}
+
+
+def commented(text: str) -> dict[str, str]:
+    """Return what the comments say of each key."""
+    comments = [line.strip().removeprefix("# ") for line in text.splitlines() if line.strip().startswith("#")]
+    return dict(comment.split(": ", 1) for comment in comments)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
+def test_what_is_shown_reads_back_to_the_same_scenario(variant: list[str], tiny_text: str) -> None:
+    scenario = parse_scenario(tiny_text, overrides=settings_for(*variant))
+    assert parse_scenario(complete_yaml(scenario)) == scenario
+
+
+@pytest.mark.parametrize("name", ["a: b", "#1", "'quoted'", "1e5", "ε 3", "yes"])
+def test_text_that_yaml_might_misread_is_quoted(name: str) -> None:
+    scenario = small_scenario("privacy=none").model_copy(update={"name": name})
+    assert yaml.safe_load(complete_yaml(scenario))["name"] == name
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_every_option_of_a_model_is_shown_with_its_default(name: str) -> None:
+    scenario = small_scenario(f"model.name={name}", *NEEDED.get(name, []))
+    assert {key: yaml.safe_load(said) for key, said in commented(model_part(scenario)).items()} == model_options(name)
+
+
+def model_part(scenario: Scenario) -> str:
+    return complete_yaml(scenario).partition("\nmodel:\n")[2].partition("\nalgorithm:")[0]
+
+
+@pytest.mark.parametrize("name", list(TOPOLOGIES))
+def test_every_option_of_a_graph_is_shown_with_its_default(name: str) -> None:
+    text = complete_yaml(small_scenario(f"topology.name={name}"))
+    shown = commented(text.partition("\ntopology:\n")[2].partition("\nparticipation:")[0])
+    options = {key: value for key, value in topology_options(name).items() if value is not None}
+    assert {key: json.loads(json.dumps(value)) for key, value in options.items()} == {
+        key: yaml.safe_load(said) for key, said in shown.items() if not said.startswith("left out, ")
+    }
+
+
+def test_what_is_given_stands_as_a_value_and_not_as_a_comment() -> None:
+    text = complete_yaml(small_scenario("model={name: mlp, hidden: [7, 5]}", "topology={name: erdos-renyi}"))
+    assert "\n  hidden: [7, 5]\n" in text
+    assert commented(text)["activation"] == "relu"
+    assert "hidden" not in commented(text)
+    assert commented(text)["probability"] == "0.5"
+
+
+def test_what_follows_from_other_keys_is_said_in_words() -> None:
+    text = complete_yaml(small_scenario("algorithm.name=dyn-d2p", "topology.name=torus"))
+    said = commented(text)
+    assert said["initial_clip"] == "left out, it is privacy.clip_norm"
+    assert said["rows"] == "left out, as square as n_peers allows"
+    assert said["samples"] == "left out, all"
+    assert not {"hidden", "degree", "alpha", "sizes"} & said.keys()  # which do not apply
+
+
+def test_the_command_shows_it(tiny_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tiny.yaml").write_text(tiny_text)
+    with pytest.raises(SystemExit) as leaving:
+        main(["show", str(tmp_path / "tiny.yaml"), "--set", "model.name=mlp"])
+    assert leaving.value.code == 0
+    assert "  # hidden: [100]\n" in capsys.readouterr().out

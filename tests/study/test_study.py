@@ -1,0 +1,668 @@
+"""Studies: strict definitions, cells run once and cached, verdicts that follow from the numbers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+from run_folders import metrics_line, privacy_row, summary_of
+
+from flower_privdec.cli.main import main
+from flower_privdec.cli.study_command import run_study
+from flower_privdec.common.formatting import epsilon_text
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.reporting.plots import new_figure
+from flower_privdec.scenario import to_yaml
+from flower_privdec.study import load_study, study_files
+from flower_privdec.study.cache import folder_of
+from flower_privdec.study.cells import Cell, expand
+from flower_privdec.study.claims import Verdict, judge
+from flower_privdec.study.figures import _draw_panel
+from flower_privdec.study.publish import Made, publish
+from flower_privdec.study.results import Estimate, PartResult, collect
+from flower_privdec.study.runner import missing_cells, run_cells
+from flower_privdec.study.spec import Part
+from flower_privdec.study.tabulate import budgets_text, columns, row, to_csv
+
+BASE = """
+name: base
+n_peers: 4
+rounds: 4
+data: {dataset: digits, samples: 240, test_samples: 50, batch: {sampling: poisson, size: 12}}
+model: {name: softmax}
+algorithm: {name: privsgp, learning_rate: 0.5}
+privacy: {epsilon: 3.0, delta: 1.0e-3}
+evaluation: {every: 2}
+"""
+STUDY = """
+name: small
+title: A small study
+paper: Nobody, 2020.
+base: base.yaml
+sizes:
+  laptop: {seeds: [1, 2]}
+  paper: {seeds: [1, 2, 3], settings: [rounds=8]}
+parts:
+  - name: main
+    title: Budgets
+    claim: More is better.
+    axes:
+      epsilon: {title: ε, key: privacy.epsilon, values: [1, 3]}
+      algorithm:
+        points:
+          - {label: push-sum, value: 1}
+          - {label: no privacy, value: 2, settings: [privacy=none]}
+    figures:
+      - {kind: final, x: epsilon, by: algorithm, title: Accuracy by ε}
+      - {kind: curves, by: algorithm, panels: epsilon, title: Curves}
+    pivot: {rows: algorithm, columns: epsilon}
+    fields: [rounds, algorithm.learning_rate]
+    checks:
+      - {kind: ordered, axis: epsilon}
+"""
+
+
+@pytest.fixture
+def study_at(tmp_path: Path) -> Callable[..., Path]:
+    """Return a maker of study files; arguments lay values over the one part, by dotted key."""
+
+    def make(text: str = STUDY, **part: object) -> Path:
+        data = yaml.safe_load(text)
+        data["parts"][0] |= part
+        (tmp_path / "base.yaml").write_text(BASE)
+        path = tmp_path / "small.yaml"
+        path.write_text(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
+        return path
+
+    return make
+
+
+def cells_of(path: Path, size: str | None = None, *settings: str) -> list[Cell]:
+    study, base = load_study(str(path))
+    return expand(study, base, study.size(size), study.parts, settings)
+
+
+def part_of(path: Path) -> Part:
+    return load_study(str(path))[0].parts[0]
+
+
+def fake_run(cache: Path, cell: Cell, curve: dict[int, float], **privacy: object) -> None:
+    """Make up a finished cell whose accuracy and loss follow a curve over the rounds."""
+    folder = folder_of(cache, cell.key)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [metrics_line(k, 1.0, value) | {"loss": {"mean_model": value}} for k, value in curve.items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "scenario.yaml").write_text(to_yaml(cell.scenario))
+    rows = [privacy_row(peer, **privacy) for peer in range(4)]
+    (folder / "summary.json").write_text(json.dumps(summary_of(cell.scenario, rows)))
+    (folder / "cell.json").write_text(json.dumps({"seconds": 2.0, "version": "0"}))
+
+
+def made_up(path: Path, cache: Path, value: Callable[[Cell], dict[int, float] | None], **privacy: object) -> PartResult:
+    """Return a part whose runs are made up; None leaves a run out."""
+    cells = cells_of(path)
+    for cell in cells:
+        curve = value(cell)
+        if curve is not None:
+            fake_run(cache, cell, curve, **privacy)
+    return collect(part_of(path), "laptop", cells, cache)
+
+
+def verdicts(result: PartResult) -> list[Verdict]:
+    return [judge(check, result) for check in result.part.checks]
+
+
+# --- definitions
+
+
+SIZES = [(name, size) for name in sorted(study_files()) for size in load_study(name)[0].sizes or [None]]
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_every_published_study_is_sound_in_each_of_its_sizes(name: str, size: str | None) -> None:
+    cells = cells_of(study_files()[name], size)
+    main = [cell for cell in cells if cell.part == cells[0].part]
+    assert len({cell.seed for cell in main}) >= 3
+    assert {cell.scenario.name for cell in cells} == {name}
+
+
+def test_settings_are_laid_over_in_order_and_equal_scenarios_are_one_cell(study_at: Callable[..., Path]) -> None:
+    path = study_at(settings=["rounds=6"], sizes={"paper": {"settings": ["evaluation.every=1"], "seeds": [9]}})
+    laptop, paper = cells_of(path), cells_of(path, "paper", "n_peers=5")
+    assert [(cell.labels, cell.seed) for cell in laptop[:3]] == [
+        (("1", "push-sum"), 1),
+        (("1", "push-sum"), 2),
+        (("1", "no privacy"), 1),
+    ]
+    assert {cell.seed for cell in paper} == {9}
+    assert all((c.scenario.rounds, c.scenario.evaluation.every, c.scenario.n_peers) == (6, 1, 5) for c in paper)
+    assert all((c.scenario.rounds, c.scenario.n_peers) == (6, 4) for c in laptop)
+    assert len(laptop) == 8
+    assert len(missing_cells(laptop, Path("nowhere"))) == 6  # without privacy ε makes no difference
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"clam": "x"}, ("unknown key 'parts.0.clam'", "did you mean 'claim'")),
+        ({"checks": [{"kind": "bets", "axis": "epsilon"}]}, ("parts.0.checks.0.kind='bets'", "did you mean 'best'")),
+        ({"checks": [{"kind": "ordered", "axs": "epsilon"}]}, ("parts.0.checks.0.axs", "did you mean 'axis'")),
+        ({"checks": [{"kind": "ordered", "axis": "eps"}]}, ("axis 'eps'", "epsilon, algorithm")),
+        ({"checks": [{"kind": "best", "axis": "epsilon", "label": "7"}]}, ("'7' must be a label of axis epsilon (",)),
+        ({"checks": [{"kind": "ordered", "axis": "epsilon", "metric": 7}]}, ("parts.0.checks.0.metric=7",)),
+        ({"checks": [{"kind": "above", "baseline": {}}]}, ("parts.0.checks.0.baseline",)),
+        ({"sizes": {"laptop": {"seeds": [1, 1]}}}, ("parts.0.sizes.laptop.seeds", "must differ")),
+        ({"pivot": {"rows": "foo", "columns": "epsilon"}}, ("pivot", "'foo'")),
+        ({"figures": [{"kind": "final", "title": "t"}]}, ("figures.0", "needs x")),
+        ({"figures": [{"kind": "curves", "by": "peers", "title": "t"}]}, ("figures.0", "'peers'")),
+        ({"axes": {"epsilon": {"key": "rounds"}}}, ("parts.0.axes.epsilon", "key and values, or points")),
+        ({"axes": {"epsilon": {"key": "rounds", "values": [1, 1]}}}, ("labels differ",)),
+        ({"best_over": ["epsilon"]}, ("best_over", "figures and checks cannot name it")),
+        ({"sizes": {"huge": {}}}, ("parts.0.sizes.huge must be one of the study's sizes (laptop, paper)",)),
+        ({"checks": [{"kind": "speedup", "axis": "algorithm"}], "sizes": {"paper": {"axes": {"algorithm": {
+            "points": [{"label": "x"}]}}}}}, ("speedup needs a value",)),
+    ],
+)  # fmt: skip
+def test_a_wrong_definition_names_line_value_and_remedy(
+    study_at: Callable[..., Path], changes: dict[str, object], parts: tuple[str, ...]
+) -> None:
+    path = study_at(**changes)
+    with pytest.raises(ScenarioError) as caught:
+        load_study(str(path))
+    message = str(caught.value)
+    assert message.startswith(f"{path}:")
+    assert all(part in message for part in parts), message
+
+
+def test_what_cannot_be_run_is_refused_before_anything_runs(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    path = study_at(settings=["privacy.epsilonn=1"])
+    with pytest.raises(ScenarioError, match=r"part main, cell 1, push-sum: .*epsilonn.*did you mean 'epsilon'"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells")
+    with pytest.raises(ScenarioError, match=r"ledger must be left out"):
+        cells_of(study_at(settings=["privacy.ledger=x"]))
+    with pytest.raises(ScenarioError, match=r"--only nothing: .* main"):
+        run_study(str(study_at()), out=tmp_path / "out", jobs=1, only=["nothing"], cache=tmp_path / "cells")
+    with pytest.raises(ScenarioError, match=r"study 'no-such' must be one of .*dyn-d2p"):
+        load_study("no-such")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "cells").exists()
+
+
+def test_a_folder_that_cannot_be_published_to_is_refused_before_anything_runs(
+    study_at: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("x")
+    for out, reason in (("text", "File exists"), ("text/x", "Not a directory"), ("x" * 300, "File name too long")):
+        with pytest.raises(ScenarioError, match=rf"--out .*: cannot be made \({reason}\); give another"):
+            run_study(str(study_at()), out=tmp_path / out, jobs=1, cache=tmp_path / "cells")
+    assert not (tmp_path / "cells").exists()
+
+
+def test_dollars_and_colons_in_labels_are_themselves(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    points = "{points: [{label: 'a:b:', settings: [rounds=1]}, {label: '$x_$', settings: [rounds=2]}]}"
+    text = MINIMAL.replace("{key: privacy.epsilon, values: [1, 3]}", points)
+    text += "    figures: [{kind: curves, by: epsilon, title: '$\\foo{$'}]\n"
+    output = quiet()
+    run_study(str(study_at(text)), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=output)
+    printed = output.file.getvalue()  # type: ignore[attr-defined]
+    assert "a:b:" in printed
+    assert "$x_$" in (tmp_path / "out" / "budgets-1.svg").read_text()
+
+
+MINIMAL = """
+name: sweep
+base: base.yaml
+parts:
+  - name: budgets
+    axes:
+      epsilon: {key: privacy.epsilon, values: [1, 3]}
+"""
+
+
+def test_a_sweep_needs_a_name_a_base_and_axes_alone(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    path, output = study_at(MINIMAL), quiet()
+    (result,) = run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=output)
+    assert [cell.seed for cell in result.cells] == [1, 1]  # the base's own
+    printed = output.file.getvalue()  # type: ignore[attr-defined]
+    assert "test accuracy" in printed
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert readme.startswith(f"# sweep\n\nMade by `privdec study {path}` with")
+    assert "claim" not in readme.replace("its ε is a claim", "").replace("(claimed)", "")
+    assert "## budgets" in readme
+
+
+def test_seeds_and_settings_of_the_study_stand_where_a_size_or_part_says_nothing(
+    study_at: Callable[..., Path],
+) -> None:
+    data = yaml.safe_load(MINIMAL) | {"seeds": [5, 6], "settings": ["rounds=9"], "sizes": {"short": {}, "long": {}}}
+    data["sizes"]["long"] = {"seeds": [7], "settings": ["rounds=90"]}
+    path = study_at(yaml.safe_dump(data, sort_keys=False))
+    for size, seeds, rounds in (("short", [5, 6], 9), ("long", [7], 90)):
+        cells = cells_of(path, size)
+        assert ([c.seed for c in cells], {c.scenario.rounds for c in cells}) == (seeds * 2, {rounds})
+    study, _ = load_study(str(path))
+    assert (study.size(None), study.size("long")) == ("short", "long")
+    with pytest.raises(ScenarioError, match=r"--size huge: study sweep has the sizes short, long; name one"):
+        study.size("huge")
+    with pytest.raises(ScenarioError, match=r"--size long: study sweep has no sizes; leave --size out"):
+        load_study(str(study_at(MINIMAL)))[0].size("long")
+
+
+def test_a_name_of_digits_is_a_name(study_at: Callable[..., Path]) -> None:
+    assert {cell.scenario.name for cell in cells_of(study_at(MINIMAL.replace("sweep", "'2024'")))} == {"2024"}
+
+
+def test_a_grid_too_large_and_a_column_of_no_scenario_are_refused(study_at: Callable[..., Path]) -> None:
+    axes = {name: {"key": "rounds", "values": list(range(1, 1001))} for name in ("a", "b", "c")}
+    with pytest.raises(ScenarioError, match=r"part budgets: 1,000,000,000 cells must be at most 20,000"):
+        cells_of(study_at(MINIMAL, axes=axes))
+    with pytest.raises(ScenarioError, match=r"fields.0='algorithm.learning_rat' must be a key of a scenario"):
+        cells_of(study_at(MINIMAL, fields=["algorithm.learning_rat"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"metrics": ["acuracy"]},
+            "part main, metrics.0: metric 'acuracy' must be one of accuracy, .*'accuracy'",
+        ),
+        ({"metrics": ["loss", "accuracy.peer_maxx"]}, "part main, metrics.1: .*did you mean 'accuracy.peer_max'"),
+        ({"metrics": ["late-rmse"]}, "metrics.0: metric 'late-rmse' must be one of accuracy, loss"),
+        ({"figures": [{"kind": "curves", "metric": "los"}]}, "figures.0.metric: .*did you mean 'loss'"),
+        ({"checks": [{"kind": "ordered", "axis": "epsilon", "metric": "x"}]}, "checks.0.metric: metric 'x' must"),
+        ({"pivot": {"rows": "epsilon", "columns": "algorithm", "metric": "privacy"}}, "pivot.metric: metric 'privacy'"),
+    ],
+)
+def test_a_wrong_metric_is_refused_before_anything_runs(
+    study_at: Callable[..., Path], tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    path = study_at(**changes)
+    with pytest.raises(ScenarioError, match=said):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells")
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "cells").exists()
+
+
+def test_a_metric_of_ones_own_is_measured_as_it_says(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    own = "task.metrics=[accuracy, {module: user_parts:mistakes, better: lower, share: true}]"
+    checks = [{"kind": "best", "axis": "epsilon", "label": "1", "metric": "mistakes"}]
+    figures = [{"kind": "curves", "metric": "late-mistakes"}]
+    path = study_at(MINIMAL, settings=[own], metrics=["best-mistakes"], checks=checks, figures=figures)
+    for cell in cells_of(path):
+        epsilon = cell.scenario.private.epsilon  # type: ignore[union-attr]
+        fake_run(tmp_path, cell, {2: 0.1, 4: 0.5})
+        lines = [metrics_line(k, 1.0) | {"mistakes": {"mean_model": epsilon / 10 / k}} for k in (2, 4)]
+        (folder_of(tmp_path, cell.key) / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    result = collect(part_of(path), None, cells_of(path), tmp_path)
+    assert verdicts(result)[0].cases[0].numbers == "best first: 1 2.5 %, 3 7.5 %"
+    assert [row(result, group)[1] for group in result.groups] == ["2.5 %", "7.5 %"]
+    assert columns(result)[1] == "best test mistakes of the run"
+
+
+def test_seeds_vary_what_the_scenario_does_not_fix(study_at: Callable[..., Path]) -> None:
+    data = yaml.safe_load(MINIMAL) | {"seeds": [5, 6]}
+    fixed = study_at(yaml.safe_dump(data | {"settings": ["seeds.data=1"]}, sort_keys=False))
+    assert [cell.scenario.all_seeds() for cell in cells_of(fixed)[:2]] == [
+        {"data": 1, "model": seed, "run": seed} for seed in (5, 6)
+    ]
+    with pytest.raises(ScenarioError, match=r"part budgets: seeds data, model and run are all given in the scenario"):
+        cells_of(study_at(yaml.safe_dump(data | {"settings": ["seeds={data: 1, model: 1, run: 2}"]}, sort_keys=False)))
+
+
+# --- verdicts
+
+
+def by_place(values: dict[tuple[str, ...], float]) -> Callable[[Cell], dict[int, float] | None]:
+    """Return final values a seed apart by 0.02, in the middle the given ones."""
+    return lambda cell: {4: values[cell.labels] + 0.02 * cell.seed - 0.03} if cell.labels in values else None
+
+
+GRID = {("1", "push-sum"): 0.5, ("3", "push-sum"): 0.7, ("1", "no privacy"): 0.9, ("3", "no privacy"): 0.9}
+
+
+def test_an_order_is_judged_place_by_place(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    result = made_up(study_at(), tmp_path, by_place(GRID))
+    (verdict,) = verdicts(result)
+    assert [case.holds for case in verdict.cases] == [True, False]
+    assert verdict.cases[0].numbers == "1: 50.0 % < 3: 70.0 %"
+    assert verdict.cases[1].numbers == "1: 90.0 % = 3: 90.0 %"
+    assert verdict.sentence == (
+        "The claim shows in 1 of 2 cells; of 2 neighbouring pairs 1 in the claimed order, "
+        "1 by more than the spread over seeds."
+    )
+
+
+def test_a_claim_with_a_run_missing_is_not_decided(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    part = {k: v for k, v in GRID.items() if k != ("3", "push-sum")}
+    checks = [
+        {"kind": "ordered", "axis": "epsilon", "where": {"algorithm": "push-sum"}},
+        {"kind": "best", "axis": "algorithm", "label": "push-sum"},
+        {"kind": "speedup", "axis": "algorithm", "metric": "loss"},
+    ]
+    first, second, third = verdicts(made_up(study_at(checks=checks), tmp_path, by_place(part)))
+    assert first.sentence.startswith("The claim is not decided: runs are missing")
+    assert [case.holds for case in second.cases] == [False, None]
+    assert "1 more not decided" in second.sentence
+    assert [case.holds for case in third.cases if case.where.startswith("ε 3")] == [None]
+
+
+def test_best_allows_neighbours_within_reach_and_knows_that_less_loss_is_better(
+    study_at: Callable[..., Path], tmp_path: Path
+) -> None:
+    values = {("1",): 0.3, ("2",): 0.5, ("3",): 0.4, ("4",): 0.1}
+    checks = [
+        {"kind": "best", "axis": "rounds", "label": label, "reach": reach, "metric": metric}
+        for label, reach, metric in [("2", 0, "accuracy"), ("4", 1, "accuracy"), ("3", 1, "accuracy"), ("4", 0, "loss")]
+    ]
+    axes = {"rounds": {"key": "rounds", "values": [1, 2, 3, 4]}}
+    result = made_up(study_at(axes=axes, checks=checks, figures=[], pivot=None), tmp_path, by_place(values))
+    assert [verdict.cases[0].holds for verdict in verdicts(result)] == [True, False, True, True]
+    assert verdicts(result)[0].cases[0].numbers.startswith("best first: 2 50.0 % ± 1.4, 3 40.0 %")
+
+
+def test_above_compares_every_place_with_the_baseline(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    checks = [
+        {"kind": "above", "baseline": {"epsilon": "3", "algorithm": "push-sum"}},
+        {"kind": "above", "baseline": {"algorithm": "push-sum"}, "where": {"epsilon": "3"}, "metric": "loss"},
+    ]
+    first, second = verdicts(made_up(study_at(checks=checks), tmp_path, by_place(GRID)))
+    assert {case.where: case.holds for case in first.cases} == {
+        "ε 1, algorithm push-sum": False,
+        "ε 1, algorithm no privacy": True,
+        "ε 3, algorithm no privacy": True,
+    }
+    assert "70.0 %" in first.detail
+    assert [case.holds for case in second.cases] == [False]
+
+
+def test_speedup_compares_rounds_to_a_level_with_the_ratio_of_values(
+    study_at: Callable[..., Path], tmp_path: Path
+) -> None:
+    axes = {
+        "peers": {
+            "points": [
+                {"label": str(n), "value": n, "settings": [f"n_peers={n}"]}
+                for n in (2, 4, 8)
+            ]
+        }
+    }  # fmt: skip
+    checks = [{"kind": "speedup", "axis": "peers", "levels": [1.0, 0.1]}, {"kind": "speedup", "axis": "peers"}]
+    path = study_at(axes=axes, checks=checks, figures=[], pivot=None)
+
+    def curve(cell: Cell) -> dict[int, float]:
+        n = cell.scenario.n_peers
+        slow = {2: 40, 4: 20, 8: 18}[n]  # rounds from loss 2 to loss 0.5
+        return {slow: 2.0, 2 * slow: 0.5}
+
+    first, second = verdicts(made_up(path, tmp_path, curve))
+    assert [case.holds for case in first.cases] == [True, False, False, False]
+    assert "67 and 33 rounds" in first.cases[0].numbers
+    assert "2.00 times fewer where 2 is claimed" in first.cases[0].numbers
+    assert "is not reached" in first.cases[2].numbers
+    assert "80 and 40 rounds to loss 0.500" in second.cases[0].numbers
+
+
+def test_a_slope_is_that_of_the_logarithms_from_a_round_on(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    checks = [{"kind": "slope", "at_most": -0.9, "first": 10, "metric": "loss"}]
+    powers = {("1", "push-sum"): -1.0, ("1", "no privacy"): -0.8, ("3", "push-sum"): -2.0}
+
+    def curve(cell: Cell) -> dict[int, float]:
+        power = powers.get(tuple(dict(cell.labels).values()) if isinstance(cell.labels, dict) else cell.labels)
+        rounds = (1, 10, 100, 1000)
+        return {k: -1.0 if power is None else 1e9 if k == 1 else k**power for k in rounds}
+
+    (verdict,) = verdicts(made_up(study_at(checks=checks, figures=[], pivot=None), tmp_path, curve))
+    assert [case.holds for case in verdict.cases] == [True, False, True, False]
+    assert "power -1.00 from round 10 to 1,000" in verdict.cases[0].numbers
+    assert "has no logarithm" in verdict.cases[3].numbers
+
+
+def test_curves_may_be_drawn_over_the_gradients_computed(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    figures = [{"kind": "curves", "by": "algorithm", "along": "gradients", "where": {"epsilon": "1"}}]
+    result = made_up(study_at(figures=figures), tmp_path / "cells", by_place(GRID), rounds_run=3)
+    group = result.groups[0]
+    axes, batch = new_figure(4, 3).add_subplot(), group.runs[0].scenario.data.batch.size
+    assert group.gradients_per_round() == 4 * 3 * batch / group.runs[0].scenario.rounds
+    assert _draw_panel(axes, result.part.figures[0], result, {"epsilon": "1"})
+    rounds, _ = group.curves("accuracy")
+    assert axes.get_lines()[0].get_xdata().tolist() == (rounds * group.gradients_per_round()).tolist()
+
+
+def test_an_axis_can_be_chosen_from(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    axes = {
+        "epsilon": {"key": "privacy.epsilon", "values": [1, 3]},
+        "rate": {"key": "algorithm.learning_rate", "values": [0.1, 0.2]},
+    }
+    values = {("1", "0.1"): 0.3, ("1", "0.2"): 0.5, ("3", "0.1"): 0.6, ("3", "0.2"): 0.4}
+    path = study_at(axes=axes, best_over=["rate"], figures=[], pivot=None)
+    result = made_up(path, tmp_path, by_place(values))
+    assert [(group.labels, group.chosen) for group in result.groups] == [(("1",), ("0.2",)), (("3",), ("0.1",))]
+    assert verdicts(result)[0].cases[0].numbers == "1: 50.0 % < 3: 60.0 %"
+
+
+def test_estimates_leave_out_what_is_not_finite_and_have_no_spread_for_one_seed() -> None:
+    assert Estimate.of([1.0, 3.0, float("inf")]) == Estimate(2.0, pytest.approx(2**0.5), 2)
+    assert Estimate.of([1.0]) == Estimate(1.0, None, 1)
+    assert Estimate.of([float("nan")]) is None
+
+
+# --- what is published
+
+
+def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    path = study_at()
+    result = made_up(path, tmp_path / "cells", by_place(GRID), epsilon=2.5, claimed_epsilon=1.0)
+    study, _ = load_study(str(path))
+    publish(study, Made("laptop", "privdec study small"), [result], [], tmp_path / "out")
+    rows = list(csv.DictReader(StringIO((tmp_path / "out" / "table-main.csv").read_text())))
+    assert [(row["epsilon"], row["algorithm"]) for row in rows][1] == ("2.5", "no privacy")
+    assert rows[0]["accuracy_mean"] == "0.5"
+    assert float(rows[0]["accuracy_std"]) == pytest.approx(0.02 / 2**0.5, rel=1e-4)
+    assert rows[0]["accuracy_by_seed"] == "0.49 0.51"
+    assert (rows[0]["claimed_epsilon"], rows[0]["delta"], rows[0]["seeds"]) == ("1", "0.001", "2")
+    readme = (tmp_path / "out" / "README.md").read_text()
+    for text in (
+        "# A small study (laptop size)",
+        "`privdec study small`",
+        "6 runs, 12.0 s",
+        "Each run's ε stands alone",
+        "Looked for: test accuracy in the order 1 < 3. **The claim shows in 1 of 2 cells",
+        "| ε | algorithm | rounds | learning rate | test accuracy | test loss | ε (claimed) | ε (exact) | δ | seeds |",
+        "| 1 | push-sum | 4 | 0.5 | 50.0 % ± 1.4 | 0.500 ± 0.0141 | 1 | 2.50 | 0.001 | 2 |",
+        "| algorithm | ε 1 | ε 3 |",
+        "![Curves](main-2.svg)",
+    ):
+        assert text in readme, text
+    assert (tmp_path / "out" / "main-1.svg").read_text().count("push-sum") >= 1
+
+
+def test_every_budget_stands_in_the_column_where_they_differ(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    path = study_at(MINIMAL)
+    for cell in cells_of(path):
+        fake_run(tmp_path, cell, {4: 0.5})
+    folder = folder_of(tmp_path, cells_of(path)[1].key)
+    rows = [privacy_row(peer, [1.0, 3.0, 3.0, 8.0][peer]) for peer in range(4)]
+    (folder / "summary.json").write_text(json.dumps(summary_of(cells_of(path)[1].scenario, rows)))
+    result = collect(part_of(path), None, cells_of(path), tmp_path)
+    assert [row(result, group)[-3] for group in result.groups] == ["2.00", "1.00, 3.00, 8.00"]
+    assert [line["epsilon"] for line in csv.DictReader(StringIO(to_csv(result)))] == ["2", "1 3 8"]
+
+
+def test_many_budgets_stand_as_their_span() -> None:
+    assert budgets_text([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], epsilon_text).count(",") == 5
+    assert budgets_text([0.5, 1.0, 2.0, 3.0, 4.0, 5.0, math.inf], epsilon_text) == "0.500 to ∞"
+    assert budgets_text([], epsilon_text) == "–"
+
+
+@pytest.mark.parametrize(("x", "lines"), [("epsilon", 2), ("algorithm", 0)])
+def test_lines_join_numbers_and_never_categories(
+    study_at: Callable[..., Path], tmp_path: Path, x: str, lines: int
+) -> None:
+    other = {"epsilon": "algorithm", "algorithm": "epsilon"}[x]
+    data = yaml.safe_load(STUDY)
+    for point in data["parts"][0]["axes"]["algorithm"]["points"]:
+        del point["value"]
+    path = study_at(yaml.safe_dump(data, sort_keys=False), figures=[{"kind": "final", "x": x, "by": other}])
+    result = made_up(path, tmp_path / "cells", by_place(GRID))
+    axes = new_figure(4, 3).add_subplot()
+    assert _draw_panel(axes, result.part.figures[0], result, {})
+    drawn = [line for line in axes.get_lines() if line.get_marker() == "o"]
+    assert len(drawn) == 2
+    assert sum(line.get_linestyle() != "None" for line in drawn) == lines
+    places = [tuple(line.get_xdata()) for line in drawn]
+    assert (places[0] == places[1]) == (x == "epsilon")  # points of one category stand side by side
+
+
+# --- running
+
+
+def quiet() -> Console:
+    return Console(file=StringIO(), force_terminal=False, highlight=False, emoji=False, width=200)
+
+
+def test_cells_run_once_leave_only_results_and_a_second_study_finds_them(
+    study_at: Callable[..., Path], tmp_path: Path
+) -> None:
+    path, cache = study_at(), tmp_path / "cells"
+    (result,) = run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, console=quiet())
+    assert result.complete
+    folders = list(cache.iterdir())
+    assert len(folders) == 6
+    for folder in folders:
+        assert {p.name for p in folder.iterdir()} == {
+            "cell.json",
+            "lock",
+            "metrics.jsonl",
+            "scenario.yaml",
+            "summary.json",
+        }
+    before = {p: p.stat().st_mtime_ns for p in cache.glob("*/summary.json")}
+    readme = (tmp_path / "out" / "README.md").read_text()
+    run_study(str(path), out=tmp_path / "out", jobs=1, cache=cache, console=quiet())
+    assert {p: p.stat().st_mtime_ns for p in cache.glob("*/summary.json")} == before
+    assert (tmp_path / "out" / "README.md").read_text() == readme
+    shutil.rmtree(folders[0])
+    (less,) = run_study(str(path), out=tmp_path / "out", jobs=0, cache=cache, console=quiet())
+    assert not less.complete
+    assert not folders[0].exists()
+    assert "1 missing" in (tmp_path / "out" / "README.md").read_text()
+    for group in result.groups:
+        spent = float("inf") if "no privacy" in group.labels else pytest.approx(float(group.labels[0]), rel=0.01)
+        assert group.budgets("epsilon") == [spent] * 8
+
+
+def test_the_example_compares_four_algorithms_over_three_seeds(tmp_path: Path) -> None:
+    (result,) = run_study("digits", out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=quiet())
+    assert [(group.labels, len(group.runs)) for group in result.groups] == [
+        ((name,), 3) for name in ("local", "const-d2p", "dyn-d2p", "privsgp")
+    ]
+    assert all(group.budgets("epsilon")[-1] <= 3.0 for group in result.groups)
+    assert "**The claim shows in all 3 cells" in (tmp_path / "out" / "README.md").read_text()
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".md", ".svg", ".csv"}
+
+
+def test_the_published_command_makes_just_what_is_published(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    text = yaml.safe_load(STUDY)
+    text["parts"].append(text["parts"][0] | {"name": "other", "settings": ["rounds=2"]})
+    path, cache = study_at(yaml.safe_dump(text, sort_keys=False)), tmp_path / "cells"
+    for only, command in (["other"], f"study {path} --size laptop --only other`"), ([], f"study {path} --size laptop`"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, only=only, cache=cache, console=quiet())
+        assert command in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_failed_cell_is_reported_the_others_go_on_and_only_it_is_tried_again(
+    study_at: Callable[..., Path], tmp_path: Path
+) -> None:
+    axes = {"rate": {"key": "algorithm.learning_rate", "values": [0.5, 1e25]}}
+    path = study_at(axes=axes, checks=[{"kind": "ordered", "axis": "rate"}], figures=[], pivot=None)
+    output = quiet()
+    with pytest.raises(RunError, match=r"2 cells failed, the first: main: 1e25, seed 1: round .* diverged"):
+        run_study(str(path), out=tmp_path / "out", jobs=1, cache=tmp_path / "cells", console=output)
+    assert "failed: main: 1e25, seed 2" in output.file.getvalue()  # type: ignore[attr-defined]
+    readme = (tmp_path / "out" / "README.md").read_text()
+    assert "**2 runs failed:**" in readme
+    assert "The claim is not decided" in readme
+    assert [cell.labels for cell in missing_cells(cells_of(path), tmp_path / "cells")] == [("1e25",)] * 2
+
+
+def test_a_cell_cut_short_goes_on_another_time(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    (cell, *_) = cells_of(study_at())
+    folder = folder_of(tmp_path, cell.key)
+    folder.mkdir()
+    (folder / "scenario.yaml").write_text("as a run leaves it that was killed before its first checkpoint")
+    (folder / "metrics.jsonl").write_text(json.dumps(metrics_line(2)) + "\n")
+    assert run_cells([cell], tmp_path, 1, lambda _: None) == []
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["round"] for line in lines] == [2, 4]
+    assert missing_cells([cell], tmp_path) == []
+
+
+@pytest.mark.slow
+def test_processes_run_the_same_cells(study_at: Callable[..., Path], tmp_path: Path) -> None:
+    cells = missing_cells(cells_of(study_at()), tmp_path)[:2]
+    done: list[str] = []
+    for jobs in (1, 2):
+        assert run_cells(cells, tmp_path / str(jobs), jobs, lambda outcome: done.append(outcome.cell.key)) == []
+    assert sorted(done) == sorted([cell.key for cell in cells] * 2)
+    for cell in cells:
+        one, two = (
+            [
+                json.loads(line)
+                for line in (folder_of(tmp_path / n, cell.key) / "metrics.jsonl").read_text().splitlines()
+            ]
+            for n in ("1", "2")
+        )
+        assert [line["accuracy"] for line in one] == [line["accuracy"] for line in two]
+
+
+def test_the_command_lists_counts_and_asks_for_a_name(
+    study_at: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def status(*arguments: str) -> int:
+        with pytest.raises(SystemExit) as leaving:
+            main(["study", *arguments])
+        return int(leaving.value.code or 0)
+
+    assert status("--list") == 0
+    assert "dyn-d2p" in capsys.readouterr().out
+    assert status(str(study_at()), "--dry-run", "--size", "paper") == 0
+    assert capsys.readouterr().out.split()[-2:] == ["12", "9"]
+    assert status() == 2
+    assert "--list" in capsys.readouterr().err
+
+
+ENDLESS = """
+import multiprocessing, time
+from concurrent.futures import ProcessPoolExecutor
+from flower_privdec.study.runner import _end_with_the_study
+
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_end_with_the_study)
+    pool.submit(int).result()
+    pool.submit(time.sleep, 800)
+    print("at work", flush=True)
+    time.sleep(800)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_when_their_study_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    study = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    assert study.stdout is not None
+    assert study.stdout.readline() == "at work\n"
+    study.kill()
+    rest, _ = study.communicate(timeout=500)  # ends when nobody holds the pipe: the worker inherited it
+    assert rest == ""

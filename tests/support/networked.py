@@ -1,0 +1,117 @@
+"""Peers of a tiny scenario as threads of one process, over real gRPC and TLS on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+from ports import own_addresses
+from torch import Tensor
+
+from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.peer import OnRound, PeerDevice, RunningPeer
+from flower_privdec.network.transport.certificates import identities
+from flower_privdec.network.transport.identity import Authority
+from flower_privdec.scenario import Scenario
+
+LONG = 100.0  # seconds that nothing takes, however busy the machine is
+
+
+def wait_until(ready: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    until = time.monotonic() + LONG
+    while not ready():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def begin_without(peers: Iterable[RunningPeer], absent: int) -> None:
+    """Let peers that nobody waits for begin once they have greeted all others but one, however long that takes."""
+    for peer in peers:
+        others = [j for j in peer.timetable.neighbours(peer.device.peer) if j != absent]
+        peer._greeted = lambda since, peer=peer, others=others: all(map(peer.machine.is_open, others))  # type: ignore[attr-defined]
+
+
+def devices(scenario: Scenario, folder: Path, *, insecure_seeds: bool = True) -> list[PeerDevice]:
+    """Return a device for each peer, with a certificate of a new authority."""
+    authority, addresses = Authority.create(scenario.name), tuple(own_addresses(scenario.n_peers))
+    return [
+        PeerDevice(peer, folder / f"peer-{peer}", authority.issue(name), addresses, insecure_seeds=insecure_seeds)
+        for peer, name in enumerate(identities(scenario))
+    ]
+
+
+def finish(peer: RunningPeer, on_round: OnRound | None = None) -> dict[str, Tensor]:
+    """Run one peer to the end and return its rows."""
+    try:
+        peer.open()
+        peer.run(on_round)
+        return peer.state.rows
+    finally:
+        peer.close()
+
+
+def run_network(scenario: Scenario, folder: Path) -> dict[str, Tensor]:
+    """Run all peers of a scenario and return their rows, stacked.
+
+    They are built one after the other, for models are drawn by the generator that a process has once.
+    """
+    peers = [running_peer(scenario, device) for device in devices(scenario, folder)]
+    with ThreadPoolExecutor(len(peers)) as pool:
+        rows = list(pool.map(finish, peers))
+    return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
+
+
+class Killed(BaseException):
+    """What nothing catches."""
+
+
+def mortal(peer: RunningPeer, point: tuple[str, str], moment: int) -> None:
+    """Make a peer die "before" or "after" a method of its own, when that is called for the so many-th time."""
+    name, when = point
+    method, left = getattr(peer, name), [moment]
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and when == "before":
+            raise Killed
+        found = method(*arguments, **options)
+        if left[0] == 0:
+            raise Killed
+        return found
+
+    setattr(peer, name, dying)
+
+
+@contextmanager
+def running(peers: list[RunningPeer]) -> Iterator[list[Future[Any]]]:
+    """Run peers to their ends; stop them where the test fails."""
+    with ThreadPoolExecutor(len(peers)) as pool:
+        try:
+            yield [pool.submit(finish, peer) for peer in peers]
+        except BaseException:
+            for peer in peers:
+                peer.stop()
+            raise
+
+
+def go_on(peer: RunningPeer, others: Iterable[Future[Any]]) -> dict[str, Tensor]:
+    """Run a peer that was started again to its end and return its rows.
+
+    Where the others were done and have left, it need not wait for them as long as a deadline.
+    """
+    leave, leaving = peer._leave, Event()
+    peer._leave = lambda: (leaving.set(), leave())[1]  # type: ignore[method-assign, func-returns-value]
+    with running([peer]) as (future,):
+        for other in others:
+            other.result(LONG)
+        wait_until(lambda: leaving.is_set() or future.done())
+        peer.stop()
+        rows: dict[str, Tensor] = future.result(LONG)
+        return rows

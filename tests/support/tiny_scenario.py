@@ -1,0 +1,14 @@
+"""A scenario that runs in well under a second."""
+
+TINY = """\
+name: tiny
+seed: 3
+n_peers: 4
+rounds: 6
+data: {dataset: digits, samples: 240, test_samples: 100, batch: {sampling: poisson, size: 12}}
+model: {name: softmax}
+algorithm: {name: privsgp, learning_rate: 0.5}
+privacy: {epsilon: 3.0, delta: 1.0e-3}
+evaluation: {every: 2}
+compute: {dtype: float64, generator: torch}
+"""
