@@ -4,7 +4,16 @@ from __future__ import annotations
 
 
 class PrivdecError(Exception):
-    """Something the user can mend; the command line prints it as one line and exits with status 2."""
+    """Something the user can mend; the command line prints it as one line and exits with status 2.
+
+    Attributes:
+        code: a stable name of the rule that was broken, such as `privacy.budget-spent`; messages may be reworded, codes
+            stay. Empty where a rule has no name yet.
+    """
+
+    def __init__(self, message: str = "", *, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ScenarioError(PrivdecError):
