@@ -5,34 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "flower_privdec"
-# Rooms of one floor do not import from each other; each imports from the floors below alone.
-FLOORS = [
-    ("errors",),
-    ("common", "rows"),
-    ("catalogue",),
-    ("tasks",),
-    ("scenario",),
-    ("graph", "data", "models"),
-    ("gradients", "privacy"),
-    ("training_loop", "core"),
-    ("algorithms",),
-    ("experiment",),
-    ("engine", "pushsum"),
-    ("network",),
-    ("reporting",),
-    ("planner", "flower"),
-    ("study",),
-    ("api", "bench", "testing"),
-    ("cli",),
-    ("__main__",),
-]
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+from tools.rooms import FLOOR_OF, MODULES, PACKAGE, ROOT, imported, room_of
+
 FLOWER = {"flwr", "ray", "grpc"}
 # What takes long to import, and what each start may do without.
 HEAVY = {
@@ -44,20 +23,6 @@ STARTS = {
     "import runpy, sys; sys.argv[1:] = ['--help']; runpy.run_module('flower_privdec')": {*HEAVY, "torch", "numpy"},
     "import flower_privdec.engine.run, flower_privdec.reporting.console, flower_privdec.reporting.plots": HEAVY,
 }
-MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-
-
-def imported(path: Path) -> Iterator[str]:
-    """Yield every module that a file imports, wherever in it, with the names that it takes from the package itself."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -95,3 +60,18 @@ def test_no_two_public_classes_share_a_name() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     ]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: str(path.relative_to(ROOT / "tests")))
+def test_no_test_imports_from_another_test(path: Path) -> None:
+    tests = {test.stem for test in TESTS if test.parent.name != "support"}
+    names = {part for name in imported(path) for part in name.split(".")[:2]}
+    assert sorted(names & tests) == [], "move what they share to tests/support"
+
+
+def test_tests_import_from_support_alone() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert settings["tool"]["pytest"]["ini_options"]["pythonpath"] == [".", "tests/support"]

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import networkx as nx
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-from test_imports import FLOOR_OF, MODULES, PACKAGE, imported, room_of  # noqa: E402  (the list that the test holds)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tools.rooms import FLOOR_OF, MODULES, PACKAGE, imported, room_of
 
 WIDTH, HEIGHT, GAP, PASSING, FLOOR = 118, 40, 22, 14, 92  # of a room, between two, of an arrow on its way, of a floor
 SWEEPS = 24

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from algorithm_references import NoiseTape, softmax_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_algorithms import NoiseTape, softmax_gradients
 
 from flower_privdec.algorithms.adp2_sgd import Waking
 from flower_privdec.engine.engine import Engine

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from algorithm_references import NoiseTape
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_algorithms import NoiseTape
+from tiny_scenario import Build
 
 from flower_privdec.algorithms.dual_averaging import DualSchedule
 from flower_privdec.core import State
@@ -23,7 +24,6 @@ from flower_privdec.graph.participation import EdgeParticipation, build_particip
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.scenario import Scenario, to_yaml
 
-Build = Callable[..., Experiment]
 CANCER = ["data={dataset: breast-cancer, samples: 200, batch: {sampling: poisson, size: 10}}", "model={name: linear}"]
 L2 = "algorithm={name: dp-dda, loss: hinge, regularizer: {kind: l2, weight: 0.01}, gamma: 2}"
 L1 = "algorithm={name: dp-dda, loss: logistic, schedule: convex, gamma: 0.5, regularizer: {kind: l1, weight: 0.01}}"

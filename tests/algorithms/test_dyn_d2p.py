@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from algorithm_references import NoiseTape, softmax_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_algorithms import NoiseTape, softmax_gradients
 
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import ScenarioError

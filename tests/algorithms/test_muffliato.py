@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from algorithm_references import ROUNDS, NoiseTape, clipped_step, engine_with
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from test_algorithms import ROUNDS, NoiseTape, clipped_step, engine_with
 
 from flower_privdec.algorithms.muffliato import relaxation
 from flower_privdec.engine.engine import Engine

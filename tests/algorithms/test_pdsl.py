@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from algorithm_references import softmax_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
-from test_algorithms import softmax_gradients
+from tiny_scenario import Build
 
 from flower_privdec import testing
 from flower_privdec.algorithms.cga import agreeable
@@ -28,8 +28,6 @@ from flower_privdec.models import build_model, flatten
 from flower_privdec.planner import make_plan
 from flower_privdec.reporting.console import plan_text
 from flower_privdec.tasks.losses import resolve_loss
-
-Build = Callable[..., Experiment]
 
 PUBLIC = ["data.test_samples=60", "data.validation=40"]
 PDSL_STAR = ["algorithm={name: pdsl, learning_rate: 0.3}", "topology.name=star", *PUBLIC]

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from algorithm_references import NoiseTape, exponential_graph, softmax_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_algorithms import NoiseTape, softmax_gradients
 
 from flower_privdec.algorithms.tables import TABLES, stacked
 from flower_privdec.data import Sampler
@@ -132,14 +132,6 @@ class Reference:
     def noise(self, k, i, divided_by):
         """Noise on an averaged gradient (the engine adds it to x, and -N and N are alike)."""
         return -self.experiment.own.protection.noise_multiplier(k)[i] * self.clip * self.tape.draw(k, i) / divided_by
-
-
-def exponential_graph(k, n):
-    hop = 2 ** (k % (int(np.log2(n - 1)) + 1))
-    p = np.zeros((n, n))
-    for j in range(n):
-        p[j, j] = p[(j + hop) % n, j] = 0.5
-    return p
 
 
 def reference_privsgp_vr(ref, rounds, rate, b):

@@ -15,26 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from api_sections import SECTIONS
 from mypy import api as mypy_api
 from paths import ROOT
 
 import flower_privdec as fp
 from flower_privdec.engine.run import run as run_in_process
 from flower_privdec.scenario import parse_scenario, to_yaml
-
-SECTIONS: dict[str, Any] = {
-    "name": "tiny",
-    "seed": 3,
-    "n_peers": 4,
-    "rounds": 6,
-    "data": {"dataset": "digits", "samples": 240, "test_samples": 100, "batch": {"size": 12}},
-    "model": {"name": "softmax"},
-    "algorithm": {"name": "privsgp", "learning_rate": 0.5},
-    "privacy": {"epsilon": 3.0, "delta": 1.0e-3},
-    "evaluation": {"every": 2},
-    "compute": {"dtype": "float64", "generator": "torch"},
-}
-
 
 # --- the package ---
 

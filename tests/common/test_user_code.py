@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import user_parts
+from tiny_scenario import Build
 
 from flower_privdec import testing
 from flower_privdec.cli import main
@@ -26,7 +27,6 @@ from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_
 from flower_privdec.scenario.fields import OwnSection
 from flower_privdec.scenario.topology_section import OwnTopologySection
 
-Build = Callable[..., Experiment]
 BLOBS = "data={dataset: {module: 'user_parts:blobs'}, batch: {size: 8}}"
 HEAVY = "algorithm={module: 'user_parts:HeavyBall', learning_rate: 0.1}"
 SHORT = ["rounds=4", "data.samples=48", "n_peers=4", "data.batch.size=4", "privacy.clip_norm=0.05"]

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from algorithm_references import ROUNDS, NoiseTape, clipped_step, engine_with, softmax_gradients
 from hosting import hosting
 from variants import VARIANTS, settings_for
 
@@ -12,7 +13,6 @@ from flower_privdec.core import Edges, Exchange, State
 from flower_privdec.core.cohort import LearningRate
 from flower_privdec.engine.engine import Engine
 
-ROUNDS = 6
 ALL_ACTIVE = ("algorithm.name=adp2-sgd", "algorithm={name: dda}")
 
 
@@ -107,29 +107,6 @@ def test_inactive_peers_take_no_step_and_pay_for_none(build):
     assert moved.sum() == 2
 
 
-def softmax_gradients(x, weights, bias, labels):
-    """Return the cross-entropy gradient of every example, [b, 10 * 65], weights before bias."""
-    logits = x @ weights.T + bias
-    p = np.exp(logits - logits.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
-    p[np.arange(len(x)), labels] -= 1
-    return np.concatenate([(p[:, :, None] * x[:, None, :]).reshape(len(x), p.shape[1] * x.shape[1]), p], axis=1)
-
-
-class NoiseTape:
-    """Noise that a reference can replay: row i of round k is a fixed normal vector."""
-
-    def __init__(self, dimension):
-        self.dimension = dimension
-
-    def draw(self, round_index, peer):
-        return np.random.default_rng([round_index, int(peer)]).standard_normal(self.dimension)
-
-    def add_(self, out, std, step, peers, purpose="noise", receivers=None):
-        for row, peer in enumerate(peers):
-            out[row] += std[row] * torch.from_numpy(self.draw(step, peer))
-
-
 def reference_privsgp(experiment, tape, rounds, expected=(12, 12, 12, 12)):
     """PrivSGP (Alg. 2 of the paper) as its pseudocode reads, clipped per example, in NumPy.
 
@@ -184,23 +161,6 @@ def test_privsgp_follows_the_numpy_reference(build, batches):
 
 
 GRAPHS = ["star", "erdos-renyi, probability: 0.5", "random-edges, edges: 3, supergraph: complete"]
-
-
-def engine_with(experiment, tape):
-    cohort = experiment.cohort()
-    cohort.noise = tape
-    return Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
-
-
-def clipped_step(experiment, tape, k, i, z):
-    """Return the noised mean of clipped gradients of peer i's batch of round k at z."""
-    batch = experiment.own.sampler.batch(k, [i])
-    rows = experiment.own.examples.parts[i][batch.index[0][batch.weight[0] > 0]]
-    features = experiment.own.examples.x.double().numpy().reshape(240, -1)
-    labels = experiment.own.examples.y.numpy()
-    g = softmax_gradients(features[rows], z[:640].reshape(10, 64), z[640:], labels[rows])
-    g *= np.minimum(1, 1 / np.linalg.norm(g, axis=1, keepdims=True))
-    return (g.sum(0) - experiment.own.protection.noise_multiplier(k)[i] * tape.draw(k, i)) / 12
 
 
 @pytest.mark.parametrize("graph", GRAPHS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from exchanging import CrossGradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_scenario import Build
 from torch import Tensor
 
 from flower_privdec import testing
@@ -26,8 +26,6 @@ from flower_privdec.graph.participation import build_participation
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism.protection import Protection
-
-Build = Callable[..., Experiment]
 
 GRAPHS = {
     "directed-exponential": "column-stochastic",

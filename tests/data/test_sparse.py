@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import sparse
+from tiny_scenario import Build
 from torch import Tensor, nn
 
 from flower_privdec import testing
@@ -27,7 +27,6 @@ from flower_privdec.gradients import build_kernel
 from flower_privdec.planner import make_plan
 from flower_privdec.reporting.console.plans import plan_text
 
-Build = Callable[..., Experiment]
 SYNTHETIC = [
     "data={dataset: synthetic-sparse, samples: 240, test_samples: 60, batch: {sampling: poisson, size: 6}}",
     "model={name: linear, bias: false}",

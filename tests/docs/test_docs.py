@@ -21,7 +21,6 @@ import pytest
 import yaml
 from pages import DOCS, PAGES, ROOT, Command, anchors, commands, fences, links, named
 from pydantic import BaseModel
-from test_imports import FLOOR_OF, MODULES, PACKAGE, imported, room_of
 from typer.main import get_command
 
 from flower_privdec.cli.main import app, main
@@ -31,6 +30,7 @@ from flower_privdec.reporting.console.views import parts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
 from flower_privdec.study.axes import Axis
 from flower_privdec.study.spec import Study, load_study, study_files
+from tools.rooms import FLOOR_OF, MODULES, PACKAGE, imported, room_of
 
 sys.path.insert(0, str(ROOT / "docs" / "_scripts"))
 import house
@@ -44,7 +44,8 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=named)
 @every_page
 def test_every_test_that_a_page_names_is_there(page: Path) -> None:
     for file, name in NAMED.findall(page.read_text(encoding="utf-8")):
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), f"{file}::{name}"
+        (path,) = (ROOT / "tests").rglob(file)
+        assert f"def {name}(" in path.read_text(encoding="utf-8"), f"{file}::{name}"
 
 
 @every_page

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save
-from tiny_scenario import TINY
+from tiny_scenario import TINY, Build
 
 from flower_privdec.cli import main
 from flower_privdec.common.folder_lock import FolderLock
@@ -26,7 +26,6 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.run_folder import read_result
 from flower_privdec.scenario import parse_scenario
 
-Build = Callable[..., Experiment]
 OPEN, PRIVATE = ["privacy=none"], ["privacy.epsilon=3"]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -16,7 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from paths import TESTS
+from ports import own_addresses
 from shards_together import engines_of, in_futures, in_shards
+from tiny_scenario import Tiny
 from torch import Tensor
 from torch.distributed import FileStore
 from variants import VARIANTS, settings_for
@@ -36,7 +37,6 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.scenario import Scenario, to_yaml
 
-Tiny = Callable[..., Scenario]
 SHORT = ["rounds=3", "data.samples=120", "data.batch.size=4"]
 OWN = [
     ["topology.name=star", f"algorithm={{module: exchanging:{name}, learning_rate: 0.5}}"]
@@ -329,14 +329,9 @@ def test_shards_that_do_not_come_are_named(tmp_path: Path) -> None:
         pass
 
 
-def free_port() -> int:
-    with socket.create_server((THIS_MACHINE, 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def test_shards_meet_at_the_address_that_is_named_and_at_no_other(tmp_path: Path) -> None:
-    port, shards = free_port(), Shards.deal(2, 2)
-    place, seen = MeetingPlace.given(THIS_MACHINE, f"{THIS_MACHINE}:{port}"), []
+    (address,), shards = own_addresses(1), Shards.deal(2, 2)
+    place, port, seen = MeetingPlace.given(THIS_MACHINE, address), int(address.partition(":")[2]), []
 
     def meet(shard: int) -> None:
         with place.store(shard, shards, "token") as store:
@@ -359,7 +354,7 @@ def test_shards_meet_at_the_address_that_is_named_and_at_no_other(tmp_path: Path
 
 
 def test_the_first_shard_listens_where_it_is_and_nowhere_else() -> None:
-    place = MeetingPlace.given("127.0.0.2", f"127.0.0.1:{free_port()}")
+    place = MeetingPlace.given("127.0.0.2", own_addresses(1)[0])
     with pytest.raises(RunError, match=r"listens at 127\.0\.0\.2"), place.store(0, Shards.deal(2, 2), "token"):
         pass
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 from scipy import optimize, sparse
+from tiny_scenario import Build
 
 from flower_privdec.algorithms.proximal import Regularizer
 from flower_privdec.engine.run import run
-from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.minimum import TOLERANCE, Minimum, find_minimum, solve
 from flower_privdec.experiment.objective import ConvexObjective
 from flower_privdec.tasks.losses import LOSSES
 
-Build = Callable[..., Experiment]
 CANCER = ["data={dataset: breast-cancer, batch: {sampling: poisson, size: 10}}", "model={name: linear}"]
 DUAL = "algorithm={name: dp-dda, regularizer: {kind: l2, weight: 0.05}, gamma: 0}"
 COMPLETE = "topology={name: complete}"

@@ -19,8 +19,8 @@ import pytest
 import torch
 import user_models
 import user_parts
+from api_sections import SECTIONS
 from paths import TESTS
-from test_api import SECTIONS
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from hosting import hosting
 from safetensors.torch import load_file
+from tiny_scenario import Tiny
 
 from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError, ScenarioError
@@ -19,7 +19,6 @@ from flower_privdec.flower.apps.relay import Relay
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.scenario import Scenario
 
-Tiny = Callable[..., Scenario]
 FEDAVG = ["algorithm={name: fedavg, learning_rate: 0.3, local_steps: 2}", "topology.name=server"]
 SHARES = "data.partition={kind: sizes, sizes: [40, 20, 25, 35]}"
 NPZ = ["data.dataset=npz", "data.test_samples=null", "data.samples=null", "data.batch.size=4"]

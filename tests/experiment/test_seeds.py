@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from run_folders import make_run
+from tiny_scenario import Build, Tiny
 
 from flower_privdec.api.comparing import compare
 from flower_privdec.engine.engine import Engine
@@ -16,10 +16,7 @@ from flower_privdec.engine.run import run
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.grouping import read_groups
-from flower_privdec.scenario import Scenario, numbers_hash, parse_scenario, scenario_hash, to_yaml
-
-Build = Callable[..., Experiment]
-Tiny = Callable[..., Scenario]
+from flower_privdec.scenario import numbers_hash, parse_scenario, scenario_hash, to_yaml
 
 DRAWN = [
     "topology={name: erdos-renyi, probability: 0.5}",

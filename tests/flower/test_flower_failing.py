@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from tiny_scenario import Tiny
 
 from flower_privdec.cli.main import main
 from flower_privdec.errors import RunError, ScenarioError
@@ -19,9 +20,8 @@ from flower_privdec.flower.apps.server_app import Settings
 from flower_privdec.flower.launch.caller_directory import typed_in
 from flower_privdec.flower.launch.error_formatting import answering_plainly, failing_plainly
 from flower_privdec.flower.launch.local_grid import LocalGrid
-from flower_privdec.scenario import Scenario, to_yaml
+from flower_privdec.scenario import to_yaml
 
-Tiny = Callable[..., Scenario]
 FLOWER = logging.getLogger("flwr")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from shards_in_turn import in_turn
+from tiny_scenario import Build, Tiny
 from together_grid import TogetherGrid
 from variants import VARIANTS, settings_for
 
@@ -36,8 +37,6 @@ from flower_privdec.privacy.ledger.ledger_format import read_chain
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.testing import Seen
 
-Tiny = Callable[..., Scenario]
-Build = Callable[..., Experiment]
 HOSTS = {"cohort": (CohortRun, 1), "relay": (Relay, 4), "sharded": (Sharded, 2)}
 BLOCKS = "{name: privsgp-vr, table: blocks, learning_rate: 0.1}"
 SHORT = ["rounds=4", "data.samples=48", "data.batch.size=4", "privacy.clip_norm=0.05", "algorithm.learning_rate=2.0"]

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 from paths import ROOT
 from safetensors.torch import load_file
+from tiny_scenario import Tiny
 
 import flower_privdec as fp
 from flower_privdec.engine.run import run
@@ -26,10 +27,8 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.flower.launch.launcher import flower_run
 from flower_privdec.flower.launch.superlink import LocalSuperLink
 from flower_privdec.flower.launch.supervisor import family
-from flower_privdec.scenario import Scenario
 
 pytestmark = pytest.mark.slow
-Tiny = Callable[..., Scenario]
 REPOSITORY = ROOT
 BROKEN_CLIENT = """\
 from flwr.app import Context, Message

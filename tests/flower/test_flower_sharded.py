@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from pathlib import Path
 
+import flower_runs
 import pytest
-import test_flower as flower
 from flwr.app import ConfigRecord, Error, Message, RecordDict
-from test_sharding import free_port
+from ports import own_addresses
+from tiny_scenario import Tiny
 from together_grid import TogetherGrid
 
 from flower_privdec import load_run
@@ -28,8 +28,6 @@ from flower_privdec.flower.launch.local_grid import named
 from flower_privdec.privacy.ledger.ledger_format import read_chain
 from flower_privdec.scenario import Scenario, to_yaml
 
-Tiny = Callable[..., Scenario]
-
 
 def test_a_shard_that_fails_is_named_and_the_run_goes_on_from_the_round_that_all_have(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -45,28 +43,28 @@ def test_a_shard_that_fails_is_named_and_the_run_goes_on_from_the_round_that_all
     with monkeypatch.context() as broken:
         broken.setattr(Node, "keep", full)
         with pytest.raises(RunError, match=r"^the SuperNode of peers 2 to 3 failed: OSError.* No space left") as failed:
-            flower.run_under_flower(tiny(), tmp_path / "flower", "sharded")
+            flower_runs.run_under_flower(tiny(), tmp_path / "flower", "sharded")
     assert "peers 0 to 1" not in str(failed.value)
     assert "the shards keep round 2: mend it, then run the same command with --resume" in str(failed.value)
     nodes = {path.parent.name: path for path in (tmp_path / "flower-nodes").glob("*/peers-*/checkpoint-4")}
     assert set(nodes) <= {"peers-0-1"}  # it may have come so far, and goes back
     with pytest.raises(ScenarioError, match="its shards hold the models until the run is done"):
         load_run(tmp_path / "flower").model()
-    flower.run_under_flower(tiny(), tmp_path / "flower", "sharded", resume=True)
-    flower.assert_same_run(tmp_path / "flower", tmp_path / "engine")
+    flower_runs.run_under_flower(tiny(), tmp_path / "flower", "sharded", resume=True)
+    flower_runs.assert_same_run(tmp_path / "flower", tmp_path / "engine")
 
 
 def test_a_finished_run_can_be_concluded_again(tiny: Tiny, tmp_path: Path) -> None:
-    out = flower.run_under_flower(tiny("rounds=2"), tmp_path / "flower", "sharded")
+    out = flower_runs.run_under_flower(tiny("rounds=2"), tmp_path / "flower", "sharded")
     models, lines = (out / "model.safetensors").read_bytes(), (out / "metrics.jsonl").read_text()
     (out / "summary.json").unlink()
-    flower.run_under_flower(tiny("rounds=2"), out, "sharded", resume=True)
+    flower_runs.run_under_flower(tiny("rounds=2"), out, "sharded", resume=True)
     assert (out / "summary.json").exists()
     assert ((out / "model.safetensors").read_bytes(), (out / "metrics.jsonl").read_text()) == (models, lines)
 
 
 def test_a_run_does_not_go_on_with_another_number_of_shards(tiny: Tiny, tmp_path: Path) -> None:
-    flower.run_under_flower(tiny("rounds=2"), tmp_path / "flower", "sharded")
+    flower_runs.run_under_flower(tiny("rounds=2"), tmp_path / "flower", "sharded")
     grid = TogetherGrid(client_app(), 3, folder=tmp_path / "flower-nodes")
     with pytest.raises(RunError, match="is a run on 2 shards, and here are 3: start as many SuperNodes"):
         Sharded(tiny("rounds=2"), tmp_path / "flower", resume=True).start(grid)
@@ -84,8 +82,8 @@ def test_a_run_is_few_messages_however_often_it_is_evaluated(
         return deliver(grid, message)
 
     monkeypatch.setattr(TogetherGrid, "_deliver", counted)
-    out = flower.run_under_flower(tiny("evaluation.every=1"), tmp_path / "flower", "sharded")
-    assert [line["round"] for line in flower.metrics(out)] == [1, 2, 3, 4, 5, 6]
+    out = flower_runs.run_under_flower(tiny("evaluation.every=1"), tmp_path / "flower", "sharded")
+    assert [line["round"] for line in flower_runs.metrics(out)] == [1, 2, 3, 4, 5, 6]
     assert asked.count("train.sharded") == 2 * 2
 
 
@@ -149,7 +147,7 @@ def test_the_shard_that_knows_why_is_blamed(
 
 def deployed(tmp_path: Path, n_nodes: int = 2, **more: object) -> TogetherGrid:
     """Return nodes that are no simulation's, each with a folder, a budget and an address of its own."""
-    meeting = f"127.0.0.1:{free_port()}"
+    meeting = own_addresses(1)[0]
     configs = {
         place: {
             **{"ledger": str(tmp_path / f"node-{place}"), "epsilon": 3.0, "delta": 1e-3},
@@ -170,7 +168,7 @@ def test_deployed_nodes_host_shares_and_keep_their_own_ledgers(tiny: Tiny, tmp_p
     grid = deployed(tmp_path)
     Sharded(scenario, tmp_path / "run").start(grid)
     run(Experiment.build(scenario), tmp_path / "engine")
-    ours, theirs = (flower.metrics(tmp_path / name)[-1] for name in ("run", "engine"))
+    ours, theirs = (flower_runs.metrics(tmp_path / name)[-1] for name in ("run", "engine"))
     assert ours["epsilon"] == theirs["epsilon"]
     assert ours["loss"] != theirs["loss"]  # their noise is not that of a simulation
     for place, peers in enumerate(([0, 1], [2, 3])):

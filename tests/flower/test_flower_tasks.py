@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from flower_runs import final_rows, metrics, run_under_flower
 from tasks import TASKS
-from test_flower import final_rows, metrics, run_under_flower
 
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment

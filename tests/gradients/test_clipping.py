@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gradient_problems import CLASSES, MARGINS, MODELS, ORDER, OTHERS, SHAPE, Batch, added, module_of, targets_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_gradients import CLASSES, MARGINS, MODELS, ORDER, OTHERS, SHAPE, Batch, added, module_of, targets_of
 from torch import Tensor, nn
 
 from flower_privdec.algorithms.tables import TABLES

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_shares import SCENARIO, commit, shake
+from share_machines import commit, shake
+from share_schedules import SCENARIO
 
 from flower_privdec.network.peer.asynchronous_session import AsynchronousMail, Words
 from flower_privdec.network.peer.row_mass import TensorArithmetic

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
 
 pytest.importorskip("grpc")
@@ -39,9 +39,8 @@ from flower_privdec.network.transport.connection_manager import ASKING
 from flower_privdec.privacy.ledger.ledger_format import read_chain
 from flower_privdec.pushsum.letters import CARRYING, HEADER, PLACE, Letter, packed, sealed, unpacked
 from flower_privdec.pushsum.parts import Parts
-from flower_privdec.scenario import Scenario, numbers_hash
+from flower_privdec.scenario import numbers_hash
 
-Tiny = Callable[..., Scenario]
 QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 NEEDS_A_SERVER = ("scaffold",)
 ALONE = ("local", "dp-sgd")

@@ -4,65 +4,32 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
-from networked import LONG, Killed, begin_without, devices, go_on, mortal, running, wait_until
-from test_network import Tiny
+from asynchronous_network import FOLDERS, POINTS, QUICK, STILL, again, check_mass, initial, join_late, stop_all
+from networked import LONG, Killed, devices, go_on, mortal, running, wait_until
+from tiny_scenario import Tiny
 from variants import settings_for
 
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.errors import BudgetError, StoppedError
-from flower_privdec.experiment import Experiment
+from flower_privdec.errors import BudgetError
 from flower_privdec.network.peer.durable_mass import mass_on_disk
 from flower_privdec.network.peer.modes import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.network.transport.channel import Link, UnreachableError
 from flower_privdec.privacy.ledger.ledger_format import read_chain
 from flower_privdec.pushsum.send_queue import GIVEN_UP
 from flower_privdec.pushsum.share_protocol import FIRST, RefusedError
-from flower_privdec.scenario import Scenario
 
-QUICK = f"network={{retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 HASTY = f"network={{retry: 0.1, start: {LONG}, deadline: 0.5}}"
-STILL = (
-    "algorithm={name: sgp, learning_rate: 1.0e-12}"  # whose steps move next to nothing, so that Σ x stays what it was
-)
-FOLDERS = [f"peer-{peer}" for peer in range(4)]
-
-
-def check_mass(folder: Path, start: torch.Tensor) -> None:
-    found = mass_on_disk([folder / name for name in FOLDERS])
-    torch.testing.assert_close(found["w"], torch.tensor(4.0, dtype=torch.float64), rtol=1e-12, atol=0)
-    torch.testing.assert_close(found["x"], 4 * start, rtol=0, atol=1e-9)
-
-
-def initial(scenario: Scenario) -> torch.Tensor:
-    return Experiment.build(scenario).initial
 
 
 # --- killed, gone, late, put back ---
-
-
-POINTS = {  # before and after everything that is put on disk, sent or used
-    "before a commit": ("_save", "before"),
-    "after a commit, before it says so": ("_save", "after"),
-    "after a commit": ("_commit", "after"),
-    "after it took its shares from itself": ("_split", "after"),
-    "before it adds what came": ("_absorb", "before"),
-    "after it added what came": ("_absorb", "after"),
-    "before it hands in": ("_look", "before"),
-    "at the end": ("_leave", "before"),
-    "in the last commit": ("_is_over", "before"),
-}
-
-
-def again(scenario: Scenario, device: PeerDevice) -> RunningPeer:
-    return running_peer(scenario, device, resume=(device.folder / "checkpoint-0").exists())
 
 
 @pytest.mark.parametrize("moment", [1, 2, 3])
@@ -152,16 +119,6 @@ def test_who_joins_late_adopts_a_neighbours_model_in_gossip_too(tiny: Tiny, tmp_
         torch.testing.assert_close(peer.state.rows["x"], start)
 
 
-def join_late(peers: list[RunningPeer], rounds: int = 3) -> None:
-    """Run peers, of which the last comes when the others are under way, until it was in some rounds; stop them."""
-    begin_without(peers[:3], 3)
-    with running(peers[:3]) as futures:
-        wait_until(lambda: peers[0].state.round_index >= 2)
-        with running(peers[3:]) as (joining,):
-            wait_until(lambda: peers[3].state.round_index >= rounds or joining.done())
-            stop_all(peers, [*futures, joining])
-
-
 def taken_from(peer: RunningPeer) -> int:
     """Return how many shares of a peer its neighbours have taken."""
     return sum(link.acknowledged for link in peer.machine._links.values())  # type: ignore[attr-defined]
@@ -237,14 +194,6 @@ def has_gone_on(peer: RunningPeer, others: Iterable[RunningPeer]) -> Callable[[]
         return lambda: taken_from(peer) >= before + 3
     seen, wanted = [other.mail.places for other in others], peer.mail.begun + 3  # type: ignore[attr-defined]
     return lambda: any(places.get(peer.device.peer, (-1, 0))[0] >= wanted for places in seen)
-
-
-def stop_all(peers: list[RunningPeer], futures: list[Future[Any]]) -> None:
-    for peer in peers:
-        peer.stop()
-    for future in futures:
-        with pytest.raises(StoppedError):
-            future.result(LONG)
 
 
 # --- sent nothing, or not reached for a moment ---

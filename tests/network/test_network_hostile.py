@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from asynchronous_network import FOLDERS, QUICK, STILL, stop_all
 from networked import LONG, begin_without, devices, finish, running
-from test_network import Tiny
-from test_network_asynchronous import FOLDERS, QUICK, STILL, stop_all
+from tiny_scenario import Tiny
 from torch import Tensor
 from variants import settings_for
 

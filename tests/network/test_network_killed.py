@@ -7,9 +7,9 @@ from threading import Barrier, Event
 from typing import Any
 
 import pytest
+from asynchronous_network import QUICK, STILL, again, join_late, stop_all
 from networked import LONG, Killed, begin_without, devices, finish, go_on, mortal, running, wait_until
-from test_network import Tiny
-from test_network_asynchronous import QUICK, STILL, again, join_late, stop_all
+from tiny_scenario import Tiny
 from variants import settings_for
 
 from flower_privdec.core.cohort import Cohort

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
 
 pytest.importorskip("grpc")
@@ -31,7 +32,6 @@ from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
 from flower_privdec.privacy.ledger.ledger_format import NOTHING, Payment, chained, header, read_chain
 from flower_privdec.scenario import Scenario
 
-Tiny = Callable[..., Scenario]
 MODES = ["synchronous", "asynchronous"]
 UNFIT = ("scaffold", "local", "dp-sgd")  # which need a server, or no network
 TOGETHER = [each for each in VARIANTS if each[0].removeprefix("algorithm.name=") not in UNFIT]

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from asynchronous_network import FOLDERS, POINTS, QUICK, STILL, again, check_mass, initial
 from networked import LONG, Killed, devices, finish, mortal, running
 from safetensors import safe_open
-from test_network import Tiny
-from test_network_asynchronous import FOLDERS, POINTS, QUICK, STILL, again, check_mass, initial
-from test_shares import SCENARIO, commit, shake
+from share_machines import commit, shake
+from share_schedules import SCENARIO
+from tiny_scenario import Tiny
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.network.peer import share_files

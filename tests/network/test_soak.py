@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_scenario import Tiny
 
 pytest.importorskip("grpc")
 
@@ -29,9 +30,7 @@ from flower_privdec.network.local.soak_checks import Paid, ledger_problem, look_
 from flower_privdec.network.local.soaked_run import SoakedRun, Tally
 from flower_privdec.pushsum.packing import pack
 from flower_privdec.pushsum.share_protocol import FIRST, Durable, FrozenShare, PeerLink
-from flower_privdec.scenario import Scenario
 
-Tiny = Callable[..., Scenario]
 LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
 ROUNDS = 20
 SETTINGS = ["n_peers=2", f"rounds={ROUNDS}", "topology.name=complete"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from paths import ROOT
+from tiny_scenario import Build
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model
@@ -20,7 +20,6 @@ from flower_privdec.privacy.mechanism.paper import moments_sigma
 from flower_privdec.reporting import console
 from flower_privdec.scenario import load_scenario
 
-Build = Callable[..., Experiment]
 SCENARIOS = ROOT / "scenarios"
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hosting import hosting
+from tiny_scenario import Build
 
 from flower_privdec.cli import main
 from flower_privdec.common import machine
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment import Experiment, memory
+from flower_privdec.experiment import memory
 from flower_privdec.experiment.memory import memory_need, outputs_per_example, table_bytes
 from flower_privdec.models import build_model
 from flower_privdec.planner import make_plan
@@ -26,7 +26,6 @@ from flower_privdec.privacy.mechanism.paper import gdp_mu, gdp_mu_0
 from flower_privdec.reporting import console
 from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
 
-Build = Callable[..., Experiment]
 PAPER = "privacy.calibration=paper"
 
 

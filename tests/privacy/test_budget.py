@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_scenario import Build, Tiny
 
 from flower_privdec.cli import main
 from flower_privdec.engine.run import Run, run
@@ -19,10 +20,7 @@ from flower_privdec.planner import make_plan
 from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
 from flower_privdec.privacy.ledger.ledger_file import paid_until, runs_in
 from flower_privdec.privacy.ledger.ledger_format import read_chain
-from flower_privdec.scenario import Scenario, to_yaml
-
-Build = Callable[..., Experiment]
-Tiny = Callable[..., Scenario]
+from flower_privdec.scenario import to_yaml
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpmath import mp
 from scipy import stats
+from tiny_scenario import Tiny
 
 pytest.importorskip("cryptography.hazmat.primitives.ciphers")
 
@@ -25,7 +25,7 @@ from flower_privdec.experiment.hardening import headroom
 from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.noise import ExactNoise, exact
 from flower_privdec.privacy.noise.system import SystemNormals
-from flower_privdec.scenario import Scenario, numbers_hash
+from flower_privdec.scenario import numbers_hash
 
 FALSE_ALARM = 1e-7  # of each check; entropy is fixed, so one that passes goes on passing
 DTYPES = [torch.float32, torch.float64]
@@ -247,9 +247,6 @@ def test_doubt_is_rare(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 # --- what a scenario says of it
-
-
-Tiny = Callable[..., Scenario]
 
 
 def test_deployed_peers_draw_it_and_simulations_do_not(tiny: Tiny) -> None:

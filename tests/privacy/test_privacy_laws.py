@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tasks import TASKS
+from tiny_scenario import Build
 from torch import Tensor
 from variants import VARIANTS, settings_for
 
@@ -32,8 +33,6 @@ from flower_privdec.gradients import StackedKernel
 from flower_privdec.privacy.mechanism.declared import ONE_SUM, Drawing, ReleasedSum
 from flower_privdec.privacy.noise import SystemNoise
 from flower_privdec.scenario import Scenario
-
-Build = Callable[..., Experiment]
 
 SHORT = ["rounds=4", "data.samples=48", "n_peers=4", "privacy.clip_norm=0.05", "algorithm.learning_rate=2.0"]
 SAMPLINGS = ["poisson", "uniform", "shuffle", "full"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_scenario import Build, Tiny
 
 from flower_privdec.engine.run import run
 from flower_privdec.errors import ScenarioError
@@ -14,10 +14,6 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.planner import make_plan
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism.events import Release
-from flower_privdec.scenario import Scenario
-
-Build = Callable[..., Experiment]
-Tiny = Callable[..., Scenario]
 
 SIZES = (3, 20, 90, 127)
 UNEVEN = f"data.partition={{kind: sizes, sizes: {list(SIZES)}}}"

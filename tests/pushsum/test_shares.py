@@ -19,6 +19,7 @@ from hosting import hosting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
+from share_machines import commit, shake
 from share_schedules import SCENARIO, Exact, Fraction, run_schedule
 
 from flower_privdec.core import advance
@@ -159,21 +160,6 @@ def peers(n: int = 2) -> list[Shares[Fraction]]:
 def machine(i: int, n: int = 2, life: int | None = None, w: int = 1) -> Shares[Fraction]:
     mass = {"x": Fraction(8 * i), "w": Fraction(w)}
     return Shares(i, range(n), SCENARIO, 100 + i if life is None else life, mass, Exact())
-
-
-def shake(one: Shares[Any], other: Shares[Any]) -> None:
-    """Carry a handshake to its end, without faults."""
-    word, listener, speaker = one.hello(other.peer), other, one
-    for _ in range(9):
-        if (reply := listener.receive_hello(word)) is None:
-            return
-        word, listener, speaker = reply, speaker, listener
-    raise AssertionError("the handshake does not end")
-
-
-def commit(*machines: Shares[Any]) -> None:
-    for each in machines:
-        each.committed(each.snapshot(1))
 
 
 def restarted(old: Shares[Fraction], life: int, durable: Any = None) -> Shares[Fraction]:

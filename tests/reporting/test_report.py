@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from run_folders import make_run, privacy_row
+from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
 
 from flower_privdec.algorithms import ALGORITHMS
@@ -22,9 +22,6 @@ from flower_privdec.reporting.console import print_comparison
 from flower_privdec.reporting.grouping import read_groups
 from flower_privdec.reporting.page import write_report
 from flower_privdec.reporting.wording import headline
-from flower_privdec.scenario import Scenario
-
-Tiny = Callable[..., Scenario]
 
 FETCHING = re.compile(r'(?:src|href|action|data)="(?!#)|url\((?!#)|@import|<(?:script|link|img|iframe|object|base)\b')
 

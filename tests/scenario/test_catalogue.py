@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from tiny_scenario import Build
 from variants import DUAL, choosing, settings_for
 
 from flower_privdec import catalogue
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment import Experiment
 from flower_privdec.graph.topology import build_topology, topology_options
 from flower_privdec.models import build_model, model_options
 from flower_privdec.reporting.console.views import parts
@@ -21,7 +21,6 @@ from flower_privdec.scenario.algorithm_sections import algorithm_options
 from flower_privdec.scenario.dual_section import REGULARIZER_KEYS
 from flower_privdec.scenario.model_section import MODEL_OPTIONS
 
-Build = Callable[..., Experiment]
 KEYS = {  # where a scenario names what is listed
     "algorithms": "algorithm.name",
     "tables": "algorithm.table",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import user_parts
-from test_api import SECTIONS
+from api_sections import SECTIONS
 
 import flower_privdec as fp
 from flower_privdec.cli import main

@@ -1,4 +1,12 @@
-"""A scenario that runs in well under a second."""
+"""A scenario that runs in well under a second, and the types of the fixtures that make and build it."""
+
+from collections.abc import Callable
+
+from flower_privdec.experiment import Experiment
+from flower_privdec.scenario import Scenario
+
+Tiny = Callable[..., Scenario]
+Build = Callable[..., Experiment]
 
 TINY = """\
 name: tiny

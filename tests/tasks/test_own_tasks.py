@@ -10,6 +10,7 @@ import pytest
 import torch
 from pages import ROOT, fences
 from tasks import TASKS
+from tiny_scenario import Build
 from torch import Tensor
 from user_tasks import gaussian, near
 
@@ -26,7 +27,6 @@ from flower_privdec.scenario.loading import own_parts
 from flower_privdec.tasks.losses import LOSSES
 from flower_privdec.tasks.own_functions import own_loss
 
-Build = Callable[..., Experiment]
 NUMBERS = TASKS["numbers"][0]
 OWN = "task={{loss: {{module: 'user_tasks:{}', targets: {}}}}}"
 GAUSSIAN = (

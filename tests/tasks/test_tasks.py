@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from algorithm_references import NoiseTape, exponential_graph
 from tasks import TASKS
-from test_algorithms import NoiseTape
-from test_variance_reduction import exponential_graph
+from tiny_scenario import Build
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,7 +27,6 @@ from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.gradients import build_kernel
 from flower_privdec.models import build_model, flatten, parameter_count, unflatten
 
-Build = Callable[..., Experiment]
 ROUNDS, RATE, CLIP = 6, 0.2, 0.5
 SET_UP = [f"rounds={ROUNDS}", f"privacy.clip_norm={CLIP}"]
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -1,0 +1,22 @@
+"""Push-sum state machines without I/O: carry a handshake, commit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flower_privdec.pushsum.shares import Shares
+
+
+def shake(one: Shares[Any], other: Shares[Any]) -> None:
+    """Carry a handshake to its end, without faults."""
+    word, listener, speaker = one.hello(other.peer), other, one
+    for _ in range(9):
+        if (reply := listener.receive_hello(word)) is None:
+            return
+        word, listener, speaker = reply, speaker, listener
+    raise AssertionError("the handshake does not end")
+
+
+def commit(*machines: Shares[Any]) -> None:
+    for each in machines:
+        each.committed(each.snapshot(1))

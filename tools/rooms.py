@@ -1,0 +1,46 @@
+"""The floors of the package, and what its modules import."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "flower_privdec"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+# Rooms of one floor do not import from each other; each imports from the floors below alone.
+FLOORS = [
+    ("errors",),
+    ("common", "rows"),
+    ("catalogue",),
+    ("tasks",),
+    ("scenario",),
+    ("graph", "data", "models"),
+    ("gradients", "privacy"),
+    ("training_loop", "core"),
+    ("algorithms",),
+    ("experiment",),
+    ("engine", "pushsum"),
+    ("network",),
+    ("reporting",),
+    ("planner", "flower"),
+    ("study",),
+    ("api", "bench", "testing"),
+    ("cli",),
+    ("__main__",),
+]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield every module that a file imports, wherever in it, with the names that it takes from the package itself."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
