@@ -15,7 +15,7 @@ from flower_privdec.common.files import cache_folder, replacing, write_atomicall
 WRITER = """
 import os, signal, sys
 from pathlib import Path
-from flower_privdec.files import replacing
+from flower_privdec.common.files import replacing
 with replacing(Path(sys.argv[1])) as part:
     part.write_bytes(b"half")
     os.kill(os.getpid(), signal.SIGKILL)

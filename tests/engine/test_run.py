@@ -143,7 +143,7 @@ def test_a_folder_with_a_run_is_not_overwritten_and_resume_needs_its_scenario(sc
 
 KILLED = """\
 import os, signal, sys
-from flower_privdec.runtime.engine import Engine
+from flower_privdec.engine.engine import Engine
 rounds = Engine.round
 def dying(self):
     if self.state.round_index == int(sys.argv[1]):
@@ -151,7 +151,7 @@ def dying(self):
     rounds(self)
 Engine.round = dying
 from flower_privdec.cli import main
-main(sys.argv[2:])
+main.main(sys.argv[2:])
 """
 
 

@@ -34,7 +34,7 @@ BROKEN_CLIENT = """\
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from flower_privdec.runtime.flower.client_app import answer_place
+from flower_privdec.flower.apps.client_app import answer_place
 
 app = ClientApp()
 app.query("place")(answer_place)
@@ -111,9 +111,9 @@ import signal
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from flower_privdec.runtime.flower.client_app import answer_place
-from flower_privdec.runtime.flower.node import Node
-from flower_privdec.runtime.flower.shard_app import train_sharded
+from flower_privdec.flower.apps.client_app import answer_place
+from flower_privdec.flower.apps.node import Node
+from flower_privdec.flower.apps.shard_app import train_sharded
 
 app = ClientApp()
 app.query("place")(answer_place)

@@ -39,11 +39,11 @@ WATCH = """
 import sys, time
 from pathlib import Path
 from flower_privdec.errors import RunError
-from flower_privdec.files import write_atomically
-from flower_privdec.runtime.network.channel import Link
-from flower_privdec.runtime.network.courier import ASKING
-from flower_privdec.runtime.network.foreground import files_of
-from flower_privdec.runtime.network.identity import Credentials, identities_of
+from flower_privdec.common.files import write_atomically
+from flower_privdec.network.transport.channel import Link
+from flower_privdec.network.transport.connection_manager import ASKING
+from flower_privdec.network.peer.foreground import files_of
+from flower_privdec.network.transport.identity import Credentials, identities_of
 
 address, certificates, peer, path = sys.argv[1:]
 paths = files_of(Path(certificates), int(peer))

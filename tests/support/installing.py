@@ -40,7 +40,7 @@ NEEDED = {
 
 COMMANDS = """
 import contextlib, io, json, sys
-from flower_privdec.cli import main
+from flower_privdec.cli.main import main
 
 found = []
 for words in json.loads(sys.argv[1]):

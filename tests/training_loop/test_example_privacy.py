@@ -775,7 +775,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
 KILLED = """
 import os, sys, torch
 from torch.utils.data import DataLoader, TensorDataset
-from flower_privdec.example_privacy import private
+from flower_privdec.training_loop import private
 net = torch.nn.Linear(2, 2)
 loader = DataLoader(TensorDataset(torch.randn(40, 2), torch.zeros(40, dtype=torch.int64)), 20)
 for number in range(100):
