@@ -42,7 +42,7 @@ docs: $(DOCS_STAMP)
 
 # Install the wheel from the index without extras into an environment of its own, and try it: some minutes, 6 GB.
 try-install: $(STAMP)
-	$(BIN)/python tests/support/installing.py
+	$(BIN)/python -m tools.try_install
 
 clean:
 	rm -rf .venv runs site .mypy_cache .ruff_cache .hypothesis

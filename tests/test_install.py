@@ -9,8 +9,9 @@ from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
 import pytest
-from installing import ROOT, build_wheel, make_environment, try_it
 from packaging.requirements import Requirement
+
+from tools.try_install import ROOT, build_wheel, make_environment, try_it
 
 pytestmark = pytest.mark.slow
 NAME = "flower-privdec"
@@ -24,11 +25,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_code_templates_scenarios_and_studies(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
+        tops = {name.partition("/")[0] for name in archive.namelist()}
         names = {name for name in archive.namelist() if name.startswith("flower_privdec/")}
         metadata = email.message_from_bytes(archive.read("flower_privdec-0.1.0.dist-info/METADATA"))
         licenses = [name for name in archive.namelist() if name.endswith("licenses/LICENSE")]
     package = {path.relative_to(ROOT).as_posix() for path in (ROOT / "flower_privdec").rglob("*") if path.is_file()}
     scenarios = {f"flower_privdec/{path.relative_to(ROOT)}" for path in (ROOT / "scenarios").rglob("*.yaml")}
+    assert tops == {"flower_privdec", "flower_privdec-0.1.0.dist-info"}
     assert names == {name for name in package if "__pycache__" not in name} | scenarios
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_all("Project-URL")

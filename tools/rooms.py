@@ -26,7 +26,7 @@ FLOORS = [
     ("reporting",),
     ("planner", "flower"),
     ("study",),
-    ("api", "bench", "testing"),
+    ("api", "testing"),
     ("cli",),
     ("__main__",),
 ]

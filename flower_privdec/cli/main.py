@@ -24,6 +24,7 @@ from flower_privdec.cli.typer_parts import (
     Json,
     ScenarioFile,
     Settings,
+    checkout_tool,
     saying_when_interrupted,
     starting,
 )
@@ -247,9 +248,9 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure the engine against a plain loop over peers, side by side in one process."""
-    from flower_privdec import bench as benchmark
-
-    benchmark.main(workloads or [], device=device.value, rounds=rounds, peers=peers, extras=extras, as_json=as_json)
+    checkout_tool("tools.bench", "bench").main(
+        workloads or [], device=device.value, rounds=rounds, peers=peers, extras=extras, as_json=as_json
+    )
 
 
 command()(flower_run)

@@ -9,7 +9,14 @@ from typing import Annotated
 
 import typer
 
-from flower_privdec.cli.typer_parts import Json, ScenarioFile, Settings, saying_when_interrupted, starting
+from flower_privdec.cli.typer_parts import (
+    Json,
+    ScenarioFile,
+    Settings,
+    checkout_tool,
+    saying_when_interrupted,
+    starting,
+)
 
 
 def certs(
@@ -197,8 +204,7 @@ def network_bench(
     as_json: Json = False,
 ) -> None:
     """Measure rounds a second of eight peers on this machine, beside what their transport alone takes."""
-    from flower_privdec.bench import network
-
+    network = checkout_tool("tools.bench.network", "network-bench")
     say = partial(typer.echo, err=as_json)
     found = network.measure_network(
         size or list(ModelSize), mode or list(NetworkMode), settings or (), out, rounds, say
@@ -220,14 +226,13 @@ def soak(
     longest: Annotated[float, typer.Option(help="Seconds that a fault lasts at most.")] = 2.0,
 ) -> None:
     """Run all peers of a scenario on this machine, break something all the time, and check what must hold."""
-    from flower_privdec.data.readers import require
     from flower_privdec.scenario import load_scenario
 
-    network = require("flower_privdec.network.local.soak", "privdec soak", "pip install grpcio")
+    rig = checkout_tool("tools.soak", "soak")
     loaded = load_scenario(scenario, settings or ())
     folder = out or Path("runs") / f"{loaded.name}-soak"
     given = {"kinds": tuple(fault)} if fault else {}
-    soaked = network.Soak(loaded, folder, minutes=minutes, seed=seed, every=every, longest=longest, **given)
+    soaked = rig.Soak(loaded, folder, minutes=minutes, seed=seed, every=every, longest=longest, **given)
     with saying_when_interrupted(f"what was seen is above, and its traces are in {folder}"):
         try:
             soaked.run(typer.echo)

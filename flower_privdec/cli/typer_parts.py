@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from flower_privdec.errors import StoppedError
+import flower_privdec
+from flower_privdec.errors import ScenarioError, StoppedError
 
 ScenarioFile = Annotated[
     Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML), or the name of one that comes along.")
@@ -87,6 +92,28 @@ def saying_when_interrupted(*remedies: str, chosen: Callable[[], int] = lambda: 
         yield
     except KeyboardInterrupt as error:
         raise StoppedError(remedies[chosen()]) from error
+
+
+def checkout_tool(module: str, command: str) -> ModuleType:
+    """Import a module of tools/, which lies beside the package in a source checkout and is not in the wheel.
+
+    The processes that it starts find tools/ by PYTHONPATH.
+
+    Raises:
+        ScenarioError: the package does not lie in a checkout.
+    """
+    root = Path(flower_privdec.__file__).resolve().parents[1]
+    if not (root / "tools" / "walk.py").is_file():
+        raise ScenarioError(
+            f"`privdec {command}` needs a source checkout, for tools/ is not in the wheel: unpack the source "
+            "distribution or clone the repository, then run `pip install -e .` in it"
+        )
+    if str(root) not in sys.path[:1]:
+        sys.path.insert(0, str(root))
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(root) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(root), *filter(None, paths)])
+    return import_module(module)
 
 
 def _plain(text: str) -> str:

@@ -30,11 +30,8 @@ from flower_privdec.reporting.console.views import parts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
 from flower_privdec.study.axes import Axis
 from flower_privdec.study.spec import Study, load_study, study_files
+from tools.docs import house, made
 from tools.rooms import FLOOR_OF, MODULES, PACKAGE, imported, room_of
-
-sys.path.insert(0, str(ROOT / "docs" / "_scripts"))
-import house
-import made
 
 NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
 EMBEDDED = ("digits", "breast-cancer", "diabetes", "synthetic-labels", "synthetic-words")

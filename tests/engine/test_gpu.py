@@ -21,9 +21,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._python_dispatch import TorchDispatchMode
 from variants import VARIANTS, settings_for
 
-from flower_privdec.bench.comparison import measure_workload
-from flower_privdec.bench.equality import check_equal
-from flower_privdec.bench.workloads import WORKLOADS, Setup, peer_data
 from flower_privdec.core import State
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.data import PeerData
@@ -32,6 +29,9 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.privacy.noise import GPUNoise
 from flower_privdec.rows.keys import seed_keys
+from tools.bench.comparison import measure_workload
+from tools.bench.equality import check_equal
+from tools.bench.workloads import WORKLOADS, Setup, peer_data
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="THE ENGINE ON CUDA NOT TESTED: no GPU here")

@@ -22,14 +22,13 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.engine.checkpoint import Checkpoint, save_checkpoint
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.network.local.fault_schedule import KINDS, ON_PEERS, Fault, faults
 from flower_privdec.network.local.peer_processes import on_this_machine
-from flower_privdec.network.local.release_counter import count_into, counted_in
-from flower_privdec.network.local.soak import Soak
-from flower_privdec.network.local.soak_checks import Paid, ledger_problem, look_at_ledger, weight_on_disk
-from flower_privdec.network.local.soaked_run import SoakedRun, Tally
 from flower_privdec.pushsum.packing import pack
 from flower_privdec.pushsum.share_protocol import FIRST, Durable, FrozenShare, PeerLink
+from tools.soak import Soak, SoakedRun, Tally
+from tools.soak.checks import Paid, ledger_problem, look_at_ledger, weight_on_disk
+from tools.soak.fault_schedule import KINDS, ON_PEERS, Fault, faults
+from tools.soak.release_counter import count_into, counted_in
 
 LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
 ROUNDS = 20

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flower_privdec.network.local import fuzz
 from flower_privdec.pushsum import frames
 from flower_privdec.pushsum.frames import HEADER, FrameHeader, RowMessage, decode, read_header
 from flower_privdec.pushsum.parts import Parts
 from flower_privdec.pushsum.share_protocol import LAST, FrozenShare, RefusedError
 from flower_privdec.pushsum.wire_rows import BEGIN, WireRow, frame_size, layout_of
+from tools import fuzz
 
 
 def encode(message: frames.Framed) -> bytes:

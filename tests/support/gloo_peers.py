@@ -11,9 +11,9 @@ import numpy as np
 from safetensors.torch import save_file
 from torch import Tensor, distributed
 
-from flower_privdec.bench.processes import Peer, fork, join
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import parse_scenario
+from tools.bench.processes import Peer, fork, join
 
 
 def main(folder: Path) -> None:

@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from flower_privdec import bench
-from flower_privdec.bench import (
+from flower_privdec.engine.engine import Engine
+from flower_privdec.engine.shards.shard_assignment import Shards
+from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.graph.topology import build_topology
+from flower_privdec.privacy.noise import generators
+from tools import bench
+from tools.bench import (
     comparison,
     equality,
     flower_relay,
@@ -24,13 +29,8 @@ from flower_privdec.bench import (
     timing,
     whole,
 )
-from flower_privdec.bench.rivals import OpacusLoop, PeerLoop, TextbookVmap
-from flower_privdec.bench.workloads import WORKLOADS, Setup
-from flower_privdec.engine.engine import Engine
-from flower_privdec.engine.shards.shard_assignment import Shards
-from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.graph.topology import build_topology
-from flower_privdec.privacy.noise import generators
+from tools.bench.rivals import OpacusLoop, PeerLoop, TextbookVmap
+from tools.bench.workloads import WORKLOADS, Setup
 
 CPU = torch.device("cpu")
 FIGURES = ("ratio_to_loop", "fraction_of_limit", "times_the_limit", "peer_steps_per_second")

@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from flower_privdec.bench import network
-from flower_privdec.bench.network import NetworkPace
-from flower_privdec.bench.together import together
 from flower_privdec.cli import main
 from flower_privdec.errors import RunError
+from tools.bench import network
+from tools.bench.network import NetworkPace
+from tools.bench.together import together
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -23,13 +22,12 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from flower_privdec.scenario import parse_scenario
+from tools.side_by_side import __main__ as script
+from tools.side_by_side import accountant, environments, measuring, results, task
 
-SCRIPT = ROOT / "docs" / "_scripts" / "side_by_side"
-sys.path[:0] = [str(SCRIPT), str(SCRIPT / "runners")]
-environments, measuring, privdec, results, shared, task, accountant = map(
-    importlib.import_module,
-    ("environments", "measuring", "privdec", "results", "shared", "task", "accountant"),
-)
+SCRIPT = ROOT / "tools" / "side_by_side"
+sys.path.insert(0, str(task.RUNNERS))  # scripts of other environments, which have nothing of tools
+privdec, shared = map(importlib.import_module, ("privdec", "shared"))
 
 MIB = 2**20
 LIMIT = 120.0
@@ -57,15 +55,6 @@ class Seen:
     def holding(self) -> str:
         """The same, of a process that holds 64 MiB."""
         return HOLD + self.waiting
-
-
-def script() -> ModuleType:
-    """Return the script's own module."""
-
-    spec = importlib.util.spec_from_file_location("side_by_side_script", SCRIPT / "__main__.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # --- measuring ---
@@ -325,7 +314,7 @@ def test_what_hands_nothing_back_has_failed(tmp_path: Path, capsys: pytest.Captu
     took = measuring.Measured(3.0, 1.0, MIB, 0.0, "", 1)
     contestant = task.chosen(["flower-opacus"])[0]
     given = contestant.task(tmp_path, tmp_path / "outcome.json", 2)
-    row = script().row_of(contestant, given, took, "1.41.0", tmp_path / "log.txt")
+    row = script.row_of(contestant, given, took, "1.41.0", tmp_path / "log.txt")
     assert row.failed == "failed with status 1"
     assert "log.txt" in capsys.readouterr().err
 
@@ -336,14 +325,14 @@ def test_what_is_handed_back_becomes_a_row(tmp_path: Path) -> None:
     given = contestant.task(tmp_path, tmp_path / "outcome.json", 2)
     said = {"training_seconds": 9.0, "accuracy": 0.85, "claimed_epsilon": 2.0, "noise_multiplier": 0.69}
     Path(given.outcome).write_text(json.dumps(said))
-    row = script().row_of(contestant, given, took, "1.41.0", tmp_path / "log.txt")
+    row = script.row_of(contestant, given, took, "1.41.0", tmp_path / "log.txt")
     assert (row.seconds_a_round, row.claimed_epsilon, row.claimed_for) == (3.0, 2.0, "one round")
     assert row.exact_epsilon == pytest.approx(3.0, rel=0.01)
 
 
 def test_the_environment_of_a_contestant_is_its_own(tmp_path: Path) -> None:
     place = task.Place(tmp_path / "bin", tmp_path / "run", tmp_path / "task.json")
-    given = script().variables(place)
+    given = script.variables(place)
     assert given["PATH"].startswith(str(tmp_path / "bin") + os.pathsep)
     assert given["FLWR_HOME"] == str(tmp_path / "run" / "flwr")
     assert given["FLWR_LOCAL_CONTROL_API_PORT"] != given["FLWR_LOCAL_SUPERLINK_HTTP_API_PORT"]

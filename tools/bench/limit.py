@@ -1,0 +1,146 @@
+"""What a round cannot do without: the noise fill, the model's matrix products, and one copy of the parameters.
+
+Every product is made in the fastest of the forms that torch has for it, and into memory that is there already; so
+the limit is no straw man, and a round that comes near it wastes little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from flower_privdec.privacy.noise import build_noise
+from flower_privdec.rows.aligned import aligned
+from flower_privdec.rows.keys import seed_keys
+from tools.bench.timing import Work, once
+from tools.bench.workloads import SEED, Setup
+
+TRIALS = 5  # of each form of a product
+PEAK_SIZE = 512
+
+
+@dataclass(frozen=True)
+class MatrixLayer:
+    """A layer with a weight matrix: its module and the shape of one example's input and output."""
+
+    module: nn.Linear | nn.Conv2d
+    inputs: torch.Size
+    outputs: torch.Size
+
+    @property
+    def multiplications(self) -> int:
+        """Return the multiplications of one product for one example."""
+        return self.module.weight[0].numel() * self.outputs.numel()
+
+
+def layers(setup: Setup) -> list[MatrixLayer]:
+    """Return the linear and convolution layers of a workload's model, in order."""
+    found: list[MatrixLayer] = []
+
+    def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            found.append(MatrixLayer(layer, inputs[0].shape[1:], output.shape[1:]))
+
+    hooks = [part.register_forward_hook(record) for part in setup.module.modules()]
+    with torch.no_grad():
+        setup.module(torch.zeros(1, *setup.workload.shape, dtype=setup.dtype, device=setup.device))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def works(setup: Setup, generators: list[str]) -> dict[str, Work]:
+    """Return the parts of the limit, to be timed: gemm, copy, and noise-GENERATOR for each generator."""
+    rows = aligned(torch.zeros(setup.workload.n_peers, setup.d, dtype=setup.dtype, device=setup.device))
+    spare = aligned(rows)
+    parts: dict[str, Work] = {"gemm": _products(setup), "copy": lambda: spare.copy_(rows)}
+    for generator in generators:
+        parts[f"noise-{generator}"] = _fill(setup, rows, generator)
+    return parts
+
+
+def operations(setup: Setup) -> int:
+    """Return the floating-point operations of a round's products."""
+    each = [2 * layer.multiplications * (2 if index == 0 else 3) for index, layer in enumerate(layers(setup))]
+    return sum(each) * setup.workload.n_peers * setup.workload.batch
+
+
+def peak(setup: Setup) -> Work:
+    """Return one large product, of 2 PEAK_SIZE³ operations, whose speed is the most to be had of products."""
+    a, b, out = (torch.ones(PEAK_SIZE, PEAK_SIZE, dtype=setup.dtype, device=setup.device) for _ in range(3))
+    return lambda: torch.mm(a, b, out=out)
+
+
+def _fill(setup: Setup, rows: Tensor, generator: str) -> Work:
+    """Return the noise fill; torch's is its bare normals, without the cost of keys and of exact tails."""
+    if generator == "torch":
+        dense = rows.contiguous()  # torch fills padded rows number by number
+        return lambda: dense.normal_()
+    peers = np.arange(len(rows))
+    source, std = build_noise(generator, seed_keys(SEED, peers), setup.device), rows.new_ones(len(rows))
+    return lambda: source.add_(rows, std, 0, peers)
+
+
+def _products(setup: Setup) -> Work:
+    """Return forward, backward and gradient products of every layer: of all peers' linear layers at once, and of
+    convolutions one peer after the other, whose buffers then stay in the cache."""
+    n, batch = setup.workload.n_peers, setup.workload.batch
+    calls: list[tuple[Work, int]] = []
+    for index, layer in enumerate(layers(setup)):
+        conv = layer.module if isinstance(layer.module, nn.Conv2d) else None
+        for name, ways in _linear(layer, n, batch) if conv is None else _convolution(layer, conv, batch):
+            if name != "backward" or index > 0:  # nothing below the first layer needs a derivative
+                fastest = min(ways, key=lambda way: min(once(way, setup.device)[0] for _ in range(TRIALS)))
+                calls.append((fastest, 1 if conv is None else n))
+
+    def run() -> None:
+        for call, times in calls:
+            for _ in range(times):
+                call()
+
+    return run
+
+
+def _linear(layer: MatrixLayer, n: int, batch: int) -> Iterator[tuple[str, list[Work]]]:
+    weight = layer.module.weight.detach().expand(n, -1, -1).contiguous()
+    (outputs, inputs), new = weight.shape[1:], weight.new_ones
+    a, delta = new(n, batch, inputs), new(n, batch, outputs)
+    z, below, gradient = torch.empty_like(delta), torch.empty_like(a), torch.empty_like(weight)
+    up, down, across = weight.transpose(1, 2), a.transpose(1, 2), delta.transpose(1, 2)
+    yield (
+        "forward",
+        [lambda: torch.bmm(a, up, out=z), lambda: torch.bmm(weight, down, out=z.view(n, outputs, batch))],
+    )
+    yield (
+        "backward",
+        [lambda: torch.bmm(delta, weight, out=below), lambda: torch.bmm(up, across, out=below.view(n, inputs, batch))],
+    )
+    outer: list[Work] = [lambda: torch.bmm(across, a, out=gradient)]
+    yield "gradient", outer if batch > 1 else [*outer, lambda: torch.mul(across, a, out=gradient)]
+
+
+def _convolution(layer: MatrixLayer, conv: nn.Conv2d, batch: int) -> Iterator[tuple[str, list[Work]]]:
+    weight = conv.weight.detach()
+    a, delta = weight.new_ones(batch, *layer.inputs), weight.new_ones(batch, *layer.outputs)
+    stride, padding, dilation = list(conv.stride), list(conv.padding), list(conv.dilation)
+    last = tuple(t.contiguous(memory_format=torch.channels_last) for t in (delta, a, weight))
+    rows, positions = weight[0].numel(), layer.outputs[1:].numel()
+    patches, written = weight.new_ones(batch, rows, positions), weight.new_empty(batch, rows, len(weight))
+    lines = delta.flatten(2).transpose(1, 2)
+
+    def backward(tensors: tuple[Tensor, ...], *wanted: bool) -> Work:
+        sizes = (stride, padding, dilation, False, [0, 0], 1)
+        return lambda: torch.ops.aten.convolution_backward(*tensors, None, *sizes, [*wanted, False])
+
+    def forward(_: Tensor, x: Tensor, w: Tensor) -> Work:
+        return lambda: torch.ops.aten.convolution(x, w, None, stride, padding, dilation, False, [0, 0], 1)
+
+    both = ((delta, a, weight), last)
+    yield "forward", [forward(*tensors) for tensors in both]
+    yield "backward", [backward(tensors, True, False) for tensors in both]
+    by_example: list[Work] = [lambda: torch.bmm(patches, lines, out=written)]
+    yield "gradient", [*by_example, *(backward(tensors, False, True) for tensors in both)]

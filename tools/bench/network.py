@@ -1,0 +1,196 @@
+"""`privdec network-bench`: rounds per second of real peers on this machine, beside what their transport alone takes.
+
+For each size of model and each mode, in one run: peers as processes with their folders on the disk; the same bytes over
+bare gRPC with TLS between as many processes, along the same links, without computing, checking, copying or disk; and
+peers with their folders in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flower_privdec.core import advance
+from flower_privdec.experiment import Agreement, Experiment
+from flower_privdec.network.local.peer_processes import on_this_machine
+from flower_privdec.network.transport.certificates import make_certificates
+from flower_privdec.pushsum.timetable import Timetable
+from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
+from tools.bench.timing import quiet
+from tools.bench.together import together
+
+BASE = """\
+name: network-bench
+n_peers: 8
+rounds: 12
+data: {dataset: digits, batch: {sampling: uniform, size: 1}}
+model: {name: mlp, hidden: [1060]}
+algorithm: {name: sgp, learning_rate: 0.01}
+privacy: none
+topology: {name: directed-exponential}
+evaluation: {every: 100000}
+network: {start: 120.0, deadline: 60.0}
+"""
+SIZES = {  # what it is called, the model, and rounds that are counted
+    "small": ("79,510 parameters", "model.hidden=[1060]", 40),
+    "large": ("11 million parameters", "model.hidden=[3280,3280]", 8),
+}
+MODES = ("asynchronous", "synchronous")
+WARM_UP = 3  # rounds that are not counted, and the last one, after which a peer hands in its model
+MEMORY = Path("/dev/shm")
+STEPS = 7  # timed in this process
+
+
+@dataclass(frozen=True)
+class NetworkPace:
+    """What the rounds of some processes took, on average, after the first ones.
+
+    Attributes:
+        rounds_per_second: of a process.
+        cpu_ms: CPU time of a round, of all processes together.
+        sync_ms, syncs: how long a process waited for the disk in a round, and how often.
+        bytes: that a process sent in a round.
+    """
+
+    rounds_per_second: float
+    cpu_ms: float
+    sync_ms: float = 0.0
+    syncs: float = 0.0
+    bytes: float = 0.0
+
+    @classmethod
+    def of(cls, stamps: Sequence[Sequence[Sequence[float]]], counted: slice) -> NetworkPace:
+        """Return the pace of processes from their stamps, [clock, CPU seconds, ...] after each round."""
+        spans = [np.subtract(each[counted][-1], each[counted][0]) for each in stamps]
+        rounds = len(stamps[0][counted]) - 1
+        clock, cpu, *others = np.transpose(spans)
+        sync, syncs, sent = (float(each.mean()) / rounds for each in others) if others else (0.0, 0.0, 0.0)
+        return cls(float((rounds / clock).mean()), float(cpu.sum()) / rounds * 1e3, sync * 1e3, syncs, sent)
+
+
+def measure_network(
+    sizes: Sequence[str],
+    modes: Sequence[str],
+    settings: Sequence[str],
+    out: Path,
+    rounds: int | None = None,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Measure some sizes and modes, and say each figure as soon as it is known.
+
+    Args:
+        sizes: of SIZES.
+        modes: of MODES.
+        settings: laid over the scenario, as network.commit_every=4.
+        out: a folder on the disk that is meant.
+        rounds: that are counted; as many as SIZES says when not given.
+        say: takes a line.
+
+    Returns:
+        By size and mode, `small asynchronous`: `floor`, `disk` and `memory` (absent where there is no /dev/shm) as
+        NetworkPace, `messages` of a peer in a round, `bytes` that these have, and `computing_ms`, CPU time of all
+        peers' steps of a round, up to its first exchange.
+    """
+    found: dict[str, Any] = {}
+    for size in sizes:
+        name, model, usual = SIZES[size]
+        for mode in modes:
+            chosen = [model, f"network.mode={mode}", *settings, f"rounds={(rounds or usual) + WARM_UP + 2}"]
+            scenario = parse_scenario(BASE, overrides=chosen)
+            say(f"{name}, {scenario.n_peers} peers, network.mode={mode}")
+            found[f"{size} {mode}"] = _measure(scenario, out, say)
+    return found
+
+
+def _measure(scenario: Scenario, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure the peers on the disk, then the same bytes over bare gRPC, and the peers in memory."""
+    receivers = _receivers(scenario)
+    messages = sum(len(each) for place in receivers for each in place) / scenario.rounds / scenario.n_peers
+    result: dict[str, Any] = {"messages": messages, "computing_ms": _computing(scenario)}
+    say(f"  {'steps of all peers':<20}{'':18} {result['computing_ms']:9.1f} ms CPU")
+    disk = _peers(scenario, out)
+    floor = replace(_floor(scenario, receivers, round(disk.bytes / messages)), bytes=disk.bytes)
+    say(f"  {'bare gRPC with TLS':<20}{_rate(floor)}; {disk.bytes / 1e6:.2f} MB in {messages:g} messages a round")
+    say(line("peers, disk", disk, floor))
+    result |= {"floor": floor, "disk": disk}
+    if MEMORY.is_dir():
+        result["memory"] = _peers(scenario, MEMORY)
+        say(line("peers, memory", result["memory"], floor))
+    return result
+
+
+def _computing(scenario: Scenario) -> float:
+    """Return the CPU milliseconds of all peers' steps of a round, up to its first exchange."""
+    experiment = Experiment.build(scenario, np.arange(1))
+    cohort, times = experiment.cohort(), []
+    with quiet():
+        for _ in range(STEPS):
+            state, began = experiment.initial_state(cohort), time.process_time()
+            advance(experiment.algorithm, cohort, state)
+            times.append(time.process_time() - began)
+    return float(np.median(times)) * scenario.n_peers * 1e3
+
+
+def _receivers(scenario: Scenario) -> list[list[list[int]]]:
+    """Return to whom every peer sends, at every place."""
+    table = Timetable(Agreement.of(scenario))
+    return [[sorted(table.receivers(peer, at)) for peer in range(scenario.n_peers)] for at in range(table.places)]
+
+
+def _peers(scenario: Scenario, where: Path) -> NetworkPace:
+    with tempfile.TemporaryDirectory(dir=where) as name:
+        folder, placed = Path(name), _placed(scenario, Path(name))
+        file, certs = str(folder / "network.yaml"), str(folder / "certs")
+        words = [(file, peer, str(folder / str(peer)), certs) for peer in range(placed.n_peers)]
+        stamps = together([("tools.bench.network_peer", each) for each in words])
+        return NetworkPace.of(stamps, slice(WARM_UP, -1))
+
+
+def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int) -> NetworkPace:
+    with tempfile.TemporaryDirectory() as name:
+        folder, placed = Path(name), _placed(scenario, Path(name))
+        assert placed.network.peers is not None
+        plan = {
+            "addresses": [peer.address for peer in placed.network.peers],
+            "identities": placed.network.identities(placed.name, placed.n_peers),
+            "certs": str(folder / "certs"),
+            "bytes": size,
+            "receivers": receivers,
+        }
+        (folder / "plan.json").write_text(json.dumps(plan))
+        words = [(str(folder / "plan.json"), peer) for peer in range(placed.n_peers)]
+        stamps = together([("tools.bench.transport_baseline", each) for each in words])
+        each_round = len(receivers) // scenario.rounds
+        return NetworkPace.of([each[each_round - 1 :: each_round] for each in stamps], slice(WARM_UP, -1))
+
+
+def _placed(scenario: Scenario, folder: Path) -> Scenario:
+    """Return the scenario with free addresses on this machine, and put it and its certificates into a folder."""
+    placed = on_this_machine(scenario)
+    make_certificates(placed, folder / "certs")
+    (folder / "network.yaml").write_text(to_yaml(placed))
+    return placed
+
+
+def line(name: str, pace: NetworkPace, floor: NetworkPace) -> str:
+    """Return in words what some peers took, beside the floor."""
+    times = f"{floor.rounds_per_second / pace.rounds_per_second:.2f} times the floor"
+    cpu = f"{pace.cpu_ms / floor.cpu_ms:.2f} times its CPU"
+    share = "" if pace.bytes == floor.bytes else f" at {pace.bytes / floor.bytes:.2f} of its bytes"
+    return f"  {name:<20}{_rate(pace)}; {times}, {cpu}{share}; {pace.syncs:.1f} syncs of a peer, {pace.sync_ms:.1f} ms"
+
+
+def _rate(pace: NetworkPace) -> str:
+    return f"{pace.rounds_per_second:9.2f} rounds/s {pace.cpu_ms:9.1f} ms CPU"
+
+
+def as_json(found: dict[str, Any]) -> str:
+    """Return what was measured as JSON."""
+    return json.dumps(found, default=asdict, indent=2)

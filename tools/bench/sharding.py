@@ -1,0 +1,164 @@
+"""Two shards on this machine: their rounds beside one process's, their exchanges beside bare gloo, and a forecast.
+
+The forecast is for more peers and hosts than are here, by what was measured (`forecast`).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from tools.bench.shard_process import CPU, SHARDS
+from tools.bench.together import together
+from tools.bench.workloads import WORKLOADS, Setup
+
+NAME = "sharded"
+ROUNDS = {"W1": 10, "W2": 4, "W3": 1}  # of a timed stretch
+EXCHANGES = {  # peers, and periods of the graph in a stretch, by parameters: rows of 8 KB, 320 KB and 44 MB
+    2_000: (100, 20),
+    80_000: (50, 3),
+    11_000_000: (4, 1),
+}
+MANY = {"W4": 1000, "W1": 200}  # peers of one process, by which a host is forecast
+REPEATS = 25
+PEERS, HOSTS = 100_000, 64
+NETWORK = 1.25e9  # bytes a second of 10 Gbit/s
+
+
+def measure_sharding(generator: str, repeats: int = REPEATS, sizes: Sequence[int] = tuple(EXCHANGES)) -> dict[str, Any]:
+    """Time two shards.
+
+    Args:
+        generator: of noise.
+        repeats: timed stretches of each kind.
+        sizes: parameters of the rows whose exchange is timed, of EXCHANGES.
+
+    Returns:
+        pace: by workload, ms of a round of one process and of two, and the ratio, of wall time and of a process's CPU
+        time, which other work on the machine does not change; exchanges: by bytes of a row, ms of
+        an exchange, of bare gloo and of mixing in memory, and the ratio of the exchange to both together; forecast: see
+        `forecast`. Ratios are of the least of many short stretches.
+    """
+    asked = {
+        "generator": generator,
+        "repeats": repeats,
+        "rounds": ROUNDS,
+        "exchanges": {d: EXCHANGES[d] for d in sizes},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        many = [MANY if shard == 0 else {} for shard in range(SHARDS)]
+        works = [(folder, shard, asked | {"many": many[shard]}) for shard in range(SHARDS)]
+        found = together([("tools.bench.shard_process", words) for words in works])[0]
+    exchanges = {str(d * 4): _exchange(found[f"exchange-{d}"]) for d in sizes}
+    steps = {name: found[f"many-{name}"] / peers for name, peers in MANY.items()}
+    rate = (
+        1.5 * 4 * max(sizes) / exchanges[str(4 * max(sizes))]["gloo_ms"] * 1e3
+    )  # of 4 peers one row crosses, then two
+    return {
+        "description": "two shards of one cohort, a process each, over gloo on this machine",
+        "pace": {name: _pace(found[name]) for name in ROUNDS},
+        "exchanges": exchanges,
+        "gloo_bytes_per_second": rate,
+        "forecast": {
+            name: asdict(forecast(PEERS, HOSTS, Setup.build(WORKLOADS[name]).d, ms)) for name, ms in steps.items()
+        },
+    }
+
+
+def _d(name: str) -> int:
+    return Setup.build(WORKLOADS[name].resized(2)).d
+
+
+def _pace(took: dict[str, list[float]]) -> dict[str, float]:
+    cpu = min(took["one" + CPU]) / min(took["two" + CPU])
+    return _facts(took) | {"ratio": min(took["one"]) / min(took["two"]), "cpu_ratio": cpu}
+
+
+def _exchange(took: dict[str, list[float]]) -> dict[str, float]:
+    ratios = {}
+    for key, kind in (("ratio", ""), ("cpu_ratio", CPU)):
+        shards, gloo, mixing = (min(took[name + kind]) for name in ("shards", "gloo", "mixing"))
+        ratios[key] = shards / (gloo + mixing)
+    return _facts(took) | ratios
+
+
+def _facts(took: dict[str, list[float]]) -> dict[str, float]:
+    """Return the least and the median of each: other work slows two processes that wait for each other."""
+    least = {f"{name}_ms".replace(" ", "_"): min(times) for name, times in took.items()}
+    return least | {f"{name}_median_ms": float(np.median(took[name])) for name in took if not name.endswith(CPU)}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a round of many peers on many hosts would cost a host.
+
+    Attributes:
+        peers, hosts, d: of the whole; parameters of a model.
+        step_ms: computing, of one core.
+        crossing: rows that leave a host in a round, on average over the phases of the graph.
+        bytes: of these rows.
+        network_ms: they take at 10 Gbit/s each way.
+        state_bytes: rows of a host, with as many from elsewhere and a second buffer of both.
+        collected_bytes: that the first host receives, and holds, at each evaluation.
+    """
+
+    peers: int
+    hosts: int
+    d: int
+    step_ms: float
+    crossing: float
+    bytes: float
+    network_ms: float
+    state_bytes: float
+    collected_bytes: float
+
+
+def forecast(peers: int, hosts: int, d: int, step_ms: float) -> Forecast:
+    """Work out a round of push-sum on the one-peer directed exponential graph, one core of each host at work.
+
+        m = n / hosts;  rows that leave = mean over the phases 2^j < n of min(2^j, m, n - 2^j)
+        round = m t + rows · 4 d / B
+
+    Args:
+        step_ms: t, what a peer's round takes in a process that hosts many, measured.
+    """
+    m = math.ceil(peers / hosts)
+    phases = math.ceil(math.log2(peers))
+    crossing = sum(min(2**j, m, peers - 2**j) for j in range(phases)) / phases
+    size = crossing * 4 * d
+    state = 2 * (m + m) * 4 * d
+    return Forecast(peers, hosts, d, m * step_ms, crossing, size, size / NETWORK * 1e3, state, peers * 4 * d)
+
+
+def sharding_lines(result: dict[str, Any]) -> list[str]:
+    """Return in words what was measured, and what follows from it."""
+    lines = []
+    for name, pace in result["pace"].items():
+        medians = f"medians {pace['one_median_ms']:.1f} and {pace['two_median_ms']:.1f}"
+        lines.append(
+            f"{name}: {pace['one_ms']:.1f} ms a round in one process, {pace['two_ms']:.1f} in two ({medians}): "
+            f"{pace['ratio']:.2f} times as fast; a process's CPU time {pace['one_cpu_ms']:.1f} and "
+            f"{pace['two_cpu_ms']:.1f}: {pace['cpu_ratio']:.2f}"
+        )
+    for size, took in result["exchanges"].items():
+        lines.append(
+            f"rows of {int(size) / 1e3:,.0f} KB, {EXCHANGES[int(size) // 4][0]} peers: an exchange "
+            f"{took['shards_ms']:.3f} ms; as many bytes over bare gloo {took['gloo_ms']:.3f} and mixing in memory "
+            f"{took['mixing_ms']:.3f}: {took['ratio']:.2f} times both, in CPU time {took['cpu_ratio']:.2f}"
+        )
+    lines.append(f"bare gloo: {result['gloo_bytes_per_second'] / 1e9:.1f} GB/s each way between two processes here")
+    return lines + [_forecast_line(name, Forecast(**facts)) for name, facts in result["forecast"].items()]
+
+
+def _forecast_line(name: str, facts: Forecast) -> str:
+    return (
+        f"on paper, {facts.peers:,} peers of {name} (d = {facts.d:,}) on {facts.hosts} hosts, a core of each: "
+        f"{facts.step_ms:,.0f} ms of steps a round and {facts.network_ms:,.0f} ms for {facts.crossing:,.0f} rows, "
+        f"{facts.bytes / 1e6:,.0f} MB, that leave a host at 10 Gbit/s; {facts.state_bytes / 1e9:,.1f} GB of rows a "
+        f"host; the first collects {facts.collected_bytes / 1e9:,.1f} GB at an evaluation"
+    )

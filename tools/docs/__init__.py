@@ -1,0 +1,1 @@
+"""What mkdocs runs: the parts of pages that are made from the code."""

@@ -1,0 +1,24 @@
+"""The parts of pages that are made from the code: `<!-- made: NAME -->` stands where each goes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from tools.docs.algorithm_table import algorithm_table
+from tools.docs.command_reference import command_reference
+from tools.docs.house import picture, room_table
+from tools.docs.scenario_reference import scenario_reference
+from tools.docs.study_reference import study_reference
+from tools.side_by_side.results import load, tables
+
+MARK = re.compile(r"<!-- made: (\S+) -->")
+PARTS: dict[str, Callable[[], str]] = {
+    "algorithms": algorithm_table,
+    "commands": command_reference,
+    "house": picture,
+    "rooms": room_table,
+    "scenario": scenario_reference,
+    "side-by-side": lambda: tables(load()),
+    "study": study_reference,
+}

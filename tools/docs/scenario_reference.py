@@ -1,0 +1,144 @@
+"""Every key of a scenario, read from the schema: its type, its default, its rule and what it means."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.fields import Section
+
+Json = dict[str, Any]
+KINDS = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "object": "mapping",
+    "null": "nothing",
+}
+FIRST = ("name", "kind")  # they decide what the other keys mean
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+ATTRIBUTE = re.compile(r"^    (?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {8}.*)*)", re.MULTILINE)
+
+
+def described(model: type[BaseModel]) -> dict[str, str]:
+    """Return what the docstrings of a section and of those it builds on say of each key."""
+    found: dict[str, str] = {}
+    for cls in reversed(model.__mro__):
+        attributes = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+        for match in ATTRIBUTE.finditer(attributes):
+            text = " ".join(match["text"].split())
+            found |= dict.fromkeys(match["names"].split(", "), text)
+    return found
+
+
+def introduced(model: type[BaseModel]) -> str:
+    """Return what a section's docstring says before its attributes."""
+    return inspect.cleandoc(model.__doc__ or "").partition("\nAttributes:")[0].strip()
+
+
+def by_name() -> dict[str, type[BaseModel]]:
+    """Return every section of the schema by the name of its class."""
+    found: dict[str, type[BaseModel]] = {"Scenario": Scenario}
+    waiting: list[type[BaseModel]] = [Section]
+    while waiting:
+        subclasses = waiting.pop().__subclasses__()
+        found |= {cls.__name__: cls for cls in subclasses}
+        waiting += subclasses
+    return found
+
+
+def forms(schema: Json) -> list[str]:
+    """Return the names of the sections that a value may be."""
+    if "$ref" in schema:
+        return [schema["$ref"].rpartition("/")[2]]
+    inner = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *([schema["items"]] if "items" in schema else [])]
+    return [name for one in inner for name in forms(one)]
+
+
+def typed(schema: Json) -> str:
+    """Say what type a value has."""
+    choices = [one for one in schema.get("anyOf") or schema.get("oneOf") or () if one.get("type") != "null"]
+    if choices:
+        return " or ".join(dict.fromkeys(typed(one) for one in choices))
+    if "$ref" in schema:
+        return "section"
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        inner = schema.get("items", {})
+        return f"list of {typed(inner)}s" if inner.get("type") in ("integer", "number") else "list"
+    return KINDS.get(schema.get("type", ""), "anything")
+
+
+def ruled(schema: Json) -> str:
+    """Say what bounds a value keeps."""
+    own = [f"{sign} {bound(schema[name])}" for name, sign in BOUNDS.items() if name in schema]
+    inner = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *([schema["items"]] if "items" in schema else [])]
+    found = [", ".join(own), *map(ruled, inner)]
+    return "; ".join(dict.fromkeys(text for text in found if text))
+
+
+def bound(value: float) -> str:
+    """Return a bound as somebody would write it."""
+    power = math.log2(value) if value > 2**20 else 0.5
+    return f"2^{power:.0f}" if power.is_integer() else f"{value:g}"
+
+
+def defaulted(key: str, schema: Json, required: list[str]) -> str:
+    """Say what a key is when the file leaves it out."""
+    if key in required:
+        return "**required**"
+    value = schema.get("default")
+    if value is None:
+        return "–"
+    return "its own defaults" if isinstance(value, dict) else f"`{json.dumps(value).strip(chr(34))}`"
+
+
+def rows(model: type[BaseModel], path: str, heading: int) -> Iterator[str]:
+    """Yield the table of a section's keys, then the sections inside it."""
+    yield from table(model, path)
+    for key, part in ordered(model):
+        for name in forms(part):
+            section = by_name()[name]
+            yield f"{'#' * heading} {titled(f'{path}{key}', section)}\n"
+            yield from rows(section, f"{path}{key}.", heading + 1)
+
+
+def ordered(model: type[BaseModel]) -> list[tuple[str, Json]]:
+    """Return a section's keys and what its schema says of each, those first that decide what the others mean."""
+    properties = model.model_json_schema().get("properties", {})
+    return sorted(properties.items(), key=lambda pair: pair[0] not in FIRST)
+
+
+def table(model: type[BaseModel], path: str) -> Iterator[str]:
+    """Yield what a section is and the table of its keys."""
+    required, said = model.model_json_schema().get("required", []), described(model)
+    yield f"{introduced(model)}\n\n| key | type | default | rule | meaning |\n|---|---|---|---|---|"
+    for key, part in ordered(model):
+        cells = [typed(part), defaulted(key, part, required), ruled(part), said.get(key, "")]
+        yield f"| `{path}{key}` | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+
+
+def titled(place: str, section: type[BaseModel]) -> str:
+    """Return a section's heading: where it stands, and by which names its form is chosen."""
+    properties = section.model_json_schema()["properties"]
+    if place in ("algorithm", "topology", "task.loss", "task.metrics") and "module" in properties:
+        return f"{place}: your own"
+    named = properties.get("name", {})
+    names = named.get("enum", [named["const"]] if "const" in named else [])
+    chosen = place == "algorithm" and bool(names)
+    return f"{place}: {', '.join(names)}" if chosen else place
+
+
+def scenario_reference() -> str:
+    """Return the reference as Markdown."""
+    return "\n".join(rows(Scenario, "", 2))

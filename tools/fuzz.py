@@ -1,0 +1,94 @@
+"""Throw bytes at the decoder for as long as you like: `python -m tools.fuzz --minutes 10`.
+
+Each case is a right frame with some of its bytes changed, cut or added, or bytes from nowhere.
+It has to be refused in one line by RefusedError, or decoded to something that is encoded to the same bytes again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from random import Random, SystemRandom
+
+import torch
+
+from flower_privdec.pushsum.frames import Framed, RowMessage, decode, encode
+from flower_privdec.pushsum.share_protocol import VERSION, Acknowledgement, FrozenShare, Hello, RefusedError
+from flower_privdec.pushsum.wire_rows import Layout, layout_of
+
+CAP = 4096
+ROWS = {"x": torch.linspace(-1.0, 1.0, 5), "w": torch.tensor(0.5), "change": torch.zeros(2, 3)}
+LAYOUT: Layout = layout_of(ROWS, torch.float32)
+
+
+def examples() -> list[Framed]:
+    """Return a message of each kind."""
+    hello = Hello(1, 2, bytes(range(32)), VERSION, 2**32, 77, 78, 79, True, 4, 2**32, 9, 77, 8, 6, 7, 55)
+    share = FrozenShare(1, 2, 2**32, 2**33, 5, 77, 4, ROWS)
+    return [hello, share, Acknowledgement(1, 2, 2**32, 2**33, 77, 5, 66), RowMessage(1, 2, 4, 1, ROWS)]
+
+
+def damaged(frame: bytes | bytearray, draw: Random) -> bytes:
+    """Return a frame with a few faults."""
+    data = bytearray(frame)
+    for _ in range(draw.randint(0, 3)):
+        at = draw.randrange(len(data) + 1)
+        fault = draw.random()
+        if fault < 0.6 and at < len(data):
+            data[at] = draw.choice([0, 1, 0x7F, 0x80, 0xFF, draw.randrange(256)])
+        elif fault < 0.75:
+            del data[at : at + draw.randint(1, 40)]
+        elif fault < 0.9:
+            data[at:at] = draw.randbytes(draw.randint(1, 40))
+        else:
+            data[at : at + 8] = draw.choice([b"\xff" * 8, b"\0" * 8, b"\0\0\0\0\0\0\xf8\x7f", b"\0\0\x80\xff" * 2])
+    return bytes(data)
+
+
+def survives(data: bytes) -> bool:
+    """Return whether bytes were taken; they may be refused in one line, and nothing else may happen.
+
+    Raises:
+        AssertionError: they were taken for something that has other bytes, or refused in another way.
+    """
+    try:
+        message = decode(bytearray(data), LAYOUT, CAP)
+    except RefusedError as error:
+        if len(str(error).splitlines()) != 1 or len(str(error)) > 300:
+            raise AssertionError(f"refused in other than one line: {error}") from error
+        return False
+    if bytes(encode(message)) != data:
+        raise AssertionError(f"taken for something else: {data.hex()}")
+    return True
+
+
+def fuzz(draw: Random, cases: int) -> int:
+    """Try some cases and return how many were taken."""
+    frames = [bytes(encode(message)) for message in examples()]
+    taken = 0
+    for _ in range(cases):
+        nowhere = draw.random() < 0.05
+        data = draw.randbytes(draw.randint(0, 300)) if nowhere else damaged(draw.choice(frames), draw)
+        taken += survives(data)
+    return taken
+
+
+def main() -> None:
+    """Try cases for some minutes, each second's with a seed that is printed where one fails."""
+    parser = argparse.ArgumentParser(description="fuzz the decoder of frames")
+    parser.add_argument("--minutes", type=float, default=1.0)
+    end = time.monotonic() + 60 * parser.parse_args().minutes
+    cases = taken = 0
+    while time.monotonic() < end:
+        seed = SystemRandom().getrandbits(64)
+        try:
+            taken += fuzz(Random(seed), 5_000)
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+        cases += 5_000
+    print(f"{cases:,} cases, {taken:,} taken, all others refused in one line")
+
+
+if __name__ == "__main__":
+    main()

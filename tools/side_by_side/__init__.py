@@ -1,0 +1,1 @@
+"""The same task in other tools, each in an environment of its own; see `__main__`."""

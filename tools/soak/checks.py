@@ -1,0 +1,143 @@
+"""What has to be so whatever goes wrong, looked at from outside: ledgers, mass, and how much memory a peer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flower_privdec.engine.checkpoint import Checkpoint, read_checkpoint
+from flower_privdec.network.peer.durable_mass import mass_on_disk
+from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.pushsum.share_protocol import FIRST
+from tools.soak.release_counter import counted_in
+
+
+@dataclass(frozen=True)
+class Paid:
+    """What a ledger says of the steps that it pays for.
+
+    Attributes:
+        steps: how many.
+        most: of how many at a time at most.
+        records: in how many lines.
+    """
+
+    steps: int = 0
+    most: int = 0
+    records: int = 0
+
+    @classmethod
+    def of(cls, folder: Path) -> Paid:
+        """Read what a ledger of one peer says, once its chain is verified; nothing where there is none yet.
+
+        Raises:
+            BudgetError: it does not hold together.
+        """
+        lengths = [
+            payment.to_step - payment.from_step
+            for path in sorted(folder.glob("*.jsonl"))
+            if path.stat().st_size
+            for payment in read_chain(path)[1]
+        ]
+        return cls(sum(lengths), max(lengths, default=0), len(lengths))
+
+
+def ledger_problem(paid: Paid, before: Paid, counted: int, counted_later: int, lives: int) -> str | None:
+    """Return what is wrong with a ledger, or None.
+
+    Args:
+        paid: what it says.
+        before: what it said when it was looked at before.
+        counted: steps that were taken, as counted before it was read.
+        counted_later: as counted after that.
+        lives: how often the peer was started: each may end between a payment and the steps that this reserved.
+    """
+    if paid.records < before.records or paid.steps < before.steps:
+        return f"it paid for {before.steps} steps, and now for {paid.steps}"
+    if paid.steps < counted:
+        return f"it pays for {paid.steps} steps, and {counted} were taken"
+    if paid.steps > counted_later + lives * paid.most:
+        return (
+            f"it pays for {paid.steps} steps, and {counted_later} were taken by {lives} processes, each of which may "
+            f"have lost {paid.most} at most"
+        )
+    return None
+
+
+def look_at_ledger(folder: Path, counts: Path, before: Paid, lives: int) -> tuple[Paid, str | None]:
+    """Look at the ledger of a peer that may run meanwhile.
+
+    Args:
+        folder: of the ledger.
+        counts: where its steps are counted, see `witness`.
+        before: what it said before.
+        lives: how often the peer was started.
+
+    Returns:
+        What it says, and what is wrong with it, or None.
+    """
+    counted = counted_in(counts)
+    paid = Paid.of(folder)
+    return paid, ledger_problem(paid, before, counted, counted_in(counts), lives)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The push-sum weights of a network as they lie on its peers' disks.
+
+    Attributes:
+        found: Σw, with what is on its way.
+        wanted: what it has to be: the number of peers that still have the mass they began with.
+        rounding: by how much the two may differ.
+    """
+
+    found: float
+    wanted: int
+    rounding: float
+
+    @property
+    def is_right(self) -> bool:
+        """Return whether nothing was lost, and nothing counted twice."""
+        return abs(self.found - self.wanted) <= self.rounding
+
+
+def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
+    """Return Σw over all peers of an algorithm that sends shares; None where their disks cannot tell, or it has none.
+
+    Each w_i is 1 at the beginning and mixing is column-stochastic, so that Σw stays what it was. Where peers wait for
+    each other, what is on its way is on no disk, and only the end tells. Where they do not, shares are on the disks of
+    their senders; a peer that joined later, without mass, is not counted.
+
+    Args:
+        folders: of all peers, by number, while none of them runs.
+        at_the_end: whether all of them came to the end of their rounds.
+    """
+    kept = [_newest(folder) for folder in folders]
+    states = [each.state for each in kept if each is not None]
+    if len(states) < len(folders) or any("w" not in state.rows for state in states):
+        return None
+    additions = sum((state.round_index + 1) * len(states) for state in states)
+    rounding = torch.finfo(states[0].rows["w"].dtype).eps * additions
+    shares = [each.transport["shares"] for each in kept if each is not None and "shares" in each.transport]
+    if len(shares) == len(folders):
+        began = sum(facts["incarnation"] == FIRST for facts in shares)
+        return Weight(float(mass_on_disk(folders, ["w"])["w"]), began, rounding)
+    total = float(torch.cat([state.rows["w"] for state in states]).double().sum())
+    return Weight(total, len(states), rounding) if at_the_end else None
+
+
+def _newest(folder: Path) -> Checkpoint | None:
+    kept = [read_checkpoint(path) for path in folder.glob("checkpoint-?")]
+    return max(kept, key=lambda each: each.transport["place"], default=None)
+
+
+def resident_bytes(process: int) -> int | None:
+    """Return how much memory a process takes (resident); None where this system does not say, or it is gone."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:")), None)

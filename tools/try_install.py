@@ -1,0 +1,116 @@
+"""The package as somebody has it who installs it without extras: what works then, and what names the extra it needs.
+
+    python -m tools.try_install
+
+builds the wheel, installs it from the index into an empty environment, all its dependencies with it (some 6 GB, some
+minutes), and tries it there.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKING = [
+    ["list"],
+    ["show", "digits"],
+    ["plan", "digits"],
+    ["run", "digits", "--set", "rounds=4", "--out", "run"],
+    ["report", "run"],
+    ["topology", "digits", "--out", "graph.svg"],
+    ["study", "--list"],
+    ["study", "digits", "--dry-run"],
+]
+FROM_CHECKOUT = [["bench"], ["network-bench"], ["soak", "digits", "--minutes", "1"]]
+SHARDS = "data.partition={kind: shards, shards_per_peer: 2}"
+SCATTERED = "features={kind: scattering, pool: 2}"
+NEEDED = {
+    "simulation": [
+        ["run", "digits", "--runtime", "flower", "--out", "not"],
+        ["run", "digits", "--set", SHARDS, "--out", "not"],
+    ],
+    "fast": [["run", "digits", "--set", "compute.generator=fast", "--out", "not"]],
+    "features": [["run", "digits", "--set", SCATTERED, "--out", "not"]],
+    "tensorboard": [["run", "digits", "--tensorboard", "--out", "not"]],
+}
+
+COMMANDS = """
+import contextlib, io, json, sys
+from flower_privdec.cli.main import main
+
+found = []
+for words in json.loads(sys.argv[1]):
+    errors, status = io.StringIO(), 0
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        try:
+            main(words)
+        except SystemExit as left:
+            status = left.code or 0
+    found.append((status, errors.getvalue()))
+print(json.dumps(found))
+"""
+
+
+def build_wheel(folder: Path) -> Path:
+    """Build the package's wheel from this checkout into a folder."""
+    _call(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT)
+    (wheel,) = folder.glob("flower_privdec-*.whl")
+    return wheel
+
+
+def make_environment(folder: Path, wheel: Path, *options: str) -> Path:
+    """Make an environment with the wheel in it, and return its folder of commands."""
+    venv.create(folder, with_pip=True)
+    binaries = folder / "bin"
+    _call(binaries / "python", "-m", "pip", "install", "--quiet", *options, wheel)
+    return binaries
+
+
+def _call(*words: object) -> None:
+    subprocess.run([str(word) for word in words], check=True)
+
+
+def call(binaries: Path, folder: Path, *words: str) -> str:
+    """Run an installed command in a folder, with nothing of this checkout in sight, and return what it prints."""
+    environment = {"PATH": f"{binaries}:/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [str(binaries / words[0]), *words[1:]]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, (words, done.stderr)
+    return done.stdout
+
+
+def privdec(binaries: Path, folder: Path, commands: list[list[str]]) -> list[tuple[int, str]]:
+    """Run commands one after the other in one process, which imports all once; return each one's status and errors."""
+    said = call(binaries, folder, "python", "-I", "-c", COMMANDS, json.dumps(commands))
+    return [(status, errors) for status, errors in json.loads(said.splitlines()[-1])]
+
+
+def try_it(binaries: Path, folder: Path) -> None:
+    """Check that what needs an extra or a checkout says so in one line, and that everything else works."""
+    call(binaries, folder, "privdec", *WORKING[0])
+    for words, (status, errors) in zip(WORKING, privdec(binaries, folder, WORKING), strict=True):
+        assert status == 0, (words, errors)
+    needed = [(extra, words) for extra, commands in NEEDED.items() for words in commands]
+    found = privdec(binaries, folder, [words for _, words in needed])
+    for (extra, words), (status, errors) in zip(needed, found, strict=True):
+        assert status == 2, (words, errors)
+        (line,) = errors.splitlines()
+        assert line.startswith("error: "), line
+        assert f"pip install 'flower-privdec[{extra}]'" in line, line
+    for words, (status, errors) in zip(FROM_CHECKOUT, privdec(binaries, folder, FROM_CHECKOUT), strict=True):
+        assert status == 2, (words, errors)
+        assert errors.startswith(f"error: `privdec {words[0]}` needs a source checkout"), errors
+        assert errors.count("\n") == 1, errors
+    assert not (folder / "not").exists()
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        try_it(make_environment(place / "environment", build_wheel(place)), place)
+    print("installed without extras: all that needs none works, and all that needs one names it")
