@@ -15,7 +15,6 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-import flower_privdec
 from flower_privdec.errors import ScenarioError, StoppedError
 
 ScenarioFile = Annotated[
@@ -102,7 +101,7 @@ def checkout_tool(module: str, command: str) -> ModuleType:
     Raises:
         ScenarioError: the package does not lie in a checkout.
     """
-    root = Path(flower_privdec.__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / "tools" / "walk.py").is_file():
         raise ScenarioError(
             f"`privdec {command}` needs a source checkout, for tools/ is not in the wheel: unpack the source "
