@@ -1,6 +1,10 @@
 """Small scenarios that several tests share, and how all tests are run."""
 
 import os
+
+# One thread for each process: tests' tensors are tiny, and threads that wait for each other take three times the CPU.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec

@@ -33,7 +33,7 @@ def test_processes_that_hold_one_peer_each_do_what_the_engine_does(
     cases = {"peers": 4, "scenarios": [to_yaml(scenario) for scenario in scenarios]}
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, str(TESTS / "support" / "gloo_peers.py"), str(tmp_path)]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     for number, scenario in enumerate(scenarios):

@@ -118,7 +118,10 @@ def _check_command(command: Command) -> None:
 
             _parse(get_command(flower), words)
     elif program == "python":
-        assert (ROOT / words[0]).exists()
+        if words[0] == "-m":
+            assert importlib.util.find_spec(words[1]) is not None, f"no module {words[1]}"
+        else:
+            assert (ROOT / words[0]).exists()
     elif program == "cd":
         assert all((ROOT / word).is_dir() for word in words)
     else:

@@ -208,7 +208,7 @@ def command(tmp_path: Path, *more: str) -> subprocess.Popen:
     paths = os.pathsep.join([tests, *sys.path])
     process = subprocess.Popen(
         [sys.executable, script, "run", scenario, "--out", out, *words, *more],
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONPATH": paths},
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which may be ignored where the tests run
         stdout=subprocess.DEVNULL,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -37,15 +36,6 @@ NUMBERS = {
     torch.float64: [0.0, -0.0, 5e-324, 1e-310, 1e-200, 1e-100, 1.0, 1e10, -1e100, 1e150, -1e155, 1e300, 1.797e308],
 }
 FILLS = ("usual", "mixed", "constant", "large", "sparse", "not numbers")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Small products are slower on several."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def fill(how: str, shape: Any, dtype: torch.dtype, seed: int) -> Tensor:

@@ -27,7 +27,6 @@ from tools.bench import (
     printing,
     sharding,
     timing,
-    whole,
 )
 from tools.bench.rivals import OpacusLoop, PeerLoop, TextbookVmap
 from tools.bench.workloads import WORKLOADS, Setup
@@ -195,7 +194,7 @@ def test_nothing_is_timed_when_the_engine_does_something_else(monkeypatch, tiny_
 
 
 def test_figures_have_the_promised_shape(monkeypatch, tiny_workloads, capsys):
-    monkeypatch.setattr(whole, "ledger_share", lambda *_: {"share": 0.001, "rounds": 10, "seconds": 1.0})
+    monkeypatch.setattr(bench, "ledger_share", lambda *_: {"share": 0.001, "rounds": 10, "seconds": 1.0})
     bench.main(["W1", "W4"], rounds=3, as_json=True)
     results = json.loads(capsys.readouterr().out)
     assert list(results) == ["W1", "W4"]
@@ -300,7 +299,7 @@ def test_a_measurement_that_cannot_be_had_gives_the_reason():
     def missing():
         raise RunError("no such thing here")
 
-    whole._try(result, "relay", missing)
+    bench._try(result, "relay", missing)
     assert result == {"left_out": ["relay: left out, no such thing here"]}
 
 

@@ -8,6 +8,7 @@ peers with their folders in memory.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,9 +21,12 @@ import numpy as np
 from flower_privdec.core import advance
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.network.local.peer_processes import on_this_machine
-from flower_privdec.network.transport.certificates import make_certificates
+from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.peer import PeerDevice
+from flower_privdec.network.transport.certificates import credentials_of, make_certificates
 from flower_privdec.pushsum.timetable import Timetable
-from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
+from flower_privdec.scenario import Scenario, load_scenario, parse_scenario, to_yaml
+from tools.bench import transport_baseline
 from tools.bench.timing import quiet
 from tools.bench.together import together
 
@@ -148,8 +152,8 @@ def _peers(scenario: Scenario, where: Path) -> NetworkPace:
     with tempfile.TemporaryDirectory(dir=where) as name:
         folder, placed = Path(name), _placed(scenario, Path(name))
         file, certs = str(folder / "network.yaml"), str(folder / "certs")
-        words = [(file, peer, str(folder / str(peer)), certs) for peer in range(placed.n_peers)]
-        stamps = together([("tools.bench.network_peer", each) for each in words])
+        peers = [(file, peer, str(folder / str(peer)), certs) for peer in range(placed.n_peers)]
+        stamps = together([(run_peer, arguments) for arguments in peers])
         return NetworkPace.of(stamps, slice(WARM_UP, -1))
 
 
@@ -165,8 +169,8 @@ def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int) -> N
             "receivers": receivers,
         }
         (folder / "plan.json").write_text(json.dumps(plan))
-        words = [(str(folder / "plan.json"), peer) for peer in range(placed.n_peers)]
-        stamps = together([("tools.bench.transport_baseline", each) for each in words])
+        peers = [(str(folder / "plan.json"), peer) for peer in range(placed.n_peers)]
+        stamps = together([(transport_baseline.run_peer, arguments) for arguments in peers])
         each_round = len(receivers) // scenario.rounds
         return NetworkPace.of([each[each_round - 1 :: each_round] for each in stamps], slice(WARM_UP, -1))
 
@@ -194,3 +198,39 @@ def _rate(pace: NetworkPace) -> str:
 def as_json(found: dict[str, Any]) -> str:
     """Return what was measured as JSON."""
     return json.dumps(found, default=asdict, indent=2)
+
+
+class TimedSync:
+    """Counts the seconds that this process waits in os.fsync."""
+
+    def __init__(self) -> None:
+        """Take its place."""
+        self.seconds, self.count, sync = 0.0, 0, os.fsync
+
+        def timed(descriptor: Any) -> None:
+            began = time.monotonic()
+            sync(descriptor)
+            self.seconds += time.monotonic() - began
+            self.count += 1
+
+        os.fsync = timed  # type: ignore[assignment]
+
+
+def run_peer(scenario: str, peer: int, folder: str, certificates: str) -> list[tuple[float, ...]]:
+    """Run the peer; return, for every round, [clock, CPU seconds, seconds of syncs, syncs, bytes sent]."""
+    loaded = load_scenario(Path(scenario))
+    assert loaded.network.peers is not None
+    addresses = tuple(each.address for each in loaded.network.peers)
+    device = PeerDevice(peer, Path(folder), credentials_of(loaded, Path(certificates), peer), addresses)
+    timed, found = TimedSync(), list[tuple[float, ...]]()
+
+    def note(status: dict[str, Any]) -> None:
+        found.append((time.monotonic(), time.process_time(), timed.seconds, timed.count, status["bytes_sent"]))
+
+    running = running_peer(loaded, device)
+    try:
+        running.open()
+        running.run(note)
+    finally:
+        running.close()
+    return found

@@ -1,32 +1,31 @@
-"""Some work in processes that begin and end together, whatever happens."""
+"""Run functions in processes of their own that start together and end together."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from threading import Thread
 from typing import Any
 
 from flower_privdec.errors import RunError
 
-PRELOADED = "tools.bench.network_peer"  # is read once, and not by every process
-Work = tuple[str, tuple[Any, ...]]  # a module, whose `stamps` is called, and with what
+PRELOADED = "tools.bench.network"  # imported once, in the process that the others are forked from
+Call = tuple[Callable[..., Any], tuple[Any, ...]]  # a function of a module and its arguments
 
 
-def together(work: Sequence[Work]) -> list[Any]:
-    """Do each piece of work in a process of its own; return what they found. They go on until all have.
+def together(calls: Sequence[Call]) -> list[Any]:
+    """Make each call in a process of its own and return the results; no process ends before all have returned.
 
     Raises:
-        RunError: one of them failed; whatever happens, no process stays.
+        RunError: a call raised or its process was killed. No process is left behind in any case.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
-    pipes = [context.Pipe() for _ in work]
+    pipes = [context.Pipe() for _ in calls]
     children = [
-        context.Process(target=_child, args=(theirs, *each)) for each, (_, theirs) in zip(work, pipes, strict=True)
+        context.Process(target=_child, args=(theirs, *call)) for call, (_, theirs) in zip(calls, pipes, strict=True)
     ]
     try:
         for child, (_, theirs) in zip(children, pipes, strict=True):
@@ -45,19 +44,19 @@ def together(work: Sequence[Work]) -> list[Any]:
 
 def _answer(pipe: Connection) -> Any:
     try:
-        found, problem = pipe.recv()
+        result, problem = pipe.recv()
     except EOFError:
-        found, problem = None, "it was killed"
+        result, problem = None, "it was killed"
     if problem:
         raise RunError(f"a process of the benchmark failed: {problem}")
-    return found
+    return result
 
 
-def _child(pipe: Connection, module: str, words: tuple[Any, ...]) -> None:
+def _child(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     watch = Thread(target=_end_with_parent, args=(pipe,), daemon=True)
     watch.start()
     try:
-        answer = import_module(module).stamps(*words), ""
+        answer = function(*arguments), ""
     except BaseException as error:
         answer = None, f"{type(error).__name__}: {error}"[-500:]
     pipe.send(answer)
@@ -65,7 +64,7 @@ def _child(pipe: Connection, module: str, words: tuple[Any, ...]) -> None:
 
 
 def _end_with_parent(pipe: Connection) -> None:
-    """Wait until nobody is at the other end."""
+    """Exit as soon as the parent has closed the pipe."""
     try:
         pipe.recv()
     except (EOFError, OSError):

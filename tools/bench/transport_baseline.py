@@ -87,6 +87,6 @@ class FloorPeer:
         self._method(receiver)(iter(parts), timeout=PATIENCE, wait_for_ready=True)
 
 
-def stamps(plan: str, peer: int) -> list[tuple[float, float]]:
+def run_peer(plan: str, peer: int) -> list[tuple[float, float]]:
     """Be one of the processes, whose plan is a file of JSON; return the stamps. It goes on taking what comes."""
     return FloorPeer(peer, json.loads(Path(plan).read_text())).run()
