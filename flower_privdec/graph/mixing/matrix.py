@@ -151,6 +151,26 @@ class SparseMatrix(MixingMatrix):
     weights: npt.NDArray[np.float64]
     halves: bool
 
+    def dense(self) -> npt.NDArray[np.float64]:
+        """Return the weights, [receivers, columns] float64."""
+        full = np.zeros((len(self.receivers), self.n_columns))
+        full[np.repeat(np.arange(len(self.receivers)), np.diff(self.indptr)), self.columns] = self.weights
+        return full
+
+    def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
+        """See MixingMatrix."""
+        return self.columns, np.repeat(self.receivers, np.diff(self.indptr)), self.weights
+
+    def rows(self, peers: npt.ArrayLike) -> SparseMatrix:
+        """Return the rows of some of the receivers, in the order given."""
+        at = self._positions(peers)
+        counts = np.diff(self.indptr)[at]
+        indptr = np.concatenate([[0], np.cumsum(counts)])
+        take = np.repeat(self.indptr[at] - indptr[:-1], counts) + np.arange(indptr[-1])
+        return SparseMatrix(
+            self.n_columns, self.receivers[at], indptr, self.columns[take], self.weights[take], self.halves
+        )
+
     @property
     def moved(self) -> Peers | None:
         """See MixingMatrix."""

@@ -271,7 +271,8 @@ class PhiloxNoise:
             np.full(m, NO_RECEIVER, np.uint64) if receivers is None else receivers.astype(np.uint64),
             np.uint64(step),
         )
-        add_normals, tiles = (add_normals32 if out.dtype == torch.float32 else add_normals64), m * -(-d // TILE)
+        add_normals: Any = add_normals32 if out.dtype == torch.float32 else add_normals64
+        tiles = m * -(-d // TILE)
         threads = min(torch.get_num_threads(), max(1, tiles * TILE // 2**16))
         if threads == 1:
             add_normals(*arrays, 0, tiles)
