@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -192,6 +193,9 @@ def add_normals64(out, shape, std, keys, receivers, step, start, stop):  # type:
     _add_tiles(normals64, out, shape, std, keys, receivers, step, start, stop)
 
 
+_KERNELS: dict[torch.dtype, Any] = {torch.float32: add_normals32, torch.float64: add_normals64}
+
+
 class PeerKeys:
     """The keys of the peers that one process hosts.
 
@@ -271,16 +275,15 @@ class PhiloxNoise:
             np.full(m, NO_RECEIVER, np.uint64) if receivers is None else receivers.astype(np.uint64),
             np.uint64(step),
         )
-        add_normals: Any = add_normals32 if out.dtype == torch.float32 else add_normals64
-        tiles = m * -(-d // TILE)
+        fill, tiles = partial(_KERNELS[out.dtype], *arrays), m * -(-d // TILE)
         threads = min(torch.get_num_threads(), max(1, tiles * TILE // 2**16))
         if threads == 1:
-            add_normals(*arrays, 0, tiles)
+            fill(0, tiles)
         else:
             if self._pool is None or self._pool_size < threads:
                 self._pool, self._pool_size = ThreadPoolExecutor(threads, "noise"), threads
             bounds = [tiles * part // threads for part in range(threads + 1)]
-            parts = [self._pool.submit(add_normals, *arrays, start, stop) for start, stop in pairwise(bounds)]
+            parts = [self._pool.submit(fill, start, stop) for start, stop in pairwise(bounds)]
             for part in parts:
                 part.result()
         if rows.data_ptr() != out.data_ptr():
