@@ -100,13 +100,10 @@ def test_shards_do_what_the_engine_does_on_any_graph(
         assert_as_engine(tiny(*SHORT, *settings), tmp_path, 3)
 
 
-@pytest.mark.parametrize("generator", ["torch", "fast"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_what_lies_between_rows_that_are_sent_is_zero(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, generator: str
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    if generator == "fast":
-        pytest.importorskip("numba")
     monkeypatch.setattr(wires_module, "LONG", 0)
     between: list[Tensor] = []
     block = wires_module._block
@@ -119,7 +116,7 @@ def test_what_lies_between_rows_that_are_sent_is_zero(
 
     monkeypatch.setattr(wires_module, "_block", watched)
     for algorithm in ("privsgp-vr", "feddeper"):
-        settings = [f"algorithm.name={algorithm}", f"compute={{dtype: {dtype}, generator: {generator}}}"]
+        settings = [f"algorithm.name={algorithm}", f"compute={{dtype: {dtype}}}"]
         run_in_shards(tiny(*SHORT, *settings), tmp_path, 2)
     assert between
     assert not any(each.any() for each in between)
