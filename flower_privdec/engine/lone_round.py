@@ -88,7 +88,7 @@ class LoneRound:
         if watched or state.at or shift is None or long or not cohort.active(k).all():
             return False
         if cohort.ledger is not None:
-            cohort.ledger.pay(k, self._rows)
+            cohort.ledger.charge(k, self._rows)
         if not 0 <= k - self._block.first < len(self._block.places):
             self._block = self._prepared(k)
         self._mix_into_spare(state, k, shift)

@@ -110,7 +110,7 @@ def test_steps_are_paid_for_before_they_are_taken(build, tmp_path, monkeypatch):
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
     for done in range(1, experiment.scenario.rounds):
         engine.round()
-        assert cohort.ledger.paid >= done
+        assert cohort.ledger.charged >= done
     before = engine.state.rows["x"].clone()
     monkeypatch.setattr(cohort.ledger, "pay", refused)
     with pytest.raises(BudgetError):
