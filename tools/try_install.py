@@ -34,7 +34,6 @@ NEEDED = {
         ["run", "digits", "--runtime", "flower", "--out", "not"],
         ["run", "digits", "--set", SHARDS, "--out", "not"],
     ],
-    "fast": [["run", "digits", "--set", "compute.generator=fast", "--out", "not"]],
     "features": [["run", "digits", "--set", SCATTERED, "--out", "not"]],
     "tensorboard": [["run", "digits", "--tensorboard", "--out", "not"]],
 }

@@ -72,7 +72,7 @@ class Recorder:
             ScenarioError: when the folder holds another run, or nothing to resume.
         """
         self.agreement, self.own, self.out, self.runtime, self.lean = agreement, own, out, runtime, lean
-        self.run = public_name(agreement, agreement.scenario.compute.generator) if own is None else own.run
+        self.run = public_name(agreement) if own is None else own.run
         self._saved = time.monotonic()
         self.scenario_hash = scenario_hash(agreement.scenario)
         self._lock = FolderLock(out)

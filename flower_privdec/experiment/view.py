@@ -16,7 +16,7 @@ from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.memory import check_memory
 from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
-from flower_privdec.privacy.noise import build_noise
+from flower_privdec.privacy.noise import build_deployed_noise, build_noise
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.schema import placed
 
@@ -66,7 +66,8 @@ class Experiment(Agreement):
             BudgetError: when the ledger cannot be trusted or is in use.
         """
         check_memory(self)
-        own, generator, held = self.own, self.scenario.compute.generator, self.public.validation
+        own, held = self.own, self.public.validation
+        hardened = own.headroom is not None
         sampler = own.sampler.afresh() if own.deployed else own.sampler
         return Cohort(
             peers=own.peers,
@@ -76,7 +77,7 @@ class Experiment(Agreement):
             data=PeerData(own.examples, sampler, self.device, self.initial.dtype),
             mixing=self.mixing,
             participation=self.participation,
-            noise=build_noise(own.generator or generator, own.keys, self.device),
+            noise=build_deployed_noise(hardened=hardened) if own.deployed else build_noise(own.keys, self.device),
             learning_rate=self.learning_rate,
             steps_per_round=self.algorithm.steps_per_round,
             protection=own.protection,

@@ -21,7 +21,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.accountant.accounting import check_delta
 from flower_privdec.privacy.accountant.calibration import max_steps
 from flower_privdec.privacy.mechanism.events import Release
-from flower_privdec.privacy.noise import SystemNoise, TorchNoise
+from flower_privdec.privacy.noise import SystemNoise, build_noise
 from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion
 from flower_privdec.training_loop.group_norms import mixes
 from flower_privdec.training_loop.noised_steps import NoisedSteps
@@ -155,7 +155,7 @@ def private(
     noised = NoisedSteps(
         optimizer,
         parameters,
-        SystemNoise() if seed is None else TorchNoise({0: seed}, next(iter(parameters.values())).device),
+        SystemNoise() if seed is None else build_noise({0: seed}, next(iter(parameters.values())).device),
         clip_norm=clip_norm,
         noise_multiplier=budget.release.noise_multiplier,
         expected_batch=budget.release.batch_size,

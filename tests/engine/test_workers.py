@@ -245,14 +245,6 @@ def test_a_small_model_stays_in_one_process(build, tmp_path):
     under_way.close()
 
 
-def test_rounds_that_are_one_call_stay_in_one_piece(build):
-    lone = ["data={dataset: breast-cancer, samples: 200, test_samples: 60, batch: {sampling: uniform, size: 1}}"]
-    lone += ["model.name=linear", "task.loss=hinge", "compute.generator=auto"]
-    with smallest_blocks():
-        assert len(partitioning.deal(build(*lone)).blocks) == 1
-        assert len(partitioning.deal(build(*lone[:1], "model={name: mlp, hidden: [3]}")).blocks) == 4
-
-
 def test_auto_takes_the_cores_that_there_are_and_no_more_than_pay(build, monkeypatch):
     experiment = build()
     with smallest_blocks():

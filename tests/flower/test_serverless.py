@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import privdec
 from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import PLDAccountant
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -24,7 +25,6 @@ from routing_peers import sets_its_values_once, values_of
 from safetensors.numpy import load_file
 from torch.nn import functional
 
-from flower_privdec.cli import main
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower.launch.in_process import opened_app
@@ -541,12 +541,6 @@ def test_a_run_that_its_ledger_allows_no_update_is_refused(tmp_path):
 # --- the command ---
 
 FILE = "name: app\nn_peers: 2\nrounds: 1\nprivacy: none\nnetwork: {peers: [{address: A}, {address: B}]}\n"
-
-
-def privdec(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as leaving:
-        main.main([str(argument) for argument in arguments])
-    return leaving.value.code
 
 
 @pytest.fixture

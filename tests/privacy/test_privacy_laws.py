@@ -327,7 +327,7 @@ DIFFERENT = [
     ["rounds=7"],
     ["data.samples=239"],
     ["algorithm.learning_rate=0.51"],
-    ["compute.generator=fast"],
+    ["compute.dtype=float32"],
 ]
 
 

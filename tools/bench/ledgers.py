@@ -40,17 +40,17 @@ class TimedLedger:
         return result
 
 
-def ledger_share(setup: Setup, generator: str, seconds: float = SECONDS) -> dict[str, Any]:
+def ledger_share(setup: Setup, seconds: float = SECONDS) -> dict[str, Any]:
     """Run the engine with a ledger for every peer, and say what they take.
 
     Returns:
         rounds and seconds of the run, and the share of its wall time that went to the ledgers.
     """
-    engine = setup.engine(generator)
+    engine = setup.engine()
     with quiet(), tempfile.TemporaryDirectory() as folder:
         took = min(once(engine.round, setup.device)[1] for _ in range(TRIALS))
         rounds = max(1, round(seconds / took))
-        engine = setup.engine(generator)
+        engine = setup.engine()
         with CohortLedger.open(Path(folder), "synthetic", RUN, _accounts(setup, rounds)) as ledger:
             timed = TimedLedger(ledger)
             engine.cohort.ledger = cast(CohortLedger, timed)

@@ -53,14 +53,17 @@ def layers(setup: Setup) -> list[MatrixLayer]:
     return found
 
 
-def works(setup: Setup, generators: list[str]) -> dict[str, Work]:
-    """Return the parts of the limit, to be timed: gemm, copy, and noise-GENERATOR for each generator."""
+def works(setup: Setup) -> dict[str, Work]:
+    """Return the parts of the limit, to be timed: gemm, copy and noise."""
     rows = aligned(torch.zeros(setup.workload.n_peers, setup.d, dtype=setup.dtype, device=setup.device))
     spare = aligned(rows)
-    parts: dict[str, Work] = {"gemm": _products(setup), "copy": lambda: spare.copy_(rows)}
-    for generator in generators:
-        parts[f"noise-{generator}"] = _fill(setup, rows, generator)
-    return parts
+    peers = np.arange(len(rows))
+    source, std = build_noise(seed_keys(SEED, peers), setup.device), rows.new_ones(len(rows))
+    return {
+        "gemm": _products(setup),
+        "copy": lambda: spare.copy_(rows),
+        "noise": lambda: source.add_(rows, std, 0, peers),
+    }
 
 
 def operations(setup: Setup) -> int:
@@ -73,16 +76,6 @@ def peak(setup: Setup) -> Work:
     """Return one large product, of 2 PEAK_SIZE³ operations, whose speed is the most to be had of products."""
     a, b, out = (torch.ones(PEAK_SIZE, PEAK_SIZE, dtype=setup.dtype, device=setup.device) for _ in range(3))
     return lambda: torch.mm(a, b, out=out)
-
-
-def _fill(setup: Setup, rows: Tensor, generator: str) -> Work:
-    """Return the noise fill; torch's is its bare normals, without the cost of keys and of exact tails."""
-    if generator == "torch":
-        dense = rows.contiguous()  # torch fills padded rows number by number
-        return lambda: dense.normal_()
-    peers = np.arange(len(rows))
-    source, std = build_noise(generator, seed_keys(SEED, peers), setup.device), rows.new_ones(len(rows))
-    return lambda: source.add_(rows, std, 0, peers)
 
 
 def _products(setup: Setup) -> Work:

@@ -47,7 +47,7 @@ def engine(setup: Setup) -> Engine:
     )
     algorithm: Algorithm = build_algorithm(section)
     mixing, active = algorithm.exchange(build_topology("server", n), "server", participation(setup), SEED)
-    return setup.engine_of(algorithm, mixing, active, RATE, "torch")
+    return setup.engine_of(algorithm, mixing, active, RATE)
 
 
 class Loop:
@@ -105,7 +105,7 @@ def measure_feddeper(workload: Workload, device: torch.device, rounds: int) -> d
         check_equal(workload, device)
         setup = Setup.build(workload, device)
         models = Setup.build(replace(workload, n_peers=2 * ACTIVE), device)
-        product = limit.works(models, [])["gemm"]
+        product = limit.works(models)["gemm"]
 
         def products() -> None:
             for _ in range(LOCAL_STEPS):

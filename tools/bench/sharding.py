@@ -49,11 +49,10 @@ PEERS, HOSTS = 100_000, 64
 NETWORK = 1.25e9  # bytes a second of 10 Gbit/s
 
 
-def measure_sharding(generator: str, repeats: int = REPEATS, sizes: Sequence[int] = tuple(EXCHANGES)) -> dict[str, Any]:
+def measure_sharding(repeats: int = REPEATS, sizes: Sequence[int] = tuple(EXCHANGES)) -> dict[str, Any]:
     """Time two shards.
 
     Args:
-        generator: of noise.
         repeats: timed stretches of each kind.
         sizes: parameters of the rows whose exchange is timed, of EXCHANGES.
 
@@ -64,7 +63,6 @@ def measure_sharding(generator: str, repeats: int = REPEATS, sizes: Sequence[int
         `forecast`. Ratios are of the least of many short stretches.
     """
     asked = {
-        "generator": generator,
         "repeats": repeats,
         "rounds": ROUNDS,
         "exchanges": {d: EXCHANGES[d] for d in sizes},
@@ -190,19 +188,19 @@ def run_shard(folder: str, shard: int, asked: Mapping[str, Any]) -> dict[str, An
     """Meet the other shard, and time what is asked.
 
     Args:
-        asked: generator, repeats, `rounds` by workload, `exchanges`, peers and periods of the graph by parameters of a
+        asked: repeats, `rounds` by workload, `exchanges`, peers and periods of the graph by parameters of a
             row, and `many`, peers by workload, of the first shard alone.
     """
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "meeting"), SHARDS)
     wires = Wires.meet(store, shard, Shards.deal(SHARDS, SHARDS), THIS_MACHINE)
-    generator, repeats, found = asked["generator"], asked["repeats"], dict[str, Any]()
+    repeats, found = asked["repeats"], dict[str, Any]()
     for name, rounds in asked["rounds"].items():
-        found[name] = _time_rounds(_again(wires, WORKLOADS[name].n_peers), WORKLOADS[name], generator, rounds, repeats)
+        found[name] = _time_rounds(_again(wires, WORKLOADS[name].n_peers), WORKLOADS[name], rounds, repeats)
     for d, (peers, periods) in asked["exchanges"].items():
         found[f"exchange-{d}"] = _time_exchanges(_again(wires, peers), d, periods, repeats)
     for name, peers in asked["many"].items():
-        found[f"many-{name}"] = _alone(replace(WORKLOADS[name], examples=FEW).resized(peers), generator)
+        found[f"many-{name}"] = _alone(replace(WORKLOADS[name], examples=FEW).resized(peers))
     wires.part()
     wires.close()
     return found
@@ -213,11 +211,11 @@ def _again(wires: Wires, n_peers: int) -> Wires:
     return Wires(wires.group, wires.shard, Shards.deal(n_peers, SHARDS))
 
 
-def _time_rounds(wires: Wires, workload: Workload, generator: str, rounds: int, repeats: int) -> Times:
+def _time_rounds(wires: Wires, workload: Workload, rounds: int, repeats: int) -> Times:
     """Time a round of one process, while the other waits, and of both."""
     setup, shard = Setup.build(workload), wires.shard
-    whole = setup.engine(generator)
-    part = ShardEngine(*some_rows(setup, generator, wires.shards.peers(shard)), wires)
+    whole = setup.engine()
+    part = ShardEngine(*some_rows(setup, wires.shards.peers(shard)), wires)
     works: dict[str, Work] = {"one": _nothing if shard else whole.round, "two": part.round}
     return _side_by_side(wires, works, rounds, repeats)
 
@@ -276,9 +274,9 @@ def _side_by_side(wires: Wires, works: Mapping[str, Work], rounds: int, repeats:
     return found
 
 
-def _alone(workload: Workload, generator: str) -> float:
+def _alone(workload: Workload) -> float:
     """Return the milliseconds of a round of one process, the least of some."""
-    engine: Engine = Setup.build(workload).engine(generator)
+    engine: Engine = Setup.build(workload).engine()
     took = []
     for _ in range(8):
         began = time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 STEPS = 2**32  # steps of a run, and ids of receivers, are counted in 32 bits
-NOBODY = STEPS - 1  # stands where noise is for no receiver in particular
+NO_RECEIVER = STEPS - 1  # the counter word of noise that goes to no receiver in particular
 
 
 class NoiseSource(Protocol):
@@ -58,7 +58,7 @@ def check_call(out: Tensor, std: Tensor, step: int, peers: np.ndarray, receivers
         return
     if receivers.shape != peers.shape:
         raise ValueError(f"receivers {list(receivers.shape)} must be [{out.shape[0]}]")
-    if len(receivers) and not (receivers.min() >= 0 and receivers.max() < NOBODY):
+    if len(receivers) and not (receivers.min() >= 0 and receivers.max() < NO_RECEIVER):
         raise ValueError(f"receivers {receivers.min()}..{receivers.max()} must be >= 0 and < 2**32 - 1")
 
 
