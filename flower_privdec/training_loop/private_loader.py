@@ -13,7 +13,7 @@ from flower_privdec.data.sampling import draw_poisson
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.rows.keys import KEY_BYTES, keyed_generator
 from flower_privdec.training_loop.noised_steps import NoisedSteps
-from flower_privdec.training_loop.privacy_budget import Purse
+from flower_privdec.training_loop.privacy_budget import PrivacyBudget
 
 LINES = 16  # that a pass writes into the ledger, or so
 KEPT = (
@@ -33,7 +33,7 @@ class PrivateLoader:
         self,
         loader: DataLoader[Any],
         steps: NoisedSteps,
-        purse: Purse,
+        budget: PrivacyBudget,
         *,
         reserve: int | None,
         seed: bytes | None,
@@ -47,7 +47,7 @@ class PrivateLoader:
             seed: a key to draw from, INSECURE; None is the operating system's entropy, anew each time.
             report: what is called with a line on what was spent, after each pass.
         """
-        self._loader, self._steps, self._purse, self._seed, self._report = loader, steps, purse, seed, report
+        self._loader, self._steps, self._budget, self._seed, self._report = loader, steps, budget, seed, report
         self._reserve = reserve or (len(loader) if loader.num_workers else max(1, len(loader) // LINES))
 
     def __len__(self) -> int:
@@ -59,16 +59,16 @@ class PrivateLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._purse.opened() as purse:
+        with self._budget.opened() as open_budget:
             done = 0
             try:
                 while done < len(self):
-                    count = purse.pay(min(self._reserve, len(self) - done))
-                    yield from self._batches(count, purse.first + done)
+                    count = open_budget.charge(min(self._reserve, len(self) - done))
+                    yield from self._batches(count, open_budget.first + done)
                     done += count
             finally:
                 if done:
-                    self._report(str(purse))
+                    self._report(str(open_budget))
 
     def _batches(self, count: int, first: int) -> Iterator[Any]:
         """Yield the batches of some steps that are paid."""
@@ -86,7 +86,7 @@ class PrivateLoader:
 
     def _draw(self, count: int, first: int) -> tuple[np.ndarray, np.ndarray]:
         key = os.urandom(2 * KEY_BYTES) if self._seed is None else self._seed
-        release = self._purse.release
+        release = self._budget.release
         return draw_poisson(keyed_generator(key, "sampling", first), count, release.dataset_size, release.sampling_rate)
 
     def _read(self, batches: list[list[int]]) -> DataLoader[Any]:

@@ -25,7 +25,7 @@ from flower_privdec.privacy.noise import SystemNoise, build_noise
 from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion
 from flower_privdec.training_loop.group_norms import mixes
 from flower_privdec.training_loop.noised_steps import NoisedSteps
-from flower_privdec.training_loop.privacy_budget import Purse
+from flower_privdec.training_loop.privacy_budget import PrivacyBudget
 from flower_privdec.training_loop.private_loader import PrivateLoader, check_loader
 from flower_privdec.training_loop.private_model import PrivateCriterion, PrivateModel
 
@@ -47,11 +47,11 @@ class ExamplePrivacy:
         data_loader: PrivateLoader,
         criterion: PrivateCriterion,
         steps: NoisedSteps,
-        purse: Purse,
+        budget: PrivacyBudget,
     ) -> None:
         self.model, self.optimizer, self.data_loader, self.criterion = model, optimizer, data_loader, criterion
-        self.noise_multiplier = purse.release.noise_multiplier
-        self._steps, self._purse = steps, purse
+        self.noise_multiplier = budget.release.noise_multiplier
+        self._steps, self._budget = steps, budget
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.data_loader, self.criterion))
@@ -59,15 +59,15 @@ class ExamplePrivacy:
     @property
     def allowed(self) -> int:
         """Return how many steps more the ledger allows: 0 where the budget is spent, 10^9 where there is no limit."""
-        return self._purse.left(self._purse.paid())
+        return self._budget.remaining_steps(self._budget.entries())
 
     @property
     def epsilon(self) -> float:
         """Return the ε of all that the ledger holds. Unit: example; adjacency: zero-out."""
-        return self._purse.epsilon(self._purse.paid())
+        return self._budget.epsilon(self._budget.entries())
 
     def __str__(self) -> str:
-        return self._purse.statement(self._purse.paid())
+        return self._budget.statement(self._budget.entries())
 
     def close(self) -> None:
         """Leave optimizer and parameters to whoever uses them next, without privacy."""
@@ -149,7 +149,7 @@ def private(
         raise ScenarioError(f"ledger={str(ledger)!r} is a folder: name a file in it, one for each peer and dataset")
     if rounds is not None and steps is None:
         steps = rounds * local_epochs * len(data_loader)
-    purse = _purse(Path(ledger), data_loader, epsilon, delta, steps, noise_multiplier, insecure_seed is not None)
+    budget = _budget_of(Path(ledger), data_loader, epsilon, delta, steps, noise_multiplier, insecure_seed is not None)
     seed = None if insecure_seed is None else hashlib.sha256(f"INSECURE {int(insecure_seed)}".encode()).digest()
     clipped_sum = ClippedSum(model, parameters, criterion, clip_norm, way=way)
     noised = NoisedSteps(
@@ -157,15 +157,15 @@ def private(
         parameters,
         SystemNoise() if seed is None else build_noise({0: seed}, next(iter(parameters.values())).device),
         clip_norm=clip_norm,
-        noise_multiplier=purse.release.noise_multiplier,
-        expected_batch=purse.release.batch_size,
+        noise_multiplier=budget.release.noise_multiplier,
+        expected_batch=budget.release.batch_size,
     )
     wrapped, loss = PrivateModel(model, clipped_sum, noised), PrivateCriterion(criterion, clipped_sum, noised)
-    loader = PrivateLoader(data_loader, noised, purse, reserve=reserve, seed=seed, report=report)
-    return ExamplePrivacy(wrapped, optimizer, loader, loss, noised, purse)
+    loader = PrivateLoader(data_loader, noised, budget, reserve=reserve, seed=seed, report=report)
+    return ExamplePrivacy(wrapped, optimizer, loader, loss, noised, budget)
 
 
-def _purse(
+def _budget_of(
     ledger: Path,
     loader: DataLoader[Any],
     epsilon: float | None,
@@ -173,8 +173,8 @@ def _purse(
     steps: int | None,
     noise: float | None,
     insecure: bool,
-) -> Purse:
-    """Return the purse of a loader's data, its noise given or solved for."""
+) -> PrivacyBudget:
+    """Return the privacy budget of a loader's data, its noise given or solved for."""
     check_delta(delta)
     for name, value in {"steps": steps, "noise_multiplier": noise, "epsilon": epsilon}.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
@@ -183,12 +183,14 @@ def _purse(
     batch = min(batch, size)
     sampling, rate = ("poisson", batch / size) if batch < size else ("full", 1.0)
     release = Release(sampling, rate, size, batch, noise or 1.0)
-    purse = Purse(ledger.parent, ledger.name.removesuffix(".jsonl"), release, epsilon, delta, steps, insecure=insecure)
+    budget = PrivacyBudget(
+        ledger.parent, ledger.name.removesuffix(".jsonl"), release, epsilon, delta, steps, insecure=insecure
+    )
     if noise is None:
-        return purse.with_noise_solved()
+        return budget.with_noise_solved()
     if epsilon is not None and steps is None:
-        return replace(purse, limit=max_steps(release, epsilon, delta))
-    return purse
+        return replace(budget, limit=max_steps(release, epsilon, delta))
+    return budget
 
 
 def _check_kinds(whole: dict[str, Any], numbers: dict[str, Any], others: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from flower_privdec.engine.checkpoint import read_checkpoint
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.ledger.ledger_file import LedgerFile
+from flower_privdec.privacy.ledger.ledger import Ledger
 from flower_privdec.privacy.ledger.ledger_format import read_chain
 from flower_privdec.scenario import parse_scenario
 from flower_privdec.testing import TIMES
@@ -72,7 +72,7 @@ def places(blade: Blade) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         for owner, name in (
-            *((Engine, "round"), (Engine, "perform"), (LedgerFile, "append"), (LedgerFile, "_sync")),
+            *((Engine, "round"), (Engine, "perform"), (Ledger, "charge"), (Ledger, "_sync")),
             *((recorder.Recorder, "record"), (recorder, "save_checkpoint"), (recorder, "write_atomically")),
         ):
             patched.setattr(owner, name, before(getattr(owner, name)))

@@ -351,11 +351,11 @@ def test_a_block_takes_no_step_that_was_not_paid(build, tmp_path):
     part = PaidLedger(ledger, 2, 4, paid)
     assert part.allowed(0).tolist() == [True, True]
     with pytest.raises(BudgetError, match="step 0 was not paid for"):
-        part.pay(0, np.arange(2))
+        part.charge(0, np.arange(2))
     paid[0] = 1
-    part.pay(0, np.arange(2))
+    part.charge(0, np.arange(2))
     with pytest.raises(BudgetError):
-        part.pay(1, np.arange(2))
+        part.charge(1, np.arange(2))
     ledger.close()
 
 

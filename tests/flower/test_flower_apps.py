@@ -134,7 +134,7 @@ def test_examples_are_protected_over_all_rounds_and_no_loss_of_theirs_leaves(mon
     assert strategy.result.train_metrics_clientapp == strategy.result.evaluate_metrics_clientapp == {}
     for peer in (0, 15):
         payments = read_chain(tmp_path / f"peer-{peer}" / "examples.jsonl")[1]
-        releases = [each for payment in payments for share in payment.shares for each in share.releases]
+        releases = [each for payment in payments for share in payment.charges for each in share.releases]
         assert {each.sampling for each in releases} == {"poisson"}
         assert sum(each.steps for each in releases) == 2 * 5  # two rounds of a pass over 71 or 72 digits by 16
         assert "train_loss" in (tmp_path / f"peer-{peer}" / "metrics.jsonl").read_text()

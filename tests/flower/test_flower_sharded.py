@@ -174,7 +174,7 @@ def test_deployed_nodes_host_shares_and_keep_their_own_ledgers(tiny: Tiny, tmp_p
     for place, peers in enumerate(([0, 1], [2, 3])):
         paid = read_chain(tmp_path / f"node-{place}" / "ledger" / "digits.jsonl")[1]
         assert [(each.from_step, each.to_step) for each in paid] == [(0, 1), (1, 2)]
-        assert {peer for each in paid for share in each.shares for peer in share.peers} == set(peers)
+        assert {peer for each in paid for share in each.charges for peer in share.peers} == set(peers)
 
 
 def order(scenario: Scenario, **fields: object) -> Message:

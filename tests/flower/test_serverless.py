@@ -35,7 +35,7 @@ from flower_privdec.flower.serverless.driven_app import DrivenApp
 from flower_privdec.flower.serverless.first_message import first_train_message
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays, load_initial, save_initial
 from flower_privdec.network.peer.durable_mass import mass_on_disk
-from flower_privdec.privacy.ledger.ledger_file import ledger_path
+from flower_privdec.privacy.ledger.ledger import ledger_path
 from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
 
 SIMULATIONS = ROOT / "simulations"
@@ -531,9 +531,9 @@ def test_a_run_that_its_ledger_allows_no_update_is_refused(tmp_path):
         update={"privacy": scenario.private.model_copy(update={"ledger": str(tmp_path / "ledger")})}
     )
     (place, *_) = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
-    ledger = PeerLedger(tmp_path / "ledger", 1e-3)
-    for done in range(1, 5):
-        ledger.pay("before", 1, done, 0, 5.0)
+    with PeerLedger(tmp_path / "ledger", "before", 1, 0, 1e-3) as ledger:
+        for round_index in range(1, 5):
+            ledger.charge(round_index, 5.0)
     with pytest.raises(BudgetError, match="allows this run no update"):
         peers_of(shared, [place], sets_its_values_once)
 

@@ -817,7 +817,7 @@ def test_a_disk_that_fails_draws_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flower_privdec.privacy.ledger.ledger_file.os.fsync", full)
+    monkeypatch.setattr("flower_privdec.privacy.ledger.ledger.os.fsync", full)
     with pytest.raises(BudgetError, match="No space left"):
         loop(parts)
     assert torch.equal(before, parts.model.state_dict()["0.weight"])

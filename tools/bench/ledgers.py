@@ -29,7 +29,7 @@ class TimedLedger:
     def pay(self, step: int, rows: np.ndarray) -> None:
         """See CohortLedger."""
         started = time.perf_counter()
-        self.ledger.pay(step, rows)
+        self.ledger.charge(step, rows)
         self.seconds += time.perf_counter() - started
 
     def allowed(self, step: int) -> np.ndarray:

@@ -1,12 +1,12 @@
-"""The format of a ledger file: one JSON object a line, each naming the hash of the line before it.
+"""The format of a ledger file: a hash chain of JSON lines.
 
-`hash` is SHA-256 of a line's object without it (keys sorted, no spaces), `previous` the hash of the line
-before. Line 1 names the data's source; each later line is one payment of a run, for all peers that one process hosts:
+`hash` is the SHA-256 of a line's object without it (keys sorted, no spaces); `previous` is the hash of the line before.
+Line 1 names the data source. Each later line is one entry of a run, for all peers that one process hosts:
     {"index", "run", "scenario", "environment", "from_step", "to_step",
-     "shares": [{"peers": [[a, b], ...], "releases": [{"steps": [[a, b], ...], "release": {...}}, ...]}, ...],
+     "charges": [{"peers": [[a, b], ...], "releases": [{"steps": [[a, b], ...], "release": {...}}, ...]}, ...],
      "previous", "hash"}
-What a chain shows by itself: a line edited, taken out, put in, or written by two processes at once. What it
-cannot show: whole lines cut from its end; so a checkpoint names the head it saw, and resuming compares.
+The chain detects a line that was edited, removed, inserted, or written by two processes at once. It does not detect
+whole lines cut from the end: a checkpoint names the head it saw, and resuming compares.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any
 from flower_privdec.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.mechanism.events import Release, Spend
 
-FORMAT = "flower-privdec-ledger-2"
-NOTHING = "0" * 64
+FORMAT = "flower-privdec-ledger-3"
+EMPTY_HASH = "0" * 64
 RESTORE = "restore it from a backup, or give a new ledger folder and count what was spent here as unknown"
 
 Body = dict[str, Any]
@@ -33,12 +33,12 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True)
 class RunName:
-    """What a ledger calls a run: two that draw the same noise have one name, and no others do.
+    """The identity of a run in a ledger: equal for two runs exactly when they draw the same noise.
 
     Attributes:
-        id: a hash of all that decides the run's numbers, the data included.
+        id: a hash of everything that determines the run's numbers, the data included.
         scenario: the scenario's hash.
-        environment: the generator, device and versions with which the numbers are made.
+        environment: the generator, device and versions that compute the numbers.
     """
 
     id: str
@@ -47,45 +47,45 @@ class RunName:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What some peers pay for the steps of a payment.
+class Charge:
+    """The cost of some steps to some peers.
 
     Attributes:
         peers: their global ids, ascending.
-        parts: the intervals [a, b) of steps that share a mechanism, and the release that pays for them all.
+        parts: the intervals [a, b) of steps that use one mechanism, and the release that covers them all.
     """
 
     peers: tuple[int, ...]
     parts: tuple[tuple[tuple[Interval, ...], Release], ...]
 
     @classmethod
-    def of(cls, peers: Sequence[int], spends: Sequence[Spend]) -> Share:
-        """Return the share of peers that pay for some spends, in order of steps."""
-        shared: dict[tuple[object, ...], list[Spend]] = {}
+    def of(cls, peers: Sequence[int], spends: Sequence[Spend]) -> Charge:
+        """Return the charge to peers for some spends, in order of steps."""
+        by_mechanism: dict[tuple[object, ...], list[Spend]] = {}
         for spend in spends:
-            shared.setdefault(spend.release.mechanism, []).append(spend)
+            by_mechanism.setdefault(spend.release.mechanism, []).append(spend)
         parts = tuple(
             (
                 tuple((s.from_step, s.to_step) for s in group),
                 group[0].release.times(sum(s.release.steps for s in group)),
             )
-            for group in shared.values()
+            for group in by_mechanism.values()
         )
         return cls(tuple(peers), parts)
 
     @property
     def releases(self) -> tuple[Release, ...]:
-        """Return what each of the peers pays for."""
+        """Return the releases charged to each of the peers."""
         return tuple(release for _, release in self.parts)
 
     def to_json(self) -> Body:
-        """Return the share as a JSON object."""
+        """Return the charge as a JSON object."""
         releases = [{"steps": steps, "release": release.to_json()} for steps, release in self.parts]
         return {"peers": _intervals(self.peers), "releases": releases}
 
     @classmethod
-    def from_json(cls, body: Body) -> Share:
-        """Return the share an object says; see `Payment.from_json`."""
+    def from_json(cls, body: Body) -> Charge:
+        """Return the charge of a JSON object; raises as `Entry.from_json`."""
         peers = tuple(peer for a, b in body["peers"] for peer in range(int(a), int(b)))
         parts = tuple(
             (tuple((int(a), int(b)) for a, b in part["steps"]), Release.from_json(part["release"]))
@@ -101,39 +101,39 @@ def _intervals(numbers: Sequence[int]) -> list[Interval]:
 
 
 @dataclass(frozen=True)
-class Payment:
-    """What the steps [from_step, to_step) of a run cost the peers that one process hosts."""
+class Entry:
+    """One line of a ledger: the charges for steps [from_step, to_step) of a run."""
 
     run: RunName
     from_step: int
     to_step: int
-    shares: tuple[Share, ...]
+    charges: tuple[Charge, ...]
 
     def to_json(self) -> Body:
-        """Return the payment as a JSON object."""
+        """Return the entry as a JSON object."""
         return {
             "run": self.run.id,
             "scenario": self.run.scenario,
             "environment": self.run.environment,
             "from_step": self.from_step,
             "to_step": self.to_step,
-            "shares": [share.to_json() for share in self.shares],
+            "charges": [charge.to_json() for charge in self.charges],
         }
 
     @classmethod
-    def from_json(cls, body: Body) -> Payment:
-        """Return the payment a line says.
+    def from_json(cls, body: Body) -> Entry:
+        """Return the entry of a JSON object.
 
         Raises:
-            KeyError, TypeError, ValueError, ScenarioError: when it says none.
+            KeyError, TypeError, ValueError, ScenarioError: the object is not an entry.
         """
         run = RunName(str(body["run"]), str(body["scenario"]), str(body["environment"]))
-        shares = tuple(Share.from_json(share) for share in body["shares"])
-        return cls(run, int(body["from_step"]), int(body["to_step"]), shares)
+        charges = tuple(Charge.from_json(charge) for charge in body["charges"])
+        return cls(run, int(body["from_step"]), int(body["to_step"]), charges)
 
 
 def header(source: str) -> Body:
-    """Return what the first line says, but for its place in the chain."""
+    """Return the body of the first line, without its place in the chain."""
     return {"format": FORMAT, "source": source}
 
 
@@ -143,7 +143,7 @@ def hash_of(body: Body) -> str:
 
 
 def chained(bodies: Iterable[Body], head: Head) -> tuple[bytes, list[str]]:
-    """Return lines that carry bodies on from a head, and their hashes."""
+    """Return the lines that append bodies to a chain with this head, and their hashes."""
     index, previous = head
     lines, hashes = [], []
     for body in bodies:
@@ -157,10 +157,10 @@ def chained(bodies: Iterable[Body], head: Head) -> tuple[bytes, list[str]]:
 
 
 def parse(content: bytes, path: Path) -> tuple[list[Body], int]:
-    """Verify a ledger's bytes.
+    """Verify the bytes of a ledger.
 
-    A last line without its newline is a write that a crash cut short. Nobody was told that it was safe, so no
-    step began on it; yet it counts when it is complete, and is dropped only when it is not.
+    A last line without its newline is a write that a crash interrupted. Its write was never acknowledged, so no step
+    began on it; it still counts when it is complete, and is dropped only when it is not.
 
     Args:
         path: for messages.
@@ -169,25 +169,25 @@ def parse(content: bytes, path: Path) -> tuple[list[Body], int]:
         The lines' objects, and how many of the bytes hold them.
 
     Raises:
-        BudgetError: when a line is not a record, was edited, or does not follow the line before it.
+        BudgetError: a line is not a record, was edited, or does not follow the line before it.
     """
     bodies: list[Body] = []
-    kept, previous = 0, NOTHING
+    size, previous = 0, EMPTY_HASH
     for line in content.splitlines(keepends=True):
-        torn = not line.endswith(b"\n") and kept + len(line) == len(content)
+        torn = not line.endswith(b"\n") and size + len(line) == len(content)
         try:
             body = _verified(line, len(bodies), previous)
         except ValueError as error:
             if torn:
                 break
-            raise BudgetError(f"{path} line {len(bodies) + 1}: {error}; {RESTORE}") from None
+            raise BudgetError(f"{path} line {len(bodies) + 1}: {error}; {RESTORE}", code="ledger.damaged") from None
         bodies.append(body)
-        previous, kept = body["hash"], kept + len(line)
-    return bodies, kept
+        previous, size = body["hash"], size + len(line)
+    return bodies, size
 
 
 def _verified(line: bytes, index: int, previous: str) -> Body:
-    """Return a line's object, or raise ValueError saying what is wrong with it."""
+    """Return the object of a line, or raise ValueError with what is wrong with it."""
     try:
         body = json.loads(line)
     except (ValueError, RecursionError):
@@ -195,42 +195,46 @@ def _verified(line: bytes, index: int, previous: str) -> Body:
     if not isinstance(body, dict) or "hash" not in body:
         raise ValueError("not a record")
     if body["hash"] != hash_of({name: value for name, value in body.items() if name != "hash"}):
-        raise ValueError("its hash does not match what it says (edited)")
+        raise ValueError("its hash does not match its content (edited)")
     if body.get("index") != index or body.get("previous") != previous:
-        raise ValueError("does not follow the line before it (lines lost, put in, or written twice)")
+        raise ValueError("does not follow the line before it (lines lost, inserted, or written twice)")
     return body
 
 
-def payments(bodies: Sequence[Body], path: Path) -> list[Payment]:
-    """Return what verified lines paid for.
+def entries_of(bodies: Sequence[Body], path: Path) -> list[Entry]:
+    """Return the entries of verified lines.
 
     Raises:
-        BudgetError: when the first line is not this format's, or another is no payment.
+        BudgetError: the first line is not of this format, or a later one is not an entry.
     """
     if bodies and bodies[0].get("format") != FORMAT:
-        raise BudgetError(f"{path} line 1: not a ledger of format {FORMAT}; read it with the version that wrote it")
-    found = []
+        message = f"{path} line 1: not a ledger of format {FORMAT}; read it with the version that wrote it"
+        raise BudgetError(message, code="ledger.format")
+    entries = []
     for number, body in enumerate(bodies[1:], start=2):
         try:
-            found.append(Payment.from_json(body))
+            entries.append(Entry.from_json(body))
         except (KeyError, TypeError, ValueError, ScenarioError) as error:
-            raise BudgetError(f"{path} line {number}: not a payment ({error}); {RESTORE}") from error
-    return found
+            message = f"{path} line {number}: not an entry ({error}); {RESTORE}"
+            raise BudgetError(message, code="ledger.damaged") from error
+    return entries
 
 
-def read_chain(path: Path) -> tuple[Body, list[Payment]]:
+def read_chain(path: Path) -> tuple[Body, list[Entry]]:
     """Read and verify a ledger without locking it.
 
     Returns:
-        Its first line (the data's source) and its payments.
+        Its first line (the data source) and its entries.
 
     Raises:
-        BudgetError: when it cannot be read, is empty, or does not hold together.
+        BudgetError: it cannot be read, is empty, or fails verification.
     """
     try:
         bodies, _ = parse(path.read_bytes(), path)
     except OSError as error:
-        raise BudgetError(f"{path} cannot be read ({error.strerror}); give a ledger file") from error
+        message = f"{path} cannot be read ({error.strerror}); give a ledger file"
+        raise BudgetError(message, code="ledger.unreadable") from error
     if not bodies:
-        raise BudgetError(f"{path} is empty: nothing was spent; give a ledger that was written to")
-    return bodies[0], payments(bodies, path)
+        message = f"{path} is empty: nothing was spent; give a ledger that was written to"
+        raise BudgetError(message, code="ledger.empty")
+    return bodies[0], entries_of(bodies, path)
