@@ -253,7 +253,7 @@ class Cohort:
         """
         peers, index = self.peers[rows], round_index * self.steps_per_round + local_step
         if self.ledger is not None:
-            self.ledger.pay(index, rows if receivers is None else np.unique(rows))
+            self.ledger.charge(index, rows if receivers is None else np.unique(rows))
         times = -self.learning_rate.at(round_index)[peers] if factor is None else np.full(len(rows), factor)
         rate = times / self.data.sampler.normalizer[rows]
         named = {"gradient": sums} if isinstance(sums, Tensor) else sums

@@ -16,7 +16,7 @@ from flower_privdec.experiment.hardening import headroom
 from flower_privdec.experiment.memory import check_steps
 from flower_privdec.experiment.number_range import check_number_range
 from flower_privdec.experiment.run_key import SIMULATED, environment, own_keys, run_id, shared_secret
-from flower_privdec.privacy.ledger.ledger_format import RunName
+from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import noise_mechanism

@@ -28,7 +28,7 @@ from flower_privdec.engine.workers.block import PaidLedger
 from flower_privdec.engine.workers.shared_memory import EdgeBox, shared_copy
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.scenario import parse_scenario
 
 pytestmark = pytest.mark.skipif(not partitioning.can_fork(), reason="workers are forked, on Linux")
@@ -351,11 +351,11 @@ def test_a_block_takes_no_step_that_was_not_paid(build, tmp_path):
     part = PaidLedger(ledger, 2, 4, paid)
     assert part.allowed(0).tolist() == [True, True]
     with pytest.raises(BudgetError, match="step 0 was not paid for"):
-        part.pay(0, np.arange(2))
+        part.charge(0, np.arange(2))
     paid[0] = 1
-    part.pay(0, np.arange(2))
+    part.charge(0, np.arange(2))
     with pytest.raises(BudgetError):
-        part.pay(1, np.arange(2))
+        part.charge(1, np.arange(2))
     ledger.close()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import privdec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_scenario import Tiny
@@ -21,7 +22,6 @@ pytest.importorskip("grpc")
 from networked import LONG, Killed, devices, finish, mortal, run_network, wait_until
 
 from flower_privdec import testing
-from flower_privdec.cli import main
 from flower_privdec.common.formatting import number
 from flower_privdec.core import advance
 from flower_privdec.core.cohort import Cohort
@@ -36,7 +36,7 @@ from flower_privdec.network.peer.status_text import status_line
 from flower_privdec.network.transport.certificates import credentials_of, make_certificates
 from flower_privdec.network.transport.channel import Link, RefusedError
 from flower_privdec.network.transport.connection_manager import ASKING
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.letters import CARRYING, HEADER, PLACE, Letter, packed, sealed, unpacked
 from flower_privdec.pushsum.parts import Parts
 from flower_privdec.scenario import numbers_hash
@@ -45,13 +45,6 @@ QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LON
 NEEDS_A_SERVER = ("scaffold",)
 ALONE = ("local", "dp-sgd")
 TOGETHER = [v for v in VARIANTS if v[0].removeprefix("algorithm.name=") not in (*NEEDS_A_SERVER, *ALONE)]
-
-
-def privdec(*words: str) -> int:
-    """Run the command line and return its exit status."""
-    with pytest.raises(SystemExit) as left:
-        main.main(list(words))
-    return int(left.value.code or 0)
 
 
 @pytest.mark.parametrize("variant", TOGETHER, ids=" ".join)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import privdec
 from tiny_scenario import Tiny
 
 pytest.importorskip("grpc")
 
-from flower_privdec.cli import main
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.engine.checkpoint import Checkpoint, save_checkpoint
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
@@ -35,13 +35,6 @@ ROUNDS = 20
 SETTINGS = ["n_peers=2", f"rounds={ROUNDS}", "topology.name=complete"]
 SETTINGS += ["network={mode: synchronous, retry: 0.1, start: 200.0, deadline: 200.0}"]
 NEVER = Fault("cut", 1e9, 0.0, 0, 1)
-
-
-def privdec(*words: str) -> int:
-    """Run the command line and return its exit status."""
-    with pytest.raises(SystemExit) as left:
-        main.main(list(words))
-    return int(left.value.code or 0)
 
 
 # --- faults ---

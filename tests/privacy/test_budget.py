@@ -18,8 +18,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.graph.participation import Everybody, UniformParticipation
 from flower_privdec.planner import make_plan
 from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
-from flower_privdec.privacy.ledger.ledger_file import paid_until, runs_in
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import charged_until, read_chain, runs_in
 from flower_privdec.scenario import to_yaml
 
 
@@ -193,7 +192,7 @@ def test_a_run_goes_on_where_another_run_has_spent_the_rest_since(build: Build, 
     ledger = f"privacy.ledger={tmp_path}/L"
     under_way = Run(build(ledger), tmp_path / "run")
     under_way.advance()
-    paid = paid_until(read_chain(tmp_path / "L" / "digits.jsonl")[1], under_way.experiment.own.run.id)
+    paid = charged_until(read_chain(tmp_path / "L" / "digits.jsonl")[1], under_way.experiment.own.run.id)
     under_way.close()
     run(build(ledger, "seed=9", "privacy.epsilon=6"), tmp_path / "other", lean=True)
     resumed = Run(build(ledger), tmp_path / "run", resume=True)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from flower_privdec.privacy.ledger.cohort_ledger import Account, CohortLedger
-from flower_privdec.privacy.ledger.ledger_format import RunName
+from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.privacy.mechanism.events import Release, Spend
 from tools.bench.timing import once, quiet
 from tools.bench.workloads import NOISE_MULTIPLIER, Setup
@@ -29,7 +29,7 @@ class TimedLedger:
     def pay(self, step: int, rows: np.ndarray) -> None:
         """See CohortLedger."""
         started = time.perf_counter()
-        self.ledger.pay(step, rows)
+        self.ledger.charge(step, rows)
         self.seconds += time.perf_counter() - started
 
     def allowed(self, step: int) -> np.ndarray:

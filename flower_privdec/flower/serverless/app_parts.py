@@ -14,14 +14,11 @@ from torch import Tensor
 
 from flower_privdec.core import Algorithm, Mix, State
 from flower_privdec.core.algorithm import Step
-from flower_privdec.errors import BudgetError
 from flower_privdec.experiment.agreement import build_exchange
-from flower_privdec.flower.mods.peer_ledger import SOURCE, PeerLedger, PeerSpent, update_release
+from flower_privdec.flower.mods.peer_ledger import PeerLedger
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
-from flower_privdec.privacy.ledger.ledger_file import LedgerFile
-from flower_privdec.privacy.ledger.ledger_format import NOTHING, RunName
-from flower_privdec.privacy.mechanism.events import canonical
+from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario
 
@@ -48,77 +45,6 @@ class AppTraining(Algorithm):
         return "app"
 
 
-class AppLedger:
-    """A peer's ledger, open for as long as it runs.
-
-    Args:
-        folder: where the file lies.
-        run: the run's name in it.
-        peer: whose it is.
-        delta, budget: δ, and the ε that no run may exceed.
-
-    Attributes:
-        budget: ε, or ∞.
-        spent: by now.
-        paid: nothing that a checkpoint has to know.
-    """
-
-    paid = 0
-
-    def __init__(self, folder: Path, run: str, peer: int, delta: float, budget: float) -> None:
-        self._ledger, self._run, self._peer = PeerLedger(folder, delta, budget), run, peer
-        self._life = secrets.randbits(62)
-        self.budget = budget
-        self._file = LedgerFile(folder, SOURCE)
-        self.spent: PeerSpent = self._ledger.spent_in(self._file)
-
-    @property
-    def lines(self) -> int:
-        """Return how many payments the file holds."""
-        return len(self._file.payments)
-
-    @property
-    def head(self) -> tuple[int, str]:
-        """Return what a checkpoint names."""
-        return self._file.head
-
-    def check_head(self, head: tuple[int, str] | None) -> None:
-        """Check that the file still holds all that a checkpoint saw; raises BudgetError."""
-        length, digest = head or (0, NOTHING)
-        self._file.check_head(int(length), str(digest))
-
-    def allows(self, noise: float) -> bool:
-        """Return whether one more update can be paid for."""
-        after = PeerSpent(canonical([*self.spent.releases, update_release(noise)]), self.spent.delta)
-        return math.isinf(self.budget) or after.epsilon <= self.budget
-
-    def check_budget(self, noise: float) -> None:
-        """Refuse a run of which not one update can be paid for.
-
-        Raises:
-            BudgetError: naming what is spent.
-        """
-        if not self.allows(noise):
-            raise BudgetError(
-                f"{self._file.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon={self.budget:g} "
-                f"allows this run no update of noise multiplier {noise:.4g}; raise the budget or the noise"
-            )
-
-    def pay(self, server_round: int, noise: float) -> bool:
-        """Pay for a round's update, on disk, before it is made; return whether the budget allows it.
-
-        Raises:
-            BudgetError: the file cannot be written.
-        """
-        after = self._ledger.pay_into(self._file, self._run, self._life, server_round, self._peer, noise)
-        self.spent = after or self.spent
-        return after is not None
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
-
-
 @dataclass
 class AppCohort:
     """One peer, as the steps of its program have it.
@@ -133,7 +59,7 @@ class AppCohort:
     dtype: torch.dtype
     mixing: Mixing | None
     participation: Participation
-    ledger: AppLedger | None
+    ledger: PeerLedger | None
     noise: Callable[[], float]
     protection: None = None
     steps_per_round: int = 1
@@ -204,7 +130,9 @@ class AppExperiment:
         ledger, peer, private = None, int(self.own.peers[0]), self.private
         if private is not None:
             folder = ledger_dir if private.ledger is None else Path(private.ledger)
-            ledger = AppLedger(folder, self.scenario.name, peer, private.delta, private.epsilon or math.inf)
+            ledger = PeerLedger(
+                folder, self.scenario.name, secrets.randbits(62), peer, private.delta, private.epsilon or math.inf
+            )
         return AppCohort(
             peers=self.own.peers,
             n_peers=self.scenario.n_peers,

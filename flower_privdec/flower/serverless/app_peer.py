@@ -23,11 +23,11 @@ from flower_privdec.engine.spent import json_number
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.flower.mods.layout import numpy_arrays
-from flower_privdec.flower.mods.peer_ledger import UNPROTECTED, bare_words, solved_noise
+from flower_privdec.flower.mods.peer_ledger import UNPROTECTED, PeerLedger, bare_words, solved_noise
 from flower_privdec.flower.mods.peer_state import PeerState
 from flower_privdec.flower.mods.request_handler import keep_metrics, protected
 from flower_privdec.flower.mods.stepping import APP_SPENT, LEAST_WEIGHT, take_step
-from flower_privdec.flower.serverless.app_parts import KEPT, AppCohort, AppExperiment, AppLedger
+from flower_privdec.flower.serverless.app_parts import KEPT, AppCohort, AppExperiment
 from flower_privdec.flower.serverless.driven_app import TrainedApp
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays, save_initial
 from flower_privdec.network.peer.asynchronous_peer import AsynchronousPeer
@@ -110,8 +110,8 @@ class AppPeer(RunningPeer):
         return {"x": x, "w": torch.ones(1, dtype=x.dtype), **own}
 
     @property
-    def _ledger(self) -> AppLedger | None:
-        return cast("AppLedger | None", self.cohort.ledger)
+    def _ledger(self) -> PeerLedger | None:
+        return cast("PeerLedger | None", self.cohort.ledger)
 
     @cached_property
     def _noise(self) -> float:
@@ -158,7 +158,7 @@ class AppPeer(RunningPeer):
     def _pays(self, server_round: int, noise: float) -> bool:
         ledger = self._ledger
         assert ledger is not None
-        if ledger.pay(server_round, noise):
+        if ledger.charge(server_round, noise):
             return True
         why = f"its next update would exceed epsilon = {ledger.budget:g}; it trains no more, and goes on relaying"
         self._exhaust(server_round, why)
@@ -194,7 +194,7 @@ class AppPeer(RunningPeer):
     def result(self) -> PeerState:
         """Return the mass as it is now, and the arrays that are not mixed."""
         mass = self._mass(self.state)
-        mass.round_index, mass.paid = self.state.round_index, 0 if self._ledger is None else self._ledger.lines
+        mass.round_index, mass.paid = self.state.round_index, 0 if self._ledger is None else self._ledger.n_entries
         return mass
 
     def _look(self) -> None:

@@ -176,7 +176,7 @@ class RunningPeer(ABC):
             transport, carried: see Checkpoint; what is carried never changes.
         """
         ledger, experiment = self.cohort.ledger, self.experiment
-        facts = {**transport, "place": place, "paid": 0 if ledger is None else ledger.paid}
+        facts = {**transport, "place": place, "paid": 0 if ledger is None else ledger.charged}
         head = None if ledger is None else ledger.head
         found = Checkpoint(state, self._hash, experiment.own.run, head=head, transport=facts, carried=carried or {})
         self._shares_on_disk.keep(found.carried)
@@ -315,7 +315,7 @@ class RunningPeer(ABC):
         ledger, rounds = self.cohort.ledger, self.state.round_index
         if ledger is None:
             return epsilons(self.cohort, rounds)[0]
-        return float(ledger.spending.epsilons(max(ledger.paid, rounds * self.cohort.steps_per_round))[0])
+        return float(ledger.spending.epsilons(max(ledger.charged, rounds * self.cohort.steps_per_round))[0])
 
 
 def rows_path(folder: Path, round_index: int) -> Path:
