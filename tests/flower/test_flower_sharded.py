@@ -25,7 +25,7 @@ from flower_privdec.flower.apps.node import Node
 from flower_privdec.flower.apps.sharded import Sharded
 from flower_privdec.flower.launch.launcher import flower_run
 from flower_privdec.flower.launch.local_grid import named
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.scenario import Scenario, to_yaml
 
 

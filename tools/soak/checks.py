@@ -10,7 +10,7 @@ import torch
 
 from flower_privdec.engine.checkpoint import Checkpoint, read_checkpoint
 from flower_privdec.network.peer.durable_mass import mass_on_disk
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.share_protocol import FIRST
 from tools.soak.release_counter import counted_in
 
