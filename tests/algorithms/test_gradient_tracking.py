@@ -138,6 +138,7 @@ def test_a_row_of_a_step_is_the_step_of_that_row() -> None:
             torch.testing.assert_close(rows[0], state.rows[name][peer], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_it_finds_the_optimum_where_gossip_stays_beside_it(label_partitions: None) -> None:
     """What it is for: with one class a peer and all examples, its peers agree, and plain gossip's do not."""
     data = {**FULL["data"], "partition": {"kind": "pathological", "classes_per_peer": 3}}  # type: ignore[dict-item]

@@ -285,6 +285,7 @@ def test_a_neighbour_whose_budget_is_spent_answers_zero_and_others_go_on(build: 
     assert max(plan.epsilons(6)) <= 3.0
 
 
+@pytest.mark.slow
 def test_what_each_neighbour_adds_is_drawn(build: Build, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from flower_privdec.reporting.page import write_report

@@ -265,6 +265,7 @@ def test_a_shard_that_leaves_is_named_by_all_that_wait_for_it(tiny: Tiny, tmp_pa
     assert any("peers 4-5" in str(end) for end in ends[:2])
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_killed_ends_the_others_at_once(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("rounds=50")
     meeting, shards = tmp_path / "meeting", Shards.deal(4, 2)

@@ -220,6 +220,7 @@ def command(tmp_path: Path, *more: str) -> subprocess.Popen:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_lingers_when_the_run_is_ended(tmp_path, how):
     process = command(tmp_path)

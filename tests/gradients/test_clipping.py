@@ -227,6 +227,7 @@ def test_a_divisor_of_zero_moves_nothing(kind: str) -> None:
 # --- norms ---
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     n=st.sampled_from([1, 2, 3, 10, 100, BLOCK, LONGEST, LONGEST + 1, 9 * BLOCK, 10 * BLOCK + 7]),
