@@ -19,10 +19,8 @@ from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.flower.apps import sharded
-from flower_privdec.flower.apps.client_app import client_app
-from flower_privdec.flower.apps.cohort_run import CohortRun
-from flower_privdec.flower.apps.node import Node
-from flower_privdec.flower.apps.sharded import Sharded
+from flower_privdec.flower.apps.client_app import Node, client_app
+from flower_privdec.flower.apps.hosting import CohortRun, Sharded
 from flower_privdec.flower.launch.launcher import flower_run
 from flower_privdec.flower.launch.local_grid import named
 from flower_privdec.privacy.ledger.ledger_format import read_chain
