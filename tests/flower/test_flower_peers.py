@@ -243,8 +243,8 @@ def test_an_old_copy_of_a_state_is_found_out(tmp_path):
     path.write_bytes(copy)
     strategy = PushSum(name="old", fraction_evaluate=0.0)
     strategy.start(LocalGrid(client(sets_its_values_once), 2, folder=tmp_path), zeros(), 9)
-    assert "has had share 6 of peer 1" in strategy.network.deaf[1]
-    assert "the state is an old copy; delete it" in strategy.network.deaf[1]
+    assert "has had share 6 of peer 1" in strategy.network.train_errors[1]
+    assert "the state is an old copy; delete it" in strategy.network.train_errors[1]
 
 
 # What the app sees.

@@ -25,6 +25,7 @@ from flower_privdec.flower.mods.orders import (
     JOIN,
     MASS,
     MESH,
+    MODEL,
     OUTBOX,
     ROUND,
     SAYS,
@@ -90,6 +91,8 @@ class Desk:
                 raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
             arrays = numpy_arrays(content.array_records[INITIAL])
             self.state = PeerState.begun(self.asked.run, self.place.peer, arrays, self.asked.founding)
+            if self.asked.local_record:
+                self.state.local_arrays = arrays
             self._save(self.state)
 
     def _save(self, state: PeerState) -> None:
@@ -118,11 +121,13 @@ class Desk:
                 log.warning("peer %s refused share %s: %s", self.place.peer, name, error)
         return state
 
-    def take_part(self, train: Train) -> None:
+    def take_part(self, content: RecordDict, train: Train) -> None:
         """Train, and freeze a share for each receiver; a round in which the peer took part already is not repeated."""
         state, asked = self.state, self.asked
         if state is None or asked.round_index <= state.round_index:
             return
+        if MODEL in content.array_records:
+            state.adopt(numpy_arrays(content.array_records[MODEL]))
         weights = self._receivers()
         self.told["trained"] = self._may_train(state) and self._train(state, train)
         state.round_index = asked.round_index
@@ -358,7 +363,10 @@ class PeerMod:
             return theirs
 
         if kind == ROUND:
-            desk.take_part(lambda arrays: self._trained(desk, call(arrays), state.layout))
+            desk.take_part(content, lambda arrays: self._trained(desk, call(arrays), state.layout))
+            self._renew_local_arrays(desk, state, theirs)
+        elif kind == EVALUATE and MODEL in content.array_records:
+            call(content.array_records[MODEL])
         elif kind == EVALUATE and state.w > 0:
             call(state.layout.record(state.model(), state.kept))
         elif kind == DELIVER:
@@ -399,9 +407,12 @@ class PeerMod:
         Raises:
             RunError: it answers with an error or with nothing, or raises one whose words are withheld.
         """
-        own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, INBOX)}
+        own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, MODEL, INBOX)}
         copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
         message.content = RecordDict({desk.asked.arrays: arrays, **copies})
+        if desk.state is not None and desk.state.local_arrays:
+            local = {name: Array(value) for name, value in desk.state.local_arrays.items()}
+            message.content[desk.asked.local_record] = ArrayRecord(local)
         try:
             with working_in(desk.place.folder):
                 reply = app(message, context)
@@ -429,6 +440,21 @@ class PeerMod:
             return returned_arrays(content, desk.asked.arrays, layout)
         except UnfitAnswerError as error:
             raise self._failed(desk, error.what, error.details) from None
+
+    def _renew_local_arrays(self, desk: Desk, state: PeerState, answer: RecordDict) -> None:
+        """Keep the record of a train function's answer that never leaves, where it is the model's and finite.
+
+        Raises:
+            RunError: it is of other arrays.
+        """
+        name = desk.asked.local_record
+        if not state.local_arrays or name not in answer.array_records:
+            return
+        arrays = numpy_arrays(answer.array_records[name])
+        if difference := state.layout.misfit(arrays):
+            raise self._failed(desk, f"returned another {name} than the model's", difference)
+        if np.isfinite(state.layout.vector(arrays)).all():
+            state.local_arrays = arrays
 
     def _failed(self, desk: Desk, what: str, details: str) -> RunError:
         """Return an error that says what an app did; details may tell of its data, and stay where all such does."""

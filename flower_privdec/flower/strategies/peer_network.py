@@ -248,8 +248,8 @@ class PeerNetwork:
         census: which node is which peer.
         mailroom: the shares on their way.
         told: what each peer said last.
-        deaf: peers whose last answer was a failure, and its reason.
-        blind: peers whose app could not evaluate, and why; that keeps nobody from training.
+        train_errors: peers whose last answer was a failure, and its reason.
+        eval_errors: peers whose app could not evaluate, and why; that keeps nobody from training.
     """
 
     grid: Grid
@@ -258,8 +258,8 @@ class PeerNetwork:
     census: Census = field(default_factory=Census)
     mailroom: Mailroom = field(default_factory=Mailroom)
     told: dict[int, Told] = field(default_factory=dict)
-    deaf: dict[int, str] = field(default_factory=dict)
-    blind: dict[int, str] = field(default_factory=dict)
+    train_errors: dict[int, str] = field(default_factory=dict)
+    eval_errors: dict[int, str] = field(default_factory=dict)
 
     def find(self, patience: float) -> None:
         """Meet all peers, or at least two of them within some seconds.
@@ -321,9 +321,9 @@ class PeerNetwork:
         """Return the peers that are there and have a state of this run."""
         return [peer for peer in self.census.there if self.told[peer].epoch]
 
-    def well(self) -> list[int]:
+    def responsive_peers(self) -> list[int]:
         """Return those of them that answered the last time, without a failure: who gets shares and is counted on."""
-        return [peer for peer in self.members() if peer not in self.census.silent and peer not in self.deaf]
+        return [peer for peer in self.members() if peer not in self.census.silent and peer not in self.train_errors]
 
     def message(self, peer: int, category: str, kind: str, content: RecordDict, **more: Any) -> Message:
         """Return a message to a peer, with its mail and what it has to know of the others."""
@@ -351,36 +351,40 @@ class PeerNetwork:
     def _hear(self, peer: int, reply: Message) -> None:
         """Take in an answer, whenever it comes."""
         if reply.has_error():
-            failed = self.blind if reply.metadata.message_type == "evaluate" else self.deaf
+            failed = self.eval_errors if reply.metadata.message_type == "evaluate" else self.train_errors
             failed[peer] = reason(reply.error.reason)
             return
         try:
             told = Told.of(reply.content, NO_MOD)
         except RunError as error:
-            self.deaf[peer] = str(error)
+            self.train_errors[peer] = str(error)
             return
         if (told.peer, told.n_peers) != (peer, self.census.n_peers):
-            self.deaf[peer] = f"it says now that it is peer {told.peer} of {told.n_peers}: give it its own partition-id"
+            self.train_errors[peer] = (
+                f"it says now that it is peer {told.peer} of {told.n_peers}: give it its own partition-id"
+            )
             return
-        self.deaf.pop(peer, None)
+        self.train_errors.pop(peer, None)
         self.told[peer] = told
         self.mailroom.hear(told, reply.content.array_records.get(OUTBOX))
 
     def troubles(self) -> str:
         """Return what is worth a word: who is silent, fails, refuses a share, or trains no more."""
         said = {peer: told.stopped for peer, told in self.told.items() if told.stopped}
-        said |= {peer: f"cannot evaluate: {why}" for peer, why in self.blind.items()}
+        said |= {peer: f"cannot evaluate: {why}" for peer, why in self.eval_errors.items()}
         for peer, told in self.told.items():
             for why in told.refused:
                 said[peer] = f"refused: {why}"
-        said |= self.deaf | dict.fromkeys(self.census.silent, "no answer") | dict.fromkeys(self.census.gone, "gone")
+        said |= (
+            self.train_errors | dict.fromkeys(self.census.silent, "no answer") | dict.fromkeys(self.census.gone, "gone")
+        )
         return said_by(said)
 
     def raise_if_all_fail(self, peers: Iterable[int]) -> None:
         """Raise what the peers say, when none of those asked did what it was asked."""
         asked = list(peers)
         failed = {peer: "no answer" for peer in asked if peer in self.census.silent}
-        failed |= {peer: self.deaf[peer] for peer in asked if peer in self.deaf}
+        failed |= {peer: self.train_errors[peer] for peer in asked if peer in self.train_errors}
         if failed and len(failed) == len(asked):
             raise RunError(f"no peer could go on: {said_by(failed)}")
 
@@ -431,7 +435,7 @@ def total_mass(masses: Mapping[int, np.ndarray], wanted: set[int], sealed: bool)
     return np.asarray(total) if total[-1] > 0 else None
 
 
-def say_privacy(told: Mapping[int, Told]) -> None:
+def log_privacy(told: Mapping[int, Told]) -> None:
     """Log what each peer has spent, with its unit; those that spent the same together."""
     spent: dict[str, list[int]] = {}
     for peer, each in sorted(told.items()):

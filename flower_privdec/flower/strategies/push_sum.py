@@ -24,10 +24,10 @@ from flower_privdec.flower.mods.orders import DELIVER, EVALUATE, ROUND, Told
 from flower_privdec.flower.node_settings import FOLDER, safe_name
 from flower_privdec.flower.strategies.peer_network import (
     PeerNetwork,
+    log_privacy,
     masses_in,
     matrix_of,
     said_by,
-    say_privacy,
     total_mass,
 )
 from flower_privdec.graph.mixing import Mixing
@@ -171,6 +171,7 @@ class Routed(Strategy):
     """
 
     weights: ClassVar[str]
+    local_record: ClassVar[str] = ""  # see `Asked`
 
     def __init__(
         self,
@@ -272,6 +273,7 @@ class Routed(Strategy):
         run = self.name or f"run-{grid.run.run_id}"
         folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(run)
         common = {"run": run, "folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
+        common["local_record"] = self.local_record
         self.network = PeerNetwork(grid, common, timeout)
         self.network.find(self.patience)
         self._sealed = self.network.sealed
@@ -338,7 +340,7 @@ class Routed(Strategy):
         config["server-round"] = server_round
         active = self._active.active(server_round - 1)
         self._asked = [peer for peer in self.network.members() if active[peer]]
-        self._counted = [peer for peer in self.network.well() if active[peer]]
+        self._counted = [peer for peer in self.network.responsive_peers() if active[peer]]
         links = self._links(server_round - 1)
         return [
             self.network.message(
@@ -392,7 +394,7 @@ class Routed(Strategy):
     ) -> Iterable[Message]:
         """Return a message for each peer that is to evaluate its own model, with its mail."""
         config["server-round"] = server_round
-        well = self.network.well()
+        well = self.network.responsive_peers()
         count = math.ceil(round(self.fraction_evaluate * len(well), 9))
         chosen = keyed_generator(self.seed, "evaluate", server_round).permutation(well)[:count].tolist()
         contents = {peer: RecordDict({self.configrecord_key: config}) for peer in chosen}
@@ -428,15 +430,25 @@ class Routed(Strategy):
         return stopped
 
     def _deliver(self) -> ArrayRecord | None:
-        """Hand out what is on its way, and return the mean over all peers that are there."""
-        network, peers = self.network, self.network.well()
+        """Hand out the shares in transit, and return the mean over all peers that are there."""
+        mean = self._delivered_mean(self.network.members(), self.network.responsive_peers())
+        log_privacy(self.told)
+        return mean
+
+    def _delivered_mean(self, receivers: Iterable[int], peers: list[int]) -> ArrayRecord | None:
+        """Send peers their shares in transit, and return the mean over some of them.
+
+        Args:
+            receivers: of the messages.
+            peers: of whose masses the mean is.
+        """
+        network = self.network
         common = {"wants_mass": True, "mean_of": peers if self._sealed else [], "serial": time.time_ns()}
-        messages = [network.message(peer, "train", DELIVER, RecordDict(), **common) for peer in network.members()]
+        messages = [network.message(peer, "train", DELIVER, RecordDict(), **common) for peer in receivers]
         answers = network.ask(messages)
         if not self._sealed:
             masses = sorted(masses_in(answers, self._layout.size, self._sealed).items())
             self.peer_arrays = {peer: self._record(mass) for peer, mass in masses if mass[-1] > 0}
-        say_privacy(self.told)
         return self._mean(answers, peers)
 
     def _mean(self, answers: Mapping[int, Message], peers: Iterable[int]) -> ArrayRecord | None:
