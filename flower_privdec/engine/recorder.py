@@ -31,7 +31,7 @@ from flower_privdec.experiment.minimum import Minimum, find_minimum
 from flower_privdec.experiment.objective import ConvexObjective
 from flower_privdec.experiment.own_parts import public_name
 from flower_privdec.models import unflatten
-from flower_privdec.privacy.ledger.ledger_format import Head
+from flower_privdec.privacy.ledger.ledger import Head
 from flower_privdec.privacy.mechanism.protection import breaches
 from flower_privdec.scenario import scenario_hash, to_yaml
 

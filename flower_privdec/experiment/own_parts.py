@@ -16,9 +16,10 @@ from flower_privdec.experiment.hardening import headroom
 from flower_privdec.experiment.memory import check_steps
 from flower_privdec.experiment.number_range import check_number_range
 from flower_privdec.experiment.run_key import SIMULATED, environment, own_keys, run_id, shared_secret
-from flower_privdec.privacy.ledger.ledger_format import RunName
+from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
+from flower_privdec.privacy.noise import noise_mechanism
 from flower_privdec.scenario import numbers_hash, own_parts
 from flower_privdec.scenario.schema import placed
 
@@ -84,7 +85,14 @@ class OwnParts:
             algorithm, mixing = agreement.algorithm, agreement.mixing
             factor = 1.0 if mixing is None else algorithm.weight_factor(mixing, scenario.rounds)
             protection = build_protection(
-                scenario, scenario.private, algorithm, drawings, agreement.participation, peers, factor
+                scenario,
+                scenario.private,
+                algorithm,
+                drawings,
+                agreement.participation,
+                peers,
+                factor,
+                noise_mechanism(scenario.private.noise).released,
             )
             if scenario.private.hardened:
                 steps = scenario.rounds * algorithm.steps_per_round

@@ -16,8 +16,16 @@ from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
 from flower_privdec.privacy.accountant.calibration import ACCEPTED, noise_multiplier
 from flower_privdec.privacy.ledger.cohort_ledger import Account, Spending
-from flower_privdec.privacy.ledger.ledger import Ledger, ledger_path, read_entries, releases_in, runs_in
-from flower_privdec.privacy.ledger.ledger_format import Charge, Entry, RunName
+from flower_privdec.privacy.ledger.ledger import (
+    Charge,
+    Entry,
+    Ledger,
+    RunName,
+    ledger_path,
+    read_entries,
+    releases_in,
+    runs_in,
+)
 from flower_privdec.privacy.mechanism.events import Release, Spend
 
 UNLIMITED = 10**9  # steps, where there is no limit

@@ -22,8 +22,7 @@ from flower_privdec.engine.checkpoint import read_checkpoint
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.ledger.ledger import Ledger
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import Ledger, read_chain
 from flower_privdec.scenario import parse_scenario
 from flower_privdec.testing import TIMES
 

@@ -28,7 +28,7 @@ from flower_privdec.engine.workers.block import PaidLedger
 from flower_privdec.engine.workers.shared_memory import EdgeBox, shared_copy
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.scenario import parse_scenario
 
 pytestmark = pytest.mark.skipif(not partitioning.can_fork(), reason="workers are forked, on Linux")

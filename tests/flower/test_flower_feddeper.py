@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import tomllib
 
 import dp_accounting
@@ -25,6 +24,7 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import FedDeper, LocalGrid, PeerMod, peer_folder, personalized, train_two_models
 from flower_privdec.flower.mods.peer_file import load_state, state_path
 from flower_privdec.models import flatten
+from flower_privdec.privacy.ledger.ledger import read_chain
 
 SETTINGS = {"learning_rate": 0.5, "rho": 0.1, "mixing_rate": 0.6, "local_steps": 3}
 SCENARIO = [
@@ -268,10 +268,8 @@ def test_examples_are_protected_by_private_with_a_ledger_over_all_rounds(tmp_pat
     app = learning_app(PeerMod(share_metrics=False), answers, **privacy)
     strategy = FedDeper(**SETTINGS, name="run", fraction_evaluate=0.0)
     strategy.start(LocalGrid(app, 2, folder=tmp_path), zero_model(), num_rounds=2)
-    steps = [
-        json.loads(line).get("steps") for line in (tmp_path / "peer-0" / "examples.jsonl").read_text().splitlines()
-    ]
-    assert steps[-1] == [5, 6]
+    entries = read_chain(tmp_path / "peer-0" / "examples.jsonl")[1]
+    assert sum(entry.to_step - entry.from_step for entry in entries) == 2 * 3
     zeros = zero_model().to_torch_state_dict()
     for record in answers[0].values():
         assert all(not torch.equal(record[name], zeros[name]) for name in zeros)
@@ -279,8 +277,9 @@ def test_examples_are_protected_by_private_with_a_ledger_over_all_rounds(tmp_pat
 
 def test_one_example_moves_the_pair_of_gradients_by_no_more_than_c(tmp_path):
     """Sensitivity: y's and v's gradients of one example are clipped as one vector."""
-    from flower_privdec.flower.strategies.feddeper_strategy import TwoModelLoss, TwoModels
     from flower_privdec.training_loop.private_model import ClippedSum
+
+    from flower_privdec.flower.strategies.feddeper_strategy import TwoModelLoss, TwoModels
 
     module = Sets()
     pair = TwoModels(module, module.state_dict(), {name: 2 * value for name, value in module.state_dict().items()})

@@ -30,8 +30,7 @@ from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.hosting import CohortRun, Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.ledger import runs_in
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain, runs_in
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.testing import Seen
 

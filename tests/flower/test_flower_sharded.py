@@ -23,7 +23,7 @@ from flower_privdec.flower.apps.client_app import Node, client_app
 from flower_privdec.flower.apps.hosting import CohortRun, Sharded
 from flower_privdec.flower.launch.launcher import flower_run
 from flower_privdec.flower.launch.local_grid import named
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.scenario import Scenario, to_yaml
 
 

@@ -36,7 +36,7 @@ from flower_privdec.network.peer.status_text import status_line
 from flower_privdec.network.transport.certificates import credentials_of, make_certificates
 from flower_privdec.network.transport.channel import Link, RefusedError
 from flower_privdec.network.transport.connection_manager import ASKING
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.letters import CARRYING, HEADER, PLACE, Letter, packed, sealed, unpacked
 from flower_privdec.pushsum.parts import Parts
 from flower_privdec.scenario import numbers_hash

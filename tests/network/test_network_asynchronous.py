@@ -22,7 +22,7 @@ from flower_privdec.network.peer.durable_mass import mass_on_disk
 from flower_privdec.network.peer.modes import running_peer
 from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.network.transport.channel import Link, UnreachableError
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.send_queue import GIVEN_UP
 from flower_privdec.pushsum.share_protocol import FIRST, RefusedError
 

@@ -29,7 +29,7 @@ from flower_privdec.errors import BudgetError
 from flower_privdec.network.peer.durable_mass import mass_on_disk
 from flower_privdec.network.peer.modes import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
-from flower_privdec.privacy.ledger.ledger_format import EMPTY_HASH, Entry, chained, header, read_chain
+from flower_privdec.privacy.ledger.ledger import EMPTY_HASH, Entry, chained, header, read_chain
 from flower_privdec.scenario import Scenario
 
 MODES = ["synchronous", "asynchronous"]

@@ -19,15 +19,18 @@ from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
 from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.privacy.ledger.cohort_ledger import Account, CohortLedger, spending_of
-from flower_privdec.privacy.ledger.ledger import Ledger, charged_until, ledger_path, runs_in
-from flower_privdec.privacy.ledger.ledger_format import (
+from flower_privdec.privacy.ledger.ledger import (
     EMPTY_HASH,
     Charge,
+    Ledger,
     RunName,
     chained,
+    charged_until,
     hash_of,
     header,
+    ledger_path,
     read_chain,
+    runs_in,
 )
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical, plan_spends
 

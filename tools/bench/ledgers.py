@@ -1,4 +1,4 @@
-"""How much of a run its privacy ledgers cost: real ones, in a temporary folder, for as long as a short run lasts."""
+"""The share of a run's wall time that its privacy ledger takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from flower_privdec.privacy.ledger.cohort_ledger import Account, CohortLedger
-from flower_privdec.privacy.ledger.ledger_format import RunName
+from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.privacy.mechanism.events import Release, Spend
 from tools.bench.timing import once, quiet
 from tools.bench.workloads import NOISE_MULTIPLIER, Setup
@@ -26,7 +26,7 @@ class TimedLedger:
     def __init__(self, ledger: CohortLedger) -> None:
         self.ledger, self.seconds = ledger, 0.0
 
-    def pay(self, step: int, rows: np.ndarray) -> None:
+    def charge(self, step: int, rows: np.ndarray) -> None:
         """See CohortLedger."""
         started = time.perf_counter()
         self.ledger.charge(step, rows)

@@ -11,8 +11,7 @@ from pathlib import Path
 from flower_privdec.errors import BudgetError
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
-from flower_privdec.privacy.ledger.ledger import Ledger, read_entries, releases_in
-from flower_privdec.privacy.ledger.ledger_format import Charge, Head, RunName
+from flower_privdec.privacy.ledger.ledger import Charge, Head, Ledger, RunName, read_entries, releases_in
 from flower_privdec.privacy.mechanism.events import Release
 
 SOURCE = "peer-updates"  # what the ledger is of; the file is FOLDER/peer-updates.jsonl

@@ -18,7 +18,7 @@ from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.flower.mods.peer_ledger import PeerLedger
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
-from flower_privdec.privacy.ledger.ledger_format import RunName
+from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario
 

@@ -28,13 +28,16 @@ from flower_privdec.errors import BudgetError
 from flower_privdec.privacy.accountant.alternatives import Alternatives, epsilon_of_runs
 from flower_privdec.privacy.accountant.search import last_that_fits
 from flower_privdec.privacy.ledger.ledger import (
+    Charge,
+    Entry,
+    Head,
     Ledger,
+    RunName,
     charged_by_peer,
     charged_until,
     read_entries,
     runs_in,
 )
-from flower_privdec.privacy.ledger.ledger_format import Charge, Entry, Head, RunName
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical
 
 WRITE_FRACTION = 0.005  # of the wall time, the target for writing adaptive blocks

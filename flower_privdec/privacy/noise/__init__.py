@@ -10,7 +10,15 @@ from importlib.util import find_spec
 import torch
 
 from flower_privdec.privacy.noise.exact import ExactNoise
-from flower_privdec.privacy.noise.source import NoiseSource
+from flower_privdec.privacy.noise.source import (
+    INDEPENDENT,
+    STATE_PREFIX,
+    NoisedSum,
+    NoiseMechanism,
+    NoiseSource,
+    PairSecrets,
+    noise_mechanism,
+)
 from flower_privdec.privacy.noise.system import SystemNoise
 
 
@@ -51,4 +59,17 @@ def has_triton() -> bool:
     return find_spec("triton") is not None and bool(os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang"))))
 
 
-__all__ = ["ExactNoise", "NoiseSource", "SystemNoise", "build_deployed_noise", "build_noise", "has_triton"]
+__all__ = [
+    "INDEPENDENT",
+    "STATE_PREFIX",
+    "ExactNoise",
+    "NoiseMechanism",
+    "NoiseSource",
+    "NoisedSum",
+    "PairSecrets",
+    "SystemNoise",
+    "build_deployed_noise",
+    "build_noise",
+    "has_triton",
+    "noise_mechanism",
+]
