@@ -277,9 +277,8 @@ def test_examples_are_protected_by_private_with_a_ledger_over_all_rounds(tmp_pat
 
 def test_one_example_moves_the_pair_of_gradients_by_no_more_than_c(tmp_path):
     """Sensitivity: y's and v's gradients of one example are clipped as one vector."""
-    from flower_privdec.training_loop.private_model import ClippedSum
-
     from flower_privdec.flower.strategies.feddeper_strategy import TwoModelLoss, TwoModels
+    from flower_privdec.training_loop.clipped_sum import ClippedSum
 
     module = Sets()
     pair = TwoModels(module, module.state_dict(), {name: 2 * value for name, value in module.state_dict().items()})

@@ -22,7 +22,7 @@ from flower_privdec.graph.topology.graphs import Topology
 from flower_privdec.scenario.algorithm_sections import FedDeperSection
 from flower_privdec.scenario.loading import validated
 from flower_privdec.training_loop import private
-from flower_privdec.training_loop.private_loader import KEPT
+from flower_privdec.training_loop.private_loop import KEPT
 
 PERSONAL, PREFIX = "feddeper.personal", "feddeper."
 NAMES = ("learning_rate", "rho", "mixing_rate", "local_steps")
