@@ -27,7 +27,7 @@ from tools.bench import (
     sharding,
     timing,
 )
-from tools.bench.rivals import OpacusLoop, PeerLoop, TextbookVmap
+from tools.bench.baselines import OpacusLoop, PeerLoop, TextbookVmap
 from tools.bench.workloads import WORKLOADS, Setup
 
 CPU = torch.device("cpu")

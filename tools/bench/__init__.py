@@ -94,11 +94,11 @@ def measure(
 
 
 def _names(wanted: list[str]) -> list[str]:
-    known = [*WORKLOADS, local_steps.NAME, noise.NAME, sharding.NAME]
+    names = [*WORKLOADS, local_steps.NAME, noise.NAME, sharding.NAME]
     for name in wanted:
-        if name not in known:
-            raise ScenarioError(f"workload={name!r} must be one of {', '.join(known)}")
-    return wanted or known
+        if name not in names:
+            raise ScenarioError(f"workload={name!r} must be one of {', '.join(names)}")
+    return wanted or names
 
 
 def _add_extras(results: Results, workloads: list[Workload], device: torch.device) -> None:

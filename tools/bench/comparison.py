@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from tools.bench import limit
+from tools.bench.baselines import Baseline, OpacusLoop, PeerLoop, TextbookVmap
 from tools.bench.equality import check_equal
-from tools.bench.rivals import OpacusLoop, PeerLoop, Rival, TextbookVmap
 from tools.bench.timing import Times, Work, paired, quiet, ratio
 from tools.bench.workloads import Setup, Workload
 
@@ -22,7 +22,7 @@ SCALING_ROUNDS = 5
 CHECKED = 100  # peers, at most, whose step is checked before anything is timed
 
 
-def rivals(extras: bool) -> tuple[dict[str, type[Rival]], list[str]]:
+def baselines(extras: bool) -> tuple[dict[str, type[Baseline]], list[str]]:
     """Return what the engine is compared with beside the loop, and what is left out, with the reason."""
     if not extras:
         return {}, []
@@ -41,7 +41,7 @@ def measure_workload(workload: Workload, device: torch.device, rounds: int, extr
     Raises:
         RunError: one of them computes something else.
     """
-    kinds, left_out = rivals(extras)
+    kinds, left_out = baselines(extras)
     with quiet():
         check_equal(workload.resized(min(workload.n_peers, CHECKED)), device)
         check_equal(workload.resized(4), device, kinds)

@@ -1,4 +1,4 @@
-"""How much of a run its privacy ledgers cost: real ones, in a temporary folder, for as long as a short run lasts."""
+"""The share of a run's wall time that its privacy ledger takes."""
 
 from __future__ import annotations
 

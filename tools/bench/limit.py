@@ -39,18 +39,18 @@ class MatrixLayer:
 
 def layers(setup: Setup) -> list[MatrixLayer]:
     """Return the linear and convolution layers of a workload's model, in order."""
-    found: list[MatrixLayer] = []
+    layers_in_order: list[MatrixLayer] = []
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if isinstance(layer, nn.Linear | nn.Conv2d):
-            found.append(MatrixLayer(layer, inputs[0].shape[1:], output.shape[1:]))
+            layers_in_order.append(MatrixLayer(layer, inputs[0].shape[1:], output.shape[1:]))
 
     hooks = [part.register_forward_hook(record) for part in setup.module.modules()]
     with torch.no_grad():
         setup.module(torch.zeros(1, *setup.workload.shape, dtype=setup.dtype, device=setup.device))
     for hook in hooks:
         hook.remove()
-    return found
+    return layers_in_order
 
 
 def works(setup: Setup) -> dict[str, Work]:
@@ -68,8 +68,8 @@ def works(setup: Setup) -> dict[str, Work]:
 
 def operations(setup: Setup) -> int:
     """Return the floating-point operations of a round's products."""
-    each = [2 * layer.multiplications * (2 if index == 0 else 3) for index, layer in enumerate(layers(setup))]
-    return sum(each) * setup.workload.n_peers * setup.workload.batch
+    per_example = [2 * layer.multiplications * (2 if index == 0 else 3) for index, layer in enumerate(layers(setup))]
+    return sum(per_example) * setup.workload.n_peers * setup.workload.batch
 
 
 def peak(setup: Setup) -> Work:

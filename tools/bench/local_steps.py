@@ -21,9 +21,9 @@ from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import flatten
 from flower_privdec.scenario.algorithm_sections import FedDeperSection
 from tools.bench import limit
+from tools.bench.baselines import gradients_of, plain_loss
 from tools.bench.comparison import LOOP
 from tools.bench.equality import ROUNDS, compare, start
-from tools.bench.rivals import gradients_of, plain_loss
 from tools.bench.timing import paired, quiet, ratio
 from tools.bench.workloads import IMAGES, SEED, Setup, Workload
 
@@ -112,7 +112,7 @@ def measure_feddeper(workload: Workload, device: torch.device, rounds: int) -> d
                 product()
 
         times = paired({LOOP: Loop(setup).round, ENGINE: engine(setup).round, "floor": products}, rounds, device)
-    clocks = {name: each.clock for name, each in times.items()}
+    clocks = {name: variant.clock for name, variant in times.items()}
     return {
         "description": f"{ACTIVE} of {workload.describe()}, {LOCAL_STEPS} local steps, two models, d = {setup.d:,}",
         "ratio_to_loop": ratio(clocks[LOOP], clocks[ENGINE]),

@@ -1,4 +1,4 @@
-"""How fast each source draws its noise, side by side."""
+"""Normals per second of each noise source, timed side by side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def measure_noise(device: torch.device, rounds: int, size: int = SIZE) -> dict[s
     sources |= {"system": SystemNoise(), "exact": ExactNoise()}
     with quiet():
         times = paired({name: partial(_fill, source, row, std) for name, source in sources.items()}, rounds, device)
-    per_second = {name: size / float(np.median(each.clock)) for name, each in times.items()}
+    per_second = {name: size / float(np.median(source.clock)) for name, source in times.items()}
     return {"description": f"{size:,} normals in float32", "normals": per_second}
 
 

@@ -51,7 +51,7 @@ def _measure(workload: str, n_peers: int) -> dict[str, Any]:
     setup = Setup.build(WORKLOADS[workload].resized(n_peers))
     gc.collect()
     with suppress(OSError):
-        (PROCESS / "clear_refs").write_text("5")  # the peak starts anew here
+        (PROCESS / "clear_refs").write_text("5")  # resets the peak
     before = _resident("VmRSS")
     engine = setup.engine()
     for _ in range(ROUNDS):

@@ -1,6 +1,6 @@
-"""One process for each peer, which talk by torch.distributed over gloo on this machine.
+"""One process for each peer, connected by torch.distributed over gloo on this machine.
 
-Every process is a cohort of one row that runs the engine's own step, so what differs from the engine is the price
+Every process is a cohort of one row that runs the engine's own step, so the difference from the engine is the cost
 of the processes alone. A process ends by itself when it is done, when another is gone, or when its time is up.
 """
 

@@ -53,9 +53,9 @@ def compare_workers(workload: Workload, rounds: int) -> dict[str, Any]:
     crews = [_crew(setup, Dealing(cuts, workers)) for workers in (1, WORKERS)]
     try:
         with _one_thread():
-            found = {"blocks": blocks, "alone": _turns(crews, rounds)}
+            result = {"blocks": blocks, "alone": _turns(crews, rounds)}
             with busy_loops(BUSY):
-                return found | {"busy": _turns(crews, rounds)}
+                return result | {"busy": _turns(crews, rounds)}
     finally:
         for crew in crews:
             crew.close()

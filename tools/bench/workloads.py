@@ -76,7 +76,7 @@ WORKLOADS: dict[str, Workload] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A workload with its data, model and batches, from which the engine and its rivals are built.
+    """A workload with its data, model and batches, from which the engine and its baselines are built.
 
     Attributes:
         data: the peers' examples, sampled as the engine samples them.
