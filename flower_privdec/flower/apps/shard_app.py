@@ -20,8 +20,8 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 
 from flower_privdec.core import State
 from flower_privdec.engine.recorder import evaluation_rounds, measure
+from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.process_group import Wires
-from flower_privdec.engine.shards.shard_assignment import Shards
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.engine.spent import epsilons
 from flower_privdec.experiment import Agreement, Experiment
