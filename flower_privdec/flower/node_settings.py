@@ -20,9 +20,9 @@ from flwr.app import Context
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.common.user_code import only_from
+from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.rendezvous import GIVE as SHARD
 from flower_privdec.engine.shards.rendezvous import MeetingPlace
-from flower_privdec.engine.shards.shard_assignment import Shards
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.flower.apps.records import Order

@@ -28,8 +28,8 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.engine.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
 from flower_privdec.engine.recorder import evaluation_rounds, measure
 from flower_privdec.engine.run import Run
+from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.process_group import Wires
-from flower_privdec.engine.shards.shard_assignment import Shards
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.engine.spent import epsilons
 from flower_privdec.errors import RunError
