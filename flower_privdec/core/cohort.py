@@ -251,6 +251,7 @@ class Cohort:
         divisor: Tensor | None = None,
         estimate: Estimate = stochastic_gradient,
         local_step: int = 0,
+        factor: float | None = None,
     ) -> None:
         """Add -γ g̃ to `out` for every active row, in place: the private stochastic step.
 
@@ -263,19 +264,20 @@ class Cohort:
             divisor: [m], push weights, or None for 1.
             estimate: adds the step without noise; the sum above unless an algorithm reduces its variance.
             local_step: which step of the round, for algorithms that take several.
+            factor: what g̃ is multiplied by, in place of -γ: 1.0 adds the noised mean gradient itself.
 
         Privacy: what the algorithm declares for the step, see `release_rows_`.
         """
         active = self.active(round_index)
         if active.all():
-            self.release_rows_(out, params, divisor, round_index, self.rows, estimate, local_step)
+            self.release_rows_(out, params, divisor, round_index, self.rows, estimate, local_step, factor=factor)
         elif active.any():
             chosen = np.flatnonzero(active)
             rows = torch.as_tensor(chosen, device=self.device)
             part = out[rows]
             point = part if out is params else params[rows]
             share = None if divisor is None else divisor[rows]
-            self.release_rows_(part, point, share, round_index, chosen, estimate, local_step)
+            self.release_rows_(part, point, share, round_index, chosen, estimate, local_step, factor=factor)
             out[rows] = part
 
     def release_rows_(
