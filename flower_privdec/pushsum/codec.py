@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from flower_privdec.common.user_code import load_own
 from flower_privdec.core import State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.pushsum.protocol import LAST, Durable, Edge, FrozenShare
@@ -25,8 +26,9 @@ OF_SHARE = ["incarnation", "addressed", "number", "boot", "round_index"]
 class WireCodec(Protocol):
     """How rows look on the wire.
 
-    What rounding takes away stays in the sender's mass: `PushSumProtocol` subtracts `decode(encode(part))`, which is what
-    the receiver adds, so that Σ x and Σ w over all peers and shares in flight do not change, whatever a codec does.
+    What rounding takes away stays in the sender's mass: `PushSumProtocol` subtracts `decode(encode(part))`, which is
+    what the receiver adds, so that Σ x and Σ w over all peers and shares in flight do not change, whatever a codec
+    does.
     """
 
     def encode(self, row: Tensor) -> Tensor:
@@ -70,14 +72,27 @@ CODECS: dict[str, WireCodec] = {"exact": Exact(), "float32": Cast(torch.float32)
 
 
 def wire_codec(name: str) -> WireCodec:
-    """Return the wire codec of a name.
+    """Return the wire codec of a name, or the user's own, `package.module:Name`.
 
     Raises:
-        ScenarioError: there is none of that name.
+        ScenarioError: there is none.
     """
-    if name not in CODECS:
-        raise ScenarioError(f"network.codec={name!r} must be one of {', '.join(CODECS)}", code="network.codec")
-    return CODECS[name]
+    if name in CODECS:
+        return CODECS[name]
+    if ":" not in name:
+        raise ScenarioError(
+            f"network.codec={name!r} must be one of {', '.join(CODECS)}, or your own, as package.module:Name",
+            code="network.codec",
+        )
+    methods = ("encode", "decode")
+    own = load_own(
+        name,
+        "network.codec",
+        accepts=lambda part: all(hasattr(part, each) for each in methods),
+        must_be="a class with the methods encode and decode",
+    )
+    codec: WireCodec = own()
+    return codec
 
 
 class RowMass(MutableMapping[str, Tensor]):
@@ -119,6 +134,11 @@ class TensorArithmetic:
 
     def __init__(self, codec: WireCodec = CODECS["exact"]) -> None:
         self._codec = codec
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether rows are sent as they are."""
+        return isinstance(self._codec, Exact)
 
     def encode(self, row: Tensor) -> Tensor:
         """Return a row as it is sent, which later changes of the row do not affect where it is another type's."""

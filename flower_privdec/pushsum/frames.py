@@ -1,4 +1,5 @@
-"""Frames: what travels between peers, as bytes. A fixed header, a line for each row, and the rows as they lie in memory.
+"""Frames: what travels between peers, as bytes. A fixed header, a line for each row, and the rows as they lie in
+memory.
 
     header      88 bytes  magic, version, kind, flags, sender, receiver, round, exchange, number of rows, the sender's
                           incarnation, the receiver's, boot, number, length of the whole frame, the run
@@ -9,8 +10,8 @@
     progress     0 bytes  the number alone
 
 All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has one
-encoding: whatever decodes is encoded to the same bytes again, so zeros must be zeros and nothing may follow. Decoded rows
-are views of the frame's own bytes, and nothing is ever run or unpickled.
+encoding: whatever decodes is encoded to the same bytes again, so zeros must be zeros and nothing may follow. Decoded
+rows are views of the frame's own bytes, and nothing is ever run or unpickled.
 
 The body of a share may be encrypted (`Seal`): the header, which is then authenticated, names sender, receiver, their
 incarnations, number, round and run.
@@ -242,8 +243,8 @@ class FrameCodec:
             seal,
         )
         self._overhead = 0 if seal is None else seal.overhead
-        sizes = [] if shares is None else [frame_size(shares) + self._overhead]
-        self.cap = max(SMALL, *sizes, *map(frame_size, self.exchanges.values()))
+        share = 0 if shares is None else frame_size(shares) + self._overhead
+        self.cap = max([SMALL, share, *map(frame_size, self.exchanges.values())])
 
     # --- messages to bytes ---
 

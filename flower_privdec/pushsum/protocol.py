@@ -21,26 +21,27 @@ A round of a peer, whose own numbers the caller holds (`mass`) and moves by its 
    that was absorbed before is acknowledged and not added. After a gap the edge closes.
 6. `acknowledge` forgets frozen shares. An acknowledgement of what was not sent is refused.
 
-Two numbers tell the past from the present. An *incarnation* is a peer's mass from its beginning to its loss: a peer that
-lost its state comes back as another one, with x = 0 and w = 0 (`reset`), and takes no step at x / w before its first
-share has come. Others forget the shares that they froze for the dead incarnation: those are *orphaned*, x with w, which
-moves no ratio; a share that was not committed cannot have left and returns to its sender's mass. A *boot* is a random
-number that each start of a process draws: it tells what was sent before a restart from what is sent after it, and two
-shares of one number from each other where a peer froze that number twice.
+Two numbers tell the past from the present. An *incarnation* is a peer's mass from its beginning to its loss: a peer
+that lost its state comes back as another one, with x = 0 and w = 0 (`reset`), and takes no step at x / w before its
+first share has come. Others forget the shares that they froze for the dead incarnation: those are *orphaned*, x with w,
+which moves no ratio; a share that was not committed cannot have left and returns to its sender's mass. A *boot* is a
+random number that each start of a process draws: it tells what was sent before a restart from what is sent after it,
+and two shares of one number from each other where a peer froze that number twice.
 
 The handshake exchanges incarnations, boots and counters. A hello counts only when it answers the challenge of the
-process that receives it, so none is old. A neighbour that has seen more of a peer than the peer remembers shows that the
-peer's state is stale, an old copy: `receive_hello` raises StaleStateError, and the peer must `reset`. With the new
-incarnation the peer's own mass and the shares in flight on its own edges are gone, and nothing else. What it sent between
-its restart and the first neighbour that was ahead of it, at most what it was restored with, counts twice: greet every
-neighbour before the first split.
+process that receives it, so none is old. A neighbour that has seen more of a peer than the peer remembers shows that
+the peer's state is stale, an old copy: `receive_hello` raises StaleStateError, and the peer must `reset`. With the new
+incarnation the peer's own mass and the shares in flight on its own edges are gone, and nothing else. What it sent
+between its restart and the first neighbour that was ahead of it, at most what it was restored with, counts twice: greet
+every neighbour before the first split.
 
 A neighbour that lies about another's lost state is believed at its first handshake after that one's start alone, so it
 can make one that has just started give up its own mass; a running peer refuses it. A share that would make the mass
 infinite is rejected.
 
 For a synchronous run, `absorb` takes shares up to a round, and `uncommitted` names the senders that wait for a commit
-here: a graph that uses an edge in each round needs a commit after each mixing too. A machine is for one thread at a time.
+here: a graph that uses an edge in each round needs a commit after each mixing too. A machine is for one thread at a
+time.
 """
 
 from __future__ import annotations
@@ -223,8 +224,8 @@ class PushSumProtocol(Generic[V]):
         boot: a random number from 1 to 2^64 - 1, drawn at this start of the process.
         mass: the peer's own values by name, which the caller changes too, between two calls.
         arithmetic: operations on them.
-        window: how many shares to one neighbour may be unacknowledged; more than 1 only where edges open by `introduce`,
-            for a hello carries the boot of one share.
+        window: how many shares to one neighbour may be unacknowledged; more than 1 only where edges open by
+            `introduce`, for a hello carries the boot of one share.
         incarnation: of a new state; a driver without handshakes draws one that no earlier state of the peer had.
 
     Attributes:
@@ -476,7 +477,8 @@ class PushSumProtocol(Generic[V]):
             raise RefusedError(f"peer {ack.sender} acknowledged something before its last start")
         if ack.number > disk.sent or (agreed and ack.number == disk.sent and ack.share_boot != disk.sent_boot):
             raise RefusedError(
-                f"peer {ack.sender} acknowledged share {ack.number}, and the last sent of peer {self.peer} is {disk.sent}"
+                f"peer {ack.sender} acknowledged share {ack.number}, and the last sent of peer {self.peer} is "
+                f"{disk.sent}"
             )
         return self._forget(ack.sender, ack.number)
 
@@ -597,8 +599,8 @@ class PushSumProtocol(Generic[V]):
         in_flight = theirs.sent - theirs.acknowledged
         if not 0 <= in_flight <= 1 or theirs.received > theirs.seen or not theirs.challenge:
             raise RefusedError(
-                f"peer {theirs.sender} reports that {theirs.acknowledged} of {theirs.sent} shares are acknowledged, and "
-                f"{theirs.received} of {theirs.seen} absorbed, which cannot be"
+                f"peer {theirs.sender} reports that {theirs.acknowledged} of {theirs.sent} shares are acknowledged, "
+                f"and {theirs.received} of {theirs.seen} absorbed, which cannot be"
             )
 
     def _agrees(self, theirs: Hello) -> bool:

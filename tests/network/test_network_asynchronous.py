@@ -18,13 +18,12 @@ from variants import settings_for
 
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.errors import BudgetError
-from flower_privdec.network.peer.durable_mass import mass_on_disk
-from flower_privdec.network.peer.modes import running_peer
-from flower_privdec.network.peer.peer import RunningPeer
-from flower_privdec.network.transport.channel import Link, UnreachableError
+from flower_privdec.network.peer.asynchronous import LOST
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
+from flower_privdec.network.transport.grpc_transport import GrpcConnection, UnreachableError
 from flower_privdec.privacy.ledger.ledger_format import read_chain
-from flower_privdec.pushsum.send_queue import GIVEN_UP
-from flower_privdec.pushsum.share_protocol import FIRST, RefusedError
+from flower_privdec.pushsum.protocol import FIRST, RefusedError
 
 HASTY = f"network={{retry: 0.1, start: {LONG}, deadline: 0.5}}"
 
@@ -66,7 +65,7 @@ def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_p
     scenario = tiny(*settings_for(setting), "topology.name=complete", "rounds=8", HASTY)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
     for peer in peers:
-        peer.courier._patience = LONG  # with each other
+        peer.connections._patience = LONG  # with each other
     dying, left = peers[3]._exchange, [3]
 
     def exchange(*arguments: Any) -> None:
@@ -192,7 +191,7 @@ def has_gone_on(peer: RunningPeer, others: Iterable[RunningPeer]) -> Callable[[]
     if "w" in peer.state.rows:
         before = taken_from(peer)
         return lambda: taken_from(peer) >= before + 3
-    seen, wanted = [other.mail.places for other in others], peer.mail.begun + 3  # type: ignore[attr-defined]
+    seen, wanted = [other.session.places for other in others], peer.session.begun + 3  # type: ignore[attr-defined]
     return lambda: any(places.get(peer.device.peer, (-1, 0))[0] >= wanted for places in seen)
 
 
@@ -214,10 +213,10 @@ def test_a_peer_that_is_sent_nothing_soon_sends_nothing(
 
 def test_a_call_that_is_lost_loses_no_neighbour_and_several_do(tiny: Tiny, tmp_path: Path) -> None:
     peer = running_peer(tiny(STILL, QUICK), devices(tiny(STILL, QUICK), tmp_path)[0])
-    machine, mail = peer.machine, peer.mail  # type: ignore[attr-defined]
+    machine, mail = peer.machine, peer.session  # type: ignore[attr-defined]
     neighbor = peer.timetable.neighbours(0)[0]
     machine._open.add(neighbor)
-    for _ in range(GIVEN_UP - 1):
+    for _ in range(LOST - 1):
         mail.failed(neighbor, UnreachableError("cut"), 0.0)
         assert machine.is_open(neighbor)
     mail.failed(neighbor, UnreachableError("cut"), 0.0)
@@ -237,7 +236,7 @@ def before_its_end(tiny: Tiny, tmp_path: Path) -> tuple[RunningPeer, list[int]]:
     neighbors = peer.timetable.neighbours(0)
     for neighbor in neighbors:
         peer.machine._open.add(neighbor)
-        peer.mail.rounds[neighbor] = peer.mail._told[neighbor] = scenario.rounds  # type: ignore[attr-defined]
+        peer.session.rounds[neighbor] = peer.session._told[neighbor] = scenario.rounds  # type: ignore[attr-defined]
     return peer, list(neighbors)
 
 
@@ -257,7 +256,7 @@ def test_who_is_done_and_cannot_be_told_is_waited_for_as_long_as_a_deadline_howe
     tiny: Tiny, tmp_path: Path
 ) -> None:
     peer, (first, *_) = before_its_end(tiny, tmp_path)
-    del peer.mail._told[first]  # type: ignore[attr-defined]
+    del peer.session._told[first]  # type: ignore[attr-defined]
     assert peer.machine.is_open(first)
     with ThreadPoolExecutor(1) as pool:
         left = pool.submit(peer._leave)
@@ -275,21 +274,21 @@ class Cut:
     """Links that are down: calls over them do not arrive, or their answers are lost."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sides: dict[str, int]) -> None:
-        self.down, self.sides, call = False, sides, Link.call
+        self.down, self.sides, call = False, sides, GrpcConnection.call
 
-        def cut(link: Link, content: bytes, seconds: float) -> bytearray:
+        def cut(link: GrpcConnection, content: bytes, seconds: float) -> bytearray:
             said = None if self._lost(link) else call(link, content, seconds)
             if said is None or self._lost(link):
                 raise UnreachableError(f"{link.identity} at {link.address}: cut")
             return said
 
-        monkeypatch.setattr(Link, "call", cut)
+        monkeypatch.setattr(GrpcConnection, "call", cut)
 
-    def _lost(self, link: Link) -> bool:
+    def _lost(self, link: GrpcConnection) -> bool:
         return self.down and self.sides[link.address] != self.sides[_own_address(link)]
 
 
-def _own_address(link: Link) -> str:
+def _own_address(link: GrpcConnection) -> str:
     return link.own  # type: ignore[attr-defined, no-any-return]
 
 
@@ -300,14 +299,14 @@ def test_both_sides_of_a_partition_go_on_and_merge(tiny: Tiny, tmp_path: Path, m
     for peer, shift in zip(peers, (0.0, 0.0, 1.0, 1.0), strict=True):
         peer.state.rows["x"] += shift  # what the two sides differ in
     sides = {address: number // 2 for number, address in enumerate(theirs[0].addresses)}
-    opened = Link.__init__
+    opened = GrpcConnection.__init__
 
-    def knowing(link: Link, address: str, identity: str, credentials: Any, cap: int) -> None:
+    def knowing(link: GrpcConnection, address: str, identity: str, credentials: Any, cap: int) -> None:
         opened(link, address, identity, credentials, cap)
         numbers = [number for number, device in enumerate(theirs) if device.credentials is credentials]
         link.own = theirs[0].addresses[numbers[0]]  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Link, "__init__", knowing)
+    monkeypatch.setattr(GrpcConnection, "__init__", knowing)
     cut, met = Cut(monkeypatch, sides), Barrier(5)
     for peer in peers:
         begin = peer._before

@@ -14,20 +14,19 @@ from typing import Any
 import pytest
 import torch
 from asynchronous_network import FOLDERS, QUICK, STILL, stop_all
+from flower_privdec.network.peer.asynchronous_peer import AsynchronousPeer
+from flower_privdec.network.peer.asynchronous_session import MANY, AsynchronousMail
 from networked import LONG, begin_without, devices, finish, running
 from tiny_scenario import Tiny
 from torch import Tensor
 from variants import settings_for
 
-from flower_privdec.network.peer.asynchronous_peer import AsynchronousPeer
-from flower_privdec.network.peer.asynchronous_session import MANY, AsynchronousMail
-from flower_privdec.network.peer.durable_mass import mass_on_disk
-from flower_privdec.network.peer.modes import running_peer
-from flower_privdec.network.peer.peer import RunningPeer
-from flower_privdec.network.transport.channel import Link, RefusedError, UnreachableError
-from flower_privdec.network.transport.connection_manager import ASKING
+from flower_privdec.network.peer.connections import STATUS_REQUEST
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
+from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError, UnreachableError
 from flower_privdec.pushsum.frames import Framed, RowMessage, decode, encode
-from flower_privdec.pushsum.share_protocol import FIRST, Acknowledgement, FrozenShare, Hello
+from flower_privdec.pushsum.protocol import FIRST, Acknowledgement, FrozenShare, Hello
 
 NAMES = ["privsgp", "d-psgd"]
 ROUNDS = 60
@@ -39,7 +38,7 @@ class Hostile:
 
     target: AsynchronousPeer
     own: AsynchronousPeer
-    link: Link
+    link: GrpcConnection
     said: list[bytes]
 
     def say(self, *messages: Framed | bytes) -> bytes:
@@ -91,7 +90,7 @@ class Hostile:
 
 def known(peer: RunningPeer) -> dict[str, Any]:
     """Return all that a neighbour's words may change, the numbers as bytes."""
-    mail: Any = peer.mail  # type: ignore[attr-defined]
+    mail: Any = peer.session  # type: ignore[attr-defined]
     machine: Any = mail.machine
     rows = {name: value.numpy().tobytes() for name, value in peer.state.rows.items()}
     links = {j: astuple(replace(link, frozen=None)) for j, link in machine._links.items()}
@@ -109,7 +108,7 @@ def _content(message: Any) -> tuple[Any, ...]:
 
 def listening(peer: RunningPeer) -> int:
     """Let a peer listen, and call nobody: who cannot be called is given up, whatever it says; return the port."""
-    peer.courier._serve_on = lambda other: None  # type: ignore[method-assign]
+    peer.connections._serve_on = lambda other: None  # type: ignore[method-assign]
     return peer.open()
 
 
@@ -122,8 +121,8 @@ def hostile(request: pytest.FixtureRequest, tiny: Tiny, tmp_path: Path) -> Itera
     assert isinstance(own, AsynchronousPeer)
     port = listening(target)
     own._begin()
-    target.mail.fresh = False  # it has met the others
-    link = Link(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    target.session.fresh = False  # it has met the others
+    link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
     try:
         yield Hostile(target, own, link, [])
     finally:
@@ -207,11 +206,11 @@ def test_what_breaks_a_rule_is_refused_by_name_and_changes_nothing(hostile: Host
         with pytest.raises(RefusedError) as refused:
             hostile.say(*says(hostile))
         assert re.search(why, str(refused.value)), f"{case}: {refused.value}"
-        assert hostile.target.courier.refused[3] in str(refused.value)
+        assert hostile.target.connections.refused[3] in str(refused.value)
         assert known(hostile.target) == before, case
         assert hostile.target.machine.is_open(3) == (case not in THEN_GREET_ANEW), case
         hostile.greet()
-    assert json.loads(bytes(hostile.link.call(ASKING, LONG)))["round"] == 0
+    assert json.loads(bytes(hostile.link.call(STATUS_REQUEST, LONG)))["round"] == 0
     hostile.say(hostile.good())
     assert known(hostile.target) != before  # what is right is taken
 
@@ -256,14 +255,14 @@ def test_what_was_under_way_for_a_while_sets_no_neighbour_back_and_a_new_life_do
     last = replace(hostile.own.machine.hello(0), round_index=ROUNDS)
     hostile.say(last, late)
     hostile.say(replace(last, round_index=2))
-    assert hostile.target.mail.rounds[3] == ROUNDS
+    assert hostile.target.session.rounds[3] == ROUNDS
     hostile.say(replace(last, round_index=2, life=last.life + 1, opened=False))
-    assert hostile.target.mail.rounds[3] == 2
+    assert hostile.target.session.rounds[3] == 2
 
 
 @pytest.mark.parametrize("change", [{"scenario": bytes(32)}, {"sent": 5}, {"sender": 2}])
 def test_a_word_that_is_refused_makes_nobody_join_late(change: dict[str, Any], hostile: Hostile) -> None:
-    hostile.target.mail.fresh = True
+    hostile.target.session.fresh = True
     before = known(hostile.target)
     with pytest.raises(RefusedError):
         hostile.say(replace(hostile.own.machine.hello(0), round_index=9, knows=0, **change))
@@ -275,7 +274,7 @@ def test_who_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     theirs = devices(scenario, tmp_path)
     target, own = running_peer(scenario, theirs[0]), running_peer(scenario, theirs[2])
     port = listening(target)
-    link = Link(f"127.0.0.1:{port}", "peer-0.tiny", theirs[2].credentials, 1 << 20)
+    link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[2].credentials, 1 << 20)
     assert isinstance(own, AsynchronousPeer)
     own._begin()
     before = known(target)
@@ -303,7 +302,7 @@ def test_a_run_beside_a_hostile_neighbour_ends_with_all_its_mass(tiny: Tiny, tmp
     start, own = peers[0].state.rows["x"][0].clone(), peers[3]
     assert isinstance(own, AsynchronousPeer)
     own._begin()
-    refused, link = 0, Link(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    refused, link = 0, GrpcConnection(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
     evil = Hostile(peers[0], own, link, [])  # type: ignore[arg-type]
     try:
         with running(peers[:3]) as futures:
@@ -326,10 +325,10 @@ def test_a_run_beside_a_hostile_neighbour_ends_with_all_its_mass(tiny: Tiny, tmp
 
 def test_nothing_is_said_of_an_incarnation_before_it_is_on_disk(hostile: Hostile) -> None:
     """A courier that asks for words between the two would end, and its neighbour would never be heard again."""
-    machine, mail = hostile.target.machine, hostile.target.mail
+    machine, mail = hostile.target.machine, hostile.target.session
     assert mail.has_news(3, float("inf"))
-    with hostile.target.courier.changed:
-        machine.begin_anew()
+    with hostile.target.connections.changed:
+        machine.reset()
         assert not mail.has_news(3, float("inf"))
     hostile.target._commit(0)
     assert mail.has_news(3, float("inf"))
@@ -343,6 +342,6 @@ def test_a_courier_that_fails_ends_the_run_and_says_why(tiny: Tiny, tmp_path: Pa
     def broken(*_: Any) -> Any:
         raise KeyError("nobody thought of this")
 
-    peer.mail.news = broken  # type: ignore[attr-defined]
+    peer.session.news = broken  # type: ignore[attr-defined]
     with pytest.raises(Exception, match=r"nothing can be said to peer 3 any more .KeyError: 'nobody thought"):
         finish(peer)

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from asynchronous_network import FOLDERS, POINTS, QUICK, STILL, again, check_mass, initial
+from flower_privdec.network.peer.row_mass import TensorArithmetic
+from flower_privdec.pushsum.packing import pack
+from flower_privdec.pushsum.shares import Shares
 from networked import LONG, Killed, devices, finish, mortal, running
 from safetensors import safe_open
 from share_machines import commit, shake
@@ -17,11 +20,8 @@ from tiny_scenario import Tiny
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.network.peer import share_files
-from flower_privdec.network.peer.modes import running_peer
-from flower_privdec.network.peer.row_mass import TensorArithmetic
-from flower_privdec.network.peer.share_files import ShareFiles
-from flower_privdec.pushsum.packing import pack
-from flower_privdec.pushsum.shares import Shares
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import ShareFiles
 
 
 @pytest.fixture(autouse=True)

@@ -17,14 +17,15 @@ from tiny_scenario import Tiny
 
 pytest.importorskip("grpc")
 
+from flower_privdec.pushsum.packing import pack
+
 from flower_privdec.cli import main
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.engine.checkpoint import Checkpoint, save_checkpoint
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.local.peer_processes import on_this_machine
-from flower_privdec.pushsum.packing import pack
-from flower_privdec.pushsum.share_protocol import FIRST, Durable, FrozenShare, PeerLink
+from flower_privdec.pushsum.protocol import FIRST, Durable, FrozenShare, PeerLink
 from tools.soak import Soak, SoakedRun, Tally
 from tools.soak.checks import Paid, ledger_problem, look_at_ledger, weight_on_disk
 from tools.soak.fault_schedule import KINDS, ON_PEERS, Fault, faults

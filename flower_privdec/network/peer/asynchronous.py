@@ -1,11 +1,11 @@
 """A peer that does not wait for neighbours that are late: a slow or lost one costs its own edges alone.
 
-Push-sum algorithms send shares that are added exactly once (`PushSumProtocol`), whatever is lost, repeated or killed. All
-others send rows, of which a neighbour uses the newest it has, once; the weight of a neighbour that was not heard in time
-returns to the peer itself for that round (`PartlyHeard`). `StragglerPolicy` decides which neighbours to wait for.
+Push-sum algorithms send shares that are added exactly once (`PushSumProtocol`), whatever is lost, repeated or killed.
+All others send rows, of which a neighbour uses the newest it has, once; the weight of a neighbour that was not heard in
+time returns to the peer itself for that round (`PartlyHeard`). `StragglerPolicy` decides which neighbours to wait for.
 
-A peer that has nothing of a run that others have begun without it joins them as they are: in push-sum with no mass, which
-comes with the model of its first share; else with the rows of the first neighbour that sends some. A peer whose
+A peer that has nothing of a run that others have begun without it joins them as they are: in push-sum with no mass,
+which comes with the model of its first share; else with the rows of the first neighbour that sends some. A peer whose
 checkpoint is an old copy learns it from its neighbours, and is reset the same way.
 """
 
@@ -169,7 +169,7 @@ class AsynchronousSession(Session):
         def answer() -> Messages:
             self._answering[caller] -= held_back
             if not self.protocol.is_open(caller):
-                return replies
+                return [*replies]
             queue = self._queues[caller]
             acknowledgements, queue.acknowledgements = queue.acknowledgements, []
             return [*replies, *acknowledgements]
@@ -181,9 +181,9 @@ class AsynchronousSession(Session):
         held = caller in self.protocol.waiting_rounds() or caller in self.protocol.uncommitted()
         return not held or not any(isinstance(message, FrozenShare) for message in messages)
 
-    def _received(self, caller: int, messages: Messages) -> Messages:
+    def _received(self, caller: int, messages: Messages) -> list[Hello]:
         """Take messages in and return the hellos that answer them."""
-        replies: Messages = []
+        replies: list[Hello] = []
         for message in messages:
             if isinstance(message, Hello):
                 reply = self._receive_hello(message)
@@ -296,10 +296,10 @@ class AsynchronousSession(Session):
                 del queue.rows[message.at]
         queue.hellos = [hello for hello in queue.hellos if hello not in sent]
         queue.acknowledgements = [each for each in queue.acknowledgements if each not in sent]
-        queue.hellos = [*queue.hellos, *self._received(neighbor, answer)][-1:]  # type: ignore[list-item]
+        queue.hellos = [*queue.hellos, *self._received(neighbor, answer)][-1:]
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
-        """See Session: what was lost with the call is sent again; one that is lost or refuses calls is greeted again."""
+        """See Session: what was lost with the call is sent again, and one that is lost or refuses it is greeted."""
         queue, unreachable = self._queues[neighbor], isinstance(error, UnreachableError)
         queue.failures = queue.failures + 1 if unreachable else 0
         if self.is_lost(neighbor) or not unreachable:
@@ -324,7 +324,9 @@ class AsynchronousPeer(RunningPeer):
         self._partly = PartlyHeard(self.mixing, peer)
         self.trainer.use_mixing(self._partly)
         deadline = self.network.deadline
-        first = min(GREETING_SECONDS, deadline) if checkpoints else deadline  # the others may have used its rows, and left
+        first = (
+            min(GREETING_SECONDS, deadline) if checkpoints else deadline
+        )  # the others may have used its rows, and left
         self.policy, self._replied = StragglerPolicy(neighbors, first), dict[int, int]()
         self._neighbors, self._commits, self._joining = neighbors, 0, False
         exchanges = {at: self._formats(exchange) for at, exchange in self.timetable.exchanges.items()}
@@ -365,7 +367,8 @@ class AsynchronousPeer(RunningPeer):
                 "start again with another --out: the peer then joins the others as they are"
             ) from error
         self.protocol.restore(durable)
-        self._ledger_ends_here = self.trainer.ledger_ends_at(checkpoint.head)
+        head = self.trainer.head
+        self._ledger_ends_here = None not in (head, checkpoint.head) and head == tuple(checkpoint.head or ())
         self._commits, self._replied, self._paid = facts["place"], replied, facts["paid"]
         self._sent = self.state.at in self.timetable.exchanges and durable.round_index > self.state.round_index
 
@@ -422,8 +425,8 @@ class AsynchronousPeer(RunningPeer):
             unpaid = range(self._paid // self.trainer.steps_per_round, self.session.ahead + 1)
         if any(self.trainer.is_active(k) for k in unpaid):
             raise BudgetError(
-                f"{self.trainer.ledger_folder}: {why}; its ledger records no step since its checkpoint, so it is an old "
-                "copy as well, and steps that were taken are missing in it: restore the newest copy of the ledger"
+                f"{self.trainer.ledger_folder}: {why}; its ledger records no step since its checkpoint, so it is an "
+                "old copy as well, and steps that were taken are missing in it: restore the newest copy of the ledger"
             )
 
     # --- the neighbours ---
@@ -484,7 +487,9 @@ class AsynchronousPeer(RunningPeer):
         self._partly.hear(None)
         since, start = time.monotonic(), self.network.start
         while not self._has_model(round_index):
-            self._wait(lambda: bool(self.protocol.waiting_rounds()) or any(map(self.session.senders, self._mixes())), POLL)
+            self._wait(
+                lambda: bool(self.protocol.waiting_rounds()) or any(map(self.session.senders, self._mixes())), POLL
+            )
             if time.monotonic() - since > start:
                 raise RunError(f"no neighbour sent a model for {start:g} s; {self._unreachable(start)}")
 
@@ -550,9 +555,7 @@ class AsynchronousPeer(RunningPeer):
             is_past: whether a neighbour is beyond this exchange, so that nothing of it will come.
         """
         until = time.monotonic() + self.policy.patience
-        self._await(
-            set(wanted) - self._late, lambda j: has_come(j) or (is_past is not None and is_past(j)), until
-        )
+        self._await(set(wanted) - self._late, lambda j: has_come(j) or (is_past is not None and is_past(j)), until)
         new = self.session.senders(self.state.at)  # of rounds before this, where a neighbour lags behind
         there = {neighbor for neighbor in wanted if has_come(neighbor) or neighbor in new}
         with self.connections.changed:
@@ -672,7 +675,8 @@ class AsynchronousPeer(RunningPeer):
     def _leave(self) -> None:
         """Relay for neighbours that are not done, and stay until all that can be reached know all that they need.
 
-        One that cannot be reached, or is done and cannot be informed, is waited for as long as a deadline, and no longer.
+        One that cannot be reached, or is done and cannot be informed, is waited for
+        as long as a deadline, and no longer.
         """
         self._commit(self.rounds, self._neighbors)
         lost = time.monotonic()

@@ -1,4 +1,4 @@
-"""A peer's connections: a server for the calls that come, a thread for each neighbour, and the session that they drive."""
+"""A peer's connections: a server for the calls that come, a thread for each neighbour, and their session."""
 
 from __future__ import annotations
 

@@ -108,7 +108,9 @@ class GrpcTransport:
         credentials: its own.
     """
 
-    def __init__(self, peer: int, addresses: Sequence[str], identities: Sequence[str], credentials: Credentials) -> None:
+    def __init__(
+        self, peer: int, addresses: Sequence[str], identities: Sequence[str], credentials: Credentials
+    ) -> None:
         self._peer, self._addresses, self._identities, self._credentials = peer, addresses, identities, credentials
         self._server: GrpcServer | None = None
 

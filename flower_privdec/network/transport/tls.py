@@ -25,6 +25,7 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.app_scenario import AppScenario
 
 AUTHORITY_DAYS, PEER_DAYS = 3650, 365
 AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
@@ -310,18 +311,18 @@ def files_of(folder: Path, peer: int) -> tuple[Path, Path, Path]:
     return folder / f"peer-{peer}.pem", folder / f"peer-{peer}.key", folder / AUTHORITY
 
 
-def identities(scenario: Scenario) -> list[str]:
+def identities(scenario: Scenario | AppScenario) -> list[str]:
     """Return the identity of every peer of a scenario."""
     return scenario.network.identities(scenario.name, scenario.n_peers)
 
 
-def credentials_of(scenario: Scenario, folder: Path, peer: int) -> Credentials:
+def credentials_of(scenario: Scenario | AppScenario, folder: Path, peer: int) -> Credentials:
     """Read a peer's credentials from a folder; raises what `Credentials.read` does."""
     return Credentials.read(*files_of(folder, peer), identities(scenario)[peer])
 
 
 def make_certificates(
-    scenario: Scenario, folder: Path, authority: Path | None = None, authority_key: Path | None = None
+    scenario: Scenario | AppScenario, folder: Path, authority: Path | None = None, authority_key: Path | None = None
 ) -> dict[str, str]:
     """Make a certificate and a key for each peer of a scenario; those that are there and good for a month are kept.
 
@@ -362,7 +363,7 @@ def _good(files: tuple[Path, Path, Path], identity: str) -> bool:
     return certificate_problem(own.certificate, own.authority, identity, datetime.now(UTC) + RENEWED) is None
 
 
-def _authority(scenario: Scenario, folder: Path, certificate: Path | None, key: Path | None) -> Authority:
+def _authority(scenario: Scenario | AppScenario, folder: Path, certificate: Path | None, key: Path | None) -> Authority:
     if (certificate is None) != (key is None):
         raise ScenarioError("an authority has a certificate and a key: give both --authority and --authority-key")
     own, own_key = certificate or folder / AUTHORITY, key or folder / AUTHORITY_KEY
