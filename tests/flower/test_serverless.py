@@ -30,11 +30,11 @@ from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower.launch.in_process import opened_app
 from flower_privdec.flower.mods.peer_ledger import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.flower.serverless.app_foreground import node_config_of
-from flower_privdec.flower.serverless.app_peer import AppPeer, app_peer
+from flower_privdec.flower.serverless.app_peer import app_peer
 from flower_privdec.flower.serverless.driven_app import DrivenApp
 from flower_privdec.flower.serverless.first_message import first_train_message
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays, load_initial, save_initial
-from flower_privdec.network.peer.peer import mass_on_disk
+from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
 from flower_privdec.privacy.ledger.ledger_file import ledger_path
 from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
 
@@ -78,7 +78,7 @@ def zeros(size: int = 3, dtype: type = np.float64) -> InitialArrays:
     return InitialArrays({"0": np.zeros(size, dtype)})
 
 
-def peers_of(scenario, places, step, initial=None, resume=False) -> list[AppPeer]:
+def peers_of(scenario, places, step, initial=None, resume=False) -> list[RunningPeer]:
     initial = initial or zeros()
     app = client(step)
     return [
@@ -93,7 +93,7 @@ def peers_of(scenario, places, step, initial=None, resume=False) -> list[AppPeer
     ]
 
 
-def run_all(peers: list[AppPeer]) -> None:
+def run_all(peers: list[RunningPeer]) -> None:
     with ThreadPoolExecutor(len(peers)) as pool:
         list(pool.map(finish, peers))
 
@@ -134,11 +134,11 @@ def killing(step, deaths: dict[int, int]):
     return dying
 
 
-def run_through_deaths(scenario, places, step, initial=None) -> list[AppPeer]:
+def run_through_deaths(scenario, places, step, initial=None) -> list[RunningPeer]:
     """Run all peers to the end, each started again where it died, and return them."""
     app, begun = client(step), initial or zeros()
 
-    def live(place) -> AppPeer:
+    def live(place) -> RunningPeer:
         resume = False
         while True:
             driven = DrivenApp(app, begun, place.peer, scenario.n_peers, place.folder)
@@ -204,7 +204,7 @@ def test_a_peer_whose_budget_ends_trains_no_more_and_goes_on_relaying(tmp_path):
     for peer in peers:
         assert "trains no more, and goes on relaying" in peer.status()["idle"]
         assert peer.status()["epsilon"] <= peer.status()["budget"]
-        assert not peer.cohort.active(3).any()
+        assert not peer.trainer.is_active(3)
     rows = [peer.state.rows["x"] / peer.state.rows["w"] for peer in peers]
     assert max(float((row - rows[0]).abs().max()) for row in rows) < 1e-12, "five rounds of relaying make a mean"
 
@@ -225,7 +225,7 @@ def test_an_app_whose_own_budget_ends_trains_no_more_and_its_peer_goes_on_relayi
     assert sorted(asked) == [(0, 1), (0, 2), (1, 1), (1, 2), (1, 3), (1, 4)]
     assert peers[0].status()["idle"] == "its app's own budget allows no more training; it goes on relaying"
     assert "2 Gaussian updates" in peers[0].status()["privacy"], "that of the round in which it ended was paid for"
-    assert not peers[0].cohort.active(3).any()
+    assert not peers[0].trainer.is_active(3)
 
 
 def test_updates_without_protection_are_said_when_their_run_goes_on_with_it(tmp_path):

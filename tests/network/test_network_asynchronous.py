@@ -93,7 +93,7 @@ def test_who_joins_late_brings_no_mass_and_takes_over_a_neighbours_model(tiny: T
     peers[3].state.rows["x"] += 5.0  # what it would begin with
     join_late(peers)
     last = peers[3].state.rows
-    assert peers[3].machine.incarnation > FIRST  # type: ignore[attr-defined]
+    assert peers[3].protocol.incarnation > FIRST  # type: ignore[attr-defined]
     assert float(last["w"]) > 0
     torch.testing.assert_close(last["x"][0] / last["w"], start)
     found = mass_on_disk([tmp_path / name for name in FOLDERS])
@@ -120,7 +120,7 @@ def test_who_joins_late_adopts_a_neighbours_model_in_gossip_too(tiny: Tiny, tmp_
 
 def taken_from(peer: RunningPeer) -> int:
     """Return how many shares of a peer its neighbours have taken."""
-    return sum(link.acknowledged for link in peer.machine._links.values())  # type: ignore[attr-defined]
+    return sum(link.acknowledged for link in peer.protocol._links.values())  # type: ignore[attr-defined]
 
 
 def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_twice(tiny: Tiny, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_tw
         shutil.copy(older, theirs[1].folder / "checkpoint-0")
         third = again(scenario, theirs[1])
         with running([third]) as (future,):
-            wait_until(lambda: third.machine.incarnation > FIRST and float(third.machine.mass["w"]) > 0)  # type: ignore[attr-defined]
+            wait_until(lambda: third.protocol.incarnation > FIRST and float(third.protocol.mass["w"]) > 0)  # type: ignore[attr-defined]
             stop_all([third, peers[0], *peers[2:]], [future, futures[0], *futures[2:]])
     found = mass_on_disk([device.folder for device in theirs])
     assert float(found["w"]) < 4.0
@@ -178,10 +178,10 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
         third = again(scenario, theirs[1])
         with running([third]) as (future,):
             if also == "ledger":
-                with pytest.raises(BudgetError, match="its ledger knows of no step since its checkpoint"):
+                with pytest.raises(BudgetError, match="its ledger records no step since its checkpoint"):
                     future.result(LONG)
             else:
-                wait_until(lambda: third.machine.incarnation > FIRST)  # type: ignore[attr-defined]
+                wait_until(lambda: third.protocol.incarnation > FIRST)  # type: ignore[attr-defined]
                 stop_all([third], [future])
         stop_all([peers[0], *peers[2:]], [futures[0], *futures[2:]])
 
@@ -191,7 +191,7 @@ def has_gone_on(peer: RunningPeer, others: Iterable[RunningPeer]) -> Callable[[]
     if "w" in peer.state.rows:
         before = taken_from(peer)
         return lambda: taken_from(peer) >= before + 3
-    seen, wanted = [other.session.places for other in others], peer.session.begun + 3  # type: ignore[attr-defined]
+    seen, wanted = [other.session.places for other in others], peer.session.resumed_at + 3  # type: ignore[attr-defined]
     return lambda: any(places.get(peer.device.peer, (-1, 0))[0] >= wanted for places in seen)
 
 
@@ -205,7 +205,7 @@ def test_a_peer_that_is_sent_nothing_soon_sends_nothing(
     peer = running_peer(tiny(STILL, QUICK), devices(tiny(STILL, QUICK), tmp_path)[0])
     peer.state.rows["w"].fill_(held)  # of the 1 that it had when something was added last
     asked: list[dict[int, float]] = []
-    monkeypatch.setattr(peer.machine, "split", lambda round_index, weights: asked.append(weights))  # type: ignore[attr-defined]
+    monkeypatch.setattr(peer.protocol, "split", lambda round_index, weights: asked.append(weights))  # type: ignore[attr-defined]
     peer._split(0, {1: 0.5})  # type: ignore[attr-defined]
     peer.close()
     assert asked == [{1: 0.5} if sends else {}]
@@ -213,7 +213,7 @@ def test_a_peer_that_is_sent_nothing_soon_sends_nothing(
 
 def test_a_call_that_is_lost_loses_no_neighbour_and_several_do(tiny: Tiny, tmp_path: Path) -> None:
     peer = running_peer(tiny(STILL, QUICK), devices(tiny(STILL, QUICK), tmp_path)[0])
-    machine, mail = peer.machine, peer.session  # type: ignore[attr-defined]
+    machine, mail = peer.protocol, peer.session  # type: ignore[attr-defined]
     neighbor = peer.timetable.neighbours(0)[0]
     machine._open.add(neighbor)
     for _ in range(LOST - 1):
@@ -235,14 +235,14 @@ def before_its_end(tiny: Tiny, tmp_path: Path) -> tuple[RunningPeer, list[int]]:
     peer._commit = lambda *arguments: None  # type: ignore[method-assign]
     neighbors = peer.timetable.neighbours(0)
     for neighbor in neighbors:
-        peer.machine._open.add(neighbor)
-        peer.session.rounds[neighbor] = peer.session._told[neighbor] = scenario.rounds  # type: ignore[attr-defined]
+        peer.protocol._open.add(neighbor)
+        peer.session.rounds[neighbor] = peer.session._informed[neighbor] = scenario.rounds  # type: ignore[attr-defined]
     return peer, list(neighbors)
 
 
 def test_who_is_owed_a_share_at_the_end_is_not_left_whether_its_edge_is_open_or_not(tiny: Tiny, tmp_path: Path) -> None:
     peer, (first, *others) = before_its_end(tiny, tmp_path)
-    machine = peer.machine
+    machine = peer.protocol
     assert all(map(peer._is_over, [first, *others]))  # type: ignore[attr-defined]
     machine.split(0, {first: 0.5})  # type: ignore[attr-defined]
     assert not peer._is_over(first)  # type: ignore[attr-defined]
@@ -256,8 +256,8 @@ def test_who_is_done_and_cannot_be_told_is_waited_for_as_long_as_a_deadline_howe
     tiny: Tiny, tmp_path: Path
 ) -> None:
     peer, (first, *_) = before_its_end(tiny, tmp_path)
-    del peer.session._told[first]  # type: ignore[attr-defined]
-    assert peer.machine.is_open(first)
+    del peer.session._informed[first]  # type: ignore[attr-defined]
+    assert peer.protocol.is_open(first)
     with ThreadPoolExecutor(1) as pool:
         left = pool.submit(peer._leave)
         try:

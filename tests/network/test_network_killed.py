@@ -175,7 +175,7 @@ def test_who_is_done_and_may_not_know_of_the_end_is_waited_for(name: str, tiny: 
     peer.session.rounds[1] = 4
     assert peer._is_over(1)
     peer.session.failed(1, RefusedError("greet me first"), 0.0)
-    assert not peer.machine.is_open(1)
+    assert not peer.protocol.is_open(1)
     assert not peer._is_over(1)
     for count in range(1, LOST + 1):
         peer.session.failed(1, UnreachableError("nobody is there"), 0.0)
@@ -214,7 +214,7 @@ def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: 
         if when != "before it begins anew":
             begin_anew()
         if when == "once a share is under way to it":
-            wait_until(lambda: 3 in [share.receiver for share in peers[0].machine.shares_to_send()])  # type: ignore[attr-defined]
+            wait_until(lambda: 3 in [share.receiver for share in peers[0].protocol.shares_to_send()])  # type: ignore[attr-defined]
         raise Killed
 
     peers[3]._reset = dying  # type: ignore[attr-defined]
@@ -226,11 +226,11 @@ def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: 
         last, silent = again(scenario, theirs[3]), {0}
         cut_off(last, silent)
         with running([last]) as (joining,):
-            wait_until(lambda: last.machine.is_open(1))
+            wait_until(lambda: last.protocol.is_open(1))
             silent.clear()
             await_round(last, 3)
             stop_all([*peers[:3], last], [*futures, joining])
-    assert last.machine.incarnation > FIRST  # type: ignore[attr-defined]
+    assert last.protocol.incarnation > FIRST  # type: ignore[attr-defined]
     check_weight(tmp_path, 3.0)
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("grpc")
 import grpc
 from networked import LONG, wait_until
 
-from flower_privdec.network.transport import channel
+from flower_privdec.network.transport import grpc_transport
 from flower_privdec.network.transport.grpc_transport import (
     CALLING,
     METHOD,
@@ -188,10 +188,10 @@ def test_a_member_has_few_streams_and_the_others_are_answered(authority: Authori
         over = threading.Event()
         stack.callback(over.set)
         hostile = authority.issue("peer-1.tiny")
-        calls = [stream(server, hostile, trickle(over, 0.2), stack) for _ in range(3 * channel.CALLS_EACH)]
-        wait_until(lambda: sum(call.done() for call in calls) == 2 * channel.CALLS_EACH)
+        calls = [stream(server, hostile, trickle(over, 0.2), stack) for _ in range(3 * grpc_transport.CALLS_EACH)]
+        wait_until(lambda: sum(call.done() for call in calls) == 2 * grpc_transport.CALLS_EACH)
         said = {call.details() for call in calls if call.done()}
-        assert said == {f"peer 1 has {channel.CALLS_EACH} calls under way, which is the most; end one"}
+        assert said == {f"peer 1 has {grpc_transport.CALLS_EACH} calls under way, which is the most; end one"}
         with linked(server, authority.issue("peer-2.tiny")) as link:
             assert link.call(b"hello", LONG) == b"2:hello"
 
@@ -214,11 +214,11 @@ def test_oversize_streams_take_no_more_memory_than_a_model_each(authority: Autho
 
         watching = threading.Thread(target=watch)
         watching.start()
-        calls = [stream(server, hostile, (piece for _ in range(800)), stack) for _ in range(channel.CALLS_EACH)]
+        calls = [stream(server, hostile, (piece for _ in range(800)), stack) for _ in range(grpc_transport.CALLS_EACH)]
         for call in calls:
             with pytest.raises(grpc.RpcError) as refused:
                 b"".join(call)
             assert "sent more than" in refused.value.details()
         over.set()
         watching.join()
-    assert most[0] < channel.CALLS_EACH * (cap + (16 << 20)) * 2  # this process is both sides of each stream
+    assert most[0] < grpc_transport.CALLS_EACH * (cap + (16 << 20)) * 2  # this process is both sides of each stream
