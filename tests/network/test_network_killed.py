@@ -186,14 +186,14 @@ def test_who_is_done_and_may_not_know_of_the_end_is_waited_for(name: str, tiny: 
 def cut_off(peer: RunningPeer, neighbors: set[int]) -> None:
     """Let a peer neither call some neighbours nor hear them, as long as they are in the set."""
     mail: Any = peer.session
-    has_news, take = mail.has_news, mail.take
+    has_news, take = mail.has_news, mail.receive
 
     def taking(caller: int, said: Any) -> Any:
         if caller in neighbors:
             raise RefusedError("cut off")
         return take(caller, said)
 
-    mail.has_news, mail.take = lambda to, now: to not in neighbors and has_news(to, now), taking
+    mail.has_news, mail.receive = lambda to, now: to not in neighbors and has_news(to, now), taking
 
 
 @pytest.mark.parametrize("when", ["before it begins anew", "after it began anew", "once a share is under way to it"])
@@ -258,9 +258,9 @@ def await_round(peer: RunningPeer, round_index: int) -> None:
 
 def await_without(peer: RunningPeer, neighbor: int) -> None:
     """Wait until a peer has found out that a neighbour does not come, and goes on for a while."""
-    wait_until(lambda: not peer._pace.is_awaited(neighbor))  # type: ignore[attr-defined]
+    wait_until(lambda: not peer.policy.is_awaited(neighbor))  # type: ignore[attr-defined]
     await_round(peer, peer.state.round_index + 20)
-    assert not peer._pace.is_awaited(neighbor)  # type: ignore[attr-defined]
+    assert not peer.policy.is_awaited(neighbor)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("graph", ["directed-ring", "ring"])
