@@ -1,12 +1,12 @@
 # make run: set up, then train privately without a server on embedded real data; make test: set up, check, test;
-# make docs: set up, then build the site, site/index.html.
+# make test-quick: a sample of the tests; make docs: set up, then build the site, site/index.html.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test check docs setup clean try-install
+.PHONY: run test test-quick check docs setup clean try-install
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or later is needed"'
@@ -27,6 +27,10 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A sample of the tests for the inner loop, about two minutes.
+test-quick: $(STAMP)
+	$(BIN)/pytest --quick
 
 test: check
 	$(BIN)/pytest -n logical --maxprocesses 4 --maxschedchunk 16

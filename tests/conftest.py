@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from hashlib import sha256
 from importlib.util import find_spec
 
 import pytest
@@ -25,10 +26,36 @@ PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Hea
 settings.register_profile("explore", **PATIENT)
 settings.register_profile("same", derandomize=True, **PATIENT)
 settings.load_profile("same")
+QUICK = 2  # parameters of a test, at most, with --quick
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the slow tests first, so that none of them is the last, on one processor while the others have nothing."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="a sample for the inner loop: see `sample` in conftest.py")
+
+
+def sample(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return every test that is not slow, of one with many parameters as few as QUICK: those whose hash is least.
+
+    The choice is the same in each run, and stays as it is when other parameters come or go.
+    """
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    least = {
+        item
+        for cases in functions.values()
+        for item in sorted(cases, key=lambda item: sha256(item.nodeid.encode()).digest())[:QUICK]
+    }
+    return [item for item in items if item in least]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take a sample where that is asked for; put slow tests first, so that none runs on alone at the end."""
+    if config.getoption("--quick"):
+        chosen = set(sample(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 

@@ -1,4 +1,4 @@
-"""The package as somebody has it who installs it without extras: what works then, and what names the extra it needs.
+"""Install the wheel without extras and check what works, and that everything else names the extra it needs.
 
     python -m tools.try_install
 
@@ -34,7 +34,6 @@ NEEDED = {
         ["run", "digits", "--runtime", "flower", "--out", "not"],
         ["run", "digits", "--set", SHARDS, "--out", "not"],
     ],
-    "fast": [["run", "digits", "--set", "compute.generator=fast", "--out", "not"]],
     "features": [["run", "digits", "--set", SCATTERED, "--out", "not"]],
     "tensorboard": [["run", "digits", "--tensorboard", "--out", "not"]],
 }
@@ -86,8 +85,8 @@ def call(binaries: Path, folder: Path, *words: str) -> str:
 
 def privdec(binaries: Path, folder: Path, commands: list[list[str]]) -> list[tuple[int, str]]:
     """Run commands one after the other in one process, which imports all once; return each one's status and errors."""
-    said = call(binaries, folder, "python", "-I", "-c", COMMANDS, json.dumps(commands))
-    return [(status, errors) for status, errors in json.loads(said.splitlines()[-1])]
+    output = call(binaries, folder, "python", "-I", "-c", COMMANDS, json.dumps(commands))
+    return [(status, errors) for status, errors in json.loads(output.splitlines()[-1])]
 
 
 def try_it(binaries: Path, folder: Path) -> None:
@@ -96,8 +95,8 @@ def try_it(binaries: Path, folder: Path) -> None:
     for words, (status, errors) in zip(WORKING, privdec(binaries, folder, WORKING), strict=True):
         assert status == 0, (words, errors)
     needed = [(extra, words) for extra, commands in NEEDED.items() for words in commands]
-    found = privdec(binaries, folder, [words for _, words in needed])
-    for (extra, words), (status, errors) in zip(needed, found, strict=True):
+    results = privdec(binaries, folder, [words for _, words in needed])
+    for (extra, words), (status, errors) in zip(needed, results, strict=True):
         assert status == 2, (words, errors)
         (line,) = errors.splitlines()
         assert line.startswith("error: "), line

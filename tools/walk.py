@@ -162,8 +162,8 @@ def ledger_payment(walk: Walk, folder: Path) -> None:
     ledger = cohort.ledger
     assert ledger is not None
     for step in range(STEADY):
-        ledger.pay(step, cohort.rows)
-    _record_a_write(walk, folder, lambda step: ledger.pay(step, cohort.rows))
+        ledger.charge(step, cohort.rows)
+    _record_a_write(walk, folder, lambda step: ledger.charge(step, cohort.rows))
     ledger.close()
 
 

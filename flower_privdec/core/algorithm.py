@@ -220,6 +220,7 @@ def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | No
         if isinstance(item, Exchange):
             state.waiting = True
             return item
+        cohort.state = state
         item(cohort, state)
         state.at += 1
     state.at = 0

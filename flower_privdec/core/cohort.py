@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from flower_privdec.core.coalitions import Validation
+from flower_privdec.core.state import State
 from flower_privdec.data import Batch, PeerData
 from flower_privdec.gradients import GradientKernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 from flower_privdec.privacy.mechanism.protection import Protection
-from flower_privdec.privacy.noise import NoiseSource
+from flower_privdec.privacy.noise import INDEPENDENT, STATE_PREFIX, NoisedSum, NoiseMechanism, NoiseSource, PairSecrets
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,10 @@ class Cohort:
         game_seconds: how long coalitions have been tried on them, so far.
         apart: whether sums are made and noised by themselves before they are added anywhere, see `release_`.
         headroom: by how much noise is larger than was solved for, to cover how sums are rounded.
+        noise: where normal numbers come from.
+        mechanism: how noise is made of them.
+        secrets: of pairs of peers hosted here.
+        state: the state of the step under way, of which a noise mechanism sees its own rows.
     """
 
     peers: np.ndarray
@@ -146,6 +151,9 @@ class Cohort:
     ledger: CohortLedger | None = None
     apart: bool = False
     headroom: float = 0.0
+    mechanism: NoiseMechanism = INDEPENDENT
+    secrets: PairSecrets = field(default_factory=lambda: PairSecrets({}))
+    state: State | None = None
     seed: int = 0
     validation: Validation | None = None
     every: int = 1
@@ -245,7 +253,7 @@ class Cohort:
         """
         peers, index = self.peers[rows], round_index * self.steps_per_round + local_step
         if self.ledger is not None:
-            self.ledger.pay(index, rows if receivers is None else np.unique(rows))
+            self.ledger.charge(index, rows if receivers is None else np.unique(rows))
         times = -self.learning_rate.at(round_index)[peers] if factor is None else np.full(len(rows), factor)
         rate = times / self.data.sampler.normalizer[rows]
         named = {"gradient": sums} if isinstance(sums, Tensor) else sums
@@ -283,7 +291,26 @@ class Cohort:
         sums = {name: torch.zeros_like(rows) for name, rows in step.sums.items()} if self.apart else step.sums
         estimate(self, replace(step, sums=sums) if self.apart else step)
         for name, scale in std.items():
-            self.noise.add_(sums[name], scale * (1 + self.headroom), step.step, step.peers, name, step.receivers)
+            self.mechanism.add_(sums[name], scale * (1 + self.headroom), self._noised(step, name))
         if self.apart:
             for name, rows in step.sums.items():
                 rows.add_(sums[name])
+
+    def _noised(self, step: PrivateStep, name: str) -> NoisedSum:
+        """Return what the noise mechanism knows of one sum of a step."""
+        kept = self.mechanism.state
+        rows = {} if self.state is None else {part: self.state.rows[STATE_PREFIX + part] for part in kept}
+        return NoisedSum(
+            normals=self.noise,
+            secrets=self.secrets,
+            name=name,
+            step=step.step,
+            round_index=step.round_index,
+            peers=step.peers,
+            rows=step.rows,
+            receivers=step.receivers,
+            scale=step.scale,
+            clip_norm=step.clip_norm,
+            participation=self.participation,
+            state=rows,
+        )

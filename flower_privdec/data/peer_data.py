@@ -95,22 +95,6 @@ class PeerData:
             self._full = (key, self._gather(rows, self.sampler.batch(step, rows)))
         return self._full[1]
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return all features [N, D] and classes [N] where they are numbers in memory at hand; else None."""
-        if (
-            isinstance(self._x, SparseRows)
-            or self.device.type != "cpu"
-            or self._y.ndim != 1
-            or self._x.dtype != self.dtype
-        ):
-            return None
-        return self._x.contiguous().numpy(), self._y.numpy()
-
-    def lone_places(self, step: int) -> tuple[int, np.ndarray]:
-        """Return where the one example of every peer lies in `arrays`, see `Sampler.lone`."""
-        first, positions = self.sampler.lone(step)
-        return first, self._row.take(self._start + positions)
-
     def examples(self, rows: Sequence[int] | np.ndarray, start: int, stop: int) -> Batch:
         """Return the local examples [start, stop) of some peers; weight 0 where a peer has none there."""
         rows = np.asarray(rows, dtype=np.int64)

@@ -168,16 +168,6 @@ class Sampler:
         index = self._block.index[within, :, :width].take(places, axis=0)
         return LocalBatch(index, (np.arange(width) < counts[:, None]).astype(np.float32))
 
-    def lone(self, step: int) -> tuple[int, np.ndarray]:
-        """Return the positions that all peers use in a step and in those drawn with it, of batches of one example.
-
-        Returns:
-            The first of these steps, and positions, int64 [steps, m].
-        """
-        number = step // self._steps
-        places = self._places_in_block(number, np.arange(len(self.partition_sizes)))
-        return number * self._steps, self._block.index[:, :, 0].take(places, axis=1)
-
     def blocks(self, rows: np.ndarray) -> np.ndarray:
         """Return into how many fixed batches each peer's examples fall, int64 [r]: floor(J / b)."""
         return np.asarray(self.partition_sizes[rows] // self.sizes[rows])

@@ -19,7 +19,7 @@ from flower_privdec.common.formatting import one_line, peer_ranges, shown
 from flower_privdec.common.tensor_file import write_tensors
 from flower_privdec.core import Edges, State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy.ledger.ledger_format import RunName
+from flower_privdec.privacy.ledger.ledger import RunName
 
 EDGE, CARRIED = "edge.", "carried."  # before the names of edges and of what is carried, to tell them from rows
 BESIDE = "share-{}.safetensors"  # files beside a checkpoint that hold tensors of it

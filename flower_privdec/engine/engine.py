@@ -5,7 +5,6 @@ from __future__ import annotations
 from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Spares
-from flower_privdec.engine.lone_round import LoneRound
 
 
 class Engine:
@@ -14,13 +13,8 @@ class Engine:
     def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State) -> None:
         self.algorithm, self.cohort, self.state = algorithm, cohort, state
         self._spares: Spares = {}
-        self._whole = self._in_one_call()
 
     trial = None  # models are tried by whoever asks
-
-    def _in_one_call(self) -> LoneRound | None:
-        """Return what takes whole rounds of those who are all hosted here, where there is such a thing."""
-        return LoneRound.of(self.algorithm, self.cohort)
 
     def collected(self) -> State:
         """Return the state between two rounds."""
@@ -36,8 +30,6 @@ class Engine:
 
     def round(self) -> None:
         """Run one whole round: every step, every exchange."""
-        if self._whole is not None and self._whole.take_(self.state):
-            return
         while (exchange := advance(self.algorithm, self.cohort, self.state)) is not None:
             self.perform(exchange)
 

@@ -31,7 +31,7 @@ from flower_privdec.experiment.minimum import Minimum, find_minimum
 from flower_privdec.experiment.objective import ConvexObjective
 from flower_privdec.experiment.own_parts import public_name
 from flower_privdec.models import unflatten
-from flower_privdec.privacy.ledger.ledger_format import Head
+from flower_privdec.privacy.ledger.ledger import Head
 from flower_privdec.privacy.mechanism.protection import breaches
 from flower_privdec.scenario import scenario_hash, to_yaml
 
@@ -72,7 +72,7 @@ class Recorder:
             ScenarioError: when the folder holds another run, or nothing to resume.
         """
         self.agreement, self.own, self.out, self.runtime, self.lean = agreement, own, out, runtime, lean
-        self.run = public_name(agreement, agreement.scenario.compute.generator) if own is None else own.run
+        self.run = public_name(agreement) if own is None else own.run
         self._saved = time.monotonic()
         self.scenario_hash = scenario_hash(agreement.scenario)
         self._lock = FolderLock(out)

@@ -16,7 +16,7 @@ from flower_privdec.engine.spent import Spent, check_budget, epsilons, ledger_fo
 from flower_privdec.engine.workers import GoneError, start_engine
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, RunError
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.ledger.ledger_format import Head
+from flower_privdec.privacy.ledger.ledger import Head
 from flower_privdec.scenario.fields import own_modules
 
 

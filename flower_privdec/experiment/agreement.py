@@ -20,7 +20,6 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import EdgeParticipation, Participation, build_participation, sample_edges
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import build_model, flatten
-from flower_privdec.privacy.noise import resolve_generator
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.app_scenario import AppScenario
 from flower_privdec.scenario.data_section import BatchSection
@@ -82,7 +81,7 @@ class Agreement:
             memory_bytes=scenario.compute.memory_mib << 20,
             n_tokens=public.n_tokens,
             sparse=public.sparse,
-            lone=_draws_one(scenario.data.batch) and resolve_generator(scenario.compute.generator, device) == "fast",
+            lone=_draws_one(scenario.data.batch),
         )
         algorithm.check_model(kernel)
         return Agreement(

@@ -16,6 +16,7 @@ from flower_privdec.data import PublicSet
 from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.protocol import inputs_like
+from flower_privdec.privacy.noise import noise_mechanism
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.algorithm_sections import steps_per_round
 
@@ -100,7 +101,10 @@ def _state_bytes(experiment: Experiment, rows: int) -> int:
     algorithm, pairs = experiment.algorithm, rows
     if algorithm.edge_slots and experiment.mixing is not None:
         pairs += int(experiment.mixing.heard(1)[0, experiment.own.peers].sum())
-    buffers = algorithm.buffers(experiment.participation)
+    private = experiment.scenario.private
+    buffers = algorithm.buffers(experiment.participation) + len(
+        noise_mechanism(private.noise if private else None).state
+    )
     return (buffers * rows + algorithm.edge_slots * pairs) * _row_bytes(experiment)
 
 

@@ -15,11 +15,11 @@ from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.hardening import headroom
 from flower_privdec.experiment.memory import check_steps
 from flower_privdec.experiment.number_range import check_number_range
-from flower_privdec.experiment.run_key import environment, own_keys, run_id, shared_secret
-from flower_privdec.privacy.ledger.ledger_format import RunName
+from flower_privdec.experiment.run_key import SIMULATED, environment, own_keys, run_id, shared_secret
+from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
-from flower_privdec.privacy.noise import DEPLOYED, resolve_generator
+from flower_privdec.privacy.noise import noise_mechanism
 from flower_privdec.scenario import numbers_hash, own_parts
 from flower_privdec.scenario.schema import placed
 
@@ -48,9 +48,9 @@ class OwnParts:
     headroom: float | None = None
 
     @property
-    def generator(self) -> str | None:
-        """Return what a deployed peer takes its noise from, a key of `rows.DEPLOYED`; None in a simulation."""
-        return deployed_generator(self.headroom is not None) if self.deployed else None
+    def source(self) -> str:
+        """Return where the noise comes from, as `run_key.environment` names it."""
+        return noise_source(self.headroom is not None) if self.deployed else SIMULATED
 
     @staticmethod
     @placed
@@ -85,7 +85,14 @@ class OwnParts:
             algorithm, mixing = agreement.algorithm, agreement.mixing
             factor = 1.0 if mixing is None else algorithm.weight_factor(mixing, scenario.rounds)
             protection = build_protection(
-                scenario, scenario.private, algorithm, drawings, agreement.participation, peers, factor
+                scenario,
+                scenario.private,
+                algorithm,
+                drawings,
+                agreement.participation,
+                peers,
+                factor,
+                noise_mechanism(scenario.private.noise).released,
             )
             if scenario.private.hardened:
                 steps = scenario.rounds * algorithm.steps_per_round
@@ -101,9 +108,9 @@ def _name_run(
     agreement: Agreement, examples: Examples, peers: np.ndarray, secret: bytes | None
 ) -> tuple[dict[int, bytes], RunName]:
     """Return every peer's key, and what ledgers call the run; without privacy there is nothing to keep apart."""
-    private, simulated = agreement.scenario.private, agreement.scenario.compute.generator
+    private = agreement.scenario.private
     hardened = private is not None and bool(private.hardened)
-    name = public_name(agreement, deployed_generator(hardened) if secret else simulated)
+    name = public_name(agreement, noise_source(hardened) if secret else SIMULATED)
     if private is None:
         return {}, name
     shared = shared_secret(
@@ -118,16 +125,15 @@ def _name_run(
     return keys, replace(name, id=run_id(keys))
 
 
-def deployed_generator(hardened: bool) -> str:
-    """Return what deployed peers take their noise from, a key of `rows.DEPLOYED`."""
+def noise_source(hardened: bool) -> str:
+    """Return where deployed peers take their noise from, as `run_key.environment` names it."""
     return "exact" if hardened else "system"
 
 
-def public_name(agreement: Agreement, generator: str) -> RunName:
-    """Return what a run is called by somebody who holds no keys of it."""
-    decided, device = numbers_hash(agreement.scenario), agreement.device
-    made_with = generator if generator in DEPLOYED else resolve_generator(generator, device)
-    return RunName(decided[:32], decided, environment(made_with, device))
+def public_name(agreement: Agreement, source: str = SIMULATED) -> RunName:
+    """Return the name of a run as a process without its keys computes it."""
+    decided = numbers_hash(agreement.scenario)
+    return RunName(decided[:32], decided, environment(source, agreement.device))
 
 
 def _build_sampler(agreement: Agreement, examples: Examples, keys: Mapping[int, bytes], peers: np.ndarray) -> Sampler:

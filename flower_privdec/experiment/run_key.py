@@ -1,7 +1,7 @@
 """What tells one run from every other: a hash of all that decides its numbers, from which its secrets are drawn.
 
 Two runs that differ in anything (algorithm, budget, seed, one pixel of a peer's data, a line of the model's code,
-generator, device, versions) have different keys and share no draw, so that no noise cancels between them; the same
+device, versions) have different keys and share no draw, so that no noise cancels between them; the same
 run, in whatever runtime, has the same keys and gives the same bits.
 """
 
@@ -19,19 +19,25 @@ from flower_privdec.common.user_code import Given
 from flower_privdec.data import Examples, PublicSet
 from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.experiment.model_code import code_of, held_by, installed_version
+from flower_privdec.privacy.noise import has_triton
 
 KEY_BYTES = 32
+SIMULATED = "fast"  # names the noise stream of simulations in their keys: another name would draw other numbers
 
 
-def environment(generator: str, device: torch.device) -> str:
-    """Name what beside the scenario and the data decides the numbers: generator, device and versions."""
+def environment(source: str, device: torch.device) -> str:
+    """Return what beside the scenario and the data decides the numbers: noise source, device and versions.
+
+    Args:
+        source: SIMULATED, or of a deployed peer `system` or `exact`.
+    """
     parts = [f"flower-privdec {__version__}", f"torch {torch.__version__}", f"numpy {np.__version__}"]
-    if generator == "fast":
-        compiler = "triton" if device.type == "cuda" else "numba"
+    if source == SIMULATED:
+        compiler = "triton" if device.type == "cuda" and has_triton() else "numba"
         parts.append(f"{compiler} {installed_version(compiler)}")
     cpu = f"cpu {torch.backends.cpu.get_cpu_capability()}"
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
-    return ", ".join([generator, where, *parts])
+    return ", ".join([source, where, *parts])
 
 
 def shared_secret(

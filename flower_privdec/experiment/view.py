@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from flower_privdec.core import State
 from flower_privdec.core.coalitions import Validation
@@ -16,7 +17,7 @@ from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.memory import check_memory
 from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
-from flower_privdec.privacy.noise import build_noise
+from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.schema import placed
 
@@ -66,7 +67,8 @@ class Experiment(Agreement):
             BudgetError: when the ledger cannot be trusted or is in use.
         """
         check_memory(self)
-        own, generator, held = self.own, self.scenario.compute.generator, self.public.validation
+        own, held, private = self.own, self.public.validation, self.scenario.private
+        hardened = own.headroom is not None
         sampler = own.sampler.afresh() if own.deployed else own.sampler
         return Cohort(
             peers=own.peers,
@@ -76,7 +78,9 @@ class Experiment(Agreement):
             data=PeerData(own.examples, sampler, self.device, self.initial.dtype),
             mixing=self.mixing,
             participation=self.participation,
-            noise=build_noise(own.generator or generator, own.keys, self.device),
+            noise=build_deployed_noise(hardened=hardened) if own.deployed else build_noise(own.keys, self.device),
+            mechanism=noise_mechanism(private.noise if private else None),
+            secrets=PairSecrets(own.keys),
             learning_rate=self.learning_rate,
             steps_per_round=self.algorithm.steps_per_round,
             protection=own.protection,
@@ -102,4 +106,7 @@ class Experiment(Agreement):
 
     def initial_state(self, cohort: Cohort) -> State:
         """Return the state before round 0."""
-        return State(peers=cohort.peers, rows=self.algorithm.initial(cohort))
+        rows = self.algorithm.initial(cohort)
+        for name in cohort.mechanism.state:
+            rows[STATE_PREFIX + name] = torch.zeros(len(cohort.peers), *cohort.initial.shape).to(cohort.initial)
+        return State(peers=cohort.peers, rows=rows)

@@ -62,8 +62,7 @@ def build_kernel(
         memory_bytes: about how much temporary memory the kernel may take.
         n_tokens: the inputs are whole numbers 0..n_tokens-1, which are looked up, not reckoned with: vmap or loop.
         sparse: examples are compressed rows, which one linear layer alone can take.
-        lone: batches will mostly be of one example, and numba is there to compile a loop for such, where the model is
-            as small as `LoneKernel` wants it.
+        lone: batches will mostly be of one example: models that `is_lone` accepts then take a compiled loop.
 
     Raises:
         ScenarioError: an unknown kind or loss, a model that cannot be clipped example by example, or a kind

@@ -30,11 +30,7 @@ class LoneKernel(StackedKernel):
     """
 
     def __init__(self, module: nn.Module, layers: list[Layer], loss: Loss, memory_bytes: int) -> None:
-        """Take what `StackedKernel` does.
-
-        Raises:
-            ImportError: numba is not installed.
-        """
+        """Take what `StackedKernel` does."""
         from flower_privdec.gradients import single_example_loops
 
         super().__init__(module, layers, loss, memory_bytes)

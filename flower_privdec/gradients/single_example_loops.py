@@ -1,6 +1,6 @@
 """Clipped gradients of linear models of one output at one example each, compiled by numba.
 
-Import this module only where the fast generator is asked for: it needs numba. A row's numbers depend on that row alone,
+Import this module only where it is used: numba takes long to import. A row's numbers depend on that row alone,
 whoever calls: sums are compiled once, in an order that the machine decides.
 """
 

@@ -1,6 +1,6 @@
 """Compilation by numba, whose machine code is kept on disk where some cache folder can be written.
 
-Import this module only where numba is known to be there.
+Import this module only where something is compiled: numba takes long to import.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ printed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -67,43 +67,3 @@ def checked_key(key: bytes) -> bytes:
     if len(key) < KEY_BYTES:
         raise ValueError(f"a key of {len(key)} bytes must have at least {KEY_BYTES}: take os.urandom(32) or a hash")
     return key
-
-
-class PeerKeys:
-    """The keys of the peers that one process hosts.
-
-    A peer's place among them, by ascending id, is its slot.
-    """
-
-    def __init__(self, keys: Mapping[int, bytes]) -> None:
-        """Keep a copy of the keys.
-
-        Args:
-            keys: from global peer id to key.
-
-        Raises:
-            ValueError: a key is no key.
-        """
-        self._peers = np.array(sorted(keys), dtype=np.int64)
-        self._keys = [checked_key(keys[peer]) for peer in self._peers.tolist()]
-        self._tables: dict[tuple[str, int], np.ndarray] = {}
-
-    def slots(self, peers: np.ndarray) -> np.ndarray:
-        """Return the slots of some peers, int64 [m].
-
-        Raises:
-            ValueError: one of them has no key here.
-        """
-        slots = self._peers.searchsorted(peers)
-        held = self._peers.take(slots, mode="clip") if len(self._peers) else np.full(len(slots), -1)
-        if (held != peers).any():
-            raise ValueError(f"peers {peers[held != peers].tolist()} have no key here: ask only for peers hosted here")
-        return slots
-
-    def table(self, purpose: str, words: int) -> np.ndarray:
-        """Return some words that follow from each slot's key, its id and a purpose, uint64 [peers, words]."""
-        if (purpose, words) not in self._tables:
-            pairs = zip(self._keys, self._peers.tolist(), strict=True)
-            found = b"".join(digest(8 * words, key, "noise", purpose, peer) for key, peer in pairs)
-            self._tables[purpose, words] = np.frombuffer(found, np.uint64).reshape(-1, words)
-        return self._tables[purpose, words]

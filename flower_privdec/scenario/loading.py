@@ -180,9 +180,9 @@ def seedless_hash(scenario: Scenario) -> str:
 def numbers_hash(scenario: Scenario | AppScenario) -> str:
     """Return a hash of what decides the numbers of a run's trajectory, beside data and machine.
 
-    Names, paths and how often a run is looked at decide nothing, nor do generator and device, which `run_key` adds.
+    Names, paths and how often a run is looked at decide nothing, nor does the device, which `run_key` adds.
     """
-    compute = {"threads", "workers", "memory_mib", "generator", "device"}
+    compute = {"threads", "workers", "memory_mib", "device"}
     nothing = {"name": True, "plan": True, "evaluation": True, "compute": compute, "data": {"root", "test", "source"}}
     nothing |= {"task": {"metrics"}, "network": True}
     if scenario.private is not None:

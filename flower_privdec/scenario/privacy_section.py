@@ -9,6 +9,7 @@ from pydantic.types import Discriminator
 
 from flower_privdec.scenario.fields import (
     NonNegative,
+    OwnSection,
     PathText,
     PerPeer,
     Positive,
@@ -58,6 +59,8 @@ class PrivacySection(Section):
         c_2: the constant of PrivSGP-VR's eq. 11, for calibration paper, and of eq. 12, for `privdec plan`.
         phi_min: φ̂_min of PDSL's eq. 27, the smallest share that any neighbour's weight ever has, for calibration paper
             with pdsl, which needs it. The paper's own normalisation makes it 0, and the noise infinite.
+        noise: a noise mechanism of a user's own, a subclass of `flower_privdec.privacy.noise.NoiseMechanism`; left out,
+            every sum gets independent Gaussian noise. Its ε is what it declares, else ∞.
         ledger: a folder of ledgers that several runs share, so that ε counts all of them; left out, the ledger lies in
             the run's own folder and counts this run alone.
         hardened: whether deployed peers draw and round their noise exactly, so that its digits show nothing of the sum
@@ -73,6 +76,7 @@ class PrivacySection(Section):
     calibration: Literal["rigorous", "paper"] = "rigorous"
     c_2: Positive = 1.0
     phi_min: Annotated[float, Field(gt=0, le=1)] | None = None
+    noise: OwnSection | None = None
     ledger: PathText | None = None
     hardened: bool | None = None
 
@@ -82,6 +86,11 @@ class PrivacySection(Section):
             raise ValueError("give epsilon (a budget the noise is solved for), noise_multiplier, or both")
         if self.calibration == "paper" and (self.epsilon is None or self.noise_multiplier is not None):
             raise ValueError("calibration paper computes the noise from epsilon: give epsilon, and no noise_multiplier")
+        if self.noise is not None and (self.calibration == "paper" or self.hardened):
+            raise ValueError(
+                "noise.module changes the noise that calibration paper and hardened are proved for: use calibration "
+                "rigorous without hardened, or leave noise out"
+            )
         return self
 
 

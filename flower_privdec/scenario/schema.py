@@ -81,8 +81,6 @@ class ComputeSection(Section):
         threads: of torch in each product; they change no number.
         workers: processes that share the peers of a run on a CPU; they change no number. auto takes the cores that
             this process may use, and as many as pay: small models stay in one process.
-        generator: of the noise in simulation: fast needs the extra `fast`, or on a GPU Triton and a C
-            compiler; auto takes it where it can.
         memory_mib: about how much temporary memory gradients may take; it changes no number.
     """
 
@@ -90,7 +88,6 @@ class ComputeSection(Section):
     dtype: Literal["float32", "float64"] = "float32"
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    generator: Literal["auto", "fast", "torch"] = "auto"
     memory_mib: Annotated[int, Field(ge=16)] = 1024
 
     @model_validator(mode="after")
@@ -163,7 +160,7 @@ class Scenario(LocatedFile):
         participation: who is active in a round.
         privacy: `none`, or budget, clipping and noise.
         evaluation: when the models are tried on the public test set.
-        compute: device, number type, threads and generator.
+        compute: device, number type and threads.
         plan: constants for `privdec plan`.
         network: where real peers are, and how long they wait; a simulation uses none of it.
     """

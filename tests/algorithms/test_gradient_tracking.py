@@ -32,7 +32,7 @@ TRACKING: dict[str, Any] = {
     "topology": {"name": "ring"},
     "privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 0.05},
     "evaluation": {"every": 3},
-    "compute": {"dtype": "float64", "generator": "torch"},
+    "compute": {"dtype": "float64"},
 }
 FULL = {"data": {**TRACKING["data"], "batch": {"sampling": "full"}}, "privacy": "none"}
 

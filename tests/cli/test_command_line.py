@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import privdec
 
 from flower_privdec import __version__
 from flower_privdec.cli import main
@@ -17,14 +18,6 @@ from flower_privdec.common.formatting import printable
 from flower_privdec.engine.engine import Engine
 
 COMMANDS = ("run", "show", "list", "plan", "topology", "report", "study", "bench")
-
-
-def privdec(*arguments: object) -> int:
-    """Run the command line in this process and return its exit status."""
-    with pytest.raises(SystemExit) as leaving:
-        main.main([str(argument) for argument in arguments])
-    assert isinstance(leaving.value.code, int)
-    return leaving.value.code
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import privdec
 from safetensors import safe_open
 from safetensors.torch import save
 from tiny_scenario import TINY, Build
@@ -27,14 +28,6 @@ from flower_privdec.reporting.run_folder import read_result
 from flower_privdec.scenario import parse_scenario
 
 OPEN, PRIVATE = ["privacy=none"], ["privacy.epsilon=3"]
-
-
-def privdec(*arguments: object) -> int:
-    """Run the command line in this process and return its exit status."""
-    with pytest.raises(SystemExit) as leaving:
-        main.main([str(argument) for argument in arguments])
-    assert isinstance(leaving.value.code, int)
-    return leaving.value.code
 
 
 @pytest.fixture(autouse=True)

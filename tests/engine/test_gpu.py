@@ -27,7 +27,7 @@ from flower_privdec.data import PeerData
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.gradients import GradientKernel, build_kernel
-from flower_privdec.privacy.noise import GPUNoise
+from flower_privdec.privacy.noise.gpu_philox import GPUNoise
 from flower_privdec.rows.keys import seed_keys
 from tools.bench.comparison import measure_workload
 from tools.bench.equality import check_equal
@@ -156,7 +156,7 @@ def test_noise_compiles_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: 
     from triton.compiler import ASTSource
     from triton.compiler import compile as compiled
 
-    from flower_privdec.privacy.noise.triton_philox import add_normals
+    from flower_privdec.privacy.noise.gpu_philox import add_normals
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {"out": "*fp32", "std": "*fp32", "keys": "*i64", "receivers": "*i64", "stride": "i32", "d": "i32"}
@@ -173,9 +173,8 @@ def test_noise_compiles_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: 
 def test_a_gpu_follows_the_cpus_trajectory(
     build: Callable[..., Experiment], alike: Callable[..., Experiment], variant: list[str]
 ) -> None:
-    """In float64 with the same noise, which the fast generator gives both."""
-    pytest.importorskip("numba")
-    settings = [*settings_for(*variant), "compute.generator=fast"]
+    """In float64 with the same noise."""
+    settings = settings_for(*variant)
     cpu = build(*settings)
     gpu = alike(build(*settings, "compute.device=cuda"), cpu)
     found = []

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import forked, privdec, status_of
 from tiny_scenario import TINY
 from variants import VARIANTS, settings_for
 
@@ -23,8 +22,7 @@ from flower_privdec.engine.checkpoint import read_checkpoint
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.ledger.ledger_file import LedgerFile
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import Ledger, read_chain
 from flower_privdec.scenario import parse_scenario
 from flower_privdec.testing import TIMES
 
@@ -73,7 +71,7 @@ def places(blade: Blade) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         for owner, name in (
-            *((Engine, "round"), (Engine, "perform"), (LedgerFile, "append"), (LedgerFile, "_sync")),
+            *((Engine, "round"), (Engine, "perform"), (Ledger, "charge"), (Ledger, "_sync")),
             *((recorder.Recorder, "record"), (recorder, "save_checkpoint"), (recorder, "write_atomically")),
         ):
             patched.setattr(owner, name, before(getattr(owner, name)))
@@ -135,19 +133,18 @@ def reached(checkpoint: Path) -> int:
 @pytest.mark.slow
 def test_processes_that_are_killed_at_any_moment_leave_what_goes_on(tmp_path: Path) -> None:
     scenario = tmp_path / "s.yaml"
-    scenario.write_text(TINY.replace("rounds: 6", "rounds: 1500"))
+    scenario.write_text(TINY.replace("rounds: 6", "rounds: 600"))
     run(Experiment.build(parse_scenario(scenario.read_text())), tmp_path / "whole")
-    command = [sys.executable, "-m", "flower_privdec", "run", str(scenario), "--out", str(tmp_path / "parted")]
     draw, kept = random.Random(1), tmp_path / "parted" / "checkpoint"
     for _ in range(2):  # when it has begun, and when it goes on
         known = reached(kept)
         resume = ["--resume"] if kept.exists() else []
-        child = subprocess.Popen([*command, *resume], stderr=subprocess.DEVNULL)
-        while child.poll() is None and reached(kept) <= known:
+        child = forked(privdec, "run", scenario, "--out", tmp_path / "parted", *resume)
+        while child.is_alive() and reached(kept) <= known:
             time.sleep(0.001)
         time.sleep(draw.uniform(0, 0.1))
-        child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
+        child.kill()
+        assert status_of(child) == -signal.SIGKILL
         state = read_checkpoint(kept).state
         _, payments = read_chain(tmp_path / "parted" / "ledger" / "digits.jsonl")
         assert max(payment.to_step for payment in payments) >= state.round_index > 0

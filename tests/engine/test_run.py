@@ -1,15 +1,15 @@
 """`privdec run` as a user meets it: its files, its refusals, and a run killed in the middle."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 
 import pytest
+from command_line import forked, privdec, status_of
 from safetensors.torch import load_file
 
-from flower_privdec.cli import main
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.engine.engine import Engine
+from flower_privdec.privacy.ledger.ledger import read_chain
 
 SCENARIO = """\
 name: tiny
@@ -21,7 +21,6 @@ model: {name: softmax}
 algorithm: {name: privsgp, learning_rate: 0.5}
 privacy: {epsilon: 3.0, delta: 1.0e-3}
 evaluation: {every: 2}
-compute: {generator: torch}
 """
 
 
@@ -31,13 +30,6 @@ def scenario(tmp_path):
     path = tmp_path / "tiny.yaml"
     path.write_text(SCENARIO)
     return path
-
-
-def privdec(*arguments):
-    """Run the command line in this process and return its exit status."""
-    with pytest.raises(SystemExit) as leaving:
-        main.main([str(argument) for argument in arguments])
-    return leaving.value.code
 
 
 def test_a_run_leaves_what_it_promises(scenario, tmp_path, capsys):
@@ -140,27 +132,20 @@ def test_a_folder_with_a_run_is_not_overwritten_and_resume_needs_its_scenario(sc
     assert not (tmp_path / "other").exists()
 
 
-KILLED = """\
-import os, signal, sys
-from flower_privdec.engine.engine import Engine
-rounds = Engine.round
-def dying(self):
-    if self.state.round_index == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    rounds(self)
-Engine.round = dying
-from flower_privdec.cli import main
-main.main(sys.argv[2:])
-"""
-
-
 @pytest.mark.parametrize("killed_in", [0, 5])
-def test_a_killed_run_resumes_to_the_same_summary_and_never_undercounts(scenario, tmp_path, killed_in):
+def test_a_killed_run_resumes_to_the_same_summary_and_never_undercounts(scenario, tmp_path, monkeypatch, killed_in):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert privdec("run", scenario, "--out", whole) == 0
-    command = [sys.executable, "-c", KILLED, str(killed_in), "run", str(scenario), "--out", str(parted)]
-    child = subprocess.run(command, capture_output=True, check=False)
-    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    take_round = Engine.round
+
+    def dying(engine):
+        if engine.state.round_index == killed_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+        take_round(engine)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "round", dying)
+        assert status_of(forked(privdec, "run", scenario, "--out", parted)) == -signal.SIGKILL
     for path in (parted / "ledger").rglob("*.jsonl") if killed_in else ():
         _, payments = read_chain(path)
         assert max(payment.to_step for payment in payments) >= killed_in

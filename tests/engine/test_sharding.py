@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -12,9 +12,9 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
+from command_line import forked
 from hypothesis import given
 from hypothesis import strategies as st
-from paths import TESTS
 from ports import own_addresses
 from shards_together import engines_of, in_futures, in_shards
 from tiny_scenario import Tiny
@@ -35,7 +35,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.scenario import Scenario, to_yaml
+from flower_privdec.scenario import Scenario
 
 SHORT = ["rounds=3", "data.samples=120", "data.batch.size=4"]
 OWN = [
@@ -100,13 +100,10 @@ def test_shards_do_what_the_engine_does_on_any_graph(
         assert_as_engine(tiny(*SHORT, *settings), tmp_path, 3)
 
 
-@pytest.mark.parametrize("generator", ["torch", "fast"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_what_lies_between_rows_that_are_sent_is_zero(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, generator: str
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    if generator == "fast":
-        pytest.importorskip("numba")
     monkeypatch.setattr(wires_module, "LONG", 0)
     between: list[Tensor] = []
     block = wires_module._block
@@ -119,7 +116,7 @@ def test_what_lies_between_rows_that_are_sent_is_zero(
 
     monkeypatch.setattr(wires_module, "_block", watched)
     for algorithm in ("privsgp-vr", "feddeper"):
-        settings = [f"algorithm.name={algorithm}", f"compute={{dtype: {dtype}, generator: {generator}}}"]
+        settings = [f"algorithm.name={algorithm}", f"compute={{dtype: {dtype}}}"]
         run_in_shards(tiny(*SHORT, *settings), tmp_path, 2)
     assert between
     assert not any(each.any() for each in between)
@@ -270,11 +267,14 @@ def test_a_shard_that_leaves_is_named_by_all_that_wait_for_it(tiny: Tiny, tmp_pa
 
 def test_a_shard_that_is_killed_ends_the_others_at_once(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("rounds=50")
-    (tmp_path / "scenario.yaml").write_text(to_yaml(scenario))
-    script, meeting = TESTS / "support" / "dying_shard.py", tmp_path / "meeting"
-    child = subprocess.Popen([sys.executable, str(script), str(meeting), str(tmp_path / "scenario.yaml")])
-    shards = Shards.deal(4, 2)
+    meeting, shards = tmp_path / "meeting", Shards.deal(4, 2)
     make = engines_of(scenario, shards)
+
+    def dying() -> None:
+        make(Wires.meet(FileStore(str(meeting), 2), 1, shards, THIS_MACHINE)).round()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = forked(dying)
     try:
         wires = Wires.meet(FileStore(str(meeting), 2), 0, shards, THIS_MACHINE, 300)
         engine = make(wires)
@@ -282,7 +282,7 @@ def test_a_shard_that_is_killed_ends_the_others_at_once(tiny: Tiny, tmp_path: Pa
             [engine.round() for _ in range(50)]
     finally:
         child.kill()
-        child.wait()
+        child.join()
 
 
 def test_a_silent_shard_is_waited_for_only_so_long(tiny: Tiny, tmp_path: Path) -> None:

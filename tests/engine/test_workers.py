@@ -28,7 +28,7 @@ from flower_privdec.engine.workers.block import PaidLedger
 from flower_privdec.engine.workers.shared_memory import EdgeBox, shared_copy
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.scenario import parse_scenario
 
 pytestmark = pytest.mark.skipif(not partitioning.can_fork(), reason="workers are forked, on Linux")
@@ -245,14 +245,6 @@ def test_a_small_model_stays_in_one_process(build, tmp_path):
     under_way.close()
 
 
-def test_rounds_that_are_one_call_stay_in_one_piece(build):
-    lone = ["data={dataset: breast-cancer, samples: 200, test_samples: 60, batch: {sampling: uniform, size: 1}}"]
-    lone += ["model.name=linear", "task.loss=hinge", "compute.generator=auto"]
-    with smallest_blocks():
-        assert len(partitioning.deal(build(*lone)).blocks) == 1
-        assert len(partitioning.deal(build(*lone[:1], "model={name: mlp, hidden: [3]}")).blocks) == 4
-
-
 def test_auto_takes_the_cores_that_there_are_and_no_more_than_pay(build, monkeypatch):
     experiment = build()
     with smallest_blocks():
@@ -359,11 +351,11 @@ def test_a_block_takes_no_step_that_was_not_paid(build, tmp_path):
     part = PaidLedger(ledger, 2, 4, paid)
     assert part.allowed(0).tolist() == [True, True]
     with pytest.raises(BudgetError, match="step 0 was not paid for"):
-        part.pay(0, np.arange(2))
+        part.charge(0, np.arange(2))
     paid[0] = 1
-    part.pay(0, np.arange(2))
+    part.charge(0, np.arange(2))
     with pytest.raises(BudgetError):
-        part.pay(1, np.arange(2))
+        part.charge(1, np.arange(2))
     ledger.close()
 
 

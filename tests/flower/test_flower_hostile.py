@@ -24,7 +24,7 @@ from flower_privdec.flower.mods.orders import Asked, Told, pack_bytes, unpack_by
 from flower_privdec.flower.mods.peer_file import load_state, state_path
 from flower_privdec.flower.mods.share_frame import unpack_body
 from flower_privdec.flower.strategies.reported_metrics import comparable
-from flower_privdec.privacy.ledger import ledger_file
+from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.pushsum.protocol import RefusedError
 
 APP = ROOT / "simulations" / "adapted-quickstart-sklearn" / "before"
@@ -335,7 +335,7 @@ def test_a_ledger_that_forgot_what_was_paid_is_not_gone_on_from(fate: str, tmp_p
     whole = [ledger.read_bytes() for ledger in ledgers]
     for ledger, content in zip(ledgers, old, strict=True):
         ledger.unlink() if fate == "deleted" else ledger.write_bytes(content)
-    with pytest.raises(RunError, match=r"payments, and peer 0 has made 3: it was deleted, or is an old copy; restore"):
+    with pytest.raises(RunError, match=r"charges, and peer 0 has made 3: it was deleted, or is an old copy; restore"):
         start(tmp_path, 5, app)
     for ledger, content in zip(ledgers, whole, strict=True):
         ledger.write_bytes(content)
@@ -353,7 +353,7 @@ def test_a_full_disk_releases_nothing_and_is_named(fate: str, tmp_path: Path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            *((ledger_file, "_write_all", full) if fate == "ledger" else (request_handler, "save_state", full))
+            *((ledger_module, "_write_all", full) if fate == "ledger" else (request_handler, "save_state", full))
         )
         with pytest.raises(RunError, match="No space left on device") as error:
             start(tmp_path, 2, app)

@@ -32,8 +32,7 @@ from flower_privdec.flower.apps.relay import Relay
 from flower_privdec.flower.apps.sharded import Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.ledger_file import runs_in
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain, runs_in
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.testing import Seen
 

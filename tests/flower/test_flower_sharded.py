@@ -25,7 +25,7 @@ from flower_privdec.flower.apps.node import Node
 from flower_privdec.flower.apps.sharded import Sharded
 from flower_privdec.flower.launch.launcher import flower_run
 from flower_privdec.flower.launch.local_grid import named
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.scenario import Scenario, to_yaml
 
 
@@ -174,7 +174,7 @@ def test_deployed_nodes_host_shares_and_keep_their_own_ledgers(tiny: Tiny, tmp_p
     for place, peers in enumerate(([0, 1], [2, 3])):
         paid = read_chain(tmp_path / f"node-{place}" / "ledger" / "digits.jsonl")[1]
         assert [(each.from_step, each.to_step) for each in paid] == [(0, 1), (1, 2)]
-        assert {peer for each in paid for share in each.shares for peer in share.peers} == set(peers)
+        assert {peer for each in paid for share in each.charges for peer in share.peers} == set(peers)
 
 
 def order(scenario: Scenario, **fields: object) -> Message:

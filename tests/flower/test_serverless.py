@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from command_line import privdec
 from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.pld import PLDAccountant
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -24,7 +25,6 @@ from routing_peers import sets_its_values_once, values_of
 from safetensors.numpy import load_file
 from torch.nn import functional
 
-from flower_privdec.cli import main
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower.launch.in_process import opened_app
@@ -35,7 +35,7 @@ from flower_privdec.flower.serverless.driven_app import DrivenApp
 from flower_privdec.flower.serverless.first_message import first_train_message
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays, load_initial, save_initial
 from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
-from flower_privdec.privacy.ledger.ledger_file import ledger_path
+from flower_privdec.privacy.ledger.ledger import ledger_path
 from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
 
 SIMULATIONS = ROOT / "simulations"
@@ -531,9 +531,9 @@ def test_a_run_that_its_ledger_allows_no_update_is_refused(tmp_path):
         update={"privacy": scenario.private.model_copy(update={"ledger": str(tmp_path / "ledger")})}
     )
     (place, *_) = devices(scenario, tmp_path, insecure_seeds=False)
-    ledger = PeerLedger(tmp_path / "ledger", 1e-3)
-    for done in range(1, 5):
-        ledger.pay("before", 1, done, 0, 5.0)
+    with PeerLedger(tmp_path / "ledger", "before", 1, 0, 1e-3) as ledger:
+        for round_index in range(1, 5):
+            ledger.charge(round_index, 5.0)
     with pytest.raises(BudgetError, match="allows this run no update"):
         peers_of(shared, [place], sets_its_values_once)
 
@@ -541,12 +541,6 @@ def test_a_run_that_its_ledger_allows_no_update_is_refused(tmp_path):
 # --- the command ---
 
 FILE = "name: app\nn_peers: 2\nrounds: 1\nprivacy: none\nnetwork: {peers: [{address: A}, {address: B}]}\n"
-
-
-def privdec(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as leaving:
-        main.main([str(argument) for argument in arguments])
-    return leaving.value.code
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from flower_privdec.gradients.protocol import Parameter, coefficient
 from flower_privdec.models import flatten
 from flower_privdec.tasks.losses import LOSSES
 
-needs_numba = pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 KINDS = [  # every kernel that fits a model
     (name, kind)
     for name, (_, best) in MODELS.items()
@@ -116,7 +114,7 @@ def check_law(name: str, kind: str, loss: str, dtype: torch.dtype, draw: Any) ->
     ("name", "kind", "dtype"),
     [(*each, torch.float32) for each in KINDS] + [(*each, torch.float64) for each in KINDS if each[0] in FEW],
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, data: Any) -> None:
     check_law(name, kind, "cross-entropy", dtype, data.draw)
@@ -124,13 +122,12 @@ def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("loss", [*MARGINS, *OTHERS])
 @pytest.mark.parametrize(("name", "kind"), [*(("mlp", kind) for kind in [*ORDER, "loop"]), ("cnn-small", "factored")])
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_no_value_or_target_moves_a_sum_by_more_with_other_losses(loss: str, name: str, kind: str, data: Any) -> None:
     check_law(name, kind, loss, torch.float32, data.draw)
 
 
-@needs_numba
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("loss", MARGINS)
 @settings(max_examples=12, deadline=None)
@@ -139,7 +136,6 @@ def test_no_value_moves_a_sum_of_one_example_by_more(loss: str, dtype: torch.dty
     check_law("linear", "lone", loss, dtype, data.draw)
 
 
-@needs_numba
 @pytest.mark.parametrize("name", ["linear", "linear without bias"])
 @pytest.mark.parametrize("loss", MARGINS)
 @settings(max_examples=12, deadline=None)

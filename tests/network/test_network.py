@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import privdec
 from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
 
@@ -18,7 +19,6 @@ pytest.importorskip("grpc")
 from networked import LONG, Killed, devices, finish, mortal, run_network, trainer_of, wait_until
 
 from flower_privdec import testing
-from flower_privdec.cli import main
 from flower_privdec.common.formatting import number
 from flower_privdec.core import advance
 from flower_privdec.core.cohort import Cohort
@@ -33,20 +33,13 @@ from flower_privdec.network.peer.status import status_line
 from flower_privdec.network.peer.trainer import rows_path
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage
 
 QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 NEEDS_A_SERVER = ("scaffold",)
 ALONE = ("local", "dp-sgd")
 TOGETHER = [v for v in VARIANTS if v[0].removeprefix("algorithm.name=") not in (*NEEDS_A_SERVER, *ALONE)]
-
-
-def privdec(*words: str) -> int:
-    """Run the command line and return its exit status."""
-    with pytest.raises(SystemExit) as left:
-        main.main(list(words))
-    return int(left.value.code or 0)
 
 
 @pytest.mark.parametrize("variant", TOGETHER, ids=" ".join)

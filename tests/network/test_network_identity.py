@@ -9,13 +9,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from command_line import privdec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 pytest.importorskip("grpc")
 
 from networked import LONG
 
-from flower_privdec.cli import main
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.network.transport.grpc_transport import (
     GrpcConnection,
@@ -30,13 +30,6 @@ from flower_privdec.scenario import load_scenario
 
 NOW = datetime.now(UTC)
 MEMBERS = {"peer-0.tiny": 0, "peer-1.tiny": 1}
-
-
-def privdec(*words: str) -> int:
-    """Run the command line and return its exit status."""
-    with pytest.raises(SystemExit) as left:
-        main.main(list(words))
-    return int(left.value.code or 0)
 
 
 @pytest.fixture(scope="module")

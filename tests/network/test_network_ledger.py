@@ -29,7 +29,7 @@ from flower_privdec.errors import BudgetError
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, mass_on_disk
 from flower_privdec.network.peer.trainer import rows_path
-from flower_privdec.privacy.ledger.ledger_format import NOTHING, Payment, chained, header, read_chain
+from flower_privdec.privacy.ledger.ledger import EMPTY_HASH, Entry, chained, header, read_chain
 from flower_privdec.scenario import Scenario
 
 MODES = ["synchronous", "asynchronous"]
@@ -47,7 +47,7 @@ def ledger_of(folder: Path) -> Path:
     return found
 
 
-def payments_of(folder: Path) -> list[Payment]:
+def payments_of(folder: Path) -> list[Entry]:
     return read_chain(ledger_of(folder))[1] if ledger_of(folder).stat().st_size else []
 
 
@@ -189,8 +189,8 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def forked(lines: list[bytes], path: Path) -> bytes:
     """Return a chain of the same length that holds together, whose last payment was another."""
     bodies = [payment.to_json() for payment in read_chain(path)[1]]
-    bodies[-1]["shares"] = bodies[-1]["shares"][:0]
-    said, _ = chained([header(read_chain(path)[0]["source"]), *bodies], (0, NOTHING))
+    bodies[-1]["charges"] = bodies[-1]["charges"][:0]
+    said, _ = chained([header(read_chain(path)[0]["source"]), *bodies], (0, EMPTY_HASH))
     assert said.count(b"\n") == len(lines)
     return said
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import privdec
 from tiny_scenario import Tiny
 
 pytest.importorskip("grpc")
 
-from flower_privdec.cli import main
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.engine.checkpoint import Checkpoint, save_checkpoint
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
@@ -35,13 +35,6 @@ ROUNDS = 20
 SETTINGS = ["n_peers=2", f"rounds={ROUNDS}", "topology.name=complete"]
 SETTINGS += ["network={mode: synchronous, retry: 0.1, start: 200.0, deadline: 200.0}"]
 NEVER = Fault("cut", 1e9, 0.0, 0, 1)
-
-
-def privdec(*words: str) -> int:
-    """Run the command line and return its exit status."""
-    with pytest.raises(SystemExit) as left:
-        main.main(list(words))
-    return int(left.value.code or 0)
 
 
 # --- faults ---
@@ -153,7 +146,7 @@ def test_weight_that_is_missing_at_the_end_is_found(build: Callable[..., Experim
     found = weight_on_disk(folders, at_the_end=True)
     assert found is not None
     assert found.is_right
-    assert (found.wanted, found.found) == (2, pytest.approx(2.0))
+    assert (found.expected, found.total) == (2, pytest.approx(2.0))
     assert found.rounding < 1e-12
     assert weight_on_disk(folders, at_the_end=False) is None
     (folders[1] / "checkpoint-1").unlink()
@@ -183,9 +176,9 @@ def test_the_disks_of_peers_that_do_not_wait_tell_their_weight_at_any_time(
         )
     found = weight_on_disk(folders, at_the_end=False)
     assert found is not None
-    assert (found.found, found.wanted, found.is_right) == (2.0, 2, True)
-    assert not replace(found, found=1.5).is_right
-    assert not replace(found, found=float("nan")).is_right
+    assert (found.total, found.expected, found.is_right) == (2.0, 2, True)
+    assert not replace(found, total=1.5).is_right
+    assert not replace(found, total=float("nan")).is_right
     (folders[1] / "checkpoint-0").unlink()
     assert weight_on_disk(folders, at_the_end=False) is None
 
@@ -230,7 +223,7 @@ def test_a_run_in_which_all_kinds_of_things_break_comes_to_its_end(soaked: Calla
     assert tally.finished == 1
     assert tally.weight is not None
     assert tally.weight.is_right
-    assert tally.weight.wanted == 2
+    assert tally.weight.expected == 2
     assert tally.faults["isolate"] >= 1
     assert 1 <= tally.faults["kill"] == tally.crashes <= 2
     assert 2 * ROUNDS - tally.crashes <= tally.taken <= tally.paid <= 2 * ROUNDS + tally.crashes
@@ -249,7 +242,7 @@ def test_peers_that_do_not_wait_for_each_other_are_soaked_the_same_way(soaked: C
     assert tally.finished == 1
     assert tally.weight is not None
     assert tally.weight.is_right
-    assert tally.weight.wanted == 2
+    assert tally.weight.expected == 2
     assert tally.crashes <= 1
     assert 2 * ROUNDS - tally.crashes <= tally.taken <= tally.paid <= 2 * ROUNDS + tally.crashes
 

@@ -18,8 +18,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.graph.participation import Everybody, UniformParticipation
 from flower_privdec.planner import make_plan
 from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
-from flower_privdec.privacy.ledger.ledger_file import paid_until, runs_in
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import charged_until, read_chain, runs_in
 from flower_privdec.scenario import to_yaml
 
 
@@ -166,17 +165,17 @@ def interrupted(experiment: Experiment, out: Path) -> None:
     under_way.close()
 
 
-def test_a_run_does_not_go_on_with_another_generator(
+def test_a_run_does_not_go_on_in_another_environment(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where numba is missing now: rounds that were paid for would be drawn anew."""
-    interrupted(build("compute.generator=auto"), tmp_path / "run")
-    monkeypatch.setattr("flower_privdec.privacy.noise.generators._has_fast", lambda device: False)
+    """Rounds that were paid for would be drawn again with other noise."""
+    interrupted(build(), tmp_path / "run")
+    monkeypatch.setattr("flower_privdec.experiment.run_key.installed_version", lambda name: "0.0.1")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(
-        ScenarioError, match=r"was made with fast, .*, and here is torch, .*, which draws other numbers"
+        ScenarioError, match=r"was made with fast, .*, and here is fast, .*numba 0.0.1, which draws other numbers"
     ):
-        Run(build("compute.generator=auto"), tmp_path / "run", resume=True)
+        Run(build(), tmp_path / "run", resume=True)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
@@ -193,7 +192,7 @@ def test_a_run_goes_on_where_another_run_has_spent_the_rest_since(build: Build, 
     ledger = f"privacy.ledger={tmp_path}/L"
     under_way = Run(build(ledger), tmp_path / "run")
     under_way.advance()
-    paid = paid_until(read_chain(tmp_path / "L" / "digits.jsonl")[1], under_way.experiment.own.run.id)
+    paid = charged_until(read_chain(tmp_path / "L" / "digits.jsonl")[1], under_way.experiment.own.run.id)
     under_way.close()
     run(build(ledger, "seed=9", "privacy.epsilon=6"), tmp_path / "other", lean=True)
     resumed = Run(build(ledger), tmp_path / "run", resume=True)

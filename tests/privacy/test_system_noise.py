@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy.noise import SystemNoise, build_noise, system
+from flower_privdec.privacy.noise import SystemNoise, system
 
 ciphers = pytest.importorskip("cryptography.hazmat.primitives.ciphers")
 
@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def draw(m: int, d: int, dtype: torch.dtype = torch.float64, noise: Any = None) -> torch.Tensor:
     """Standard normals [m, d]."""
     out = torch.zeros(m, d, dtype=dtype)
-    (noise or build_noise("system", {})).add_(out, torch.ones(m, dtype=dtype), 0, np.arange(m))
+    (noise or SystemNoise()).add_(out, torch.ones(m, dtype=dtype), 0, np.arange(m))
     return out
 
 
@@ -113,7 +113,7 @@ def test_nothing_repeats_it(asked: list[int]) -> None:
     for _ in range(2):
         torch.manual_seed(1)
         np.random.seed(1)  # noqa: NPY002
-        noise, out = build_noise("system", {0: bytes(16)}), torch.zeros(2, 5000, dtype=torch.float64)
+        noise, out = SystemNoise(), torch.zeros(2, 5000, dtype=torch.float64)
         noise.add_(out, torch.ones(2), 3, np.zeros(2, np.int64), "noise", np.zeros(2, np.int64))
         values += out.view(-1).tolist()
     assert len(set(values)) == len(values)
@@ -145,7 +145,7 @@ def test_noise_is_added_with_its_scale_to_rows_of_any_layout(asked: list[int], d
     for out in (torch.zeros(3, d + 5, dtype=dtype)[:, :d], torch.zeros(d, 3, dtype=dtype).T):
         asked.clear()  # so that the same key comes again
         out.add_(3)
-        build_noise("system", {}).add_(out, std, 0, np.arange(3))
+        SystemNoise().add_(out, std, 0, np.arange(3))
         torch.testing.assert_close(out, 3 + std[:, None] * unit, rtol=0, atol=2e-6)
         assert (out[1] == 3).all()
 
@@ -161,11 +161,11 @@ def test_rules_are_those_of_every_source() -> None:
 def test_noise_for_a_gpu_is_that_for_the_cpu(asked: list[int]) -> None:
     out, unit = torch.zeros(2, 50_000, device="cuda"), draw(2, 50_000, torch.float32)
     asked.clear()
-    build_noise("system", {}, "cuda").add_(out, torch.ones(2, device="cuda"), 0, np.arange(2))
+    SystemNoise().add_(out, torch.ones(2, device="cuda"), 0, np.arange(2))
     torch.testing.assert_close(out.cpu(), unit, rtol=0, atol=1e-6)
 
 
 def test_without_cryptography_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
     with pytest.raises(ScenarioError, match="needs cryptography, which is not installed: pip install cryptography"):
-        build_noise("system", {})
+        SystemNoise()

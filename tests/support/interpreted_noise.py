@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from flower_privdec.errors import RunError
-from flower_privdec.privacy.noise import FastNoise, GPUNoise, gpu_noise
+from flower_privdec.privacy.noise import gpu_philox
+from flower_privdec.privacy.noise.gpu_philox import GPUNoise
+from flower_privdec.privacy.noise.philox import PhiloxNoise
 from flower_privdec.rows.aligned import empty_rows
 from flower_privdec.rows.keys import seed_keys
 
@@ -16,14 +18,14 @@ KEYS = seed_keys(1, range(6))
 CLOSE = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
-def drawn(noise: FastNoise | GPUNoise, out: Tensor, peers: list[int], step: int, **options: object) -> Tensor:
+def drawn(noise: PhiloxNoise | GPUNoise, out: Tensor, peers: list[int], step: int, **options: object) -> Tensor:
     std = torch.linspace(0.5, 2, len(peers), dtype=out.dtype)
     noise.add_(out, std, step, np.array(peers), **options)
     return out
 
 
 def same_as_on_a_cpu(gpu: GPUNoise) -> None:
-    cpu = FastNoise(KEYS)
+    cpu = PhiloxNoise(KEYS)
     for dtype, close in CLOSE.items():
         for d, step in ((1, 0), (127, 1), (129, 16), (4101, 2**32 - 1)):
             for to in (None, np.array([0, 2**32 - 2])):
@@ -57,13 +59,13 @@ def untouched_and_padded(gpu: GPUNoise) -> None:
 
 
 def what_stays_is_bounded(gpu: GPUNoise) -> None:
-    for number in range(gpu_noise._KEPT + 5):
+    for number in range(gpu_philox._KEPT + 5):
         drawn(gpu, torch.zeros(1, 3), [1], 5, receivers=np.array([number]))
-    assert len(gpu._there) == gpu_noise._KEPT
+    assert len(gpu._device_keys) == gpu_philox._KEPT
 
 
 def other_numbers_are_refused() -> None:
-    gpu_noise._KNOWN[0] += 1e-4
+    gpu_philox._KNOWN[0] += 1e-4
     with pytest.raises(RunError, match="draws other"):
         GPUNoise(KEYS, "cpu")
 

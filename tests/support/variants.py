@@ -19,7 +19,7 @@ SPARSE = ", schedule: convex, gamma: 0.5, regularizer: {kind: l1, weight: 0.01}"
 ONE_EXAMPLE = "data={dataset: breast-cancer, samples: 200, test_samples: 60, batch: {sampling: uniform, size: 1}}"
 VARIANTS = [
     *([choosing(name)] for name in ALGORITHMS),
-    ["algorithm.name=privsgp", ONE_EXAMPLE, "model.name=linear", "task.loss=hinge", "compute.generator=auto"],
+    ["algorithm.name=privsgp", ONE_EXAMPLE, "model.name=linear", "task.loss=hinge"],
     [choosing("dp-dda", SPARSE)],
     [choosing("dp-dda"), "participation={kind: edges, count: 1}"],
     ["algorithm.name=privsgp-vr", "algorithm.table=dense"],

@@ -20,7 +20,6 @@ from flower_privdec.core.state import State
 from flower_privdec.engine.run import Run
 from flower_privdec.engine.workers import partitioning
 from flower_privdec.experiment import Experiment
-from flower_privdec.gradients import LoneKernel
 from flower_privdec.privacy.mechanism.declared import one_sum
 
 PEER = 3  # whose process has something happen to it
@@ -45,7 +44,7 @@ def whole(
         while run.round_index < experiment.scenario.rounds:
             found.append({name: value for name, value in run.advance().items() if name != "seconds"})
         rows = {name: part.clone() for name, part in run.engine.collected().rows.items()}
-        shared = experiment.scenario.n_peers > 1 and type(experiment.kernel) is not LoneKernel
+        shared = experiment.scenario.n_peers > 1
         assert len(set(children(os.getpid())) - before) == (workers - 1 if shared else 0)
         run.finish()
     finally:

@@ -209,7 +209,6 @@ SETTINGS = {  # laid over the tiny scenario of two rounds
     "compute.dtype=float16": "compute.dtype='float16' must be one of 'float32' or 'float64'; did you",
     "compute.threads=0": "compute.threads=0 must be >= 1",
     "compute.threads=100000": "compute.threads=100000 must be <= 1024",
-    "compute.generator=numpy": "compute.generator='numpy' must be one of 'auto', 'fast' or 'torch'",
     "compute.memory_mib=1": "compute.memory_mib=1 must be >= 16",
     "plan.smoothness=0": "plan.smoothness=0 must be > 0",
     "plan.dimension=0": "plan.dimension=0 must be >= 1",

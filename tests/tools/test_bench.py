@@ -14,7 +14,6 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.shards.shard_assignment import Shards
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.graph.topology import build_topology
-from flower_privdec.privacy.noise import generators
 from tools import bench
 from tools.bench import (
     comparison,
@@ -28,7 +27,7 @@ from tools.bench import (
     sharding,
     timing,
 )
-from tools.bench.rivals import OpacusLoop, PeerLoop, TextbookVmap
+from tools.bench.baselines import OpacusLoop, PeerLoop, TextbookVmap
 from tools.bench.workloads import WORKLOADS, Setup
 
 CPU = torch.device("cpu")
@@ -73,7 +72,7 @@ TINY_FEDDEPER = replace(
 
 @pytest.mark.slow
 def test_shards_are_timed_beside_one_process_and_beside_gloo():
-    found = sharding.measure_sharding("torch", repeats=1, sizes=[2000])
+    found = sharding.measure_sharding(repeats=1, sizes=[2000])
     assert found["pace"].keys() == {"W1", "W2", "W3"}
     assert all(facts["ratio"] > 0 for facts in found["pace"].values())
     assert found["exchanges"].keys() == {"8000"}
@@ -121,10 +120,10 @@ def test_feddeper_is_not_timed_when_the_engine_does_something_else(monkeypatch):
         local_steps.measure_feddeper(TINY_FEDDEPER, CPU, 3)
 
 
-def test_every_generator_is_timed(monkeypatch, capsys):
+def test_every_source_of_noise_is_timed(monkeypatch, capsys):
     monkeypatch.setattr(timing, "STRETCH", 1e-4)
     results = {"noise": noise.measure_noise(CPU, 3, 1000)}
-    assert {"torch", "system", "exact"} <= results["noise"]["normals"].keys()
+    assert {"simulated", "system", "exact"} <= results["noise"]["normals"].keys()
     assert all(0 < rate < float("inf") for rate in results["noise"]["normals"].values())
     printing.print_results(results)
     assert "exact: " in capsys.readouterr().out
@@ -201,29 +200,15 @@ def test_figures_have_the_promised_shape(monkeypatch, tiny_workloads, capsys):
     for result in results.values():
         for figure in FIGURES:
             assert 0 < result[figure] < float("inf")
-            assert 0 < result[f"{figure}_torch"] < float("inf")
-        assert {comparison.LOOP, comparison.TORCH} <= result["variants"].keys()
+        assert {comparison.LOOP, comparison.ENGINE} <= result["variants"].keys()
     assert "ledger" in results["W1"]
     assert "ledger" not in results["W4"]
-    assert comparison.FAST in results["W1"]["variants"] or "numba" in " ".join(results["W1"]["left_out"])
 
 
 def test_as_many_peers_as_asked_for(tiny_workloads):
     results = bench.measure(["W2"], rounds=3, peers=6)
     assert results["W2"]["description"].startswith("6 peers, ")
     assert "ledger" not in results["W2"]
-
-
-def test_without_numba_the_figures_are_torchs_and_the_reason_is_given(monkeypatch, tiny_workloads, capsys):
-    monkeypatch.setattr(generators, "_has_fast", lambda device: False)
-    results = bench.measure(["W4"], rounds=3)
-    assert results["W4"]["ratio_to_loop"] == results["W4"]["ratio_to_loop_torch"]
-    assert comparison.FAST not in results["W4"]["variants"]
-    assert any("numba" in reason for reason in results["W4"]["left_out"])
-    printing.print_results(results)
-    printed = capsys.readouterr().out
-    assert "W4: 4 peers" in printed
-    assert "numba" in printed
 
 
 def test_figures_follow_from_the_times():
@@ -235,13 +220,13 @@ def test_figures_follow_from_the_times():
 
     measured = {
         comparison.LOOP: times([0.012, 0.012, 0.024]),
-        comparison.TORCH: times([0.002, 0.002, 0.001]),
+        comparison.ENGINE: times([0.002, 0.002, 0.001]),
         "gemm": times([0.0004] * 3),
         "copy": times([0.0001] * 3),
-        "noise-torch": times([0.001] * 3),
+        "noise": times([0.001] * 3),
         "peak": times([0.001] * 3),
     }
-    facts = comparison._facts(setup, measured, ["torch"], [comparison.LOOP, comparison.TORCH])
+    facts = comparison._facts(setup, measured, [comparison.LOOP, comparison.ENGINE])
     assert facts["ratio_to_loop"] == pytest.approx(6)
     assert facts["fraction_of_limit"] == pytest.approx(0.75)
     assert facts["times_the_limit"] == pytest.approx(4 / 3)
@@ -269,7 +254,7 @@ def test_products_are_counted_without_the_lowest_derivative():
 
 
 def test_ledgers_are_written_and_timed():
-    facts = ledgers.ledger_share(Setup.build(tiny("W1")), "torch", seconds=0.05)
+    facts = ledgers.ledger_share(Setup.build(tiny("W1")), seconds=0.05)
     assert facts["rounds"] >= 1
     assert 0 < facts["share"] < 1
 
@@ -304,6 +289,6 @@ def test_a_measurement_that_cannot_be_had_gives_the_reason():
 
 
 def test_engine_is_the_real_one():
-    engine = Setup.build(tiny("W1")).engine("torch")
+    engine = Setup.build(tiny("W1")).engine()
     assert type(engine) is Engine
     assert engine.algorithm.name == "privsgp"

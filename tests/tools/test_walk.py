@@ -12,8 +12,8 @@ def test_a_walk_is_the_same_each_time_and_starts_and_ends_with_its_operation(nam
     functions = measure(name)
     assert functions == measure(name)
     files = {file for file, _ in functions}
-    assert "privacy/ledger/ledger_file.py" in files  # it pays
-    assert ("training_loop/clipped_sum.py" in files) == (name == "step")
+    assert "privacy/ledger/ledger.py" in files  # it pays
+    assert any(file.startswith("training_loop/") for file in files) == (name == "step")
     assert not any(function == "private" for _, function in functions), "what came before the step is counted"
 
 

@@ -28,7 +28,7 @@ from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.gradients.bounds import LARGEST
 from flower_privdec.training_loop import ExamplePrivacy, group_norm, private
 from flower_privdec.training_loop.clipped_sum import ClippedSum
-from flower_privdec.training_loop.noised_steps import NoisedSteps
+from flower_privdec.training_loop.private_loop import NoisedSteps
 
 CLIP = 0.7
 N = 6  # examples of a batch
@@ -703,7 +703,7 @@ def test_a_step_is_on_disk_before_its_batch_is_drawn(tmp_path: Path, monkeypatch
             paid.append(lines())
         return original(count)
 
-    monkeypatch.setattr("flower_privdec.training_loop.private_loader.os.urandom", drawing)
+    monkeypatch.setattr("flower_privdec.training_loop.private_loop.os.urandom", drawing)
     loop(parts)
     assert [number for number in paid if number] == sorted(paid)
     assert set(paid) == {1, 2, 3, 4}
@@ -817,7 +817,7 @@ def test_a_disk_that_fails_draws_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flower_privdec.privacy.ledger.ledger_file.os.fsync", full)
+    monkeypatch.setattr("flower_privdec.privacy.ledger.ledger.os.fsync", full)
     with pytest.raises(BudgetError, match="No space left"):
         loop(parts)
     assert torch.equal(before, parts.model.state_dict()["0.weight"])

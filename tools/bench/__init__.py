@@ -14,7 +14,7 @@ import torch
 from flower_privdec.errors import PrivdecError, ScenarioError
 from flower_privdec.experiment.agreement import resolve_device
 from tools.bench import flower_relay, local_steps, noise, peak_memory, processes, sharding
-from tools.bench.comparison import SCALES, generators, measure_workload, scaling
+from tools.bench.comparison import SCALES, measure_workload, scaling
 from tools.bench.ledgers import SECONDS, ledger_share
 from tools.bench.printing import print_results
 from tools.bench.two_workers import compare_workers
@@ -74,45 +74,44 @@ def measure(
         results[workload.name] = measure_workload(workload, where, rounds, extras)
         if where.type == "cpu" and peers is None:
             _say(f"{workload.name}: two workers against one")
-            _try(results[workload.name], "workers", partial(compare_workers, workload, generators(where)[0][0], rounds))
+            _try(results[workload.name], "workers", partial(compare_workers, workload, rounds))
         if workload.name in WITH_LEDGER and ledger_seconds > 0 and peers is None:
             _say(f"{workload.name}: a run of {ledger_seconds:g} s with its ledgers")
             setup = Setup.build(workload, where)
-            results[workload.name]["ledger"] = ledger_share(setup, generators(where)[0][0], ledger_seconds)
+            results[workload.name]["ledger"] = ledger_share(setup, ledger_seconds)
     if local_steps.NAME in names:
         _say(f"{local_steps.NAME}: comparing in float64, then timing {local_steps.WORKLOAD.describe()}")
         results[local_steps.NAME] = local_steps.measure_feddeper(local_steps.WORKLOAD, where, rounds)
     if noise.NAME in names:
-        _say(f"{noise.NAME}: timing the generators")
+        _say(f"{noise.NAME}: timing the sources of noise")
         results[noise.NAME] = noise.measure_noise(where, rounds)
     if sharding.NAME in names and where.type == "cpu":
         _say(f"{sharding.NAME}: timing two shards beside one process, and beside bare gloo")
-        results[sharding.NAME] = sharding.measure_sharding(generators(where)[0][0])
+        results[sharding.NAME] = sharding.measure_sharding()
     if extras and chosen:
         _add_extras(results, chosen, where)
     return results
 
 
 def _names(wanted: list[str]) -> list[str]:
-    known = [*WORKLOADS, local_steps.NAME, noise.NAME, sharding.NAME]
+    names = [*WORKLOADS, local_steps.NAME, noise.NAME, sharding.NAME]
     for name in wanted:
-        if name not in known:
-            raise ScenarioError(f"workload={name!r} must be one of {', '.join(known)}")
-    return wanted or known
+        if name not in names:
+            raise ScenarioError(f"workload={name!r} must be one of {', '.join(names)}")
+    return wanted or names
 
 
 def _add_extras(results: Results, workloads: list[Workload], device: torch.device) -> None:
-    quickest = generators(device)[0][0]
     for workload in workloads:
         result = results[workload.name]
         _say(f"{workload.name}: more peers, peak memory, relay")
         _try(result, "scaling", partial(scaling, workload, device))
         if device.type == "cpu":
-            _try(result, "memory", partial(peak_memory.peak_memory, workload.name, _many(workload), quickest))
+            _try(result, "memory", partial(peak_memory.peak_memory, workload.name, _many(workload)))
             _try(result, "relay", partial(_relay, workload))
     if device.type == "cpu":
         _say(f"one process for each of {processes.PEERS} peers, over gloo")
-        _add_gloo(results, workloads, quickest)
+        _add_gloo(results, workloads)
         _say("Flower's relay mode under `flwr run`")
         first = workloads[0]
         _try(results[first.name], "flwr_run", partial(_flwr_run, first))
@@ -135,17 +134,17 @@ def _flwr_run(workload: Workload) -> dict[str, float]:
     return {"ms": flower_relay.by_flwr_run(workload), "nodes": flower_relay.FLWR_PEERS}
 
 
-def _add_gloo(results: Results, workloads: list[Workload], generator: str) -> None:
+def _add_gloo(results: Results, workloads: list[Workload]) -> None:
     """Add what one process a peer takes, beside the engine with as many peers."""
     times: dict[str, Any] = {}
     names = [workload.name for workload in workloads]
-    _try(times, "gloo", partial(processes.gloo_rounds, names, generator, EXTRA_ROUNDS))
+    _try(times, "gloo", partial(processes.gloo_rounds, names, EXTRA_ROUNDS))
     for workload in workloads:
         result = results[workload.name]
         if "gloo" not in times:
             result["left_out"] += times["left_out"]
             continue
-        alone = processes.engine_ms(workload, generator, EXTRA_ROUNDS)
+        alone = processes.engine_ms(workload, EXTRA_ROUNDS)
         result["gloo"] = times["gloo"][workload.name] | {"engine_ms": alone}
         result["gloo"]["ratio_to_engine"] = result["gloo"]["cpu_ms"] / alone
 

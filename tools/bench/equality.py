@@ -9,7 +9,7 @@ from torch import Tensor
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import RunError
 from flower_privdec.rows.keys import keyed_generator
-from tools.bench.rivals import PeerLoop, Rival
+from tools.bench.baselines import Baseline, PeerLoop
 from tools.bench.workloads import SEED, Setup, Workload
 
 ROUNDS = 2
@@ -36,7 +36,7 @@ class InjectedNoise:
         purpose: str = "noise",
         receivers: np.ndarray | None = None,
     ) -> None:
-        """Subtract std[i] times the noise of peer i, for the rivals add it to what they subtract."""
+        """Subtract std[i] times the noise of peer i, for the baselines add it to what they subtract."""
         for row, scale, peer in zip(out, std, peers, strict=True):
             row.sub_(scale * self.draw(step, int(peer)))
 
@@ -50,13 +50,15 @@ def start(setup: Setup) -> tuple[Tensor, Tensor]:
     return x, torch.linspace(0.8, 1.25, n).to(first)
 
 
-def check_equal(workload: Workload, device: torch.device | str, rivals: dict[str, type[Rival]] | None = None) -> None:
-    """Check that the engine and its rivals make the loop's update, from peers that differ.
+def check_equal(
+    workload: Workload, device: torch.device | str, baselines: dict[str, type[Baseline]] | None = None
+) -> None:
+    """Check that the engine and its baselines make the loop's update, from peers that differ.
 
     Args:
         workload: what will be timed.
         device: where.
-        rivals: more ways to check, by name.
+        baselines: more ways to check, by name.
 
     Raises:
         RunError: one does not; nothing should be timed then.
@@ -64,10 +66,10 @@ def check_equal(workload: Workload, device: torch.device | str, rivals: dict[str
     setup = Setup.build(workload, device, torch.float64)
     noise = InjectedNoise(setup.d, setup.device)
     x, w = start(setup)
-    expected = _by_rival(setup, noise, PeerLoop, x, w)
-    found = {"engine": _by_engine(setup.engine(noise), x, w)}
-    found |= {name: _by_rival(setup, noise, kind, x, w) for name, kind in (rivals or {}).items()}
-    for name, rows in found.items():
+    expected = _by_baseline(setup, noise, PeerLoop, x, w)
+    results = {"engine": _by_engine(setup.engine(noise), x, w)}
+    results |= {name: _by_baseline(setup, noise, kind, x, w) for name, kind in (baselines or {}).items()}
+    for name, rows in results.items():
         for row, got, wanted in zip(("x", "w"), rows, expected, strict=True):
             compare(workload.name, name, row, got, wanted)
 
@@ -79,16 +81,18 @@ def _by_engine(engine: Engine, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     return engine.state.rows["x"], engine.state.rows["w"]
 
 
-def _by_rival(setup: Setup, noise: InjectedNoise, kind: type[Rival], x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def _by_baseline(
+    setup: Setup, noise: InjectedNoise, kind: type[Baseline], x: Tensor, w: Tensor
+) -> tuple[Tensor, Tensor]:
     def draw(round_index: int) -> tuple[Tensor, Tensor]:
         batch = setup.data.batch(round_index, np.arange(setup.workload.n_peers))
         return batch.x, batch.y
 
-    rival = kind(setup, noise.draw, draw)
-    rival.load(x.clone(), w.clone())
+    baseline = kind(setup, noise.draw, draw)
+    baseline.load(x.clone(), w.clone())
     for _ in range(ROUNDS):
-        rival.round()
-    return rival.rows()
+        baseline.round()
+    return baseline.rows()
 
 
 def compare(workload: str, name: str, row: str, got: Tensor, expected: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How much of a run its privacy ledgers cost: real ones, in a temporary folder, for as long as a short run lasts."""
+"""The share of a run's wall time that its privacy ledger takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from flower_privdec.privacy.ledger.cohort_ledger import Account, CohortLedger
-from flower_privdec.privacy.ledger.ledger_format import RunName
+from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.privacy.mechanism.events import Release, Spend
 from tools.bench.timing import once, quiet
 from tools.bench.workloads import NOISE_MULTIPLIER, Setup
@@ -26,10 +26,10 @@ class TimedLedger:
     def __init__(self, ledger: CohortLedger) -> None:
         self.ledger, self.seconds = ledger, 0.0
 
-    def pay(self, step: int, rows: np.ndarray) -> None:
+    def charge(self, step: int, rows: np.ndarray) -> None:
         """See CohortLedger."""
         started = time.perf_counter()
-        self.ledger.pay(step, rows)
+        self.ledger.charge(step, rows)
         self.seconds += time.perf_counter() - started
 
     def allowed(self, step: int) -> np.ndarray:
@@ -40,17 +40,17 @@ class TimedLedger:
         return result
 
 
-def ledger_share(setup: Setup, generator: str, seconds: float = SECONDS) -> dict[str, Any]:
+def ledger_share(setup: Setup, seconds: float = SECONDS) -> dict[str, Any]:
     """Run the engine with a ledger for every peer, and say what they take.
 
     Returns:
         rounds and seconds of the run, and the share of its wall time that went to the ledgers.
     """
-    engine = setup.engine(generator)
+    engine = setup.engine()
     with quiet(), tempfile.TemporaryDirectory() as folder:
         took = min(once(engine.round, setup.device)[1] for _ in range(TRIALS))
         rounds = max(1, round(seconds / took))
-        engine = setup.engine(generator)
+        engine = setup.engine()
         with CohortLedger.open(Path(folder), "synthetic", RUN, _accounts(setup, rounds)) as ledger:
             timed = TimedLedger(ledger)
             engine.cohort.ledger = cast(CohortLedger, timed)

@@ -39,50 +39,43 @@ class MatrixLayer:
 
 def layers(setup: Setup) -> list[MatrixLayer]:
     """Return the linear and convolution layers of a workload's model, in order."""
-    found: list[MatrixLayer] = []
+    layers_in_order: list[MatrixLayer] = []
 
     def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if isinstance(layer, nn.Linear | nn.Conv2d):
-            found.append(MatrixLayer(layer, inputs[0].shape[1:], output.shape[1:]))
+            layers_in_order.append(MatrixLayer(layer, inputs[0].shape[1:], output.shape[1:]))
 
     hooks = [part.register_forward_hook(record) for part in setup.module.modules()]
     with torch.no_grad():
         setup.module(torch.zeros(1, *setup.workload.shape, dtype=setup.dtype, device=setup.device))
     for hook in hooks:
         hook.remove()
-    return found
+    return layers_in_order
 
 
-def works(setup: Setup, generators: list[str]) -> dict[str, Work]:
-    """Return the parts of the limit, to be timed: gemm, copy, and noise-GENERATOR for each generator."""
+def works(setup: Setup) -> dict[str, Work]:
+    """Return the parts of the limit, to be timed: gemm, copy and noise."""
     rows = aligned(torch.zeros(setup.workload.n_peers, setup.d, dtype=setup.dtype, device=setup.device))
     spare = aligned(rows)
-    parts: dict[str, Work] = {"gemm": _products(setup), "copy": lambda: spare.copy_(rows)}
-    for generator in generators:
-        parts[f"noise-{generator}"] = _fill(setup, rows, generator)
-    return parts
+    peers = np.arange(len(rows))
+    source, std = build_noise(seed_keys(SEED, peers), setup.device), rows.new_ones(len(rows))
+    return {
+        "gemm": _products(setup),
+        "copy": lambda: spare.copy_(rows),
+        "noise": lambda: source.add_(rows, std, 0, peers),
+    }
 
 
 def operations(setup: Setup) -> int:
     """Return the floating-point operations of a round's products."""
-    each = [2 * layer.multiplications * (2 if index == 0 else 3) for index, layer in enumerate(layers(setup))]
-    return sum(each) * setup.workload.n_peers * setup.workload.batch
+    per_example = [2 * layer.multiplications * (2 if index == 0 else 3) for index, layer in enumerate(layers(setup))]
+    return sum(per_example) * setup.workload.n_peers * setup.workload.batch
 
 
 def peak(setup: Setup) -> Work:
     """Return one large product, of 2 PEAK_SIZE³ operations, whose speed is the most to be had of products."""
     a, b, out = (torch.ones(PEAK_SIZE, PEAK_SIZE, dtype=setup.dtype, device=setup.device) for _ in range(3))
     return lambda: torch.mm(a, b, out=out)
-
-
-def _fill(setup: Setup, rows: Tensor, generator: str) -> Work:
-    """Return the noise fill; torch's is its bare normals, without the cost of keys and of exact tails."""
-    if generator == "torch":
-        dense = rows.contiguous()  # torch fills padded rows number by number
-        return lambda: dense.normal_()
-    peers = np.arange(len(rows))
-    source, std = build_noise(generator, seed_keys(SEED, peers), setup.device), rows.new_ones(len(rows))
-    return lambda: source.add_(rows, std, 0, peers)
 
 
 def _products(setup: Setup) -> Work:

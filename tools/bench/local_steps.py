@@ -21,9 +21,9 @@ from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import flatten
 from flower_privdec.scenario.algorithm_sections import FedDeperSection
 from tools.bench import limit
+from tools.bench.baselines import gradients_of, plain_loss
 from tools.bench.comparison import LOOP
 from tools.bench.equality import ROUNDS, compare, start
-from tools.bench.rivals import gradients_of, plain_loss
 from tools.bench.timing import paired, quiet, ratio
 from tools.bench.workloads import IMAGES, SEED, Setup, Workload
 
@@ -47,7 +47,7 @@ def engine(setup: Setup) -> Engine:
     )
     algorithm: Algorithm = build_algorithm(section)
     mixing, active = algorithm.exchange(build_topology("server", n), "server", participation(setup), SEED)
-    return setup.engine_of(algorithm, mixing, active, RATE, "torch")
+    return setup.engine_of(algorithm, mixing, active, RATE)
 
 
 class Loop:
@@ -105,14 +105,14 @@ def measure_feddeper(workload: Workload, device: torch.device, rounds: int) -> d
         check_equal(workload, device)
         setup = Setup.build(workload, device)
         models = Setup.build(replace(workload, n_peers=2 * ACTIVE), device)
-        product = limit.works(models, [])["gemm"]
+        product = limit.works(models)["gemm"]
 
         def products() -> None:
             for _ in range(LOCAL_STEPS):
                 product()
 
         times = paired({LOOP: Loop(setup).round, ENGINE: engine(setup).round, "floor": products}, rounds, device)
-    clocks = {name: each.clock for name, each in times.items()}
+    clocks = {name: variant.clock for name, variant in times.items()}
     return {
         "description": f"{ACTIVE} of {workload.describe()}, {LOCAL_STEPS} local steps, two models, d = {setup.d:,}",
         "ratio_to_loop": ratio(clocks[LOOP], clocks[ENGINE]),

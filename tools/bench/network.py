@@ -72,10 +72,10 @@ class NetworkPace:
     @classmethod
     def of(cls, stamps: Sequence[Sequence[Sequence[float]]], counted: slice) -> NetworkPace:
         """Return the pace of processes from their stamps, [clock, CPU seconds, ...] after each round."""
-        spans = [np.subtract(each[counted][-1], each[counted][0]) for each in stamps]
+        spans = [np.subtract(process[counted][-1], process[counted][0]) for process in stamps]
         rounds = len(stamps[0][counted]) - 1
         clock, cpu, *others = np.transpose(spans)
-        sync, syncs, sent = (float(each.mean()) / rounds for each in others) if others else (0.0, 0.0, 0.0)
+        sync, syncs, sent = (float(column.mean()) / rounds for column in others) if others else (0.0, 0.0, 0.0)
         return cls(float((rounds / clock).mean()), float(cpu.sum()) / rounds * 1e3, sync * 1e3, syncs, sent)
 
 
@@ -87,7 +87,7 @@ def measure_network(
     rounds: int | None = None,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure some sizes and modes, and say each figure as soon as it is known.
+    """Measure some sizes and modes, and report each figure as soon as it is measured.
 
     Args:
         sizes: of SIZES.
@@ -102,21 +102,21 @@ def measure_network(
         NetworkPace, `messages` of a peer in a round, `bytes` that these have, and `computing_ms`, CPU time of all
         peers' steps of a round, up to its first exchange.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for size in sizes:
         name, model, usual = SIZES[size]
         for mode in modes:
             chosen = [model, f"network.mode={mode}", *settings, f"rounds={(rounds or usual) + WARM_UP + 2}"]
             scenario = parse_scenario(BASE, overrides=chosen)
             say(f"{name}, {scenario.n_peers} peers, network.mode={mode}")
-            found[f"{size} {mode}"] = _measure(scenario, out, say)
-    return found
+            results[f"{size} {mode}"] = _measure(scenario, out, say)
+    return results
 
 
 def _measure(scenario: Scenario, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure the peers on the disk, then the same bytes over bare gRPC, and the peers in memory."""
     receivers = _receivers(scenario)
-    messages = sum(len(each) for place in receivers for each in place) / scenario.rounds / scenario.n_peers
+    messages = sum(len(peers) for place in receivers for peers in place) / scenario.rounds / scenario.n_peers
     result: dict[str, Any] = {"messages": messages, "computing_ms": _computing(scenario)}
     say(f"  {'steps of all peers':<20}{'':18} {result['computing_ms']:9.1f} ms CPU")
     disk = _peers(scenario, out)
@@ -143,7 +143,7 @@ def _computing(scenario: Scenario) -> float:
 
 
 def _receivers(scenario: Scenario) -> list[list[list[int]]]:
-    """Return to whom every peer sends, at every place."""
+    """Return the receivers of every peer at every place of the timetable."""
     agreement = Agreement.of(scenario)
     table = Timetable(agreement.algorithm, network_mixing(agreement), scenario.rounds)
     return [[sorted(table.receivers(peer, at)) for peer in range(scenario.n_peers)] for at in range(table.places)]
@@ -172,8 +172,8 @@ def _floor(scenario: Scenario, receivers: list[list[list[int]]], size: int) -> N
         (folder / "plan.json").write_text(json.dumps(plan))
         peers = [(str(folder / "plan.json"), peer) for peer in range(placed.n_peers)]
         stamps = together([(transport_baseline.run_peer, arguments) for arguments in peers])
-        each_round = len(receivers) // scenario.rounds
-        return NetworkPace.of([each[each_round - 1 :: each_round] for each in stamps], slice(WARM_UP, -1))
+        per_round = len(receivers) // scenario.rounds
+        return NetworkPace.of([process[per_round - 1 :: per_round] for process in stamps], slice(WARM_UP, -1))
 
 
 def _placed(scenario: Scenario, folder: Path) -> Scenario:
@@ -196,9 +196,9 @@ def _rate(pace: NetworkPace) -> str:
     return f"{pace.rounds_per_second:9.2f} rounds/s {pace.cpu_ms:9.1f} ms CPU"
 
 
-def as_json(found: dict[str, Any]) -> str:
+def as_json(results: dict[str, Any]) -> str:
     """Return what was measured as JSON."""
-    return json.dumps(found, default=asdict, indent=2)
+    return json.dumps(results, default=asdict, indent=2)
 
 
 class TimedSync:
@@ -221,12 +221,12 @@ def run_peer(scenario: str, peer: int, folder: str, certificates: str) -> list[t
     """Run the peer; return, for every round, [clock, CPU seconds, seconds of syncs, syncs, bytes sent]."""
     loaded = load_scenario(Path(scenario))
     assert loaded.network.peers is not None
-    addresses = tuple(each.address for each in loaded.network.peers)
+    addresses = tuple(peer.address for peer in loaded.network.peers)
     device = PeerDevice(peer, Path(folder), credentials_of(loaded, Path(certificates), peer), addresses)
-    timed, found = TimedSync(), list[tuple[float, ...]]()
+    timed, rounds = TimedSync(), list[tuple[float, ...]]()
 
     def note(status: dict[str, Any]) -> None:
-        found.append((time.monotonic(), time.process_time(), timed.seconds, timed.count, status["bytes_sent"]))
+        rounds.append((time.monotonic(), time.process_time(), timed.seconds, timed.count, status["bytes_sent"]))
 
     running = running_peer(loaded, device)
     try:
@@ -234,4 +234,4 @@ def run_peer(scenario: str, peer: int, folder: str, certificates: str) -> list[t
         running.run(note)
     finally:
         running.close()
-    return found
+    return rounds

@@ -1,4 +1,4 @@
-"""How fast each generator draws its noise, side by side."""
+"""Normals per second of each noise source, timed side by side."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from flower_privdec.privacy.noise import DEPLOYED, NoiseSource, build_noise
+from flower_privdec.privacy.noise import ExactNoise, NoiseSource, SystemNoise, build_noise
 from flower_privdec.rows.keys import seed_keys
-from tools.bench.comparison import generators
 from tools.bench.timing import paired, quiet
 
 NAME = "noise"
@@ -18,17 +17,17 @@ SIZE = 1_000_000  # normals of a row
 
 
 def measure_noise(device: torch.device, rounds: int, size: int = SIZE) -> dict[str, Any]:
-    """Time one row of noise from each generator that runs here.
+    """Time one row of noise from each source.
 
     Returns:
-        description; normals: by generator, how many a second, in float32.
+        description; normals: by source, how many a second, in float32.
     """
-    names = [*generators(device)[0], *DEPLOYED]
     row, std = torch.zeros(1, size, device=device), torch.ones(1, device=device)
-    sources = {name: build_noise(name, seed_keys(1, [0]), device) for name in names}
+    sources: dict[str, NoiseSource] = {"simulated": build_noise(seed_keys(1, [0]), device)}
+    sources |= {"system": SystemNoise(), "exact": ExactNoise()}
     with quiet():
         times = paired({name: partial(_fill, source, row, std) for name, source in sources.items()}, rounds, device)
-    per_second = {name: size / float(np.median(each.clock)) for name, each in times.items()}
+    per_second = {name: size / float(np.median(source.clock)) for name, source in times.items()}
     return {"description": f"{size:,} normals in float32", "normals": per_second}
 
 

@@ -20,7 +20,7 @@ ROUNDS = 3
 TIMEOUT = 300
 
 
-def peak_memory(workload: str, n_peers: int, generator: str) -> dict[str, Any]:
+def peak_memory(workload: str, n_peers: int) -> dict[str, Any]:
     """Run a few rounds in a fresh process.
 
     Returns:
@@ -30,7 +30,7 @@ def peak_memory(workload: str, n_peers: int, generator: str) -> dict[str, Any]:
     """
     if not PROCESS.is_dir():
         raise RunError("peak memory is read from /proc, which this system does not have")
-    command = [sys.executable, "-m", __name__, workload, str(n_peers), generator]
+    command = [sys.executable, "-m", __name__, workload, str(n_peers)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     if done.returncode:
         raise RunError(f"the process that measures memory failed: {done.stderr.strip()[-300:]}")
@@ -43,17 +43,17 @@ def _resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def _measure(workload: str, n_peers: int, generator: str) -> dict[str, Any]:
+def _measure(workload: str, n_peers: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    small = Setup.build(WORKLOADS[workload].resized(2)).engine(generator)
+    small = Setup.build(WORKLOADS[workload].resized(2)).engine()
     for _ in range(ROUNDS):
         small.round()
     setup = Setup.build(WORKLOADS[workload].resized(n_peers))
     gc.collect()
     with suppress(OSError):
-        (PROCESS / "clear_refs").write_text("5")  # the peak starts anew here
+        (PROCESS / "clear_refs").write_text("5")  # resets the peak
     before = _resident("VmRSS")
-    engine = setup.engine(generator)
+    engine = setup.engine()
     for _ in range(ROUNDS):
         engine.round()
     used = _resident("VmHWM") - before
@@ -63,4 +63,4 @@ def _measure(workload: str, n_peers: int, generator: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_measure(sys.argv[1], int(sys.argv[2]), sys.argv[3])))
+    print(json.dumps(_measure(sys.argv[1], int(sys.argv[2]))))

@@ -1,6 +1,6 @@
-"""One process for each peer, which talk by torch.distributed over gloo on this machine.
+"""One process for each peer, connected by torch.distributed over gloo on this machine.
 
-Every process is a cohort of one row that runs the engine's own step, so what differs from the engine is the price
+Every process is a cohort of one row that runs the engine's own step, so the difference from the engine is the cost
 of the processes alone. A process ends by itself when it is done, when another is gone, or when its time is up.
 """
 
@@ -36,7 +36,7 @@ TIMEOUT = 120
 WARM_UP = 3
 
 
-def gloo_rounds(workloads: list[str], generator: str, rounds: int) -> dict[str, dict[str, float]]:
+def gloo_rounds(workloads: list[str], rounds: int) -> dict[str, dict[str, float]]:
     """Run PEERS processes, which go through the workloads one after the other.
 
     Returns:
@@ -44,7 +44,7 @@ def gloo_rounds(workloads: list[str], generator: str, rounds: int) -> dict[str, 
     """
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", __name__, folder, generator, str(rounds), *workloads]
+        command = [sys.executable, "-m", __name__, folder, str(rounds), *workloads]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=2 * TIMEOUT)
         answers = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     if done.returncode or len(answers) < PEERS:
@@ -58,21 +58,21 @@ def gloo_rounds(workloads: list[str], generator: str, rounds: int) -> dict[str, 
     }
 
 
-def engine_ms(workload: Workload, generator: str, rounds: int) -> float:
+def engine_ms(workload: Workload, rounds: int) -> float:
     """Return the CPU milliseconds of the engine's round with as many peers, in this process."""
     setup = Setup.build(workload.resized(PEERS))
     with quiet():
-        return paired({"engine": setup.engine(generator).round}, rounds, setup.device)["engine"].facts()["ms"]
+        return paired({"engine": setup.engine().round}, rounds, setup.device)["engine"].facts()["ms"]
 
 
-def one_row(setup: Setup, generator: str, peer: int) -> Peer:
+def one_row(setup: Setup, peer: int) -> Peer:
     """Return one peer of a workload."""
-    return Peer(*some_rows(setup, generator, np.array([peer])))
+    return Peer(*some_rows(setup, np.array([peer])))
 
 
-def some_rows(setup: Setup, generator: str, peers: np.ndarray) -> tuple[Algorithm, Cohort, State]:
+def some_rows(setup: Setup, peers: np.ndarray) -> tuple[Algorithm, Cohort, State]:
     """Return some peers of a workload."""
-    whole = setup.engine(generator)
+    whole = setup.engine()
     data = peer_data(setup.workload, setup.examples, peers, setup.device, setup.dtype)
     cohort = replace(whole.cohort, peers=peers, data=data, protection=constant_protection(len(peers)))
     return whole.algorithm, cohort, State(peers, rows=whole.algorithm.initial(cohort))
@@ -121,15 +121,15 @@ def join(folder: Path, rank: int, peers: int) -> None:
     distributed.init_process_group("gloo", init_method=meeting, timeout=timeout, rank=rank, world_size=peers)
 
 
-def _one_process(folder: Path, generator: str, rounds: int, workloads: list[str], rank: int) -> None:
+def _one_process(folder: Path, rounds: int, workloads: list[str], rank: int) -> None:
     join(folder, rank, PEERS)
-    answer = {name: _timed(name, generator, rounds, rank) for name in workloads}
+    answer = {name: _timed(name, rounds, rank) for name in workloads}
     distributed.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(answer))
 
 
-def _timed(workload: str, generator: str, rounds: int, rank: int) -> dict[str, float]:
-    peer = one_row(Setup.build(WORKLOADS[workload].resized(PEERS)), generator, rank)
+def _timed(workload: str, rounds: int, rank: int) -> dict[str, float]:
+    peer = one_row(Setup.build(WORKLOADS[workload].resized(PEERS)), rank)
     for _ in range(WARM_UP):
         peer.round()
     distributed.barrier()
@@ -141,9 +141,9 @@ def _timed(workload: str, generator: str, rounds: int, rank: int) -> dict[str, f
     return {"cpu_ms": cpu / rounds * 1e3, "wall_ms": wall / rounds * 1e3}
 
 
-def _main(folder: str, generator: str, rounds: str, *workloads: str) -> None:
+def _main(folder: str, rounds: str, *workloads: str) -> None:
     """Fork the processes, for what they import need not be read PEERS times, and wait for them."""
-    fork(partial(_one_process, Path(folder), generator, int(rounds), list(workloads)), PEERS)
+    fork(partial(_one_process, Path(folder), int(rounds), list(workloads)), PEERS)
 
 
 def fork(work: Callable[[int], None], peers: int) -> None:

@@ -49,11 +49,10 @@ PEERS, HOSTS = 100_000, 64
 NETWORK = 1.25e9  # bytes a second of 10 Gbit/s
 
 
-def measure_sharding(generator: str, repeats: int = REPEATS, sizes: Sequence[int] = tuple(EXCHANGES)) -> dict[str, Any]:
+def measure_sharding(repeats: int = REPEATS, sizes: Sequence[int] = tuple(EXCHANGES)) -> dict[str, Any]:
     """Time two shards.
 
     Args:
-        generator: of noise.
         repeats: timed stretches of each kind.
         sizes: parameters of the rows whose exchange is timed, of EXCHANGES.
 
@@ -63,24 +62,23 @@ def measure_sharding(generator: str, repeats: int = REPEATS, sizes: Sequence[int
         an exchange, of bare gloo and of mixing in memory, and the ratio of the exchange to both together; forecast: see
         `forecast`. Ratios are of the least of many short stretches.
     """
-    asked = {
-        "generator": generator,
+    request = {
         "repeats": repeats,
         "rounds": ROUNDS,
         "exchanges": {d: EXCHANGES[d] for d in sizes},
     }
     with tempfile.TemporaryDirectory() as folder:
         many = [MANY if shard == 0 else {} for shard in range(SHARDS)]
-        shards = [(folder, shard, asked | {"many": many[shard]}) for shard in range(SHARDS)]
-        found = together([(run_shard, arguments) for arguments in shards])[0]
-    exchanges = {str(d * 4): _exchange(found[f"exchange-{d}"]) for d in sizes}
-    steps = {name: found[f"many-{name}"] / peers for name, peers in MANY.items()}
+        shards = [(folder, shard, request | {"many": many[shard]}) for shard in range(SHARDS)]
+        times = together([(run_shard, arguments) for arguments in shards])[0]
+    exchanges = {str(d * 4): _exchange(times[f"exchange-{d}"]) for d in sizes}
+    steps = {name: times[f"many-{name}"] / peers for name, peers in MANY.items()}
     rate = (
         1.5 * 4 * max(sizes) / exchanges[str(4 * max(sizes))]["gloo_ms"] * 1e3
     )  # of 4 peers one row crosses, then two
     return {
         "description": "two shards of one cohort, a process each, over gloo on this machine",
-        "pace": {name: _pace(found[name]) for name in ROUNDS},
+        "pace": {name: _pace(times[name]) for name in ROUNDS},
         "exchanges": exchanges,
         "gloo_bytes_per_second": rate,
         "forecast": {
@@ -186,26 +184,26 @@ def _forecast_line(name: str, facts: Forecast) -> str:
 # --- in the processes ---
 
 
-def run_shard(folder: str, shard: int, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Meet the other shard, and time what is asked.
+def run_shard(folder: str, shard: int, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Meet the other shard, and time what the request names.
 
     Args:
-        asked: generator, repeats, `rounds` by workload, `exchanges`, peers and periods of the graph by parameters of a
+        request: repeats, `rounds` by workload, `exchanges`, peers and periods of the graph by parameters of a
             row, and `many`, peers by workload, of the first shard alone.
     """
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "meeting"), SHARDS)
     wires = Wires.meet(store, shard, Shards.deal(SHARDS, SHARDS), THIS_MACHINE)
-    generator, repeats, found = asked["generator"], asked["repeats"], dict[str, Any]()
-    for name, rounds in asked["rounds"].items():
-        found[name] = _time_rounds(_again(wires, WORKLOADS[name].n_peers), WORKLOADS[name], generator, rounds, repeats)
-    for d, (peers, periods) in asked["exchanges"].items():
-        found[f"exchange-{d}"] = _time_exchanges(_again(wires, peers), d, periods, repeats)
-    for name, peers in asked["many"].items():
-        found[f"many-{name}"] = _alone(replace(WORKLOADS[name], examples=FEW).resized(peers), generator)
+    repeats, times = request["repeats"], dict[str, Any]()
+    for name, rounds in request["rounds"].items():
+        times[name] = _time_rounds(_again(wires, WORKLOADS[name].n_peers), WORKLOADS[name], rounds, repeats)
+    for d, (peers, periods) in request["exchanges"].items():
+        times[f"exchange-{d}"] = _time_exchanges(_again(wires, peers), d, periods, repeats)
+    for name, peers in request["many"].items():
+        times[f"many-{name}"] = _alone(replace(WORKLOADS[name], examples=FEW).resized(peers))
     wires.part()
     wires.close()
-    return found
+    return times
 
 
 def _again(wires: Wires, n_peers: int) -> Wires:
@@ -213,11 +211,11 @@ def _again(wires: Wires, n_peers: int) -> Wires:
     return Wires(wires.group, wires.shard, Shards.deal(n_peers, SHARDS))
 
 
-def _time_rounds(wires: Wires, workload: Workload, generator: str, rounds: int, repeats: int) -> Times:
+def _time_rounds(wires: Wires, workload: Workload, rounds: int, repeats: int) -> Times:
     """Time a round of one process, while the other waits, and of both."""
     setup, shard = Setup.build(workload), wires.shard
-    whole = setup.engine(generator)
-    part = ShardEngine(*some_rows(setup, generator, wires.shards.peers(shard)), wires)
+    whole = setup.engine()
+    part = ShardEngine(*some_rows(setup, wires.shards.peers(shard)), wires)
     works: dict[str, Work] = {"one": _nothing if shard else whole.round, "two": part.round}
     return _side_by_side(wires, works, rounds, repeats)
 
@@ -261,7 +259,7 @@ def _bare(wires: Wires, d: int, rows: list[int]) -> Work:
 
 def _side_by_side(wires: Wires, works: Mapping[str, Work], rounds: int, repeats: int) -> Times:
     """Return milliseconds of each work, and of CPU, in turns; no shard begins before the other has come to the end."""
-    found: Times = {f"{name}{kind}": [] for name in works for kind in ("", CPU)}
+    times: Times = {f"{name}{kind}": [] for name in works for kind in ("", CPU)}
     for repeat in range(repeats + 1):
         for name, work in list(works.items())[:: 1 if repeat % 2 else -1]:
             wires.part()
@@ -271,14 +269,14 @@ def _side_by_side(wires: Wires, works: Mapping[str, Work], rounds: int, repeats:
             wires.part()
             busy, took = time.process_time() - busy, time.perf_counter() - began
             if repeat:
-                found[name].append(took / rounds * 1e3)
-                found[name + CPU].append(busy / rounds * 1e3)
-    return found
+                times[name].append(took / rounds * 1e3)
+                times[name + CPU].append(busy / rounds * 1e3)
+    return times
 
 
-def _alone(workload: Workload, generator: str) -> float:
+def _alone(workload: Workload) -> float:
     """Return the milliseconds of a round of one process, the least of some."""
-    engine: Engine = Setup.build(workload).engine(generator)
+    engine: Engine = Setup.build(workload).engine()
     took = []
     for _ in range(8):
         began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Time several ways of doing the same work against each other on a machine that others use too.
+"""Time several variants of the same work side by side on a shared machine.
 
-One thread on one core, the garbage collector off; every way once a round, in an order that turns round each time;
+One thread on one core, the garbage collector off; every variant once a round, in alternating order;
 ratios are taken within a round. Process time is the measure on a CPU, for it does not count what others do; on a
 GPU it is wall time, with the device synchronised.
 """

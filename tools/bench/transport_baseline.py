@@ -1,4 +1,4 @@
-"""What the transport itself takes: the messages of a run as bytes that mean nothing, over bare gRPC with TLS.
+"""Transport baseline: the messages of a run as opaque bytes over bare gRPC with TLS.
 
 Nothing is computed, checked, copied together or put on disk: processes wait for each other at every place, as
 synchronous peers do.
@@ -22,8 +22,8 @@ from flower_privdec.network.transport.tls import files_of
 PATIENCE = 60.0  # seconds for a message, and for the others to be there
 
 
-class FloorPeer:
-    """One process: takes bytes in and forgets them, and sends as many at each place.
+class BaselinePeer:
+    """One process that discards what it receives and sends as many bytes at each place.
 
     Args:
         peer: its number.
@@ -71,7 +71,7 @@ class FloorPeer:
             for place, receivers in enumerate(self._plan["receivers"]):
                 parts = [place.to_bytes(8, "little"), *pieces]
                 calls = [pool.submit(self._send, receiver, parts) for receiver in receivers[self._peer]]
-                awaited = sum(self._peer in each for each in receivers)
+                awaited = sum(self._peer in peers for peers in receivers)
                 self._await(place, awaited)
                 for call in calls:
                     call.result()
@@ -89,4 +89,4 @@ class FloorPeer:
 
 def run_peer(plan: str, peer: int) -> list[tuple[float, float]]:
     """Be one of the processes, whose plan is a file of JSON; return the stamps. It goes on taking what comes."""
-    return FloorPeer(peer, json.loads(Path(plan).read_text())).run()
+    return BaselinePeer(peer, json.loads(Path(plan).read_text())).run()

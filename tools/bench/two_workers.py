@@ -30,7 +30,7 @@ BUSY_LOOP = "import time\nend = time.monotonic() + {seconds}\nwhile time.monoton
 BUSY_SECONDS = 600  # after which a busy loop ends by itself
 
 
-def compare_workers(workload: Workload, generator: str, rounds: int) -> dict[str, Any]:
+def compare_workers(workload: Workload, rounds: int) -> dict[str, Any]:
     """Time a workload by one worker and by two.
 
     Returns:
@@ -50,19 +50,19 @@ def compare_workers(workload: Workload, generator: str, rounds: int) -> dict[str
     if blocks == 1:
         return {"blocks": 1}
     cuts = tuple(number * workload.n_peers // blocks for number in range(blocks + 1))
-    crews = [_crew(setup, generator, Dealing(cuts, workers)) for workers in (1, WORKERS)]
+    crews = [_crew(setup, Dealing(cuts, workers)) for workers in (1, WORKERS)]
     try:
         with _one_thread():
-            found = {"blocks": blocks, "alone": _turns(crews, rounds)}
+            result = {"blocks": blocks, "alone": _turns(crews, rounds)}
             with busy_loops(BUSY):
-                return found | {"busy": _turns(crews, rounds)}
+                return result | {"busy": _turns(crews, rounds)}
     finally:
         for crew in crews:
             crew.close()
 
 
-def _crew(setup: Setup, generator: str, dealing: Dealing) -> Crew:
-    engine = setup.engine(generator)
+def _crew(setup: Setup, dealing: Dealing) -> Crew:
+    engine = setup.engine()
     return Crew(engine.algorithm, engine.cohort, engine.state, dealing)
 
 

@@ -76,7 +76,7 @@ WORKLOADS: dict[str, Workload] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A workload with its data, model and batches, from which the engine and its rivals are built.
+    """A workload with its data, model and batches, from which the engine and its baselines are built.
 
     Attributes:
         data: the peers' examples, sampled as the engine samples them.
@@ -112,16 +112,16 @@ class Setup:
         """Return the number of parameters."""
         return parameter_count(self.module)
 
-    def engine(self, noise: NoiseSource | str) -> Engine:
+    def engine(self, noise: NoiseSource | None = None) -> Engine:
         """Return the engine that runs PrivSGP on this workload.
 
         Args:
-            noise: where the noise comes from, or the name of a generator.
+            noise: where the noise comes from; by default that of a simulation.
         """
         algorithm = build_algorithm(SGDSection(name="privsgp", learning_rate=LEARNING_RATE))
         n_peers = self.workload.n_peers
         everybody, protection = build_participation("all", n_peers), constant_protection(n_peers)
-        return self.engine_of(algorithm, self.mixing, everybody, LEARNING_RATE, noise, protection)
+        return self.engine_of(algorithm, self.mixing, everybody, LEARNING_RATE, protection, noise)
 
     def engine_of(
         self,
@@ -129,25 +129,20 @@ class Setup:
         mixing: Mixing,
         participation: Participation,
         rate: float,
-        noise: NoiseSource | str,
         protection: Protection | None = None,
+        noise: NoiseSource | None = None,
     ) -> Engine:
         """Return the engine that runs an algorithm on this workload, at a constant learning rate."""
         n = self.workload.n_peers
-        fast = noise == "fast"
-        if isinstance(noise, str):
-            noise = build_noise(noise, seed_keys(SEED, range(n)), self.device)
         cohort = Cohort(
             peers=np.arange(n),
             n_peers=n,
             initial=flatten(self.module),
-            kernel=build_kernel(
-                self.module, self.workload.loss, self.workload.shape, lone=fast and self.workload.batch == 1
-            ),
+            kernel=build_kernel(self.module, self.workload.loss, self.workload.shape, lone=self.workload.batch == 1),
             data=self.data,
             mixing=mixing,
             participation=participation,
-            noise=noise,
+            noise=noise or build_noise(seed_keys(SEED, range(n)), self.device),
             learning_rate=LearningRate(np.full(n, rate), 0.0, FOREVER),
             steps_per_round=algorithm.steps_per_round,
             protection=protection,

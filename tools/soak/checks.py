@@ -1,4 +1,4 @@
-"""What has to be so whatever goes wrong, looked at from outside: ledgers, mass, and how much memory a peer takes."""
+"""The invariants of a soak, checked from outside the peers: ledgers, push-sum mass, and memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from flower_privdec.engine.checkpoint import Checkpoint, read_checkpoint
 from flower_privdec.network.peer.peer import mass_on_disk
-from flower_privdec.privacy.ledger.ledger_format import read_chain
+from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.protocol import FIRST
 from tools.soak.release_counter import counted_in
 
 
 @dataclass(frozen=True)
 class Paid:
-    """What a ledger says of the steps that it pays for.
+    """The steps that a ledger pays for.
 
     Attributes:
         steps: how many.
@@ -31,10 +31,10 @@ class Paid:
 
     @classmethod
     def of(cls, folder: Path) -> Paid:
-        """Read what a ledger of one peer says, once its chain is verified; nothing where there is none yet.
+        """Verify the chain of one peer's ledger and count its steps; zero where there is no ledger yet.
 
         Raises:
-            BudgetError: it does not hold together.
+            BudgetError: the chain is broken.
         """
         lengths = [
             payment.to_step - payment.from_step
@@ -46,11 +46,11 @@ class Paid:
 
 
 def ledger_problem(paid: Paid, before: Paid, counted: int, counted_later: int, lives: int) -> str | None:
-    """Return what is wrong with a ledger, or None.
+    """Return the violated invariant of a ledger, or None.
 
     Args:
-        paid: what it says.
-        before: what it said when it was looked at before.
+        paid: its steps now.
+        before: its steps at the last check.
         counted: steps that were taken, as counted before it was read.
         counted_later: as counted after that.
         lives: how often the peer was started: each may end between a payment and the steps that this reserved.
@@ -68,16 +68,16 @@ def ledger_problem(paid: Paid, before: Paid, counted: int, counted_later: int, l
 
 
 def look_at_ledger(folder: Path, counts: Path, before: Paid, lives: int) -> tuple[Paid, str | None]:
-    """Look at the ledger of a peer that may run meanwhile.
+    """Check the ledger of a peer that may be running.
 
     Args:
         folder: of the ledger.
-        counts: where its steps are counted, see `witness`.
-        before: what it said before.
+        counts: where its steps are counted, see `release_counter`.
+        before: its steps at the last check.
         lives: how often the peer was started.
 
     Returns:
-        What it says, and what is wrong with it, or None.
+        Its steps, and the violated invariant, or None.
     """
     counted = counted_in(counts)
     paid = Paid.of(folder)
@@ -89,19 +89,19 @@ class Weight:
     """The push-sum weights of a network as they lie on its peers' disks.
 
     Attributes:
-        found: Σw, with what is on its way.
-        wanted: what it has to be: the number of peers that still have the mass they began with.
+        total: Σw, with what is on its way.
+        expected: the number of peers that still have the mass they began with.
         rounding: by how much the two may differ.
     """
 
-    found: float
-    wanted: int
+    total: float
+    expected: int
     rounding: float
 
     @property
     def is_right(self) -> bool:
         """Return whether nothing was lost, and nothing counted twice."""
-        return abs(self.found - self.wanted) <= self.rounding
+        return abs(self.total - self.expected) <= self.rounding
 
 
 def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
@@ -115,13 +115,13 @@ def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
         folders: of all peers, by number, while none of them runs.
         at_the_end: whether all of them came to the end of their rounds.
     """
-    kept = [_newest(folder) for folder in folders]
-    states = [each.state for each in kept if each is not None]
+    newest = [_newest(folder) for folder in folders]
+    states = [checkpoint.state for checkpoint in newest if checkpoint is not None]
     if len(states) < len(folders) or any("w" not in state.rows for state in states):
         return None
     additions = sum((state.round_index + 1) * len(states) for state in states)
     rounding = torch.finfo(states[0].rows["w"].dtype).eps * additions
-    shares = [each.transport["shares"] for each in kept if each is not None and "shares" in each.transport]
+    shares = [c.transport["shares"] for c in newest if c is not None and "shares" in c.transport]
     if len(shares) == len(folders):
         began = sum(facts["incarnation"] == FIRST for facts in shares)
         return Weight(float(mass_on_disk(folders, ["w"])["w"]), began, rounding)
@@ -130,8 +130,8 @@ def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
 
 
 def _newest(folder: Path) -> Checkpoint | None:
-    kept = [read_checkpoint(path) for path in folder.glob("checkpoint-?")]
-    return max(kept, key=lambda each: each.transport["place"], default=None)
+    checkpoints = [read_checkpoint(path) for path in folder.glob("checkpoint-?")]
+    return max(checkpoints, key=lambda checkpoint: checkpoint.transport["place"], default=None)
 
 
 def resident_bytes(process: int) -> int | None:

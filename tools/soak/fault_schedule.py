@@ -1,4 +1,4 @@
-"""Which fault comes next, and for how long: drawn from a seed, and the same whatever the peers do about it."""
+"""The fault schedule: kinds, places and durations drawn from a seed, whatever the peers do."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ KINDS = ON_LINKS | ON_PEERS
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong.
+    """One fault.
 
     Attributes:
         kind: one of KINDS.
         after: seconds since the fault before it.
         seconds: how long it lasts.
-        peer: whom it befalls, or whose link it is.
-        other: to whom the link goes; None for what befalls a peer.
+        peer: that it affects, or the sender of its link.
+        other: the receiver of its link; None for a fault of a peer.
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """Run `privdec` and count what it releases: `python -m tools.soak.release_counter FILE ARGUMENTS`.
 
-A byte is appended to FILE after every private step, when its noise is in and before anything of it can leave; so what
-left is never more than what is counted, whoever is killed, and of what was paid for all but the last step is counted.
+A byte is appended to FILE after every private step, when its noise is in and before anything of it can leave; so
+whenever the process is killed, what left it is never more than the count, which lacks at most the last step paid for.
 """
 
 from __future__ import annotations

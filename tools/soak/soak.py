@@ -1,12 +1,12 @@
-"""Run peers for minutes while something goes wrong all the time, and look whether what must hold does.
+"""Soak test: run peers for minutes under constant fault injection and check the invariants.
 
-Every peer is a process of this machine that reaches the others through a proxy. What is looked at throughout:
+Every peer is a process of this machine that reaches the others through a proxy. It checks throughout that
 
-- a peer runs, or was ended by the soak itself and is started again with --resume;
-- its ledger holds together, never shrinks, pays for every step that was taken, as counted by somebody else, and for no
-  more beside them than each start of its process may cost;
-- some peer is further than any was before, within a time;
-- after a run, the push-sum weights on the peers' disks add up to the number of peers.
+- a peer runs, unless the soak killed it and restarts it with --resume;
+- its ledger's chain is whole, never shrinks, and pays for every step that `release_counter` counted, with at most one
+  payment more per start of the process;
+- some peer reaches a new round within a time limit;
+- after a run, the push-sum weights on the peers' disks sum to the number of peers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tools.soak.fault_schedule import KINDS, Fault, Pair, check_kinds, faults
 from tools.soak.release_counter import counted_in
 
 LOOK_SECONDS = 2.0  # between two looks at ledgers and memory
-WITNESS = (sys.executable, "-m", "tools.soak.release_counter")
+COUNTER = (sys.executable, "-m", "tools.soak.release_counter")
 Action = Callable[[], None]
 TICK = 0.1
 LINES = 20  # that are printed of a soak, beside its summary
@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Tally:
-    """What a soak has seen.
+    """The counts of a soak.
 
     Attributes:
         runs, finished: how many were begun, and came to their end.
@@ -137,17 +137,17 @@ class SoakedRun:
             self._rounds[peer] = max(self._rounds[peer], status["round"])
 
     def _program(self, peer: int) -> tuple[str, ...]:
-        return (*WITNESS, str(self._counts(peer)))
+        return (*COUNTER, str(self._counts(peer)))
 
     def _start(self, peer: int) -> None:
         self._lives[peer] += 1
         self.processes.start(peer, resume=True)
         self._gone.discard(peer)
 
-    # --- what goes wrong ---
+    # --- faults ---
 
     def step(self) -> None:
-        """Do what is due, and look at everything."""
+        """Inject and end the faults that are due, and check the invariants."""
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
             heapq.heappop(self._due)[2]()
@@ -168,7 +168,7 @@ class SoakedRun:
         return max(self._rounds.values()) >= self.scenario.rounds
 
     def _make(self, fault: Fault, now: float) -> None:
-        """Do it, unless something else is wrong with the same peer or link, or the run is about to end."""
+        """Inject a fault, unless its peer or link has one already or the run is about to end."""
         links = [pair for pair in self._links if fault.other is None and fault.peer in pair]
         links = links if fault.kind == "isolate" else [] if fault.other is None else [(fault.peer, fault.other)]
         where: set[Any] = set(links) or {fault.peer}
@@ -200,7 +200,7 @@ class SoakedRun:
             for pair in where:
                 self._proxy.set(pair, Faults())
 
-    # --- what must hold ---
+    # --- invariants ---
 
     def _broken(self, what: str) -> RunError:
         return RunError(f"{what}; its traces are in {self.out}")
@@ -219,7 +219,7 @@ class SoakedRun:
             raise self._broken(f"no peer came further than round {best} for {self._patience:g} s")
 
     def _look(self) -> None:
-        """Look at all ledgers, and at the memory of all who run."""
+        """Check all ledgers and note the memory of all running peers."""
         for peer in self.processes.peers if self.scenario.private is not None else ():
             before = self._paid[peer]
             try:
@@ -239,10 +239,10 @@ class SoakedRun:
         return self.out / "peers" / f"{peer}.releases"
 
     def _weigh(self, peer: int) -> None:
-        found = None if self.processes.status(peer) is not None else resident_bytes(self.processes.pid(peer))
-        if found is not None:
-            self.tally.first.setdefault(peer, found)
-            self.tally.largest[peer] = max(found, self.tally.largest.get(peer, 0))
+        resident = None if self.processes.status(peer) is not None else resident_bytes(self.processes.pid(peer))
+        if resident is not None:
+            self.tally.first.setdefault(peer, resident)
+            self.tally.largest[peer] = max(resident, self.tally.largest.get(peer, 0))
 
     # --- how it ends ---
 
@@ -251,7 +251,7 @@ class SoakedRun:
         return not self._gone and all(self.processes.status(peer) == 0 for peer in self.processes.peers)
 
     def conclude(self) -> None:
-        """Stop what still runs, and look for the last time."""
+        """Stop the peers and check the invariants for the last time."""
         came_to_its_end = self.finished()
         self.processes.end()
         self._look()
@@ -265,10 +265,10 @@ class SoakedRun:
         if weight is not None:
             self.tally.weight = weight
             if not weight.is_right:
-                raise self._broken(f"Σw = {weight.found!r} on the peers' disks and must be {weight.wanted}")
+                raise self._broken(f"Σw = {weight.total!r} on the peers' disks and must be {weight.expected}")
 
     def line(self) -> str:
-        """Return how the run does."""
+        """Return a line on the progress."""
         rounds, n_faults = self._rounds.values(), sum(self.tally.faults.values())
         where = f"run {self.tally.runs}  rounds {min(rounds)} to {max(rounds)} of {self.scenario.rounds}"
         down = f"  gone: {peer_ranges(self._gone)}" if self._gone else ""
@@ -277,7 +277,7 @@ class SoakedRun:
 
 
 class Soak:
-    """Peers, faults and looks at them for some minutes."""
+    """Runs of all peers under faults for some minutes."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ class Soak:
         longest: float = 2.0,
         patience: float | None = None,
     ) -> None:
-        """Look at what is given, and write nothing yet.
+        """Check the arguments; write nothing yet.
 
         Args:
             scenario: that all runs are of.
@@ -365,8 +365,8 @@ class Soak:
             f"ledgers: {tally.taken:,} steps taken, {tally.paid:,} paid for, {tally.crashes} processes killed",
         ]
         if tally.weight is not None:
-            lines.append(f"mass: Σw = {tally.weight.found:.9g} of {tally.weight.wanted}")
+            lines.append(f"mass: Σw = {tally.weight.total:.9g} of {tally.weight.expected}")
         grown = [
             f"{peer}: {memory(first)}, at most {memory(tally.largest[peer])}" for peer, first in tally.first.items()
         ]
-        return [*lines, *(f"memory of peer {each}" for each in grown)]
+        return [*lines, *(f"memory of peer {line}" for line in grown)]

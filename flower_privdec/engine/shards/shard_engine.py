@@ -41,9 +41,6 @@ class ShardEngine(Engine):
         self.wires = wires
         self._plans, self._tables = Plans(), Tables()
 
-    def _in_one_call(self) -> None:
-        """There is nothing of the kind: others are hosted elsewhere."""
-
     def perform(self, exchange: Exchange) -> None:
         """Perform this shard's part of an exchange among all peers.
 

@@ -32,7 +32,7 @@ class PaidLedger(CohortLedger):
         """Return which peers may take a step, bool [m]."""
         return self._whole.allowed(step)[self._start : self._stop]
 
-    def pay(self, step: int, rows: np.ndarray) -> None:
+    def charge(self, step: int, rows: np.ndarray) -> None:
         """Refuse a step that was not paid for.
 
         Raises:

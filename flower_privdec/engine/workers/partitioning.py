@@ -16,14 +16,12 @@ from functools import cache
 import numpy as np
 from torch import nn
 
-from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.common.machine import available_cores
 from flower_privdec.core import Exchange, Gather, Mix, Reply
 from flower_privdec.data.sparse_rows import Features
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.memory import multiplications_per_example
-from flower_privdec.gradients import LoneKernel
 
 HALVES, LEAST = 2e-3, 4e-3  # seconds of a round from which it is halved, and of a block that is halved once more
 MOST_BLOCKS = 64
@@ -101,20 +99,13 @@ def can_fork() -> bool:
 def _blocks(experiment: Experiment) -> int:
     """Return into how many blocks an experiment falls.
 
-    It is one on a GPU, where exchanges are of a user's own kind, and where a round is one call for all peers.
+    It is one on a GPU, and where exchanges are of a user's own kind.
     """
     exchanges = [item for item in experiment.algorithm.program if isinstance(item, Exchange)]
     known = all(type(item) in (Mix, Gather, Reply) for item in exchanges)
-    if experiment.device.type != "cpu" or not known or _is_one_call(experiment):
+    if experiment.device.type != "cpu" or not known:
         return 1
     return block_count(experiment.scenario.n_peers, _estimated(experiment))
-
-
-def _is_one_call(experiment: Experiment) -> bool:
-    """Return whether rounds are what `LoneRound` takes: push-sum of linear models by one example each."""
-    sampler = experiment.own.sampler
-    one_each = sampler.kind in ("uniform", "shuffle") and bool((sampler.sizes == 1).all())
-    return one_each and type(experiment.kernel) is LoneKernel and experiment.algorithm.program == SGP.program
 
 
 def block_count(n_peers: int, seconds: float) -> int:

@@ -153,8 +153,8 @@ class Crew:
         if ledger is not None:
             active = np.flatnonzero(self.cohort.active(k))
             for step in range(k * each, (k + 1) * each if len(active) else k * each):
-                ledger.pay(step, active)
-            stop = min(stop, max(k + 1, ledger.paid // each))
+                ledger.charge(step, active)
+            stop = min(stop, max(k + 1, ledger.charged // each))
         self._paid[0] = stop * each
         return stop - k
 

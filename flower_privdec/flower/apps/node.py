@@ -69,7 +69,7 @@ class Node:
     def put_away(self, state: State, cohort: Cohort, kept: RecordDict) -> None:
         """Keep a state until the next message, with the run it is of and the step up to which that has paid."""
         pack_state(state, kept)
-        paid = 0 if cohort.ledger is None else cohort.ledger.paid
+        paid = 0 if cohort.ledger is None else cohort.ledger.charged
         kept[OWN] = ConfigRecord({"run": self.experiment.own.run.id, "paid": paid})
 
     def start(self, kept: RecordDict, begin: int) -> int:

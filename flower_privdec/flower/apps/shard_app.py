@@ -102,7 +102,7 @@ def _hosted(own: Own, text: str, peers: tuple[int, ...], base: str, shards: int)
 
 def _digest(order: Order, experiment: Experiment) -> bytes:
     """Return a hash of what all shards have to have alike."""
-    made = public_name(experiment, experiment.own.generator or experiment.scenario.compute.generator)
+    made = public_name(experiment, experiment.own.source)
     facts = [order.scenario, order.begin, order.until, order.shards, made.environment, experiment.device.type]
     found = hashlib.sha256(json.dumps(facts).encode())
     found.update(experiment.initial.detach().cpu().contiguous().numpy().tobytes())

@@ -6,15 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 
 from flower_privdec.errors import BudgetError
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
-from flower_privdec.privacy.ledger.ledger_file import LedgerFile, ledger_path
-from flower_privdec.privacy.ledger.ledger_format import Payment, RunName, Share, read_chain
-from flower_privdec.privacy.mechanism.events import Release, canonical
+from flower_privdec.privacy.ledger.ledger import Charge, Head, Ledger, RunName, read_entries, releases_in
+from flower_privdec.privacy.mechanism.events import Release
 
 SOURCE = "peer-updates"  # what the ledger is of; the file is FOLDER/peer-updates.jsonl
 UNIT = "one peer with all its data"
@@ -69,78 +67,118 @@ class PeerSpent:
 
 
 class PeerLedger:
-    """A peer's own ledger, read and extended in one go.
+    """The open ledger of one peer's updates; a context manager.
 
-    Each round draws its noise afresh, so each payment counts, that of a round begun twice as well.
+    Each round draws fresh noise, so each charge counts, that of a round begun twice as well.
 
     Args:
-        folder: where the file lies.
-        delta: δ at which ε is said.
-        budget: the ε that no run may exceed, or ∞.
+        folder: of the ledger's file.
+        run: the run's name.
+        incarnation: of the peer in that run.
+        peer: its id.
+        delta: δ at which ε is reported.
+        budget: the ε that all runs together may not exceed, or ∞.
 
     Attributes:
-        lines: how many payments the file held after the last one.
+        spent: the total over all runs.
+
+    Raises:
+        BudgetError: the ledger is in use or fails verification.
     """
 
-    def __init__(self, folder: Path, delta: float, budget: float = math.inf) -> None:
-        self.folder, self.delta, self.budget = folder, delta, budget
-        self.lines = 0
+    charged = 0  # no entry of this run covers steps ahead
 
+    def __init__(
+        self, folder: Path, run: str, incarnation: int, peer: int, delta: float, budget: float = math.inf
+    ) -> None:
+        self.peer, self.delta, self.budget = peer, delta, budget
+        self._run = RunName(f"{run}-{incarnation}", run, "system entropy")
+        self._ledger = Ledger(folder, SOURCE)
+
+    @property
     def spent(self) -> PeerSpent:
-        """Return what the file says.
+        """Return the total of all charges."""
+        return PeerSpent(releases_in(self._ledger.entries), self.delta)
+
+    @property
+    def n_entries(self) -> int:
+        """Return how many charges the ledger holds."""
+        return len(self._ledger.entries)
+
+    @property
+    def head(self) -> Head:
+        """Return what a checkpoint names."""
+        return self._ledger.head
+
+    def check_head(self, head: Sequence[int | str] | None) -> None:
+        """Check that the ledger still holds everything that a checkpoint saw; raises BudgetError."""
+        self._ledger.check_head(head)
+
+    def check_entries(self, n_entries: int) -> None:
+        """Check that the ledger holds at least the charges that the peer's state knows of.
 
         Raises:
-            BudgetError: it cannot be trusted.
+            BudgetError: it was deleted, or is an older copy.
         """
-        path = ledger_path(self.folder, SOURCE)
-        paid = read_chain(path)[1] if path.exists() and path.stat().st_size else []
-        return PeerSpent(_releases(paid), self.delta)
+        if self.n_entries < n_entries:
+            raise BudgetError(
+                f"{self._ledger.path} holds {self.n_entries} charges, and peer {self.peer} has made {n_entries}: it "
+                "was deleted, or is an old copy; restore it",
+                code="ledger.stale",
+            )
 
-    def spent_in(self, file: LedgerFile) -> PeerSpent:
-        """Return what the ledger's file says, where it is open."""
-        return PeerSpent(_releases(file.payments), self.delta)
+    def allows(self, noise: float) -> bool:
+        """Return whether the budget allows one more update of a noise multiplier."""
+        return self._ledger.fits(Charge((self.peer,), (((), update_release(noise)),)), self.budget, self.delta)
 
-    def pay(self, run: str, epoch: int, round_index: int, peer: int, noise: float, known: int = 0) -> PeerSpent | None:
-        """Pay for one round's update, on disk, before it is made.
+    def charge(self, round_index: int, noise: float) -> bool:
+        """Charge one round's update, on disk before it is computed, and return True; False where the budget is spent.
 
         Args:
-            run: the run's name.
-            epoch: of the peer in that run.
             round_index: from 1.
             noise: the noise multiplier.
-            known: how many payments the peer's state knows of.
-
-        Returns:
-            What is spent then; None where the budget does not allow it, and nothing is paid.
 
         Raises:
-            BudgetError: the ledger is in use, cannot be trusted, not be written, or is older than the state.
+            BudgetError: the disk fails.
         """
-        with LedgerFile(self.folder, SOURCE) as file:
-            if len(file.payments) < known:
-                raise BudgetError(
-                    f"{file.path} holds {len(file.payments)} payments, and peer {peer} has made {known}: it was "
-                    "deleted, or is an old copy; restore it"
-                )
-            return self.pay_into(file, run, epoch, round_index, peer, noise)
-
-    def pay_into(
-        self, file: LedgerFile, run: str, epoch: int, round_index: int, peer: int, noise: float
-    ) -> PeerSpent | None:
-        """Pay as `pay` does, into the ledger's file where it is open."""
-        release = update_release(noise)
-        after = PeerSpent(canonical([*_releases(file.payments), release]), self.delta)
-        if math.isfinite(self.budget) and not after.epsilon <= self.budget:
-            return None
+        if not self.allows(noise):
+            return False
         steps = (round_index - 1, round_index)
-        share = Share((peer,), (((steps,), release),))
-        file.append(Payment(RunName(f"{run}-{epoch}", run, "system entropy"), *steps, (share,)))
-        self.lines = len(file.payments)
-        return after
+        self._ledger.charge(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
+        return True
+
+    def check_budget(self, noise: float) -> None:
+        """Refuse a run of which no update fits the budget.
+
+        Raises:
+            BudgetError: with what is spent.
+        """
+        if not self.allows(noise):
+            raise BudgetError(
+                f"{self._ledger.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon="
+                f"{self.budget:g} allows this run no update of noise multiplier {noise:.4g}; raise the budget or the "
+                "noise",
+                code="ledger.budget-spent",
+            )
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._ledger.close()
+
+    def __enter__(self) -> PeerLedger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _releases(paid: Sequence[Payment]) -> tuple[Release, ...]:
-    return canonical(chain.from_iterable(share.releases for payment in paid for share in payment.shares))
+def spent_so_far(folder: Path, delta: float) -> PeerSpent:
+    """Return the total of a peer's ledger without locking it.
+
+    Raises:
+        BudgetError: it fails verification.
+    """
+    return PeerSpent(releases_in(read_entries(folder, SOURCE)), delta)
 
 
 def check_budget(budget: float, delta: float, noise: float | None, where: str) -> None:

@@ -16,7 +16,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.flower.mods.layout import numpy_arrays
 from flower_privdec.flower.mods.orders import INBOX, INITIAL, MASS, OUTBOX, SAYS, Asked, Told, pack_bytes, unpack_bytes
 from flower_privdec.flower.mods.peer_file import load_state, save_state, state_path
-from flower_privdec.flower.mods.peer_ledger import PeerLedger, PeerSpent, bare_words
+from flower_privdec.flower.mods.peer_ledger import PeerLedger, PeerSpent, bare_words, spent_so_far
 from flower_privdec.flower.mods.peer_place import PeerPlace
 from flower_privdec.flower.mods.peer_state import PeerState, check_shares
 from flower_privdec.flower.mods.protecting import PeerPrivacy
@@ -45,8 +45,7 @@ class Desk:
         self.identity = Identity(place.folder)
         self.known = KnownPeers(place.folder, place.known_peers)
         self.state = load_state(self.path)
-        budget, delta = privacy.budget(place)
-        self.ledger = PeerLedger(place.folder, delta, budget)
+        self._budget = privacy.budget(place)
         self.told: dict[str, Any] = {}
         self.records: dict[str, ArrayRecord] = {}
         self._refused: dict[str, str] = {}
@@ -137,15 +136,17 @@ class Desk:
         asked, privacy, noise = self.asked, self.privacy, 0.0
         if privacy.on:
             noise = privacy.noise(self.place, asked.rounds)
-            self._spent = self.ledger.pay(asked.run, state.epoch, asked.round_index, state.peer, noise, state.paid)
-            if self._spent is None:
+            budget, delta = self._budget
+            with PeerLedger(self.place.folder, asked.run, state.epoch, state.peer, delta, budget) as ledger:
+                ledger.check_entries(state.paid)
+                charged = ledger.charge(asked.round_index, noise)
+                self._spent, state.paid = ledger.spent, ledger.n_entries
+            if not charged:
                 self.told["stopped"] = (
-                    f"its next update would exceed epsilon = {self.ledger.budget:g}; it trains no more, and goes on "
-                    "relaying"
+                    f"its next update would exceed epsilon = {budget:g}; it trains no more, and goes on relaying"
                 )
                 self.told["exhausted"] = True
                 return False
-            state.paid = self.ledger.lines
         protect = None if privacy.clip_norm is None else partial(protected, privacy.clip_norm, noise)
         if not take_step(state, train, protect, asked.round_index):
             self.told["stopped"] = APP_SPENT
@@ -203,7 +204,7 @@ class Desk:
         return {SAYS: self._tell(state).record(), **self.records}
 
     def _tell(self, state: PeerState | None) -> Told:
-        spent = self._spent or (self.ledger.spent() if self.privacy.on else None)
+        spent = self._spent or (spent_so_far(self.place.folder, self._budget[1]) if self.privacy.on else None)
         bare = 0 if state is None else state.bare
         taken = [] if state is None else [(s, e, n) for s, epochs in state.received.items() for e, n in epochs.items()]
         return Told(

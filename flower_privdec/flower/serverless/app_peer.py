@@ -20,18 +20,10 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.core import Algorithm, Exchange, Mix, State
 from flower_privdec.core.algorithm import Step
 from flower_privdec.engine.spent import json_number
-from flower_privdec.errors import BudgetError, ScenarioError
+from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.flower.mods.layout import numpy_arrays
-from flower_privdec.flower.mods.peer_ledger import (
-    SOURCE,
-    UNPROTECTED,
-    PeerLedger,
-    PeerSpent,
-    bare_words,
-    solved_noise,
-    update_release,
-)
+from flower_privdec.flower.mods.peer_ledger import UNPROTECTED, PeerLedger, bare_words, solved_noise
 from flower_privdec.flower.mods.peer_state import PeerState
 from flower_privdec.flower.mods.request_handler import keep_metrics, protected
 from flower_privdec.flower.mods.stepping import APP_SPENT, LEAST_WEIGHT, take_step
@@ -41,9 +33,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.foreground import peer_of
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
 from flower_privdec.network.peer.trainer import Head, noise_source, rows_path
-from flower_privdec.privacy.ledger.ledger_file import LedgerFile
-from flower_privdec.privacy.ledger.ledger_format import NOTHING, RunName
-from flower_privdec.privacy.mechanism.events import canonical
+from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario
 
@@ -67,74 +57,6 @@ class AppTraining(Algorithm):
     def name(self) -> str:
         """Return its name in errors."""
         return "app"
-
-
-class AppLedger:
-    """A peer's ledger, open for as long as it runs.
-
-    Args:
-        folder: where the file lies.
-        run: the run's name in it.
-        peer: whose it is.
-        delta, budget: δ, and the ε that no run may exceed.
-
-    Attributes:
-        budget: ε, or ∞.
-        spent: by now.
-    """
-
-    def __init__(self, folder: Path, run: str, peer: int, delta: float, budget: float) -> None:
-        self._ledger, self._run, self._peer = PeerLedger(folder, delta, budget), run, peer
-        self._boot = secrets.randbits(62)
-        self.budget = budget
-        self._file = LedgerFile(folder, SOURCE)
-        self.spent: PeerSpent = self._ledger.spent_in(self._file)
-
-    @property
-    def lines(self) -> int:
-        """Return how many payments the file holds."""
-        return len(self._file.payments)
-
-    @property
-    def head(self) -> tuple[int, str]:
-        """Return its length and last hash."""
-        return self._file.head
-
-    def check_head(self, head: tuple[int, str] | None) -> None:
-        """Check that the file still holds all that it did at a checkpoint; raises BudgetError."""
-        length, digest = head or (0, NOTHING)
-        self._file.check_head(int(length), str(digest))
-
-    def allows(self, noise: float) -> bool:
-        """Return whether one more update can be paid for."""
-        after = PeerSpent(canonical([*self.spent.releases, update_release(noise)]), self.spent.delta)
-        return math.isinf(self.budget) or after.epsilon <= self.budget
-
-    def check_budget(self, noise: float) -> None:
-        """Refuse a run of which not one update can be paid for.
-
-        Raises:
-            BudgetError: naming what is spent.
-        """
-        if not self.allows(noise):
-            raise BudgetError(
-                f"{self._file.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon={self.budget:g} "
-                f"allows this run no update of noise multiplier {noise:.4g}; raise the budget or the noise"
-            )
-
-    def pay(self, server_round: int, noise: float) -> bool:
-        """Pay for a round's update, on disk, before it is made; return whether the budget allows it.
-
-        Raises:
-            BudgetError: the file cannot be written.
-        """
-        after = self._ledger.pay_into(self._file, self._run, self._boot, server_round, self._peer, noise)
-        self.spent = after or self.spent
-        return after is not None
-
-    def close(self) -> None:
-        """Release the file."""
-        self._file.close()
 
 
 class AppTrainer:
@@ -178,7 +100,7 @@ class AppTrainer:
     ) -> None:
         torch.set_num_threads(scenario.compute.threads)
         self.scenario, self.idle = scenario, ""
-        self.ledger: AppLedger | None = None
+        self.ledger: PeerLedger | None = None
         self._peer, self._folder, self._initial, self._app = peer, folder, initial, app
         self._private, self._arrays, self._exhausted = private, initial.layout, False
         self._mix = Mix(("x", "w"))
@@ -200,7 +122,8 @@ class AppTrainer:
         """See Trainer."""
         if (private := self._private) is not None:
             budget = private.epsilon or math.inf
-            self.ledger = AppLedger(self.ledger_folder, self.scenario.name, self._peer, private.delta, budget)
+            boot = secrets.randbits(62)
+            self.ledger = PeerLedger(self.ledger_folder, self.scenario.name, boot, self._peer, private.delta, budget)
         try:
             if self.ledger is not None and state is None:
                 self.ledger.check_budget(self._noise)
@@ -269,7 +192,7 @@ class AppTrainer:
         self.idle, private, protect = "", self._private, None
         if private is not None:
             assert self.ledger is not None
-            if not self.ledger.pay(k + 1, self._noise):
+            if not self.ledger.charge(k + 1, self._noise):
                 budget = self.ledger.budget
                 why = f"its next update would exceed epsilon = {budget:g}; it trains no more, and goes on relaying"
                 return self._exhaust(k + 1, why)
@@ -300,7 +223,7 @@ class AppTrainer:
     def result(self, state: State) -> PeerState:
         """Return the mass as it is now, and the arrays that are not mixed."""
         mass = self._mass(state)
-        mass.round_index, mass.paid = state.round_index, 0 if self.ledger is None else self.ledger.lines
+        mass.round_index, mass.paid = state.round_index, 0 if self.ledger is None else self.ledger.n_entries
         return mass
 
     def evaluate(self, state: State) -> None:

@@ -149,20 +149,17 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array,
     fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
     pays = widest >= FUSED_TERMS or len(columns) * x.shape[1] >= FUSED_FROM
     source, target = padded(x), padded(out)
-    loop = _compiled_loop() if fits and pays and source is not None and target is not None else None
-    if loop is None or source is None or target is None:
+    if not (fits and pays) or source is None or target is None:
         return False
-    loop(indptr, columns, weights, source.numpy(), target.numpy(), x.shape[1])
+    _compiled_loop()(indptr, columns, weights, source.numpy(), target.numpy(), x.shape[1])
     return True
 
 
 @cache
-def _compiled_loop() -> Callable[..., None] | None:
-    """Compile the fused loop, or return None where numba is not installed."""
-    try:
-        from flower_privdec.rows.compiling import compiled
-    except ImportError:
-        return None
+def _compiled_loop() -> Callable[..., None]:
+    """Compile the fused loop when it is first needed."""
+    from flower_privdec.rows.compiling import compiled
+
     loop: Callable[..., None] = compiled(_loop)
     return loop
 

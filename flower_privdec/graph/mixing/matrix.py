@@ -34,11 +34,6 @@ class MixingMatrix(ABC):
         """Return the sorted ids of all whose payloads these rows need."""
         return np.unique(self._columns())
 
-    @property
-    def half_shift(self) -> int | None:
-        """Return h where every row is half of its receiver's own and half of that of the peer h before; else None."""
-        return None
-
     @abstractmethod
     def dense(self) -> npt.NDArray[np.float64]:
         """Return the weights, [receivers, columns] float64."""
@@ -155,11 +150,6 @@ class SparseMatrix(MixingMatrix):
     columns: Peers
     weights: npt.NDArray[np.float64]
     halves: bool
-
-    @property
-    def half_shift(self) -> int | None:
-        """See MixingMatrix."""
-        return self._shift if self.halves else None
 
     def dense(self) -> npt.NDArray[np.float64]:
         """Return the weights, [receivers, columns] float64."""

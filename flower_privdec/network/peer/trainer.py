@@ -20,7 +20,7 @@ from flower_privdec.engine.spent import Spent, check_budget, epsilons, json_numb
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.privacy.ledger.ledger_format import RunName
+from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.pushsum.timetable import network_mixing
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.app_scenario import AppScenario
@@ -147,7 +147,7 @@ class ScenarioTrainer:
     @property
     def paid(self) -> int:
         """See Trainer."""
-        return 0 if self.cohort.ledger is None else self.cohort.ledger.paid
+        return 0 if self.cohort.ledger is None else self.cohort.ledger.charged
 
     @property
     def head(self) -> Head | None:
@@ -204,7 +204,7 @@ class ScenarioTrainer:
         if ledger is None:
             epsilon = epsilons(self.cohort, rounds)[0]
         else:
-            epsilon = float(ledger.spending.epsilons(max(ledger.paid, rounds * self.cohort.steps_per_round))[0])
+            epsilon = float(ledger.spending.epsilons(max(ledger.charged, rounds * self.cohort.steps_per_round))[0])
         budget = None if private is None else private.epsilon
         return {
             "loss": self._loss,

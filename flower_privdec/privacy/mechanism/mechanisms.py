@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -87,11 +87,17 @@ class Mechanism:
         return tuple(joint_release(kind, self.drawing) for kind in self.kinds)
 
 
-def build_mechanism(algorithm: Declares, drawing: Drawing, schedule: Schedule) -> Mechanism:
+def build_mechanism(
+    algorithm: Declares,
+    drawing: Drawing,
+    schedule: Schedule,
+    noised: Callable[[Declaration], Declaration] = lambda sums: sums,
+) -> Mechanism:
     """Return the mechanism of a peer, from what its algorithm declares.
 
     Args:
         schedule: of steps.
+        noised: returns what a step costs under the noise that it gets; by default independent normals.
 
     Raises:
         ScenarioError: for a sampling or a schedule under which what is declared has no proved bound.
@@ -104,7 +110,7 @@ def build_mechanism(algorithm: Declares, drawing: Drawing, schedule: Schedule) -
     numbers: dict[Declaration, int] = {}
     kind_of = np.empty(len(schedule.noise_shape), dtype=np.int64)
     for step in range(len(kind_of)):
-        kind_of[step] = numbers.setdefault(algorithm.released(step, drawing), len(numbers))
+        kind_of[step] = numbers.setdefault(noised(algorithm.released(step, drawing)), len(numbers))
     if drawing.sampling == "shuffle" and len(numbers) > 1:
         raise ScenarioError(
             f"data.batch.sampling='shuffle' has no proved privacy with {algorithm.name}, whose steps are not all "

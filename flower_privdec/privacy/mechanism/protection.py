@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -139,6 +139,7 @@ def build_protection(
     participation: Participation,
     peers: np.ndarray,
     weight_factor: float = 1.0,
+    noised: Callable[[Declaration], Declaration] = lambda sums: sums,
 ) -> Protection:
     """Solve each peer's noise from its budget, for the steps of the rounds in which it is active.
 
@@ -151,6 +152,7 @@ def build_protection(
         participation: who is active, of the whole network.
         peers: global ids, int64 [m].
         weight_factor: what the mixing weights add to a paper's formula.
+        noised: returns what a step costs under the noise that it gets; by default independent normals.
 
     Raises:
         ScenarioError: when a budget is below what any noise can keep, the algorithm declares no release, or a
@@ -161,7 +163,7 @@ def build_protection(
     active = np.stack([participation.active(k)[peers] for k in range(scenario.rounds)]).repeat(each_round, axis=0)
     deltas = _each(section.delta, n_peers, peers)
     budgets = [None] * len(peers) if section.epsilon is None else _each(section.epsilon, n_peers, peers)
-    mechanisms = {each: build_mechanism(algorithm, each, schedule) for each in dict.fromkeys(drawings)}
+    mechanisms = {each: build_mechanism(algorithm, each, schedule, noised) for each in dict.fromkeys(drawings)}
     share = float(participation.chances.mean())
     solver, same = Solver(section, algorithm, schedule, weight_factor, share), _Same()
     noise, scales, accounts, claims = np.empty(active.shape), np.empty(len(peers)), [], []

@@ -66,9 +66,11 @@ class Solver:
             ScenarioError: where no noise keeps the budget, nothing is declared, or no paper has a formula.
         """
         if budget is not None and None in mechanism.kinds:
+            under = "" if self.section.noise is None else f" under privacy.noise.module={self.section.noise.module!r}"
             raise ScenarioError(
-                f"algorithm.name={self.algorithm.name!r} declares no releases, so its ε is ∞ and no noise keeps "
-                f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none"
+                f"algorithm.name={self.algorithm.name!r} declares no releases{under}, so its ε is ∞ and no noise keeps "
+                f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none",
+                code="privacy.undeclared",
             )
         if self.section.noise_multiplier is not None:
             return self.section.noise_multiplier, None

@@ -1,25 +1,75 @@
-"""Noise that depends on keys alone, the same for any cohort, any order and any resume.
+"""Gaussian noise: of keys alone in a simulation, of the operating system's entropy alone at a deployed peer."""
 
-A deployed peer's depends on nothing: it comes from the operating system.
-"""
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+import torch
 
 from flower_privdec.privacy.noise.exact import ExactNoise
-from flower_privdec.privacy.noise.fast import FastNoise
-from flower_privdec.privacy.noise.generators import DEPLOYED, GENERATORS, build_noise, resolve_generator
-from flower_privdec.privacy.noise.gpu_noise import GPUNoise
-from flower_privdec.privacy.noise.source import NoiseSource
+from flower_privdec.privacy.noise.source import (
+    INDEPENDENT,
+    STATE_PREFIX,
+    NoisedSum,
+    NoiseMechanism,
+    NoiseSource,
+    PairSecrets,
+    noise_mechanism,
+)
 from flower_privdec.privacy.noise.system import SystemNoise
-from flower_privdec.privacy.noise.torch_noise import TorchNoise
+
+
+def build_noise(keys: Mapping[int, bytes], device: torch.device | str = "cpu") -> NoiseSource:
+    """Return the noise of a simulation: the same numbers for any cohort, order, resume and device but for roundings.
+
+    Args:
+        keys: a secret key of 16 bytes or more for each peer hosted here, by global id. A run's keys should follow
+            from all that decides its numbers, so that no other run shares a draw with it.
+        device: where the rows live. A GPU draws where Triton can compile for it; else the CPU draws for it.
+
+    Raises:
+        ValueError: a key is too short.
+    """
+    if torch.device(device).type == "cuda" and has_triton():
+        from flower_privdec.privacy.noise.gpu_philox import GPUNoise
+
+        return GPUNoise(keys, device)
+    from flower_privdec.privacy.noise.philox import PhiloxNoise
+
+    return PhiloxNoise(keys)
+
+
+def build_deployed_noise(*, hardened: bool) -> NoiseSource:
+    """Return the noise of a deployed peer: never seeded, and never the same twice.
+
+    Args:
+        hardened: whether it is rounded exactly, see `privacy.hardened`.
+
+    Raises:
+        ScenarioError: the package cryptography is not installed.
+    """
+    return ExactNoise() if hardened else SystemNoise()
+
+
+def has_triton() -> bool:
+    """Return whether Triton is installed, and the C compiler that it needs."""
+    return find_spec("triton") is not None and bool(os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang"))))
+
 
 __all__ = [
-    "DEPLOYED",
-    "GENERATORS",
+    "INDEPENDENT",
+    "STATE_PREFIX",
     "ExactNoise",
-    "FastNoise",
-    "GPUNoise",
+    "NoiseMechanism",
     "NoiseSource",
+    "NoisedSum",
+    "PairSecrets",
     "SystemNoise",
-    "TorchNoise",
+    "build_deployed_noise",
     "build_noise",
-    "resolve_generator",
+    "has_triton",
+    "noise_mechanism",
 ]

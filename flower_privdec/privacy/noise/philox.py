@@ -1,6 +1,6 @@
-"""Counter-based normal numbers compiled by numba: Philox4x32-7 and Box-Muller, added into rows in one pass.
+"""The noise of a simulation: counter-based normal numbers, Philox4x32-7 and Box-Muller, compiled by numba.
 
-Import this module only where the fast generator is asked for: it needs numba. A row is cut into tiles of
+Import this module only where noise is drawn: numba takes long to import. A row is cut into tiles of
 4 * LANES elements; element 4*LANES*j + LANES*w + t is made from word w of the Philox block with counter
 (LANES*j + t, step, receiver, 0) under the row's key, so a value depends on nothing but these and its column. Both
 precisions draw the same uniforms. Seven rounds are the fewest that pass BigCrush (section 4.3 of the source);
@@ -16,13 +16,20 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numba
 import numpy as np
+import torch
+from torch import Tensor
 
+from flower_privdec.privacy.noise.source import NO_RECEIVER, check_call
 from flower_privdec.rows.compiling import compiled, inlined
+from flower_privdec.rows.keys import checked_key, digest
 
 LANES = 32
 ROUNDS = 7
@@ -184,3 +191,100 @@ def add_normals32(out, shape, std, keys, receivers, step, start, stop):  # type:
 def add_normals64(out, shape, std, keys, receivers, step, start, stop):  # type: ignore[no-untyped-def]
     """Add std[i] * N(0, I) to tiles start..stop of float64 rows."""
     _add_tiles(normals64, out, shape, std, keys, receivers, step, start, stop)
+
+
+_KERNELS: dict[torch.dtype, Any] = {torch.float32: add_normals32, torch.float64: add_normals64}
+
+
+class PeerKeys:
+    """The keys of the peers that one process hosts.
+
+    A peer's place among them, by ascending id, is its slot.
+    """
+
+    def __init__(self, keys: Mapping[int, bytes]) -> None:
+        """Keep a copy of the keys.
+
+        Args:
+            keys: from global peer id to key.
+
+        Raises:
+            ValueError: a key is no key.
+        """
+        self._peers = np.array(sorted(keys), dtype=np.int64)
+        self._keys = [checked_key(keys[peer]) for peer in self._peers.tolist()]
+        self._tables: dict[str, np.ndarray] = {}
+
+    def slots(self, peers: np.ndarray) -> np.ndarray:
+        """Return the slots of some peers, int64 [m].
+
+        Raises:
+            ValueError: one of them has no key here.
+        """
+        slots = self._peers.searchsorted(peers)
+        held = self._peers.take(slots, mode="clip") if len(self._peers) else np.full(len(slots), -1)
+        if (held != peers).any():
+            raise ValueError(f"peers {peers[held != peers].tolist()} have no key here: ask only for peers hosted here")
+        return slots
+
+    def table(self, purpose: str) -> np.ndarray:
+        """Return 64 bits that follow from each slot's key, its id and a purpose, uint64 [peers]."""
+        if purpose not in self._tables:
+            pairs = zip(self._keys, self._peers.tolist(), strict=True)
+            hashes = b"".join(digest(8, key, "noise", purpose, peer) for key, peer in pairs)
+            self._tables[purpose] = np.frombuffer(hashes, np.uint64)
+        return self._tables[purpose]
+
+
+class PhiloxNoise:
+    """Simulated Gaussian noise: Philox4x32-7 keyed by 64 bits of (peer's key, purpose), for rows on any device.
+
+    The counter is (block, step, receiver, 0). A value depends on its key and its column alone, not on the cohort, a
+    slice of it or the number of threads (torch.get_num_threads()). float64 rows get the numbers of float32 rows,
+    computed more precisely. Rows on another device are copied to the CPU and back.
+    """
+
+    def __init__(self, keys: Mapping[int, bytes]) -> None:
+        self._keys = PeerKeys(keys)
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_size = 0
+
+    def add_(
+        self,
+        out: Tensor,
+        std: Tensor,
+        step: int,
+        peers: np.ndarray,
+        purpose: str = "noise",
+        receivers: np.ndarray | None = None,
+    ) -> None:
+        """Add noise in place; see NoiseSource."""
+        check_call(out, std, step, peers, receivers)
+        keys = self._keys.table(purpose)[self._keys.slots(peers)]
+        if out.numel() == 0:
+            return
+        rows = out.detach().cpu()
+        if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
+            rows = rows.contiguous()
+        (m, d), stride = rows.shape, rows.stride(0)
+        arrays = (
+            rows.as_strided(((m - 1) * stride + d,), (1,)).numpy(),
+            (d, stride),
+            std.detach().to("cpu", out.dtype).contiguous().numpy(),
+            keys,
+            np.full(m, NO_RECEIVER, np.uint64) if receivers is None else receivers.astype(np.uint64),
+            np.uint64(step),
+        )
+        fill, tiles = partial(_KERNELS[out.dtype], *arrays), m * -(-d // TILE)
+        threads = min(torch.get_num_threads(), max(1, tiles * TILE // 2**16))
+        if threads == 1:
+            fill(0, tiles)
+        else:
+            if self._pool is None or self._pool_size < threads:
+                self._pool, self._pool_size = ThreadPoolExecutor(threads, "noise"), threads
+            bounds = [tiles * part // threads for part in range(threads + 1)]
+            parts = [self._pool.submit(fill, start, stop) for start, stop in pairwise(bounds)]
+            for part in parts:
+                part.result()
+        if rows.data_ptr() != out.data_ptr():
+            out.detach().copy_(rows)

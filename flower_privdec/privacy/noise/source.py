@@ -1,20 +1,30 @@
-"""What every noise source does, and what it refuses."""
+"""Two doors for noise: where normal numbers come from, and how the noise of a private step is made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.user_code import load_own
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
+from flower_privdec.graph.participation import Participation
+from flower_privdec.privacy.mechanism.declared import Declaration
+from flower_privdec.rows.keys import digest
+from flower_privdec.scenario.fields import OwnSection
+
 STEPS = 2**32  # steps of a run, and ids of receivers, are counted in 32 bits
-NOBODY = STEPS - 1  # stands where noise is for no receiver in particular
+NO_RECEIVER = STEPS - 1  # the counter word of noise that goes to no receiver in particular
+STATE_PREFIX = "noise."  # of the names of a mechanism's rows in a state
 
 
 class NoiseSource(Protocol):
-    """Gaussian noise for the rows of a cohort."""
+    """Independent normal numbers for the rows of a cohort."""
 
     def add_(
         self,
@@ -42,6 +52,145 @@ class NoiseSource(Protocol):
         ...
 
 
+class PairSecrets:
+    """A secret for each pair of peers, the same for both: simulated from the run keys of the two."""
+
+    def __init__(self, keys: Mapping[int, bytes]) -> None:
+        self._keys = keys
+
+    def of(self, peer: int, other: int) -> bytes:
+        """Return the secret of two peers, 32 bytes, in whichever order they are named.
+
+        Raises:
+            ScenarioError: one of the two is not hosted by this process.
+        """
+        pair = sorted((int(peer), int(other)))
+        if any(one not in self._keys for one in pair):
+            raise ScenarioError(
+                f"the secret of peers {pair[0]} and {pair[1]} needs the keys of both, and this process hosts peers "
+                f"{sorted(self._keys)}: run the scenario by the engine",
+                code="noise.pair-secret",
+            )
+        return digest(32, "pair", *(part for one in pair for part in (one, self._keys[one])))
+
+
+@dataclass(frozen=True)
+class NoisedSum:
+    """What a noise mechanism knows of the sum that it adds noise to.
+
+    Attributes:
+        normals: independent normals, keyed as `NoiseSource.add_` says; at a deployed peer the operating system's.
+        secrets: of pairs of peers.
+        name: of the sum; it keys the noise.
+        step: its number in the run.
+        round_index: the round.
+        peers: int64 [r], global ids of the rows.
+        rows: int64 [r], where these stand in the rows of `state`.
+        receivers: int64 [r], to whom alone each row goes; None for everybody.
+        scale: [r], what each row's sum of clipped gradients is multiplied by.
+        clip_norm: [r], C; None for no clipping.
+        participation: who is active in which round; public.
+        state: the mechanism's own rows [m, d] by name, to be changed in place; zero before round 0. They are part of
+            every checkpoint and never leave their peer.
+    """
+
+    normals: NoiseSource
+    secrets: PairSecrets
+    name: str
+    step: int
+    round_index: int
+    peers: np.ndarray
+    rows: np.ndarray
+    receivers: np.ndarray | None
+    scale: Tensor
+    clip_norm: Tensor | None
+    participation: Participation
+    state: Mapping[str, Tensor]
+
+    @property
+    def active(self) -> np.ndarray:
+        """Return which peers of the network take part in the round, bool [n_peers]."""
+        return self.participation.active(self.round_index)
+
+    @property
+    def sensitivity(self) -> Tensor:
+        """Return by how much one example of the batch moves each row at most, in units of the rows, [r]: |scale| C."""
+        scale = self.scale.abs()
+        return scale * torch.inf if self.clip_norm is None else scale * self.clip_norm
+
+
+class NoiseMechanism:
+    """How the noise of a private step is made of normals: independent of all else, unless a subclass differs.
+
+    A subclass that overrides `add_` has to declare what its releases cost: it inherits no declaration about noise that
+    it changed.
+
+    Attributes:
+        state: names of rows [m, d] that it keeps from step to step.
+    """
+
+    state: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Drop an inherited declaration where a subclass changes what it was about."""
+        super().__init_subclass__()
+        if "add_" in vars(cls) and "released" not in vars(cls):
+            cls.released = _undeclared  # type: ignore[method-assign]
+
+    def released(self, sums: Declaration) -> Declaration:
+        """Return what a step with these sums costs under this noise; None costs ε = ∞.
+
+        What is returned is accounted for as if each sum got independent normals, whatever `add_` does. Further noise,
+        which does not depend on the data, is post-processing; anything else needs a proof.
+
+        Args:
+            sums: what the algorithm declares, for independent normals.
+        """
+        return sums
+
+    def add_(self, out: Tensor, std: Tensor, noised: NoisedSum) -> None:
+        """Add noise to a sum in place.
+
+        Args:
+            out: [r, d].
+            std: [r], the standard deviations that were solved for.
+            noised: which sum it is, and what else the noise may depend on.
+        """
+        noised.normals.add_(out, std, noised.step, noised.peers, noised.name, noised.receivers)
+
+
+def _undeclared(self: NoiseMechanism, sums: Declaration) -> Declaration:
+    return None
+
+
+INDEPENDENT = NoiseMechanism()
+
+
+def noise_mechanism(section: OwnSection | None) -> NoiseMechanism:
+    """Return the mechanism that `privacy.noise` names, called with its arguments; None is independent noise.
+
+    Raises:
+        ScenarioError: the class cannot be had, is no `NoiseMechanism`, or could not be built.
+    """
+    if section is None:
+        return INDEPENDENT
+    own = load_own(
+        section.module,
+        "privacy.noise.module",
+        accepts=lambda part: isinstance(part, type) and issubclass(part, NoiseMechanism),
+        must_be="a subclass of flower_privdec.privacy.noise.NoiseMechanism",
+    )
+    try:
+        mechanism: NoiseMechanism = own(**section.arguments)
+    except PrivdecError:
+        raise
+    except RAISED_BY_USERS as error:  # a user's own class may raise anything
+        raise ScenarioError(
+            f"privacy.noise.module={section.module!r} could not be built: {one_line(error)}", code="noise.build"
+        ) from error
+    return mechanism
+
+
 def check_call(out: Tensor, std: Tensor, step: int, peers: np.ndarray, receivers: np.ndarray | None) -> None:
     """Refuse arguments of `NoiseSource.add_` that no source can serve.
 
@@ -58,7 +207,7 @@ def check_call(out: Tensor, std: Tensor, step: int, peers: np.ndarray, receivers
         return
     if receivers.shape != peers.shape:
         raise ValueError(f"receivers {list(receivers.shape)} must be [{out.shape[0]}]")
-    if len(receivers) and not (receivers.min() >= 0 and receivers.max() < NOBODY):
+    if len(receivers) and not (receivers.min() >= 0 and receivers.max() < NO_RECEIVER):
         raise ValueError(f"receivers {receivers.min()}..{receivers.max()} must be >= 0 and < 2**32 - 1")
 
 

@@ -1,4 +1,4 @@
-"""The normal numbers of `philox` compiled by Triton, for rows on a GPU: one launch adds to all of them.
+"""The noise of a simulation on a GPU: the numbers of `philox`, compiled by Triton, added to all rows in one launch.
 
 Import this module only where there is a GPU: it needs Triton. Words, layout and polynomials are those of `philox`,
 so that a GPU draws what a CPU draws, but for roundings (some 1e-7 of a float32 normal, 1e-14 of a float64 one).
@@ -8,10 +8,110 @@ Source: as `philox`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from flower_privdec.errors import RunError
+from flower_privdec.privacy.noise.philox import PeerKeys
+from flower_privdec.privacy.noise.source import NO_RECEIVER, check_call
+
+_KEPT = 16  # sets of keys and receivers that stay on the device
+_BLOCK = 4096  # elements of a row that one program adds to
+
+# What `philox` draws for key 1099511627798, step 7 and no receiver: one or two columns of each word, of a radius that
+# is refined, at the end of a block and in the next.
+_KNOWN_KEY, _KNOWN_STEP = 1099511627798, 7
+_KNOWN = {
+    0: 1.351081007438877,
+    33: 0.7446968593819507,
+    66: 1.0491245880597828,
+    99: 1.5802805086650944,
+    127: -1.3599363465462873,
+    1872: -2.3743692477365745,
+    1904: -4.10489051254272,
+    4095: 1.112579248451285,
+    4096: 1.0812301479730426,
+    4199: -0.34569075938046845,
+}
+_TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+class GPUNoise:
+    """The numbers of PhiloxNoise on a GPU, but for roundings: all rows in one launch, and nothing read back.
+
+    Keys and receivers stay on the device, so that a step like the one before copies nothing to it.
+    """
+
+    def __init__(self, keys: Mapping[int, bytes], device: torch.device | str = "cuda") -> None:
+        """Compile the kernel, and try it on numbers that are known.
+
+        Raises:
+            ImportError: Triton is not installed.
+            RunError: this GPU draws other numbers than a CPU.
+        """
+        self._prepare(add_normals, keys, torch.device(device))
+        for dtype in _TOLERANCES:
+            self._try(dtype)
+
+    def _prepare(self, kernel: Any, keys: Mapping[int, bytes], device: torch.device) -> None:
+        self._kernel, self._keys, self._device = kernel, PeerKeys(keys), device
+        self._device_keys: dict[tuple[str, bytes, bytes], Tensor] = {}
+
+    def add_(
+        self,
+        out: Tensor,
+        std: Tensor,
+        step: int,
+        peers: np.ndarray,
+        purpose: str = "noise",
+        receivers: np.ndarray | None = None,
+    ) -> None:
+        """Add noise in place; see NoiseSource."""
+        check_call(out, std, step, peers, receivers)
+        keys, to = self._on_device(purpose, peers, receivers)
+        if out.numel() == 0:
+            return
+        rows = out.detach()
+        if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
+            rows = rows.contiguous()
+        self._launch(rows, std.detach().to(out).contiguous(), keys, to, step)
+        if rows.data_ptr() != out.data_ptr():
+            out.detach().copy_(rows)
+
+    def _launch(self, rows: Tensor, std: Tensor, keys: Tensor, receivers: Tensor, step: int) -> None:
+        grid, double = (len(rows), -(-rows.shape[1] // _BLOCK)), rows.dtype == torch.float64
+        self._kernel[grid](
+            rows, rows.stride(0), rows.shape[1], std, keys, receivers, step, DOUBLE=double, enable_fp_fusion=True
+        )
+
+    def _on_device(self, purpose: str, peers: np.ndarray, receivers: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        """Return the rows' keys and receivers, int64 [m] each, and keep them for the next call."""
+        key = (purpose, peers.tobytes(), b"" if receivers is None else receivers.tobytes())
+        if key not in self._device_keys:
+            keys = self._keys.table(purpose)[self._keys.slots(peers)].view(np.int64)
+            to = np.full(len(peers), NO_RECEIVER) if receivers is None else receivers
+            while len(self._device_keys) >= _KEPT:
+                self._device_keys.pop(next(iter(self._device_keys)))
+            self._device_keys[key] = torch.from_numpy(np.stack([keys, to.astype(np.int64)])).to(self._device)
+        device_keys, device_receivers = self._device_keys[key].unbind(0)
+        return device_keys, device_receivers
+
+    def _try(self, dtype: torch.dtype) -> None:
+        rows = torch.zeros(1, max(_KNOWN) + 1, dtype=dtype, device=self._device)
+        keys, nobody = torch.tensor([[_KNOWN_KEY], [NO_RECEIVER]], device=self._device).unbind(0)
+        self._launch(rows, rows.new_ones(1), keys, nobody, _KNOWN_STEP)
+        drawn, expected = rows.cpu().double().numpy()[0, list(_KNOWN)], np.array(list(_KNOWN.values()))
+        if not (np.abs(drawn - expected) <= _TOLERANCES[dtype]).all():
+            raise RunError(
+                f"{self._device} draws other {dtype} noise than a CPU: set compute.device=cpu, and report this GPU"
+            )
+
 
 LANES: Any = tl.constexpr(32)  # as in philox: 32 counters make a tile of 128 elements
 ROUNDS: Any = tl.constexpr(7)

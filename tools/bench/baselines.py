@@ -1,4 +1,4 @@
-"""What the engine is compared with: a plain loop over peers (column A), Opacus in that loop, and textbook vmap.
+"""Baselines for the engine: a plain loop over peers (column A), Opacus in that loop, and textbook vmap.
 
 Each is written as one would write it without this package, and does the same work: draw the examples, clip each
 one's gradient, add Gaussian noise, descend, and push-sum along the round's edges.
@@ -35,7 +35,7 @@ def gradients_of(parameters: list[nn.Parameter]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-class Rival(ABC):
+class Baseline(ABC):
     """One way to run the workload's rounds.
 
     Args:
@@ -52,7 +52,7 @@ class Rival(ABC):
         shape = (self.n, setup.workload.examples)
         x = setup.examples.x
         if isinstance(x, SparseRows):
-            raise TypeError("the rivals' loops are timed on dense examples alone")
+            raise TypeError("the baselines take dense examples alone")
         self._x = x.to(setup.device, setup.dtype).view(*shape, *setup.workload.shape)
         self._y = setup.examples.y.to(setup.device).view(shape)
 
@@ -73,7 +73,7 @@ class Rival(ABC):
         return self.setup.mixing.matrix(self.round_index).dense()
 
 
-class PeerLoop(Rival):
+class PeerLoop(Baseline):
     """Column A: a module for each peer, and one backward pass for each example."""
 
     def __init__(self, setup: Setup, tape: Tape | None = None, draw: Draw | None = None) -> None:
@@ -84,7 +84,7 @@ class PeerLoop(Rival):
         self.hears: dict[int, list[dict[int, float]]] = {}
 
     def load(self, x: Tensor, w: Tensor) -> None:
-        """See Rival."""
+        """See Baseline."""
         self.weights = w.tolist()
         with torch.no_grad():
             for parameters, row in zip(self.parameters, x, strict=True):
@@ -93,15 +93,15 @@ class PeerLoop(Rival):
                     parameter.copy_(part.view_as(parameter))
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """See Rival."""
+        """See Baseline."""
         rows = [torch.cat([parameter.detach().flatten() for parameter in peer]) for peer in self.parameters]
         return torch.stack(rows), torch.tensor(self.weights, dtype=self.setup.dtype)
 
     def round(self) -> None:
         """Take every peer's step, one after the other; then average along the edges."""
-        given = None if self.draw is None else self.draw(self.round_index)
+        drawn = None if self.draw is None else self.draw(self.round_index)
         for peer in range(self.n):
-            x, y = self._examples(peer) if given is None else (given[0][peer], given[1][peer])
+            x, y = self._examples(peer) if drawn is None else (drawn[0][peer], drawn[1][peer])
             self._step(peer, x, y)
         self._mix()
         self.round_index += 1
@@ -186,7 +186,7 @@ class OpacusLoop(PeerLoop):
         return [torch.einsum("b,b...->...", factor, sample) for sample in samples]
 
 
-class TextbookVmap(Rival):
+class TextbookVmap(Baseline):
     """All peers and examples at once: vmap(vmap(grad)), and a dense matrix that mixes."""
 
     def __init__(self, setup: Setup, tape: Tape | None = None, draw: Draw | None = None) -> None:
@@ -201,13 +201,13 @@ class TextbookVmap(Rival):
         return self.loss(functional_call(self.setup.module, parameters, (x[None],)), y[None])
 
     def load(self, x: Tensor, w: Tensor) -> None:
-        """See Rival."""
+        """See Baseline."""
         parts = torch.split(x, [shape.numel() for shape in self.shapes], dim=1)
         self.stacked = [part.reshape(self.n, *shape) for part, shape in zip(parts, self.shapes, strict=True)]
         self.weights = w
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """See Rival."""
+        """See Baseline."""
         return torch.cat([part.flatten(1) for part in self.stacked], dim=1), self.weights
 
     @torch.no_grad()

@@ -1,0 +1,709 @@
+"""`private`: example-level privacy for a torch training loop of one's own (DP-SGD, Abadi et al. 2016, Alg. 1).
+
+One call wraps the loop's four objects. In each step:
+
+    PrivateLoader     charges the ledger, then draws a Poisson batch
+    PrivateModel      returns outputs that carry no gradient
+    PrivateCriterion  computes the clipped sum of per-example gradients, which backward() passes on
+    NoisedSteps       adds noise and gives the optimizer the noised mean as its gradient
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from flower_privdec.common.arguments import check_calls, check_numbers, check_paths, check_whole
+from flower_privdec.common.formatting import one_line
+from flower_privdec.data.sampling import draw_poisson
+from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
+from flower_privdec.privacy.accountant.accounting import check_delta
+from flower_privdec.privacy.accountant.calibration import max_steps
+from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.noise import NoiseSource, SystemNoise, build_noise
+from flower_privdec.rows.keys import KEY_BYTES, keyed_generator
+from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion
+from flower_privdec.training_loop.group_norms import mixes
+from flower_privdec.training_loop.privacy_budget import PrivacyBudget
+
+DTYPES = (torch.float32, torch.float64)
+LINES = 16  # that a pass writes into the ledger, or so
+KEPT = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator", "prefetch_factor", "pin_memory_device"),
+)
+CALL = "_flower_privdec_call"  # an attribute of outputs: what the model was called with
+MARK = "_flower_privdec_steps"  # an attribute of an optimizer whose steps are noised
+GUARD = "_flower_privdec_guard"  # of a parameter that no other gradient may reach
+NOBODY = np.zeros(1, dtype=np.int64)  # the peer of a process that hosts one
+
+
+class ExamplePrivacy:
+    """What `private` returns; unpacks into model, optimizer, data_loader, criterion.
+
+    Attributes:
+        model, optimizer, data_loader, criterion: what the training loop uses in place of its own.
+        noise_multiplier: noise std over clip norm.
+    """
+
+    def __init__(
+        self,
+        model: PrivateModel,
+        optimizer: Optimizer,
+        data_loader: PrivateLoader,
+        criterion: PrivateCriterion,
+        steps: NoisedSteps,
+        budget: PrivacyBudget,
+    ) -> None:
+        self.model, self.optimizer, self.data_loader, self.criterion = model, optimizer, data_loader, criterion
+        self.noise_multiplier = budget.release.noise_multiplier
+        self._steps, self._budget = steps, budget
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.optimizer, self.data_loader, self.criterion))
+
+    @property
+    def allowed(self) -> int:
+        """Return how many steps more the ledger allows: 0 where the budget is spent, 10^9 where there is no limit."""
+        return self._budget.remaining_steps(self._budget.entries())
+
+    @property
+    def epsilon(self) -> float:
+        """Return the ε of all that the ledger holds. Unit: example; adjacency: zero-out."""
+        return self._budget.epsilon(self._budget.entries())
+
+    def __str__(self) -> str:
+        return self._budget.statement(self._budget.entries())
+
+    def close(self) -> None:
+        """Leave optimizer and parameters to whoever uses them next, without privacy."""
+        self._steps.close()
+
+
+def private(
+    model: nn.Module,
+    optimizer: Optimizer,
+    data_loader: DataLoader[Any],
+    criterion: Criterion,
+    *,
+    ledger: str | Path,
+    delta: float,
+    epsilon: float | None = None,
+    steps: int | None = None,
+    rounds: int | None = None,
+    local_epochs: int = 1,
+    noise_multiplier: float | None = None,
+    clip_norm: float = 1.0,
+    reserve: int | None = None,
+    way: str = "auto",
+    insecure_seed: int | None = None,
+    report: Callable[[str], None] = print,
+) -> ExamplePrivacy:
+    """Make a training loop differentially private for each example (DP-SGD, Abadi et al. 2016, Alg. 1).
+
+    The loop stays as it is, with what this returns in the place of its own: for each batch of the loader one call of
+    the model, of the criterion on what that returned, `backward()` and `step()`. Call it anew in each round, in the
+    same process or another, with the same ledger: that goes on counting where it was.
+
+    Args:
+        model: called on batches [examples, ...]; returns one tensor [examples, ...]. Not one that mixes examples.
+        optimizer: any over parameters of the model, used without a closure. What it does not hold is not trained.
+        data_loader: over a map-style dataset; `batch_size` becomes the expected size. Shuffling and `drop_last`
+            give way to Poisson sampling; the number of batches stays.
+        criterion: called as criterion(outputs, targets, ...); for an example alone the loss of that example.
+        ledger: the file in which all steps over this peer's data are counted, `.jsonl`, made if missing. One for each
+            peer and dataset, for ever: a new file counts from zero.
+        delta: δ; well below one over the examples.
+        epsilon: the budget over all rounds; None for no limit.
+        steps: in all rounds, for which the noise is solved; or
+        rounds, local_epochs: how often the loop is run, and how many passes over the loader it takes.
+        noise_multiplier: noise std over clip norm, in the place of steps.
+        clip_norm: C, of a gradient of all trained parameters.
+        reserve: how many steps a line of the ledger pays for; a crash, or a loop left early, loses at most so many.
+            None is a sixteenth of a pass over the loader, or a whole one where it has workers, which read ahead.
+        way: how examples are kept apart, see `ClippedSum`.
+        insecure_seed: INSECURE: batches and noise from a seed, so that who knows it sees through them. For tests alone.
+        report: called with a line on ε, its unit and what was charged, after each pass over the loader.
+
+    Returns:
+        What unpacks into model, optimizer, data_loader, criterion.
+
+    Raises:
+        ScenarioError: what cannot be private, with the remedy.
+        BudgetError: from the loader, before a batch is read, when the budget is spent; `allowed` says so before.
+
+    Privacy: unit one example, adjacency zero-out (an example's clipped gradient against 0; the number of examples is
+        public), towards whoever sees the model after every step. Not covered: losses, accuracies and counts on private
+        examples that the loop itself reports; what it does to a batch as a whole before the model sees it
+        (normalising by its own mean, mixing its examples); what reached the model or the optimizer's state before;
+        the same person behind several examples.
+
+    Deviations: the divisor is the expected batch, not the drawn one.
+    """
+    whole = {"steps": steps, "rounds": rounds, "local_epochs": local_epochs, "reserve": reserve}
+    _check_kinds(whole, {"delta": delta, "clip_norm": clip_norm}, {"ledger": ledger, "report": report})
+    check_numbers({"epsilon": epsilon, "noise_multiplier": noise_multiplier})
+    check_whole({"insecure_seed": insecure_seed})
+    if isinstance(model, PrivateModel):
+        raise ScenarioError("this model is private already: give private() the model that it was made of")
+    check_loader(data_loader)
+    _check_modules(model)
+    parameters = _trained(model, optimizer)
+    if not (clip_norm >= 1e-12 and math.isfinite(clip_norm)):
+        raise ScenarioError(f"clip_norm={clip_norm} must be finite and > 0 (1e-12 at least)")
+    if Path(ledger).is_dir():
+        raise ScenarioError(f"ledger={str(ledger)!r} is a folder: name a file in it, one for each peer and dataset")
+    if rounds is not None and steps is None:
+        steps = rounds * local_epochs * len(data_loader)
+    budget = _budget_of(Path(ledger), data_loader, epsilon, delta, steps, noise_multiplier, insecure_seed is not None)
+    seed = None if insecure_seed is None else hashlib.sha256(f"INSECURE {int(insecure_seed)}".encode()).digest()
+    clipped_sum = ClippedSum(model, parameters, criterion, clip_norm, way=way)
+    noised = NoisedSteps(
+        optimizer,
+        parameters,
+        SystemNoise() if seed is None else build_noise({0: seed}, next(iter(parameters.values())).device),
+        clip_norm=clip_norm,
+        noise_multiplier=budget.release.noise_multiplier,
+        expected_batch=budget.release.batch_size,
+    )
+    wrapped, loss = PrivateModel(model, clipped_sum, noised), PrivateCriterion(criterion, clipped_sum, noised)
+    loader = PrivateLoader(data_loader, noised, budget, reserve=reserve, seed=seed, report=report)
+    return ExamplePrivacy(wrapped, optimizer, loader, loss, noised, budget)
+
+
+def _budget_of(
+    ledger: Path,
+    loader: DataLoader[Any],
+    epsilon: float | None,
+    delta: float,
+    steps: int | None,
+    noise: float | None,
+    insecure: bool,
+) -> PrivacyBudget:
+    """Return the privacy budget of a loader's data, its noise given or solved for."""
+    check_delta(delta)
+    for name, value in {"steps": steps, "noise_multiplier": noise, "epsilon": epsilon}.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ScenarioError(f"{name}={value} must be finite and > 0")
+    size, batch = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
+    batch = min(batch, size)
+    sampling, rate = ("poisson", batch / size) if batch < size else ("full", 1.0)
+    release = Release(sampling, rate, size, batch, noise or 1.0)
+    budget = PrivacyBudget(
+        ledger.parent, ledger.name.removesuffix(".jsonl"), release, epsilon, delta, steps, insecure=insecure
+    )
+    if noise is None:
+        return budget.with_noise_solved()
+    if epsilon is not None and steps is None:
+        return replace(budget, limit=max_steps(release, epsilon, delta))
+    return budget
+
+
+def _check_kinds(whole: dict[str, Any], numbers: dict[str, Any], others: dict[str, Any]) -> None:
+    """Refuse settings of the wrong kind, whole numbers below 1, and what must be given and is None."""
+    check_whole(whole)
+    for name, value in whole.items():
+        if value is not None and value < 1:
+            raise ScenarioError(f"{name}={value} must be >= 1")
+    for name, value in {**numbers, **others, "local_epochs": whole["local_epochs"]}.items():
+        if value is None:
+            raise ScenarioError(f"{name}=None must be given")
+    check_numbers(numbers)
+    check_paths({"ledger": others["ledger"]})
+    check_calls({"report": others["report"]})
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Refuse layers by which examples reach each other, or a model's parameters change without a gradient."""
+    if not isinstance(model, nn.Module):
+        raise ScenarioError(f"model is a {type(model).__name__}: it must be a torch.nn.Module")
+    for path, part in model.named_modules():
+        kind, where = type(part).__name__, path or "the model itself"
+        if mixes(part):
+            raise ScenarioError(
+                f"{kind} ({where}) mixes the examples of a batch, so that none can be clipped alone: use "
+                "flower_privdec.training_loop.group_norm(model), before the optimizer is made"
+            )
+        if isinstance(part, nn.parallel.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ScenarioError(f"{kind} ({where}) cannot be private: give the model in it")
+        if getattr(part, "max_norm", None) is not None:
+            raise ScenarioError(
+                f"{kind} ({where}) has max_norm, which changes the weights of what occurs without noise: leave it out"
+            )
+    try:
+        copy.deepcopy(model)
+    except (RuntimeError, TypeError, ValueError) as error:  # what torch says of a tensor with a gradient's history
+        raise ScenarioError(
+            "the model cannot be copied, as it is for each example; torch.nn.utils.parametrizations has the norms of "
+            f"weights that can: {one_line(error)}"
+        ) from error
+
+
+def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the parameters that the optimizer trains, by name.
+
+    Raises:
+        ScenarioError: none, one of another model, or one that noise cannot be added to.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ScenarioError(f"optimizer is a {type(optimizer).__name__}: it must be a torch.optim.Optimizer")
+    held = {id(each): each for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
+    found: dict[str, Tensor] = {name: each for name, each in model.named_parameters() if id(each) in held}
+    if not found or len(found) != len(held):
+        raise ScenarioError(
+            f"the optimizer trains {len(held)} parameters, of which {len(found)} are the model's: it must train some "
+            "of the model's and no others (make it after the model is changed or moved)"
+        )
+    kinds = {(each.dtype, each.device) for each in found.values()}
+    if len(kinds) > 1 or next(iter(kinds))[0] not in DTYPES:
+        said = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        raise ScenarioError(
+            f"the trained parameters are {said}: they must be all float32 or all float64 on one device (for half "
+            "precision use torch.autocast)"
+        )
+    return found
+
+
+class PrivateLoader:
+    """The user's loader with Poisson batches: each example is in each with chance batch_size / examples.
+
+    It has as many batches as the user's. One into which nobody is drawn is not shown: its step, on noise
+    alone, is taken here. The ledger is locked while the loader is being iterated over.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        steps: NoisedSteps,
+        budget: PrivacyBudget,
+        *,
+        reserve: int | None,
+        seed: bytes | None,
+        report: Callable[[str], None],
+    ) -> None:
+        """Draw from a loader's dataset.
+
+        Args:
+            reserve: how many steps a line in the ledger pays for; None is a sixteenth of a pass, or a whole one where
+                workers read ahead.
+            seed: a key to draw from, INSECURE; None is the operating system's entropy, anew each time.
+            report: what is called with a line on what was spent, after each pass.
+        """
+        self._loader, self._steps, self._budget, self._seed, self._report = loader, steps, budget, seed, report
+        self._reserve = reserve or (len(loader) if loader.num_workers else max(1, len(loader) // LINES))
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        with self._budget.opened() as open_budget:
+            done = 0
+            try:
+                while done < len(self):
+                    count = open_budget.charge(min(self._reserve, len(self) - done))
+                    yield from self._batches(count, open_budget.first + done)
+                    done += count
+            finally:
+                if done:
+                    self._report(str(open_budget))
+
+    def _batches(self, count: int, first: int) -> Iterator[Any]:
+        """Yield the batches of some steps that are paid."""
+        sizes, places = self._draw(count, first)
+        drawn = np.split(places, np.cumsum(sizes)[:-1])
+        batches = iter(self._read([each.tolist() for each in drawn if len(each)]))
+        for number, size in enumerate(sizes.tolist(), start=first):
+            if size == 0:
+                self._steps.step_on_noise(number)
+                continue
+            batch = _next(batches)
+            self._steps.draw(size, number)
+            yield batch
+            self._steps.check_taken()
+
+    def _draw(self, count: int, first: int) -> tuple[np.ndarray, np.ndarray]:
+        key = os.urandom(2 * KEY_BYTES) if self._seed is None else self._seed
+        release = self._budget.release
+        return draw_poisson(keyed_generator(key, "sampling", first), count, release.dataset_size, release.sampling_rate)
+
+    def _read(self, batches: list[list[int]]) -> DataLoader[Any]:
+        kept: Mapping[str, Any] = {name: getattr(self._loader, name) for name in KEPT}
+        return DataLoader(self._loader.dataset, batch_sampler=batches, **kept)
+
+
+def _next(batches: Iterator[Any]) -> Any:
+    """Return the next batch.
+
+    Raises:
+        RunError: the dataset or the collate_fn fails, without what it said, which may tell of examples.
+    """
+    try:
+        return next(batches)
+    except RAISED_BY_USERS as error:
+        failure = type(error).__name__
+    raise RunError(
+        f"the dataset or the collate_fn raised {failure} on private examples (what it said is withheld, for it may "
+        "tell of them); try them on made-up ones, each by its number"
+    )
+
+
+def check_loader(loader: object) -> None:
+    """Refuse what cannot be sampled example by example.
+
+    Raises:
+        ScenarioError: with the remedy.
+    """
+    if isinstance(loader, PrivateLoader):
+        raise ScenarioError("this data loader is private already: give private() the loader that it was made of")
+    if not isinstance(loader, DataLoader):
+        raise ScenarioError(f"data_loader is a {type(loader).__name__}: it must be a torch.utils.data.DataLoader")
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise ScenarioError(
+            f"{type(dataset).__name__} is read from its beginning to its end, so no example can be drawn by chance: "
+            "give a map-style dataset, with __getitem__ and __len__"
+        )
+    if loader.batch_size is None:
+        raise ScenarioError("the data loader has a batch_sampler, or batches of its own: give it a batch_size instead")
+    sampler = loader.sampler
+    if not isinstance(sampler, RandomSampler | SequentialSampler) or getattr(sampler, "replacement", False):
+        raise ScenarioError(
+            f"the data loader's {type(sampler).__name__} decides which examples are drawn, and Poisson sampling has "
+            "to: leave it out; a part of a dataset is a torch.utils.data.Subset of it"
+        )
+    if len(sampler) != len(dataset) or len(dataset) < 1 or len(loader) < 1:
+        raise ScenarioError(
+            f"{len(dataset)} examples in batches of {loader.batch_size} make {len(loader)} batches: give at least one, "
+            "a sampler over all examples, and no drop_last where there are fewer than a batch"
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a model was called with, the version of what it returned, and the batch that awaited its step then."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    version: int
+    of: Drawn | None
+
+
+class PrivateModel(nn.Module):
+    """The user's model; its state_dict, its parameters and whatever else it has are those of the model itself.
+
+    Where gradients are on, what it returns has none of its own: only the private criterion makes a loss of it.
+    """
+
+    def __init__(self, module: nn.Module, clipped_sum: ClippedSum, steps: NoisedSteps) -> None:
+        """Wrap a model whose clipped sums are known."""
+        super().__init__()
+        self.module = module
+        self._clipped_sum, self._steps = clipped_sum, steps
+        self.training = module.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's outputs for a batch; buffers stay as they were, for they would leave with the model.
+
+        Raises:
+            ScenarioError: where gradients are on and these are not one tensor.
+        """
+        if not torch.is_grad_enabled():
+            kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            return functional_call(self.module, kept, args, kwargs)  # what they became of these examples is forgotten
+        output = self._clipped_sum.outputs(args, kwargs)
+        if not isinstance(output, Tensor):
+            raise ScenarioError(
+                f"the model returns a {type(output).__name__}: it must return one tensor [examples, ...]"
+            )
+        sealed: Tensor = _Sealed.apply(output.requires_grad_() if output.is_floating_point() else output)
+        setattr(sealed, CALL, _Call(args, kwargs, sealed._version, self._steps.drawn))
+        return sealed
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's own, under its own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load the model's own; `assign` would put other parameters in the place of those that are watched.
+
+        Raises:
+            ScenarioError: assign.
+        """
+        if assign:
+            raise ScenarioError(
+                "assign=True must be left out: the optimizer and the noise hold the parameters as they are"
+            )
+        return self.module.load_state_dict(state_dict, strict)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the model's own, under its own names."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield the model's own, under its own names."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+class PrivateCriterion(nn.Module):
+    """The user's criterion; what backward() brings of its loss is the clipped sum of the batch."""
+
+    def __init__(self, criterion: Criterion, clipped_sum: ClippedSum, steps: NoisedSteps) -> None:
+        """Wrap a criterion, called as criterion(outputs, targets, ...).
+
+        Raises:
+            ScenarioError: class weights that a mean over one example would cancel.
+        """
+        super().__init__()
+        by_class = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None
+        if by_class and getattr(criterion, "reduction", None) == "mean":
+            raise ScenarioError(
+                f"{type(criterion).__name__}(weight=...) divides by the weights of a batch, which cancels them where "
+                "each example is alone: give it reduction='sum'"
+            )
+        self.criterion = criterion
+        self._clipped_sum, self._steps = clipped_sum, steps
+
+    def forward(self, outputs: Tensor, *targets: Any) -> Tensor:
+        """Return the loss of a batch.
+
+        Raises:
+            RunError: the outputs are no longer what the model returned.
+        """
+        call: _Call | None = getattr(outputs, CALL, None)
+        if not torch.is_grad_enabled():
+            return self.criterion(outputs, *targets)
+        if call is None or call.version != outputs._version:
+            raise RunError(
+                "the criterion must be given what the model returned, as it is, for what is done between could mix "
+                "examples: move that into the model or into the criterion"
+            )
+        shown = self._clipped_sum.loss(outputs, targets)
+        total, examples = (None, 0) if call.of is None else self._clipped_sum(call.args, call.kwargs, targets)
+        arrive = partial(self._steps.arrive, total, examples, call.of)
+        loss: Tensor = _Loss.apply(torch.zeros((), requires_grad=True), shown, arrive)
+        return loss
+
+
+class _Sealed(torch.autograd.Function):
+    """Outputs through which no gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor) -> Tensor:
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise RunError(
+            "a loss was computed from the model's outputs without the criterion that private() returned, so that its "
+            "gradient is not clipped: use that criterion alone"
+        )
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose backward pass hands on the sum that was clipped when the loss was computed."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, shown: Tensor, arrive: Callable[[], None]) -> Tensor:
+        ctx.arrive = arrive
+        return shown.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if gradients[0].numel() != 1 or float(gradients[0]) != 1.0:
+            raise RunError(
+                "the loss was changed before backward() (divided, scaled by a GradScaler, averaged, squared?), which "
+                "the clipping would not see: call backward() on what the criterion returned; a scale belongs into the "
+                "learning rate, mixed precision into torch.autocast with bfloat16, which needs no scaler"
+            )
+        ctx.arrive()
+        return None, None, None
+
+
+@dataclass(eq=False)
+class Drawn:
+    """A batch that was drawn and paid for, and for which no step was taken yet.
+
+    Attributes:
+        size: how many examples it has.
+        number: of its step.
+        total: the sum of their clipped gradients, once it has arrived.
+    """
+
+    size: int
+    number: int
+    total: Tensor | None = None
+
+
+class NoisedSteps:
+    """Gives an optimizer, before each of its steps, the noised mean of a batch as its gradient.
+
+        grad = (sum_b g_b min(1, C / |g_b|) + σ C N(0, I)) / expected batch
+
+    (Abadi et al. 2016, Alg. 1.) Everything else is the optimizer's own. What is not one backward pass over one drawn
+    batch between two steps is refused, for its cost was not counted.
+
+    Attributes:
+        drawn: the batch that awaits its step, or None.
+
+    Privacy: one release of the step's mechanism, paid by whoever calls `draw`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        parameters: dict[str, Tensor],
+        noise: NoiseSource,
+        *,
+        clip_norm: float,
+        noise_multiplier: float,
+        expected_batch: float,
+    ) -> None:
+        """Hook into an optimizer and watch its parameters.
+
+        Raises:
+            ScenarioError: the optimizer is in use by another call of this.
+        """
+        if hasattr(optimizer, MARK):
+            raise ScenarioError("this optimizer is private already: keep what private() returned, or close() it first")
+        self._optimizer, self._parameters, self._noise = optimizer, parameters, noise
+        self._std, self._divisor = noise_multiplier * clip_norm, expected_batch
+        self.drawn: Drawn | None = None
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        setattr(optimizer, MARK, self)
+        for name, parameter in parameters.items():
+            parameter.grad = None  # one from before is not noised, and anybody's step would take it
+            _guard(name, parameter, self)
+
+    def draw(self, size: int, number: int) -> None:
+        """Take note of a batch that was drawn and paid for; see `check_taken`."""
+        self.check_taken()
+        self.drawn = Drawn(size, number)
+
+    def check_taken(self) -> None:
+        """Check that a step was taken for the last batch.
+
+        Raises:
+            RunError: none was.
+        """
+        if self.drawn is not None:
+            self.drawn = None
+            raise RunError(
+                "a batch was drawn and no step taken for it, which tells something of its examples that was not "
+                "counted: take optimizer.step() for each batch, whatever it holds"
+            )
+
+    def arrive(self, total: Tensor | None, examples: int, of: Drawn | None) -> None:
+        """Take the clipped sum of the drawn batch, from its backward pass.
+
+        Args:
+            of: the batch that awaited its step when the model was called.
+
+        Raises:
+            RunError: no batch awaits it, it is of another batch, or is the second one.
+        """
+        if self.drawn is None or of is not self.drawn:
+            raise RunError(
+                "loss.backward() without a batch of the private loader, or of one before: iterate over what private() "
+                "returned, and call the model and backward() once for each batch"
+            )
+        if self.drawn.total is not None:
+            raise RunError(
+                "loss.backward() came twice for one batch, which would count its examples twice (gradient "
+                "accumulation, two losses?): call it once before each step, and make batch_size larger instead"
+            )
+        if examples != self.drawn.size:
+            raise RunError(
+                "loss.backward() is over another number of examples than the loader drew: give the model every batch "
+                "whole, as it was drawn"
+            )
+        self.drawn.total = total
+
+    def step_on_noise(self, number: int) -> None:
+        """Take the step of a batch into which nobody was drawn: noise alone."""
+        self.draw(0, number)
+        self._optimizer.step()
+
+    def close(self) -> None:
+        """Leave the optimizer and its parameters to whoever uses them next, without privacy."""
+        self._handle.remove()
+        if getattr(self._optimizer, MARK, None) is self:
+            delattr(self._optimizer, MARK)
+        for parameter in self._parameters.values():
+            handle, owner = getattr(parameter, GUARD, (None, None))
+            if handle is not None and owner is self:
+                handle.remove()
+                delattr(parameter, GUARD)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise RunError(
+                "optimizer.step(closure) evaluates a batch more than once, and one release was paid: call "
+                "loss.backward() and step() without a closure (LBFGS cannot be private)"
+            )
+        known = {id(parameter) for parameter in self._parameters.values()}
+        if not all(
+            id(each) in known for group in optimizer.param_groups for each in group["params"] if each.requires_grad
+        ):
+            raise RunError(
+                "the optimizer was given more parameters after private(), whose gradients are not clipped: give it all "
+                "before"
+            )
+        drawn, self.drawn = self.drawn, None
+        if drawn is None:
+            raise RunError("optimizer.step() without a batch of the private loader: take one step for each batch")
+        if drawn.total is None and drawn.size:
+            raise RunError(
+                "optimizer.step() without loss.backward() through the model and the criterion that private() returned"
+            )
+        self._release(drawn)
+
+    @torch.no_grad()
+    def _release(self, drawn: Drawn) -> None:
+        """Noise a batch's sum and lay its mean over the parameters as their gradients."""
+        like = next(iter(self._parameters.values()))
+        sizes = [parameter.numel() for parameter in self._parameters.values()]
+        row = like.new_zeros(sum(sizes)) if drawn.total is None else drawn.total.clone()
+        self._noise.add_(row[None], row.new_tensor([self._std]), drawn.number, NOBODY)
+        row /= self._divisor
+        for parameter, part in zip(self._parameters.values(), row.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+
+
+def _guard(name: str, parameter: Tensor, owner: NoisedSteps) -> None:
+    """Refuse whatever gradient reaches a parameter past the clipping, until its last owner is closed."""
+    if hasattr(parameter, GUARD):
+        setattr(parameter, GUARD, (getattr(parameter, GUARD)[0], owner))
+        return
+
+    def refuse(gradient: Tensor) -> None:
+        raise RunError(
+            f"a gradient reached {name} past the model and the criterion that private() returned, neither clipped nor "
+            "counted: use these alone in the loss (weight decay: the optimizer's weight_decay)"
+        )
+
+    setattr(parameter, GUARD, (parameter.register_hook(refuse), owner))

@@ -1,0 +1,17 @@
+"""Compilation where nothing can be kept on disk."""
+
+import numba
+import pytest
+
+from flower_privdec.rows import compiling
+
+
+def test_loops_are_compiled_where_no_folder_can_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def njit(function, cache=False, **options):
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return original(function, **options)
+
+    original = numba.njit
+    monkeypatch.setattr(numba, "njit", njit)
+    assert compiling.compiled(lambda x: 1 / x)(0.0) == float("inf")
