@@ -12,8 +12,8 @@ from random import Random, SystemRandom
 
 import torch
 
+from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, Message, Progress, RowMessage, formats_of
-from flower_privdec.pushsum.protocol import Acknowledgement, FrozenShare, Hello, RefusedError
 
 CAP = 4096
 ROWS = {"x": torch.linspace(-1.0, 1.0, 5), "w": torch.tensor(0.5), "change": torch.zeros(2, 3)}

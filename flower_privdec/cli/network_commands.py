@@ -172,7 +172,7 @@ def status(
     from flower_privdec.data.readers import require
 
     network = require("flower_privdec.network.peer.foreground", "privdec status", "pip install grpcio")
-    typer.echo(network.request_status(address, certificates, number, as_json))
+    typer.echo(network.status_of(address, certificates, number, as_json))
 
 
 class ModelSize(StrEnum):

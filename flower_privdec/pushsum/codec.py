@@ -12,7 +12,7 @@ from torch import Tensor
 from flower_privdec.common.user_code import load_own
 from flower_privdec.core import State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.pushsum.protocol import LAST, Durable, Edge, FrozenShare
+from flower_privdec.pushsum.exactly_once import LAST, Durable, Edge, FrozenShare
 from flower_privdec.rows.finite import all_finite
 
 AT_ONCE = 2**17  # numbers whose sum stays in cache

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.pushsum.protocol import Acknowledgement, FrozenShare, Hello, RefusedError
+from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, Hello, RefusedError
 
 MAGIC, VERSION = b"prvd", 2
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")

@@ -23,7 +23,7 @@ from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, UnreachableError
 from flower_privdec.privacy.ledger.ledger import read_chain
-from flower_privdec.pushsum.protocol import FIRST, RefusedError
+from flower_privdec.pushsum.exactly_once import FIRST, RefusedError
 
 HASTY = f"network={{retry: 0.1, start: {LONG}, deadline: 0.5}}"
 

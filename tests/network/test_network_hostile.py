@@ -25,8 +25,8 @@ from flower_privdec.network.peer.connections import STATUS_REQUEST
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError, UnreachableError
+from flower_privdec.pushsum.exactly_once import FIRST, Acknowledgement, FrozenShare, Hello
 from flower_privdec.pushsum.frames import FrameCodec, Message, RowMessage
-from flower_privdec.pushsum.protocol import FIRST, Acknowledgement, FrozenShare, Hello
 
 NAMES = ["privsgp", "d-psgd"]
 ROUNDS = 60

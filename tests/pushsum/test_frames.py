@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from flower_privdec.pushsum.exactly_once import LAST, FrozenShare, RefusedError
 from flower_privdec.pushsum.frames import (
     HEADER,
     BufferList,
@@ -28,7 +29,6 @@ from flower_privdec.pushsum.frames import (
     formats_of,
     frame_size,
 )
-from flower_privdec.pushsum.protocol import LAST, FrozenShare, RefusedError
 from tools import fuzz
 
 RUN = bytes(range(32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flower_privdec.pushsum.protocol import PushSumProtocol
+from flower_privdec.pushsum.exactly_once import PushSumProtocol
 
 
 def shake(one: PushSumProtocol[Any], other: PushSumProtocol[Any]) -> None:

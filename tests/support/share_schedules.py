@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from flower_privdec.errors import RunError
-from flower_privdec.pushsum import protocol
+from flower_privdec.pushsum import exactly_once
 
 WIRE = 1024  # a share is a multiple of 1/WIRE; a mass is finer
 FINE = 4096
@@ -85,7 +85,7 @@ class Schedule:
         lost_disks: whether old checkpoints come back; in a quarter of the schedules when not given.
     """
 
-    def __init__(self, draw: Random, code: Any = protocol, lost_disks: bool | None = None) -> None:
+    def __init__(self, draw: Random, code: Any = exactly_once, lost_disks: bool | None = None) -> None:
         self.draw, self.code = draw, code
         n = draw.randint(2, 4)
         self.graph = {
@@ -382,7 +382,7 @@ class Schedule:
         link = durable.edges[liar]
         if them.incarnation == link.incarnation and self.draw.random() < 0.5:
             boot = self.hosts[liar].machine.boot
-            word = protocol.Acknowledgement(liar, i, them.incarnation, durable.incarnation, boot, link.sent, 0)
+            word = exactly_once.Acknowledgement(liar, i, them.incarnation, durable.incarnation, boot, link.sent, 0)
             self.hear(replace(word, number=link.sent + self.draw.randint(1, 3)) if self.draw.random() < 0.5 else word)
             for share in them.edges[i].frozen:
                 self.hear(replace(share, number=link.received + 9, boot=boot))
@@ -448,7 +448,7 @@ class Schedule:
         return met and not link.frozen and other.received == link.sent
 
 
-def run_schedule(draw: Random, code: Any = protocol, events: int = 60, lost_disks: bool | None = None) -> Schedule:
+def run_schedule(draw: Random, code: Any = exactly_once, events: int = 60, lost_disks: bool | None = None) -> Schedule:
     """Run one schedule to its end and check it throughout."""
     schedule = Schedule(draw, code, lost_disks)
     for _ in range(events):

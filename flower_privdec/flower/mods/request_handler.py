@@ -24,7 +24,7 @@ from flower_privdec.flower.mods.sealing import Identity, KnownPeers
 from flower_privdec.flower.mods.stepping import APP_SPENT, LEAST_WEIGHT, Train, take_step
 from flower_privdec.flower.mods.update import clipped, noised
 from flower_privdec.flower.strategies.masking import masked
-from flower_privdec.pushsum.protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 log = logging.getLogger("flwr.privdec")
 

@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from flower_privdec.errors import RunError
 from flower_privdec.network.local.peer_processes import PeerProcesses
-from flower_privdec.network.peer.status import StatusClient
+from flower_privdec.network.peer.status import STATUS_CAP, request_status
+from flower_privdec.network.transport.grpc_transport import GrpcConnection
 from flower_privdec.network.transport.tls import credentials_of, identities
 
 OnStatus = Callable[[int, dict[str, Any] | None, str], None]  # of a peer: its status and a word on it
@@ -48,17 +49,18 @@ class Watch:
         scenario, processes = self._processes.scenario, self._processes
         assert scenario.network.peers is not None
         credentials = credentials_of(scenario, processes.certificates, peer)
-        client = StatusClient(scenario.network.peers[peer].address, identities(scenario)[peer], credentials)
+        address, name = scenario.network.peers[peer].address, identities(scenario)[peer]
+        connection = GrpcConnection(address, name, credentials, STATUS_CAP)
         word = STARTING
         try:
             while not self._stopping.is_set() and not self._is_done(peer):
-                status = self._request(client)
+                status = self._request(connection)
                 word = SILENT if status is not None else word  # from now on
                 self._on_status(peer, status, word if status is None else "")
                 self._stopping.wait(self._every)
             self._is_done(peer)
         finally:
-            client.close()
+            connection.close()
 
     def _is_done(self, peer: int) -> bool:
         """Report a peer's last status, if it came to its end."""
@@ -67,9 +69,9 @@ class Watch:
             self._on_status(peer, status, DONE)
         return status is not None
 
-    def _request(self, client: StatusClient) -> dict[str, Any] | None:
+    def _request(self, connection: GrpcConnection) -> dict[str, Any] | None:
         try:
-            return client.request(ANSWER_SECONDS)
+            return request_status(connection, ANSWER_SECONDS)
         except RunError:  # reported by the word instead
             return None
 

@@ -29,8 +29,7 @@ from flower_privdec.network.peer.connections import Messages, Session
 from flower_privdec.network.peer.peer import POLL, RunningPeer
 from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.pushsum.codec import RowMass, pack, unpack
-from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMessage, frame_size
-from flower_privdec.pushsum.protocol import (
+from flower_privdec.pushsum.exactly_once import (
     FIRST,
     Acknowledgement,
     FrozenShare,
@@ -39,6 +38,7 @@ from flower_privdec.pushsum.protocol import (
     RefusedError,
     StaleStateError,
 )
+from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMessage, frame_size
 from flower_privdec.pushsum.straggler_policy import StragglerPolicy
 
 MANY = 16  # frames in a call beside rows

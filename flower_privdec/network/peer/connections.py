@@ -13,8 +13,8 @@ from typing import Any
 from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import RunError
 from flower_privdec.network.transport.transport import Connection, Content, Transport, UnreachableError
+from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import BufferList, FrameCodec, Message
-from flower_privdec.pushsum.protocol import RefusedError
 
 SOON = 0.05  # seconds until a call that failed is made again, doubled each time
 STATUS_REQUEST = b"privdec status"  # a call that any peer of the scenario may make

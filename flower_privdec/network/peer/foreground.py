@@ -18,10 +18,10 @@ from flower_privdec.common.formatting import printable, shown
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.network.peer.asynchronous import AsynchronousPeer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
-from flower_privdec.network.peer.status import StatusClient, status_line
+from flower_privdec.network.peer.status import STATUS_CAP, request_status, status_line
 from flower_privdec.network.peer.synchronous import SynchronousPeer
 from flower_privdec.network.peer.trainer import ScenarioTrainer, Trainer
-from flower_privdec.network.transport.grpc_transport import identity_at
+from flower_privdec.network.transport.grpc_transport import GrpcConnection, identity_at
 from flower_privdec.network.transport.tls import Credentials, credentials_of, files_of, identities_of
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.app_scenario import AppScenario
@@ -155,7 +155,7 @@ class _StatusLine:
             print(file=sys.stderr)
 
 
-def request_status(address: str, certificates: Path, peer: int, as_json: bool) -> str:
+def status_of(address: str, certificates: Path, peer: int, as_json: bool) -> str:
     """Return the status of a running peer.
 
     Args:
@@ -173,14 +173,14 @@ def request_status(address: str, certificates: Path, peer: int, as_json: bool) -
     paths = files_of(certificates, peer)
     names = identities_of(paths[0].read_bytes()) if paths[0].is_file() else []
     credentials = Credentials.read(*paths, names[0] if names else f"peer-{peer}")
-    client = StatusClient(address, identity_at(address, credentials), credentials)
+    connection = GrpcConnection(address, identity_at(address, credentials), credentials, STATUS_CAP)
     try:
-        status = client.request(REQUEST_SECONDS)
+        status = request_status(connection, REQUEST_SECONDS)
         return json.dumps(status, indent=2) if as_json else _status_text(status)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunError(f"{address} answers {shown(status, 60)}, which is no status; is it another version?") from error
     finally:
-        client.close()
+        connection.close()
 
 
 def _status_text(status: Mapping[str, Any]) -> str:

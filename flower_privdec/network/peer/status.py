@@ -9,47 +9,29 @@ from typing import Any
 from flower_privdec.common.formatting import epsilon_text, number, shown
 from flower_privdec.errors import RunError
 from flower_privdec.network.peer.connections import STATUS_REQUEST
-from flower_privdec.network.transport.grpc_transport import GrpcConnection
-from flower_privdec.network.transport.tls import Credentials
+from flower_privdec.network.transport.transport import Connection
 
-CAP = 1 << 20  # bytes of a status
+STATUS_CAP = 1 << 20  # bytes of a status
 Status = Mapping[str, Any]
 
 
-class StatusClient:
-    """Requests the status of one peer, any number of times."""
+def request_status(connection: Connection, seconds: float) -> dict[str, Any]:
+    """Return the status of the peer at the other end of a connection.
 
-    def __init__(self, address: str, identity: str, credentials: Credentials) -> None:
-        """Open no connection yet.
+    Args:
+        seconds: to wait at most.
 
-        Args:
-            address: HOST:PORT where the peer listens.
-            identity: that its certificate has to be for.
-            credentials: of the peer that requests it.
-        """
-        self._connection = GrpcConnection(address, identity, credentials, CAP)
-
-    def request(self, seconds: float) -> dict[str, Any]:
-        """Return the peer's status.
-
-        Args:
-            seconds: to wait at most.
-
-        Raises:
-            RunError: it does not answer, or with something else.
-        """
-        answer = bytes(self._connection.call(STATUS_REQUEST, seconds))
-        try:
-            status = json.loads(answer)
-        except (ValueError, RecursionError):
-            status = None
-        if not isinstance(status, dict):
-            raise RunError(f"{self._connection.address} answers {shown(answer, 60)}, which is no status")
-        return status
-
-    def close(self) -> None:
-        """Release the connection."""
-        self._connection.close()
+    Raises:
+        RunError: it does not answer, or with something else.
+    """
+    answer = bytes(connection.call(STATUS_REQUEST, seconds))
+    try:
+        status = json.loads(answer)
+    except (ValueError, RecursionError):
+        status = None
+    if not isinstance(status, dict):
+        raise RunError(f"the peer answers {shown(answer, 60)}, which is no status; is it another version?")
+    return status
 
 
 def status_line(status: Status) -> str:

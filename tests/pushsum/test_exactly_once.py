@@ -26,10 +26,10 @@ from flower_privdec.core import advance
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment
-from flower_privdec.pushsum import protocol
+from flower_privdec.pushsum import exactly_once
 from flower_privdec.pushsum.codec import RowMass, TensorArithmetic, pack, unpack
+from flower_privdec.pushsum.exactly_once import FIRST, LAST, PushSumProtocol, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec, formats_of
-from flower_privdec.pushsum.protocol import FIRST, LAST, PushSumProtocol, RefusedError, StaleStateError
 from flower_privdec.scenario import Scenario
 
 CHUNK = 1_250
@@ -114,7 +114,7 @@ MUTANTS = {
     "a share is taken back from the dead": ("if share in on_disk:", "if False:"),
     "a liar is believed": ("if theirs.sender in self._greeted or far:", "if far:"),
 }
-SOURCE = Path(protocol.__file__ or "").read_text(encoding="utf-8")
+SOURCE = Path(exactly_once.__file__ or "").read_text(encoding="utf-8")
 
 
 def mutated(*changes: str) -> ModuleType:
