@@ -13,7 +13,7 @@ from flower_privdec.common.user_code import load_own
 from flower_privdec.core import State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.pushsum.exactly_once import LAST, Durable, Edge, FrozenShare
-from flower_privdec.rows.finite import all_finite
+from flower_privdec.rows.tensors import all_finite
 
 AT_ONCE = 2**17  # numbers whose sum stays in cache
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes

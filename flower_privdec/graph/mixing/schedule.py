@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.graph.mixing.hosted import Hosted
-from flower_privdec.graph.mixing.matrix import MixingMatrix
+from flower_privdec.graph.mixing.matrix import Hosted, MixingMatrix, SparseMatrix
 from flower_privdec.graph.mixing.weights import UNDIRECTED, average_matrix, check_weights, mixing_matrix
 from flower_privdec.graph.participation import Everybody, Participation
 from flower_privdec.graph.topology.connectivity import check_topology
@@ -37,13 +38,14 @@ class Mixing:
         self.weights = "server" if topology.name == "server" else weights
         self._by_phase: dict[int, MixingMatrix] = {}
         self._latest: tuple[int, MixingMatrix] | None = None
+        self._period = topology.period
         self._check()
 
     def matrix(self, round_index: int) -> MixingMatrix:
         """Return W of a round, [n_peers, n_peers]; inactive rows are the identity's, except for server."""
         active = self.active(round_index)
-        if active.all() and self.topology.period is not None:
-            phase = round_index % self.topology.period
+        if self._period is not None and active.all():
+            phase = round_index % self._period
             if phase not in self._by_phase:
                 self._by_phase[phase] = self._build(phase, active)
             return self._by_phase[phase]
@@ -114,3 +116,65 @@ class Mixing:
                 f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so nobody ever exchanges; "
                 "raise fraction so that at least 2 are active"
             )
+
+
+class PartlyHeard(Mixing):
+    """A mixing in which who was not heard has no weight at one peer: it returns to the peer itself.
+
+    Where everybody was heard it is the mixing itself, to the last bit. Rows of other peers are not to be asked for
+    where somebody was not.
+
+    Args:
+        whole: the run's.
+        peer: whose.
+    """
+
+    def __init__(self, whole: Mixing, peer: int) -> None:
+        """Begin with everybody heard."""
+        vars(self).update(vars(whole))
+        self._peer = peer
+        self._heard: frozenset[int] | None = None
+
+    def hear(self, heard: Iterable[int] | None) -> None:
+        """Set which others were heard; None for all."""
+        self._heard = None if heard is None else frozenset(heard)
+
+    def matrix(self, round_index: int) -> MixingMatrix:
+        """Return W of a round; where somebody was not heard, the peer's row alone."""
+        whole = super().matrix(round_index)
+        if self._heard is None:
+            return whole
+        senders, _, weights = whole.rows([self._peer]).links()
+        missed = [sender not in self._heard and sender != self._peer for sender in senders.tolist()]
+        if not any(missed):
+            return whole
+        senders, weights = senders[~np.array(missed)], weights[~np.array(missed)]
+        own = senders == self._peer
+        weights = np.where(own, 1 - weights[~own].sum(), weights)
+        ends = np.array([0, len(senders)])
+        return SparseMatrix(self.n_peers, np.array([self._peer]), ends, senders, weights, halves=False)
+
+    def links(self, round_index: int) -> EdgeArray:
+        """Return who sends to whom in a round, [m, 2] (sender, receiver), the peer's links with those heard alone."""
+        senders, receivers, _ = super().matrix(round_index).links()
+        links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
+        if self._heard is None:
+            return links
+        other = np.where(links[:, 0] == self._peer, links[:, 1], links[:, 0])
+        mine = (links == self._peer).any(1)
+        found: EdgeArray = links[mine & np.isin(other, list(self._heard))]
+        return found
+
+    def hosted(self, round_index: int, peers: Peers) -> Hosted:
+        """Return what a round says of the peer, asked for alone: its messages with those heard."""
+        whole = super().matrix(round_index).hosted(peers)
+        heard = self._heard
+        if heard is None:
+            return whole
+        return Hosted(
+            peers,
+            self.matrix(round_index).rows(peers),
+            tuple(term for term in whole.sent if term[1] in heard),
+            tuple(link for link in whole.heard if link[0] in heard),
+            tuple(link for link in whole.answered if link[0] in heard),
+        )
