@@ -81,7 +81,7 @@ class Agreement:
             memory_bytes=scenario.compute.memory_mib << 20,
             n_tokens=public.n_tokens,
             sparse=public.sparse,
-            lone=_draws_one(scenario.data.batch),
+            single_example=_draws_one(scenario.data.batch),
         )
         algorithm.check_model(kernel)
         return Agreement(

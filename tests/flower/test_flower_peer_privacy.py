@@ -51,6 +51,7 @@ def composed(noise, rounds):
     return accountant.get_epsilon(DELTA)
 
 
+@pytest.mark.slow
 def test_the_ledger_over_100_rounds_and_a_restart_is_dp_accountings_composition(tmp_path):
     options = {"clip_norm": 1.0, "noise_multiplier": 12.0, "delta": DELTA}
     half = start(tmp_path, 50, **options).told[0].epsilon

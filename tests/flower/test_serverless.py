@@ -163,6 +163,7 @@ def test_no_kill_takes_mass_or_adds_any(tmp_path):
     assert np.abs(total["x"].numpy() - sum(values_of(peer) for peer in range(4))).max() < 1e-11
 
 
+@pytest.mark.slow
 def test_a_ledger_over_a_hundred_rounds_and_a_kill_is_what_dp_accounting_composes(tmp_path):
     scenario = scenario_of(
         "n_peers=2",
@@ -345,6 +346,7 @@ def stepping(experiment):
 # --- what all begin with ---
 
 
+@pytest.mark.slow
 @quickstarts
 def test_a_quickstart_runs_unmodified_and_learns(folder, tmp_path):
     scenario = scenario_of("rounds=4", "evaluation.every=4")

@@ -193,6 +193,7 @@ def started(lan: Lan, tiny_text: str, tmp_path: Path) -> Iterator[Run]:
         run.stop()
 
 
+@pytest.mark.slow
 def test_a_black_hole_is_noticed_and_healed_and_the_others_go_on(lan: Lan, started: Run) -> None:
     lan.swallow(2)
     noticed = started.when(lambda: started.is_down(2, seen_by=0), 200)

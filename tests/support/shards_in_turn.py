@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.engine.shards.communication_plan import Shards
-from flower_privdec.engine.shards.process_group import Wires
+from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.engine.shards.rendezvous import MeetingPlace
 
 MINUTE = 60.0
@@ -128,19 +128,19 @@ def in_turn() -> Iterator[Turns]:
     def nowhere(*_: object) -> Iterator[None]:
         yield None
 
-    def meet(store: object, shard: int, shards: Shards, address: str) -> Wires:
+    def meet(store: object, shard: int, shards: Shards, address: str) -> ProcessGroup:
         turns.shared.clear() if not turns.here else None
-        return Wires(InTurn(turns, shard, len(shards)), shard, shards)  # type: ignore[arg-type]
+        return ProcessGroup(InTurn(turns, shard, len(shards)), shard, shards)  # type: ignore[arg-type]
 
-    close = Wires.close
+    close = ProcessGroup.close
 
-    def leave(wires: Wires) -> None:
+    def leave(wires: ProcessGroup) -> None:
         turns.leave(wires.shard)
         close(wires)
 
     with (
         patch.object(MeetingPlace, "store", nowhere),
-        patch.object(Wires, "meet", meet),
-        patch.object(Wires, "close", leave),
+        patch.object(ProcessGroup, "meet", meet),
+        patch.object(ProcessGroup, "close", leave),
     ):
         yield turns
