@@ -25,7 +25,7 @@ from flower_privdec.flower.mods.peer_file import load_state, state_path
 from flower_privdec.flower.mods.share_frame import unpack_body
 from flower_privdec.flower.strategies.push_sum import comparable
 from flower_privdec.privacy.ledger import ledger as ledger_module
-from flower_privdec.pushsum.share_protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 APP = ROOT / "simulations" / "adapted-quickstart-sklearn" / "before"
 PROTECTED: dict[str, Any] = {"clip_norm": 1.0, "noise_multiplier": 5.0}

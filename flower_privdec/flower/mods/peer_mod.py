@@ -53,7 +53,7 @@ from flower_privdec.flower.mods.sealing import Identity, KnownPeers
 from flower_privdec.flower.node_settings import PeerPlace
 from flower_privdec.flower.serverless.mesh import MeshApp, run_mesh
 from flower_privdec.flower.strategies.masking import masked
-from flower_privdec.pushsum.share_protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 log = logging.getLogger("flwr.privdec")
 

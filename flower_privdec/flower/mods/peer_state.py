@@ -23,7 +23,7 @@ import numpy as np
 from flower_privdec.errors import RunError
 from flower_privdec.flower.mods.layout import Layout
 from flower_privdec.flower.mods.share_frame import Seal, ShareHeader, Unseal, frame, pack_body, unframe, unpack_body
-from flower_privdec.pushsum.share_protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 
 @dataclass
