@@ -21,6 +21,7 @@ from flower_privdec.graph.participation import EdgeParticipation, Participation,
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import build_model, flatten
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.app_scenario import AppScenario
 from flower_privdec.scenario.data_section import BatchSection
 from flower_privdec.scenario.features_section import FeaturesSection
 from flower_privdec.scenario.schema import placed
@@ -124,7 +125,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 @placed
-def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | None, Participation]:
+def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tuple[Mixing | None, Participation]:
     """Return the graph's mixing weights (None for an algorithm that exchanges nothing) and who is active."""
     seed, who, section = scenario.seed_of("run"), scenario.participation, scenario.topology
     if algorithm.weights is None:

@@ -29,7 +29,7 @@ from flower_privdec.flower.mods.private_update import clipped, norm
 from flower_privdec.flower.mods.sealing import Identity, KnownPeers
 from flower_privdec.flower.strategies.masking import masked, unmasked_sum
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
-from flower_privdec.pushsum.share_protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 DELTA = 1e-5
 

@@ -84,7 +84,7 @@ class InTurn:
         turns.join(shard, count)
 
     def send(self, tensors: list[Tensor], shard: int, tag: int) -> _Done:
-        self.turns.mail.setdefault((self.shard, shard, tag), []).append(tensors[0].clone())
+        self.turns.session.setdefault((self.shard, shard, tag), []).append(tensors[0].clone())
         self.turns.say(f"{self.shard} to {shard}", tensors[0])
         return _Done(lambda: None)
 
@@ -92,8 +92,8 @@ class InTurn:
         key = (shard, self.shard, tag)
 
         def arrive() -> None:
-            self.turns.until(self.shard, lambda: bool(self.turns.mail.get(key)))
-            tensors[0].copy_(self.turns.mail[key].pop(0))
+            self.turns.until(self.shard, lambda: bool(self.turns.session.get(key)))
+            tensors[0].copy_(self.turns.session[key].pop(0))
 
         return _Done(arrive)
 
