@@ -110,7 +110,7 @@ class DPDDA(Algorithm):
         scale = float(cohort.participation.chances.mean()) * self.schedule.total(1)
         first = self.regularizer.minimizer(torch.zeros_like(cohort.initial)[None], scale, self.schedule.pull(1))
         m, d = len(cohort.peers), len(cohort.initial)
-        x, dual, average = (empty_rows(cohort.initial, m, d) for _ in range(3))  # aligned, so that nobody copies them
+        x, dual, average = (empty_rows(cohort.initial, m, d) for _ in range(3))  # aligned: no kernel copies them
         return {"x": x.copy_(first.expand(m, -1)), "dual": dual.zero_(), "average": average.copy_(x)}
 
     def average(self, cohort: Cohort, state: State) -> None:

@@ -50,7 +50,7 @@ class FedDeper(FedAvg):
         sqrt(C² + C²). For ρ = 0 nothing computed from v's gradients is ever sent (y starts at x, and v only takes
         from y): they are neither clipped nor noised.
         """
-        return ReleasedSum("gradient"), ReleasedSum("personal", to="everybody" if self.rho else "nobody")
+        return ReleasedSum("gradient"), ReleasedSum("personal", to="all" if self.rho else "self")
 
     def initial(self, cohort: Cohort) -> dict[str, Tensor]:
         """Return x, w and the personalized models v = x^0."""
@@ -63,9 +63,9 @@ class FedDeper(FedAvg):
 
     def cautions(self, active: int, n_peers: int, rounds: int, *, server: bool) -> list[str]:
         """Say where the penalty feeds back on itself faster than the personalized models are renewed (`penalty`)."""
-        each = self.steps_per_round
-        said = penalty.caution(self.rho, each, self.mixing_rate, active, n_peers, rounds, server=server)
-        return [said] if said else []
+        steps = self.steps_per_round
+        warning = penalty.caution(self.rho, steps, self.mixing_rate, active, n_peers, rounds, server=server)
+        return [warning] if warning else []
 
     def walk(self, cohort: Cohort, state: State, rows: np.ndarray, start: Tensor) -> Tensor:
         """Walk y and v together; v ends mixed with y."""

@@ -44,7 +44,7 @@ def read_members(path: str, forms: Sequence[Sequence[str]], where: str) -> dict[
     except _DAMAGED as error:
         reason = "a single array" if _is_array(path) else one_line(error)
         raise ScenarioError(
-            f"{where} cannot be read as .npz ({reason}): save the arrays anew with numpy.savez"
+            f"{where} cannot be read as .npz ({reason}): save the arrays again with numpy.savez"
         ) from error
 
 
@@ -53,17 +53,17 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> np.n
     with archive.open(info) as file:
         version = npy.read_magic(file)
         if version not in _HEADERS:
-            raise ScenarioError(f"{where} is of version {version} of .npy and must be 1.0 or 2.0: save it anew")
+            raise ScenarioError(f"{where} is of version {version} of .npy and must be 1.0 or 2.0: save it again")
         shape, fortran, dtype = _HEADERS[version](file)
         if any(size < 0 for size in shape):
-            raise ScenarioError(f"{where} has the shape {list(shape)}: save it anew with numpy.savez")
+            raise ScenarioError(f"{where} has the shape {list(shape)}: save it again with numpy.savez")
         promised = math.prod(shape) * dtype.itemsize
         if dtype.hasobject or promised > info.file_size:
             kind = "holds Python objects" if dtype.hasobject else f"promises {list(shape)} {dtype} and has fewer bytes"
             raise ScenarioError(f"{where} {kind}: save plain numbers with numpy.savez")
         content = file.read(promised)
     if len(content) < promised:
-        raise ScenarioError(f"{where} ends after {len(content)} of {promised} bytes: save it anew with numpy.savez")
+        raise ScenarioError(f"{where} ends after {len(content)} of {promised} bytes: save it again with numpy.savez")
     array = np.frombuffer(bytearray(content), dtype=dtype)
     return array.reshape(shape, order="F" if fortran else "C")
 

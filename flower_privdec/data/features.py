@@ -5,7 +5,7 @@
 
 Each example goes through by itself, so the features of one never depend on another, and a peer computes them
 for its own data exactly as a simulation does for everybody's. Whitening takes mean and covariance from
-`strokes`, drawings that nobody made: it removes what every image of pen strokes has in common, which
+`strokes`, synthetic drawings: it removes what every image of pen strokes has in common, which
 otherwise fills most of the clip norm, and evens out what is left.
 """
 

@@ -55,7 +55,7 @@ def _read_half(root: str, part: str, wanted: Wanted) -> Split:
 
 
 def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wanted) -> Split:
-    """Return one half of a dataset that somebody gives as arrays, read as those of an .npz file are."""
+    """Return one half of a dataset from arrays in memory, read like those of an .npz file."""
     split = _array_split({f"x_{part}": x, f"y_{part}": y}, part, where, wanted)
     return _binary(split, where) if wanted.targets == "classes" else split
 

@@ -60,13 +60,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset whose halves are read when they are asked for: whoever needs the public test set reads no more.
+    """A dataset whose halves are read lazily: a process that needs only the public test set reads no more.
 
     Attributes:
         train, test: read a half.
         n_classes: where the format says it; None where the test set's labels do.
         targets: what an example's target is.
-        n_tokens: examples are whole numbers 0..n_tokens-1; None where they are numbers to reckon with.
+        n_tokens: examples are whole numbers 0..n_tokens-1; None where they are real numbers.
     """
 
     train: Callable[[], Split]
@@ -171,16 +171,16 @@ def _sklearn_table(name: str, file: str, **options: Any) -> np.ndarray:
     Raises:
         ScenarioError: scikit-learn is not installed, or has no such file.
     """
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
+    sklearn_spec = importlib.util.find_spec("sklearn")
+    if sklearn_spec is None or sklearn_spec.origin is None:
         raise ScenarioError(f"data.dataset={name} needs sklearn, which is not installed: pip install scikit-learn")
-    path = Path(found.origin).parent / "datasets" / "data" / file
+    path = Path(sklearn_spec.origin).parent / "datasets" / "data" / file
     try:
         return np.loadtxt(path, **options)
     except (OSError, ValueError) as error:
         raise ScenarioError(
             f"data.dataset={name}: {path} of scikit-learn cannot be read ({one_line(error)}): install scikit-learn 1.4 "
-            "or later anew"
+            "or later"
         ) from error
 
 

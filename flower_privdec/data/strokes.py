@@ -1,4 +1,4 @@
-"""Drawings made of random pen strokes: images like handwriting that nobody wrote.
+"""Synthetic drawings of random pen strokes, similar to handwriting.
 
 They are public: drawn from fixed keys, with constants chosen once, and no example of any data set is looked at.
 """

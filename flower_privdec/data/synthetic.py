@@ -1,4 +1,4 @@
-"""Data that nobody gave: drawn from fixed keys, the same in every scenario, to try tasks on without a file."""
+"""Synthetic data, drawn from fixed keys and equal in every scenario, to try tasks without a file."""
 
 from __future__ import annotations
 

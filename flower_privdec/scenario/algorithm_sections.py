@@ -38,7 +38,7 @@ class VRSection(GradientSection):
         table: `factored` keeps every example's gradient by its layers' factors, for stacks of linear layers; `dense`
             keeps the gradients themselves, for any model; `blocks` one for each fixed batch, with
             data.batch.sampling: blocks; `snapshot` an earlier model and its full gradient (SVRG).
-        snapshot_every: after how many rounds a snapshot is taken anew; for table snapshot alone.
+        snapshot_every: the number of rounds between two snapshots; for table snapshot only.
     """
 
     name: Annotated[str, ALGORITHMS.some("privsgp-vr")]
@@ -221,7 +221,7 @@ class PDSLSection(GradientSection):
         permutations: R, of each peer in each round; for monte-carlo alone, which needs it.
         truncation: a permutation ends once its accuracy is within this of that of the whole neighbourhood; for
             monte-carlo alone; left out, none ends.
-        validation_subsample: how many examples of data.validation to try coalitions on, drawn anew in each round; left
+        validation_subsample: how many examples of data.validation to try coalitions on, drawn again in each round; left
             out, all.
     """
 

@@ -151,8 +151,8 @@ def load_app_scenario(path: Path, overrides: Iterable[str] = ()) -> AppScenario:
 
 def load_for_network(path: Path, overrides: Iterable[str] = ()) -> Scenario:
     """Read the scenario of a network's peers: an app's, where the file says nothing of data, model and algorithm."""
-    found = find_scenario(path)
-    said = read_yaml(read_text(found), str(found))[0]
-    if {"data", "model", "algorithm"} & said.keys():
-        return load_scenario(found, overrides)
-    return load_app_scenario(found, overrides).as_scenario
+    scenario_path = find_scenario(path)
+    content = read_yaml(read_text(scenario_path), str(scenario_path))[0]
+    if {"data", "model", "algorithm"} & content.keys():
+        return load_scenario(scenario_path, overrides)
+    return load_app_scenario(scenario_path, overrides).as_scenario

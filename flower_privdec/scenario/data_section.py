@@ -51,10 +51,10 @@ class PartitionSection(Section):
             "sizes": "sizes",
         }
         for kind, option in needed.items():
-            given = getattr(self, option) is not None
-            if given and kind != self.kind:
+            is_set = getattr(self, option) is not None
+            if is_set and kind != self.kind:
                 raise ValueError(f"{option} belongs to kind {kind}, not to {self.kind}: remove it")
-            if not given and kind == self.kind:
+            if not is_set and kind == self.kind:
                 raise ValueError(f"kind {kind} needs {option}: add it")
         if self.min_size is not None and self.kind != "dirichlet":
             raise ValueError(f"min_size belongs to kind dirichlet, not to {self.kind}: remove it")
@@ -134,7 +134,7 @@ class DataSection(Section):
         n_features: of svmlight, which needs it: how many features there are; indices are 1 to n_features.
         classes: how many there are; left out, they are counted.
         vocabulary: how many tokens there are, where examples of your own are whole numbers 0..vocabulary-1; left out,
-            they are numbers to reckon with.
+            they are real numbers.
         samples: how many training examples to take, at random; left out, all.
         test_samples: how many of the public test set to take; left out, all.
         validation: how many more of the public test set to keep out of every test figure, for an algorithm that weighs
@@ -164,8 +164,8 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _source_of_what_is_given(self) -> DataSection:
-        given = not isinstance(self.dataset, str) and is_given(self.dataset.module)
-        if self.source is not None and not given:
+        is_object = not isinstance(self.dataset, str) and is_given(self.dataset.module)
+        if self.source is not None and not is_object:
             raise ValueError("source is for data that are given in Python, and these have a name: remove it")
         return self
 

@@ -41,12 +41,12 @@ class RegularizerSection(Section):
 
     @model_validator(mode="after")
     def _keys_of_the_kind(self) -> RegularizerSection:
-        wanted = REGULARIZER_KEYS[self.kind]
+        required = REGULARIZER_KEYS[self.kind]
         for key in ("weight", "l1_weight", "lower", "upper", "radius"):
-            given = getattr(self, key) is not None
-            if given and key not in wanted:
+            is_set = getattr(self, key) is not None
+            if is_set and key not in required:
                 raise ValueError(f"{key} is no key of kind {self.kind}: remove it")
-            if not given and key in wanted:
+            if not is_set and key in required:
                 raise ValueError(f"kind {self.kind} needs {key}: add it")
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ValueError(f"lower={self.lower:g} must be <= upper={self.upper:g}")

@@ -202,8 +202,8 @@ class Scenario(LocatedFile):
 
     def model_post_init(self, context: Any) -> None:
         """Keep the parts that were given as Python objects."""
-        found = (find_given(module) for _, module in own_modules(self))
-        self._given = tuple(part for part in found if part is not None)
+        objects = (find_given(module) for _, module in own_modules(self))
+        self._given = tuple(part for part in objects if part is not None)
 
     @property
     def given(self) -> tuple[Given, ...]:
@@ -292,7 +292,7 @@ class Scenario(LocatedFile):
         if self.n_peers == 1 and not alone:
             raise ValueError(
                 f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
-                "one peer has nobody to exchange with; use algorithm local, or more peers"
+                "one peer has no neighbor to exchange with; use algorithm local, or more peers"
             )
         return self
 
@@ -314,7 +314,7 @@ class Scenario(LocatedFile):
 def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Put the place before what a function finds to be wrong with the scenario that its first argument is or has.
 
-    What a user's own part raises in it is told in a line, without what it said, which may tell of data.
+    An error raised by a user's part is reported in one line, without its message, which may reveal data.
     """
 
     @wraps(function)

@@ -169,7 +169,7 @@ SETTINGS = {  # laid over the tiny scenario of two rounds
     "participation.fraction=0.5": "participation: kind uniform needs fraction, the other kinds take none",
     "participation={kind: uniform, fraction: 0}": "participation.fraction=0 must be > 0",
     "participation={kind: uniform, fraction: 2}": "participation.fraction=2 must be <= 1",
-    "participation={kind: uniform, fraction: 0.01}": "participation.kind=uniform leaves 1 peer of 4 active, so nobody",
+    "participation={kind: uniform, fraction: 0.01}": "participation.kind=uniform leaves 1 peer of 4 active, so no peer",
     "privacy=maybe": "privacy='maybe' must be none, or a section with epsilon and delta",
     "privacy=null": "privacy=None must be none, or a section with epsilon and delta",
     "privacy={}": "'privacy.delta' is missing; add it",

@@ -16,7 +16,7 @@ class PartlyHeard(Mixing):
     """A mixing in which who was not heard has no weight at one peer: it returns to the peer itself.
 
     Where everybody was heard it is the mixing itself, to the last bit. Rows of other peers are not to be asked for
-    where somebody was not.
+    where a neighbor was not.
 
     Args:
         whole: the run's.
@@ -34,7 +34,7 @@ class PartlyHeard(Mixing):
         self._heard = None if heard is None else frozenset(heard)
 
     def matrix(self, round_index: int) -> MixingMatrix:
-        """Return W of a round; where somebody was not heard, the peer's row alone."""
+        """Return W of a round; where a neighbor was not heard, the peer's row alone."""
         whole = super().matrix(round_index)
         if self._heard is None:
             return whole
@@ -49,15 +49,15 @@ class PartlyHeard(Mixing):
         return SparseMatrix(self.n_peers, np.array([self._peer]), ends, senders, weights, halves=False)
 
     def links(self, round_index: int) -> EdgeArray:
-        """Return who sends to whom in a round, [m, 2] (sender, receiver), the peer's links with those heard alone."""
+        """Return the edges of a round, [m, 2] (sender, receiver), of the peer with the neighbors that were heard."""
         senders, receivers, _ = super().matrix(round_index).links()
         links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
         if self._heard is None:
             return links
         other = np.where(links[:, 0] == self._peer, links[:, 1], links[:, 0])
         mine = (links == self._peer).any(1)
-        found: EdgeArray = links[mine & np.isin(other, list(self._heard))]
-        return found
+        edges: EdgeArray = links[mine & np.isin(other, list(self._heard))]
+        return edges
 
     def hosted(self, round_index: int, peers: Peers) -> Hosted:
         """Return what a round says of the peer, asked for alone: its messages with those heard."""

@@ -61,7 +61,7 @@ class Mixing:
         return self.weights == "column-stochastic"
 
     def links(self, round_index: int) -> EdgeArray:
-        """Return who sends to whom in a round, [m, 2] (sender, receiver): the terms of W between two peers."""
+        """Return the edges of a round, [m, 2] (sender, receiver): the off-diagonal terms of W."""
         senders, receivers, _ = self.matrix(round_index).links()
         links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
         return links
@@ -76,8 +76,8 @@ class Mixing:
         It takes as long as making the matrices of these rounds; what is public decides it.
         """
         repeats = self.participation.kind == "all" and self.topology.period is not None
-        each = range(min(rounds, self.topology.period or rounds) if repeats else rounds)
-        return np.stack([np.bincount(self.links(k)[:, 1], minlength=self.n_peers) for k in each])
+        round_indices = range(min(rounds, self.topology.period or rounds) if repeats else rounds)
+        return np.stack([np.bincount(self.links(k)[:, 1], minlength=self.n_peers) for k in round_indices])
 
     def _build(self, round_index: int, active: npt.NDArray[np.bool_]) -> MixingMatrix:
         if isinstance(self.topology, CompleteTopology):  # without listing its n (n - 1) edges
@@ -111,6 +111,6 @@ class Mixing:
             self._build(phase, np.ones(self.n_peers, dtype=bool))
         if weights != "server" and max(int(self.active(k).sum()) for k in range(8)) < 2:
             raise ScenarioError(
-                f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so nobody ever exchanges; "
+                f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so no peer ever exchanges; "
                 "raise fraction so that at least 2 are active"
             )

@@ -31,14 +31,14 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
     """
     arguments = arguments or {}
     function, where = load_own(target, "topology.module"), f"topology.module={target!r}"
-    given = {"seed": seed} if "seed" in _parameters(function) else {}
+    seed_option = {"seed": seed} if "seed" in _parameters(function) else {}
     try:
-        made = function(n_peers, **{**given, **arguments})
+        graph = function(n_peers, **{**seed_option, **arguments})
     except PrivdecError:
         raise
     except RAISED_BY_USERS as error:  # a user's own function may raise anything
         raise ScenarioError(f"{where} could not be built with {dict(arguments)}: {one_line(error)}") from error
-    return as_topology(made, n_peers, target, where)
+    return as_topology(graph, n_peers, target, where)
 
 
 def _parameters(function: Callable[..., Any]) -> Iterable[str]:

@@ -102,7 +102,7 @@ def _chance(key: str, value: object, *, zero: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ScenarioError(f"topology.{key}={value!r} must be in {'[' if zero else '('}0, 1]")
     if value == 0 and not zero:
-        raise ScenarioError(f"topology.{key}={value} must be > 0: without edges nobody ever agrees")
+        raise ScenarioError(f"topology.{key}={value} must be > 0: without edges the peers never agree")
     return float(value)
 
 
@@ -158,9 +158,9 @@ def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols:
     if rows is None and cols is not None:
         sides.reverse()
     if math.prod(sides) != n_peers or min(sides) < 2:
-        given = "".join(f" {k}={v}" for k, v in (("rows", rows), ("cols", cols)) if v is not None)
+        options = "".join(f" {k}={v}" for k, v in (("rows", rows), ("cols", cols)) if v is not None)
         raise ScenarioError(
-            f"n_peers={n_peers} on topology torus{given and ' with'}{given} must be rows x cols, both >= 2; "
+            f"n_peers={n_peers} on topology torus{options and ' with'}{options} must be rows x cols, both >= 2; "
             "take an n_peers that factors so, or topology ring"
         )
     return _static(name, networkx().grid_2d_graph(*sides, periodic=True))

@@ -86,7 +86,7 @@ class NoisedSum:
         round_index: the round.
         peers: int64 [r], global ids of the rows.
         rows: int64 [r], where these stand in the rows of `state`.
-        receivers: int64 [r], to whom alone each row goes; None for everybody.
+        receivers: int64 [r], the only receiver of each row; None for all.
         scale: [r], what each row's sum of clipped gradients is multiplied by.
         clip_norm: [r], C; None for no clipping.
         participation: who is active in which round; public.
