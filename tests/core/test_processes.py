@@ -18,7 +18,14 @@ from flower_privdec import testing
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario, to_yaml
 
-SHORT = ["n_peers=4", "rounds=3", "data.samples=120", "data.batch.size=4", "compute.dtype=float64"]
+SHORT = [
+    "n_peers=4",
+    "rounds=3",
+    "data.samples=120",
+    "data.batch.size=4",
+    "compute.dtype=float64",
+    "privacy={noise_multiplier: 1.5, delta: 1.0e-3}",
+]
 OWN = [
     ["topology.name=star", f"algorithm={{module: exchanging:{name}, learning_rate: 0.5}}"]
     for name in ("Courteous", "CrossGradient")

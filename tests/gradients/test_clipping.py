@@ -114,7 +114,7 @@ def check_law(name: str, kind: str, loss: str, dtype: torch.dtype, draw: Any) ->
     ("name", "kind", "dtype"),
     [(*each, torch.float32) for each in KINDS] + [(*each, torch.float64) for each in KINDS if each[0] in FEW],
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, data: Any) -> None:
     check_law(name, kind, "cross-entropy", dtype, data.draw)
@@ -122,7 +122,7 @@ def test_no_value_moves_a_sum_by_more(name: str, kind: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("loss", [*MARGINS, *OTHERS])
 @pytest.mark.parametrize(("name", "kind"), [*(("mlp", kind) for kind in [*ORDER, "loop"]), ("cnn-small", "factored")])
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_no_value_or_target_moves_a_sum_by_more_with_other_losses(loss: str, name: str, kind: str, data: Any) -> None:
     check_law(name, kind, loss, torch.float32, data.draw)

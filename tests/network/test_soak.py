@@ -177,8 +177,8 @@ def test_the_disks_of_peers_that_do_not_wait_tell_their_weight_at_any_time(
     found = weight_on_disk(folders, at_the_end=False)
     assert found is not None
     assert (found.total, found.expected, found.is_right) == (2.0, 2, True)
-    assert not replace(found, found=1.5).is_right
-    assert not replace(found, found=float("nan")).is_right
+    assert not replace(found, total=1.5).is_right
+    assert not replace(found, total=float("nan")).is_right
     (folders[1] / "checkpoint-0").unlink()
     assert weight_on_disk(folders, at_the_end=False) is None
 

@@ -45,6 +45,11 @@ MODELS = {
     "own loss": ["task={loss: {module: 'user_tasks:cross_entropy'}}"],
     **TASKS,
 }
+BRIEF = {  # three algorithms that use a kernel each in its own way
+    "privsgp": [],
+    "privsgp-vr": ["algorithm.table=dense"],
+    "feddeper": ["algorithm.local_steps=2"],
+}
 SPOILT = {  # what four examples of a task may hold
     **dict.fromkeys(("numbers", "numbers, huber", "labels"), (1e25, -1e300, math.nan, math.inf)),
     "tokens": (-1, 200, 2**63 - 1, -(2**63)),
@@ -94,10 +99,11 @@ def test_nothing_else_leaves(case: Experiment) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", ["privsgp", "privsgp-vr", "feddeper"])  # each of which uses a kernel in its own way
+@pytest.mark.parametrize("name", BRIEF)
 def test_the_laws_hold_for_every_kind_of_model(build: Build, name: str, model: str) -> None:
-    table = ["algorithm.table=dense"] if name == "privsgp-vr" else []
-    experiment = build(*SHORT, *settings_for(f"algorithm.name={name}", *table), batch_of("poisson"), *MODELS[model])
+    experiment = build(
+        *SHORT, *settings_for(f"algorithm.name={name}", *BRIEF[name]), batch_of("poisson"), *MODELS[model]
+    )
     testing.assert_sensitivity(experiment, 3, example=2)
     testing.assert_nothing_else_leaves(experiment)
 
@@ -115,11 +121,10 @@ def spoil(experiment: Experiment, place: int, value: float) -> Experiment:
 
 
 @pytest.mark.parametrize("task", SPOILT)
-@pytest.mark.parametrize("name", ["privsgp", "privsgp-vr", "feddeper"])
+@pytest.mark.parametrize("name", BRIEF)
 def test_no_target_and_no_token_moves_a_release_by_more(build: Build, name: str, task: str) -> None:
-    table = ["algorithm.table=dense"] if name == "privsgp-vr" else []
     experiment = build(
-        *SHORT, *settings_for(f"algorithm.name={name}", *table), *TASKS[task], "data.batch={sampling: full}"
+        *SHORT, *settings_for(f"algorithm.name={name}", *BRIEF[name]), *TASKS[task], "data.batch={sampling: full}"
     )
     for place, value in enumerate(SPOILT[task]):
         experiment = spoil(experiment, place, value)

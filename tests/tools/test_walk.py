@@ -13,7 +13,7 @@ def test_a_walk_is_the_same_each_time_and_starts_and_ends_with_its_operation(nam
     assert functions == measure(name)
     files = {file for file, _ in functions}
     assert "privacy/ledger/ledger.py" in files  # it pays
-    assert ("training_loop/clipped_sum.py" in files) == (name == "step")
+    assert any(file.startswith("training_loop/") for file in files) == (name == "step")
     assert not any(function == "private" for _, function in functions), "what came before the step is counted"
 
 

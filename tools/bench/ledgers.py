@@ -26,7 +26,7 @@ class TimedLedger:
     def __init__(self, ledger: CohortLedger) -> None:
         self.ledger, self.seconds = ledger, 0.0
 
-    def pay(self, step: int, rows: np.ndarray) -> None:
+    def charge(self, step: int, rows: np.ndarray) -> None:
         """See CohortLedger."""
         started = time.perf_counter()
         self.ledger.charge(step, rows)
