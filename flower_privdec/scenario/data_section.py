@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic.types import Discriminator
 
 from flower_privdec import catalogue
+from flower_privdec.catalogue import FEATURES
 from flower_privdec.common.user_code import is_given
 from flower_privdec.scenario.fields import (
     Count,
@@ -187,3 +188,29 @@ class DataSection(Section):
             if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is for one dataset that is dealt out, and root has {PEER}: remove one of them")
         return self
+
+
+class FeaturesSection(Section):
+    """What each example is turned into, by itself and with nothing fitted on private data.
+
+    Attributes:
+        kind: a wavelet scattering transform (extra `features`).
+        scales: J, wavelets of 1, 2, ... 2^(J-1) pixels; the output is 2^J times smaller.
+        angles: L, how many directions.
+        order: how many wavelets in a row, 1 or 2.
+        groups: of channels, each normalised over one example; 0 for none.
+        pool: the side to which each channel is averaged.
+        whitening: by mean and covariance of the features of drawn pen strokes, or none.
+        ridge: what whitening adds to the variances, as a share of the largest.
+        norm: of the features of every example.
+    """
+
+    kind: Annotated[str, FEATURES]
+    scales: Annotated[int, Field(ge=1, le=8)] = 2
+    angles: Annotated[int, Field(ge=1, le=32)] = 8
+    order: Annotated[int, Field(ge=1, le=2)] = 2
+    groups: Annotated[int, Field(ge=0)] = 27
+    pool: Count = 4
+    whitening: Literal["none", "strokes"] = "none"
+    ridge: Positive = 0.01
+    norm: Positive = 4.0

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from flower_privdec.catalogue import Choice
 from flower_privdec.common.formatting import did_you_mean, shown
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.own_algorithm import OwnAlgorithmSection, own_section
+from flower_privdec.scenario.algorithm_sections import OwnAlgorithmSection, own_section
 from flower_privdec.scenario.plain_yaml import Location
 
 SECTION = "a section, as {key: value}"

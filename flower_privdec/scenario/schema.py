@@ -12,8 +12,7 @@ from flower_privdec import catalogue
 from flower_privdec.common.user_code import Given, find_given, is_given, raised_at
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.scenario.algorithm_sections import AlgorithmSection, DynSection, PDSLSection, VRSection
-from flower_privdec.scenario.data_section import DataSection
-from flower_privdec.scenario.features_section import FeaturesSection
+from flower_privdec.scenario.data_section import DataSection, FeaturesSection
 from flower_privdec.scenario.fields import (
     Count,
     Fraction,

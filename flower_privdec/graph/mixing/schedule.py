@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.graph.mixing.hosted import Hosted
-from flower_privdec.graph.mixing.matrix import MixingMatrix
+from flower_privdec.graph.mixing.matrix import Hosted, MixingMatrix, SparseMatrix
 from flower_privdec.graph.mixing.weights import UNDIRECTED, average_matrix, check_weights, mixing_matrix
 from flower_privdec.graph.participation import Everybody, Participation
 from flower_privdec.graph.topology.connectivity import check_topology
@@ -114,3 +116,104 @@ class Mixing:
                 f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so no peer ever exchanges; "
                 "raise fraction so that at least 2 are active"
             )
+
+
+class PartlyHeard(Mixing):
+    """A mixing in which who was not heard has no weight at one peer: it returns to the peer itself.
+
+    Where everybody was heard it is the mixing itself, to the last bit. Rows of other peers are not to be asked for
+    where a neighbor was not.
+
+    Args:
+        whole: the run's.
+        peer: whose.
+    """
+
+    def __init__(self, whole: Mixing, peer: int) -> None:
+        """Begin with everybody heard."""
+        vars(self).update(vars(whole))
+        self._peer = peer
+        self._heard: frozenset[int] | None = None
+
+    def hear(self, heard: Iterable[int] | None) -> None:
+        """Set which others were heard; None for all."""
+        self._heard = None if heard is None else frozenset(heard)
+
+    def matrix(self, round_index: int) -> MixingMatrix:
+        """Return W of a round; where a neighbor was not heard, the peer's row alone."""
+        whole = super().matrix(round_index)
+        if self._heard is None:
+            return whole
+        senders, _, weights = whole.rows([self._peer]).links()
+        missed = [sender not in self._heard and sender != self._peer for sender in senders.tolist()]
+        if not any(missed):
+            return whole
+        senders, weights = senders[~np.array(missed)], weights[~np.array(missed)]
+        own = senders == self._peer
+        weights = np.where(own, 1 - weights[~own].sum(), weights)
+        ends = np.array([0, len(senders)])
+        return SparseMatrix(self.n_peers, np.array([self._peer]), ends, senders, weights, halves=False)
+
+    def links(self, round_index: int) -> EdgeArray:
+        """Return the edges of a round, [m, 2] (sender, receiver), of the peer with the neighbors that were heard."""
+        senders, receivers, _ = super().matrix(round_index).links()
+        links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
+        if self._heard is None:
+            return links
+        other = np.where(links[:, 0] == self._peer, links[:, 1], links[:, 0])
+        mine = (links == self._peer).any(1)
+        edges: EdgeArray = links[mine & np.isin(other, list(self._heard))]
+        return edges
+
+    def hosted(self, round_index: int, peers: Peers) -> Hosted:
+        """Return what a round says of the peer, asked for alone: its messages with those heard."""
+        whole = super().matrix(round_index).hosted(peers)
+        heard = self._heard
+        if heard is None:
+            return whole
+        return Hosted(
+            peers,
+            self.matrix(round_index).rows(peers),
+            tuple(term for term in whole.sent if term[1] in heard),
+            tuple(link for link in whole.heard if link[0] in heard),
+            tuple(link for link in whole.answered if link[0] in heard),
+        )
+
+
+RANDOM_ROUNDS = 128
+MOST_MEASURED = 1024  # peers: the eigenvalues of a matrix of as many rows
+
+
+def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
+    """Measure how fast a graph agrees: 1 - |lambda_2(W_{K-1} ... W_0)|^(1/K), per round.
+
+    K is the period when the graph has one and everybody is active, and the horizon otherwise. The consensus
+    direction is taken out and the rest rescaled round by round, so that long products do not underflow.
+
+    Args:
+        mixing: the matrices.
+        horizon: rounds of a random graph or participation to multiply; 128 when not given.
+
+    Returns:
+        The gap in [0, 1]: 1 when K rounds reach the exact mean, 0 when they leave some peers apart: a random
+        graph of few edges a round needs a longer horizon than the default one.
+    """
+    n = mixing.n_peers
+    period = mixing.topology.period if mixing.participation.kind == "all" else None
+    rounds = period or horizon or RANDOM_ROUNDS
+    product, log_scale = _centred(torch.eye(n, dtype=torch.float64)), 0.0
+    for k in range(rounds):
+        product = _centred(mixing.matrix(k).apply(product))
+        scale = float(product.abs().max())
+        if scale < 1e-13:
+            return 1.0
+        product, log_scale = product / scale, log_scale + np.log(scale)
+    radius = float(np.abs(np.linalg.eigvals(product.numpy())).max())
+    if radius < n * 1e-15:
+        return 1.0
+    return max(0.0, float(1 - np.exp((np.log(radius) + log_scale) / rounds)))
+
+
+def _centred(rows: torch.Tensor) -> torch.Tensor:
+    """Take the mean over rows off every column: the part that has not agreed yet."""
+    return rows - rows.mean(dim=0)

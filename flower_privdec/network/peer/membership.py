@@ -21,7 +21,7 @@ from flower_privdec.core import Exchange, Mix, Reply
 from flower_privdec.engine.checkpoint import Checkpoint
 from flower_privdec.engine.spent import ledger_folder
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
-from flower_privdec.graph.mixing.partly_heard import PartlyHeard
+from flower_privdec.graph.mixing.schedule import PartlyHeard
 from flower_privdec.network.peer.asynchronous_session import AsynchronousMail
 from flower_privdec.network.peer.peer import POLL, RunningPeer
 from flower_privdec.network.peer.row_mass import RowMass, TensorArithmetic
