@@ -11,8 +11,7 @@ from torch import Tensor
 
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.core.exchange import Mix
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import Mix, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation

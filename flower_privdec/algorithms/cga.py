@@ -10,8 +10,7 @@ from torch import Tensor
 from flower_privdec.algorithms.cross_gradients import answers, check_symmetric, cross_gradients, one_for_each
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.core.exchange import Gather, Reply
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import Gather, Reply, State
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology

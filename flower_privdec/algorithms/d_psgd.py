@@ -7,8 +7,7 @@ from torch import Tensor
 
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.core.exchange import Mix
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import Mix, State
 from flower_privdec.privacy.mechanism.declared import one_sum
 
 

@@ -12,15 +12,14 @@ from torch import Tensor
 from flower_privdec.algorithms.proximal import Regularizer, build_regularizer
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort, LearningRate
-from flower_privdec.core.exchange import Mix
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import Mix, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import GradientKernel, SparseLinearKernel, StackedKernel
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
-from flower_privdec.rows.aligned import empty_rows
+from flower_privdec.rows.tensors import empty_rows
 from flower_privdec.scenario.algorithm_sections import DualAveragingSection
 
 FEW = 0.25  # of the peers: then most rows of a round's weights are the identity's, and nothing is copied for them

@@ -12,10 +12,10 @@ from torch import Tensor
 from flower_privdec.algorithms.federated import FedAvg
 from flower_privdec.common.formatting import number, setting
 from flower_privdec.core.cohort import Cohort, PrivateStep
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import State
 from flower_privdec.data import Batch
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
-from flower_privdec.rows.aligned import empty_rows
+from flower_privdec.rows.tensors import empty_rows
 from flower_privdec.scenario.algorithm_sections import FedDeperSection
 
 

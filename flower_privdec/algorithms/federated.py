@@ -8,15 +8,14 @@ from torch import Tensor
 
 from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.core.exchange import Mix
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import Mix, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
-from flower_privdec.rows.aligned import aligned
+from flower_privdec.rows.tensors import aligned
 from flower_privdec.scenario.algorithm_sections import FedAvgSection, FedDeperSection, FedProxSection, LocalStepsSection
 
 WALKING, CACHED_BYTES = 4, 2**24  # rows of [d] that a walk works on for each peer, and what a processor's cache holds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import State
 from flower_privdec.privacy.mechanism.declared import one_sum
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from flower_privdec.core.algorithm import Algorithm, Step
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.core.exchange import Exchange, Mix
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import Exchange, Mix, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing, spectral_gap
 from flower_privdec.graph.mixing.schedule import MOST_MEASURED

@@ -14,8 +14,7 @@ from flower_privdec.algorithms.cross_gradients import answers, check_symmetric, 
 from flower_privdec.algorithms.shapley import LARGEST_EXACT, Game, aggregation_weights, exact, monte_carlo
 from flower_privdec.core.algorithm import Algorithm
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.core.exchange import Gather, Mix, Reply
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import Gather, Mix, Reply, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation

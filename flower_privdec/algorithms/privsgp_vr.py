@@ -13,7 +13,7 @@ from flower_privdec.algorithms import snapshot
 from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.algorithms.tables import TABLES, stacked, table_sizes
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import State
 from flower_privdec.gradients import GradientKernel
 from flower_privdec.privacy.mechanism.declared import ONE_SUM, Declaration, Drawing, ReleasedSum
 from flower_privdec.scenario.algorithm_sections import VRSection

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from flower_privdec.core.algorithm import Algorithm, Step, push_weights
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.core.exchange import Exchange, Mix
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import Exchange, Mix, State
 from flower_privdec.privacy.mechanism.declared import one_sum
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.core.cohort import Cohort, PrivateStep
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import State
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
 
 CHUNK = 1024  # examples of a peer at a time in a full gradient

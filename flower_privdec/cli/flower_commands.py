@@ -27,7 +27,7 @@ def flower_run(
     from flower_privdec.reporting import console
 
     install = "pip install 'flower-privdec[simulation]'"
-    launcher = require("flower_privdec.flower.launch.app_launcher", "privdec flower-run", install)
+    launcher = require("flower_privdec.flower.launch.launcher", "privdec flower-run", install)
     folder = out or Path("runs") / app.absolute().name
     again = saying_when_interrupted(f"the run was stopped; what it has saved is in {folder}")
     with again, console.rounds(app.absolute().name) as on_round:

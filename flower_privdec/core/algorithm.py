@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.core.cohort import Cohort, LearningRate
-from flower_privdec.core.exchange import Exchange
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import Exchange, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
@@ -204,27 +203,6 @@ def check_algorithm(algorithm: Algorithm, where: str) -> None:
 
 def _steps(program: tuple[Step | Exchange, ...]) -> list[Step]:
     return [item for item in program if not isinstance(item, Exchange)]
-
-
-def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | None:
-    """Run steps up to the next exchange, or to the end of the round.
-
-    Returns:
-        The exchange the caller has to perform, or None when the round ended; `state.round_index` then names the
-        next round.
-    """
-    program = algorithm.program
-    while state.at < len(program):
-        item = program[state.at]
-        if isinstance(item, Exchange):
-            state.waiting = True
-            return item
-        cohort.state = state
-        item(cohort, state)
-        state.at += 1
-    state.at = 0
-    state.round_index += 1
-    return None
 
 
 def push_weights(cohort: Cohort) -> Tensor:

@@ -1,24 +1,82 @@
-"""A cohort: the peers one process hosts, and all that their steps need beside the state."""
+"""A cohort: the peers one process hosts, and all that their steps need; `Cohort.release_` is the one private door."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.core.coalitions import Validation
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import Exchange, State
 from flower_privdec.data import Batch, PeerData
-from flower_privdec.gradients import GradientKernel
+from flower_privdec.gradients.protocol import GradientKernel, inputs_like, row_chunks
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import INDEPENDENT, STATE_PREFIX, NoisedSum, NoiseMechanism, NoiseSource, PairSecrets
+
+if TYPE_CHECKING:
+    from flower_privdec.core.algorithm import Algorithm
+    from flower_privdec.data import PublicSet
+    from flower_privdec.data.sparse_rows import Features
+    from flower_privdec.tasks.losses import Loss
+
+
+OUTPUT_BYTES = 2**26  # the outputs of so many coalitions as are tried at once
+
+
+@dataclass(frozen=True, eq=False)
+class Validation:
+    """Public examples on which coalitions are tried, on the device.
+
+    Attributes:
+        x: inputs [N, *shape].
+        y: classes, int64 [N].
+        loss: says what outputs predict.
+    """
+
+    x: Features
+    y: Tensor
+    loss: Loss
+
+    @staticmethod
+    def of(public: PublicSet, loss: Loss, like: Tensor) -> Validation:
+        """Place a public set where parameters are."""
+        return Validation(inputs_like(public.x, like), public.y.to(like.device), loss)
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self.y)
+
+    def some(self, chosen: np.ndarray) -> Validation:
+        """Return some of the examples."""
+        rows = torch.as_tensor(chosen, device=self.y.device)
+        return Validation(self.x[rows], self.y[rows], self.loss)
+
+    def worth(self, kernel: GradientKernel, models: Tensor, coalitions: np.ndarray) -> np.ndarray:
+        """Return the accuracy of the mean model of each coalition, float64 [c] (PDSL, eq. 16 and 17).
+
+        It is 0 where a member's parameters are not finite, and an example whose outputs are not counts as wrong.
+
+        Args:
+            models: of the members, [n, d].
+            coalitions: bool [c, n], none empty.
+        """
+        sound = torch.isfinite(models).all(1)
+        weights = torch.as_tensor(coalitions / coalitions.sum(1, keepdims=True)).to(models)
+        kept, right = torch.where(sound[:, None], models, 0), torch.empty(len(weights), dtype=torch.float64)
+        width = kernel.logits(kept[:1], self.x[:1]).shape[2]
+        for rows in row_chunks(len(weights), len(self) * width * models.element_size(), OUTPUT_BYTES):
+            outputs = kernel.blended_logits(kept, weights[rows], self.x)
+            hits = (self.loss.predict(outputs) == self.y) & torch.isfinite(outputs).all(-1)
+            right[rows] = hits.double().mean(1).cpu()
+        right[(weights[:, ~sound] > 0).any(1).cpu()] = 0.0
+        return right.numpy()
 
 
 @dataclass(frozen=True)
@@ -314,3 +372,24 @@ class Cohort:
             participation=self.participation,
             state=rows,
         )
+
+
+def advance(algorithm: Algorithm, cohort: Cohort, state: State) -> Exchange | None:
+    """Run steps up to the next exchange, or to the end of the round.
+
+    Returns:
+        The exchange the caller has to perform, or None when the round ended; `state.round_index` then names the
+        next round.
+    """
+    program = algorithm.program
+    while state.at < len(program):
+        item = program[state.at]
+        if isinstance(item, Exchange):
+            state.waiting = True
+            return item
+        cohort.state = state
+        item(cohort, state)
+        state.at += 1
+    state.at = 0
+    state.round_index += 1
+    return None

@@ -1,8 +1,13 @@
-"""Hold the peers' training examples on a device and gather the batches of a step."""
+"""The batches of a step: chosen by (the peer's key, step, global peer), and gathered from examples on a device.
+
+A peer's choice never depends on which other peers are hosted or asked for, nor on the order of the steps. Peers are
+asked for by row: their place among those hosted here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -10,9 +15,333 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flower_privdec.catalogue import SAMPLINGS
 from flower_privdec.data.datasets import Examples
-from flower_privdec.data.sampling import LocalBatch, Sampler
 from flower_privdec.data.sparse_rows import SparseRows
+from flower_privdec.errors import ScenarioError
+from flower_privdec.rows.keys import Secret, keyed_generator
+
+# A generator is keyed for a block of steps, because keying costs more than one small batch. The block's
+# length depends on the scenario's batch size alone, so that the numbers do not depend on the cohort.
+_BLOCK_STEPS, _BLOCK_EXAMPLES = 128, 512
+_RATE_STEPS = 32  # in a block, where the batch size is each peer's own
+KEY_BYTES = 32
+LEAST_RATE = 1e-9  # the gaps between examples drawn less often may be too long for an integer
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """The local positions that m peers use in a step.
+
+    Attributes:
+        index: int64 [m, B], positions 0..J_i-1 in each peer's own examples, ascending, then 0 as padding.
+        weight: float32 [m, B], 1 for an example, 0 for padding.
+    """
+
+    index: np.ndarray
+    weight: np.ndarray
+
+
+class Sampler:
+    """Draws local positions.
+
+    Attributes:
+        kind, size, partition_sizes, keys, peers, rate, small_peers: as given.
+        sizes: int64 [m], examples in each peer's batch, expected for poisson; 0 where rate decides, and for full.
+        normalizer: float64 [m], the expected batch size, by which a sum of clipped gradients is
+            divided; fixed, for the size that was drawn is private. With a rate q it is q J_i, no whole number.
+        sampling_rate: float64 [m], the chance of one example to be in a step's batch.
+
+    Privacy: amplification by sampling holds towards observers who do not know who was sampled. A deployed
+    peer therefore gives bytes from the operating system for its key; the scenario's seed is for simulation.
+    `shuffle` and `full` amplify nothing; with `shuffle` a peer uses an example at most once in an epoch of
+    J_i // size steps.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        size: int | None,
+        partition_sizes: Sequence[int] | np.ndarray,
+        keys: Mapping[int, Secret],
+        peers: Sequence[int] | np.ndarray | None = None,
+        *,
+        rate: float | None = None,
+        small_peers: str = "refused",
+    ) -> None:
+        """Check the batch size against every peer's examples.
+
+        Args:
+            kind: a key of SAMPLINGS.
+            size: examples a step (expected, for poisson); ignored for full, and where there is a rate.
+            partition_sizes: how many examples each peer holds, [m].
+            keys: of each peer, by global id: its secret key, or the scenario's seed.
+            peers: their global ids, [m]; by default 0 to m - 1.
+            rate: q in (0, 1], every peer's sampling rate; for poisson alone.
+            small_peers: what becomes of a peer that holds fewer examples than `size`: `refused`, or `full`: it takes
+                all it has in every step.
+
+        Raises:
+            ScenarioError: kind, size or rate is wrong, or a peer holds fewer examples than `size` and is refused.
+        """
+        SAMPLINGS.check(kind, "data.batch.sampling")
+        self.kind, self.size, self.keys, self.rate, self.small_peers = kind, size, keys, rate, small_peers
+        self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
+        self.peers = np.arange(len(self.partition_sizes)) if peers is None else np.asarray(peers, dtype=np.int64)
+        self.sizes = self._sizes()
+        self.sampling_rate = self._rates()
+        self.normalizer = self.partition_sizes * self.sampling_rate
+        if kind in ("poisson", "uniform", "shuffle") and rate is None:
+            self.normalizer = self.sizes.astype(np.float64)
+        fixed = None if rate is not None else size
+        self._steps = max(1, min(_BLOCK_STEPS, _BLOCK_EXAMPLES // fixed)) if fixed else _RATE_STEPS
+        self._block = _Block(-1, len(self.sizes), self._steps)
+
+    def _sizes(self) -> np.ndarray:
+        if self.kind == "full" or self.rate is not None:
+            _check_rate(self.kind, self.rate)
+            return np.zeros_like(self.partition_sizes)
+        size = _checked_size(self.kind, self.size)
+        if self.small_peers != "full":
+            _check_nobody_is_short(size, self.kind, self.partition_sizes, self.peers)
+        return np.minimum(size, self.partition_sizes)
+
+    def _rates(self) -> np.ndarray:
+        if self.kind == "full" or self.rate is not None:
+            return np.full(len(self.partition_sizes), 1.0 if self.kind == "full" else self.rate)
+        if self.kind == "blocks":  # of J mod c of them one example more
+            return np.asarray(1 / self.blocks(np.arange(len(self.partition_sizes))))
+        return np.asarray(self.sizes / self.partition_sizes)
+
+    def like(self, *, partition_sizes: np.ndarray | None = None, keys: Mapping[int, Secret] | None = None) -> Sampler:
+        """Return a sampler of the same kind over other examples, or with other keys."""
+        return Sampler(
+            self.kind,
+            self.size,
+            self.partition_sizes if partition_sizes is None else partition_sizes,
+            self.keys if keys is None else keys,
+            self.peers,
+            rate=self.rate,
+            small_peers=self.small_peers,
+        )
+
+    def part(self, start: int, stop: int) -> Sampler:
+        """Return a sampler of some of the peers, which draws for them what this one does."""
+        return Sampler(
+            self.kind,
+            self.size,
+            self.partition_sizes[start:stop],
+            self.keys,
+            self.peers[start:stop],
+            rate=self.rate,
+            small_peers=self.small_peers,
+        )
+
+    def afresh(self) -> Sampler:
+        """Return a sampler of the same kind that draws what nobody drew before, by keys of the operating system's.
+
+        Privacy: a step that is taken again must draw its examples again. Were they the same, all the releases would
+        share one coin of chance q, and averaging them would show who was drawn, which no sum of their ε covers.
+        """
+        return self.like(keys={peer: os.urandom(KEY_BYTES) for peer in self.keys})
+
+    def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> LocalBatch:
+        """Return the positions that some peers use in a step.
+
+        Args:
+            step: its number in the run, 0 or later; steps may be asked for in any order.
+            rows: which peers, [r], in any order.
+
+        Returns:
+            The batch, as wide as the longest among these peers and at least 1; the padding alone depends on
+            who else is asked for.
+
+        Raises:
+            ValueError: the step or a row is negative, or a peer has no key here (`full` needs none).
+        """
+        rows = np.asarray(rows, dtype=np.int64)
+        if step < 0 or (len(rows) and int(rows.min()) < 0):
+            raise ValueError(f"step {step} and rows {rows} must be >= 0")
+        if self.kind == "full":
+            return _everything(self.partition_sizes[rows])
+        if self.kind == "blocks":
+            return self.block(rows, self._drawn_blocks(step, rows))
+        number, within = divmod(int(step), self._steps)
+        places = self._places_in_block(number, rows)
+        counts = self._block.counts[within].take(places)
+        width = int(counts.max(initial=1))
+        index = self._block.index[within, :, :width].take(places, axis=0)
+        return LocalBatch(index, (np.arange(width) < counts[:, None]).astype(np.float32))
+
+    def blocks(self, rows: np.ndarray) -> np.ndarray:
+        """Return into how many fixed batches each peer's examples fall, int64 [r]: floor(J / b)."""
+        return np.asarray(self.partition_sizes[rows] // self.sizes[rows])
+
+    def block(self, rows: np.ndarray, numbers: np.ndarray) -> LocalBatch:
+        """Return one fixed batch of each peer: positions j, j + c, j + 2 c, ... below J for batch j of c."""
+        sizes, counts = self.partition_sizes[rows], self.blocks(rows)
+        longest = -(-(sizes - numbers) // counts)
+        index = numbers[:, None] + counts[:, None] * np.arange(int(longest.max(initial=1)))
+        inside = index < sizes[:, None]
+        return LocalBatch(np.where(inside, index, 0), inside.astype(np.float32))
+
+    def _drawn_blocks(self, step: int, rows: np.ndarray) -> np.ndarray:
+        counts = self.blocks(rows)
+        draws = [self._generator("blocks", step, int(row)) for row in rows]
+        return np.array([g.integers(count) for g, count in zip(draws, counts, strict=True)], dtype=np.int64)
+
+    def _places_in_block(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """Return where the cached block holds some rows, drawing those not yet there."""
+        if self._block.number != number:
+            self._block = _Block(number, len(self.partition_sizes), self._steps)
+        places = self._block.place_of.take(rows)
+        if len(places) and int(places.min()) < 0:
+            self._block.add(np.unique(rows[places < 0]), self._draw)
+            places = self._block.place_of.take(rows)
+        return places
+
+    def _generator(self, purpose: str, number: int, row: int) -> np.random.Generator:
+        peer = int(self.peers[row])
+        if peer not in self.keys:
+            raise ValueError(f"peer {peer} has no key here: ask only for peers hosted here")
+        return keyed_generator(self.keys[peer], purpose, number, peer)
+
+    def _draw(self, number: int, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Draw one peer's block: how many examples in each of its steps, and their positions end to end."""
+        count, size = int(self.partition_sizes[row]), int(self.sizes[row])
+        if self.kind == "shuffle":
+            return self._draw_epochs(number, row, count, size)
+        generator = self._generator("sampling", number, row)
+        if self.kind == "poisson":
+            return draw_poisson(generator, self._steps, count, float(self.sampling_rate[row]))
+        positions = draw_distinct(generator, self._steps, size, count)
+        return np.full(self._steps, size), positions.reshape(-1)
+
+    def _draw_epochs(self, number: int, row: int, count: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        steps = count // size
+        first = number * self._steps
+        epochs = np.arange(first // steps, (first + self._steps - 1) // steps + 1)
+        orders = [self._generator("shuffle", int(epoch), row).permutation(count) for epoch in epochs]
+        batches = np.concatenate([order[: steps * size].reshape(steps, size) for order in orders])
+        start = first - int(epochs[0]) * steps
+        chosen = np.sort(batches[start : start + self._steps], axis=1)
+        return np.full(self._steps, size), chosen.reshape(-1)
+
+
+def _check_rate(kind: str, rate: float | None) -> None:
+    if rate is None:
+        return
+    if kind != "poisson":
+        raise ScenarioError(f"data.batch.rate={rate} is for sampling poisson; give {kind} a size, or use poisson")
+    if not isinstance(rate, int | float | np.floating) or isinstance(rate, bool) or not LEAST_RATE <= rate <= 1:
+        raise ScenarioError(f"data.batch.rate={rate} must be a number from {LEAST_RATE:g} to 1")
+
+
+def _checked_size(kind: str, size: int | None) -> int:
+    if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+        raise ScenarioError(f"data.batch.size={size} must be a whole number >= 1 for sampling {kind}")
+    return int(size)
+
+
+def _check_nobody_is_short(size: int, kind: str, counts: np.ndarray, peers: np.ndarray) -> None:
+    short = int((counts < size).sum())
+    if not short:
+        return
+    row = int(counts.argmin())
+    holds = f"what the smallest peer, {peers[row]}, holds ({short} of {len(counts)} hold fewer than {size})"
+    rate = "a rate (data.batch.rate) in its place, " if kind == "poisson" else ""
+    raise ScenarioError(
+        f"data.batch.size={size} must be at most {counts[row]}, {holds}: lower it, use {rate}"
+        "data.batch.small_peers: full, data.partition.min_size, fewer peers or more data"
+    )
+
+
+def draw_poisson(generator: np.random.Generator, steps: int, count: int, rate: float) -> tuple[np.ndarray, np.ndarray]:
+    """Draw Poisson samples of several steps at once.
+
+    Poisson sampling is one independent coin of chance `rate` for each (step, example). Laid end to end these
+    are steps · count Bernoulli trials, whose gaps from hit to hit are independent and geometric: summing
+    geometric gaps gives exactly this distribution, at the cost of the hits instead of the trials.
+
+    Args:
+        generator: where the gaps come from.
+        steps: how many steps.
+        count: examples, J.
+        rate: the chance of each, in (0, 1].
+
+    Returns:
+        Hits in each step, int64 [steps], and their positions, ascending within each step, end to end.
+    """
+    total = steps * count
+    expected = total * rate
+    ahead = int(expected + 4 * expected**0.5) + 8
+    hits = np.cumsum(generator.geometric(rate, ahead)) - 1
+    while hits[-1] < total:
+        hits = np.concatenate([hits, hits[-1] + np.cumsum(generator.geometric(rate, ahead))])
+    hits = hits[: int(hits.searchsorted(total))]
+    ends = hits.searchsorted(np.arange(1, steps + 1) * count)
+    counts = np.diff(ends, prepend=0)
+    return counts, hits % count
+
+
+def draw_distinct(generator: np.random.Generator, steps: int, size: int, count: int) -> np.ndarray:
+    """Draw `size` distinct positions of `count` in each of several steps, every set equally likely.
+
+    Floyd's algorithm: for t = count - size .. count - 1 take a uniform position in 0..t, or t itself where
+    that was taken before. A step without such a clash is its draws as they are; only the others are walked
+    through.
+
+    Args:
+        generator: where the draws come from.
+        steps: how many steps.
+        size: positions a step.
+        count: examples, J, at least `size`.
+
+    Returns:
+        Positions, int64 [steps, size], ascending in each step.
+    """
+    tops = np.arange(count - size, count)
+    draws = generator.integers(0, tops, size=(steps, size), endpoint=True)
+    if size == 1:
+        return draws
+    ordered = np.sort(draws, axis=1)
+    for clash in np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(axis=1)):
+        taken: set[int] = set()
+        for draw, top in zip(draws[clash].tolist(), tops.tolist(), strict=True):
+            taken.add(top if draw in taken else draw)
+        ordered[clash] = sorted(taken)
+    return ordered
+
+
+def _everything(counts: np.ndarray) -> LocalBatch:
+    positions = np.arange(int(counts.max(initial=1)))
+    inside = positions < counts[:, None]
+    return LocalBatch(np.where(inside, positions, 0), inside.astype(np.float32))
+
+
+class _Block:
+    """The positions drawn for some steps in a row: a cache of what keys alone determine."""
+
+    def __init__(self, number: int, n_rows: int, steps: int) -> None:
+        self.number = number
+        self.place_of = np.full(n_rows, -1)
+        self.counts = np.zeros((steps, 0), np.int64)  # [steps, places]
+        self.index = np.zeros((steps, 0, 1), np.int64)  # [steps, places, longest], padded with 0
+
+    def add(self, rows: np.ndarray, draw: Callable[[int, int], tuple[np.ndarray, np.ndarray]]) -> None:
+        """Append a place for each of some new rows."""
+        drawn = [draw(self.number, int(row)) for row in rows]
+        counts = np.stack([part[0] for part in drawn])  # [new, steps]
+        positions = np.concatenate([part[1] for part in drawn])
+        steps, held, width = self.index.shape
+        index = np.zeros((len(rows), steps, max(width, int(counts.max(initial=1)))), np.int64)
+        index[np.arange(index.shape[2]) < counts[..., None]] = positions
+        grown = np.zeros((steps, held + len(rows), index.shape[2]), np.int64)
+        grown[:, :held, :width] = self.index
+        grown[:, held:] = index.transpose(1, 0, 2)
+        self.place_of[rows] = np.arange(held, held + len(rows))
+        self.counts = np.ascontiguousarray(np.concatenate([self.counts, counts.T], axis=1))
+        self.index = grown
 
 
 @dataclass(frozen=True)

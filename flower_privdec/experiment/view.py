@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from flower_privdec.core import State
-from flower_privdec.core.coalitions import Validation
-from flower_privdec.core.cohort import Cohort
+from flower_privdec.core.cohort import Cohort, Validation
 from flower_privdec.data import PeerData
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.memory import check_memory

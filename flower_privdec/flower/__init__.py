@@ -4,19 +4,19 @@
 protects it as a whole; `private` protects each example of a torch training loop.
 """
 
-from flower_privdec.flower.launch.in_process import run_in_process
-from flower_privdec.flower.launch.local_grid import LocalGrid
-from flower_privdec.flower.mods.app_calls import peer_folder
+from flower_privdec.flower.launch.local_grid import LocalGrid, run_in_process
 from flower_privdec.flower.mods.peer_mod import PeerMod
+from flower_privdec.flower.mods.private_update import peer_folder
 from flower_privdec.flower.mods.sealing import public_key
-from flower_privdec.flower.strategies.feddeper_strategy import FedDeperStrategy, personalized, train_two_models
+from flower_privdec.flower.strategies.feddeper_strategy import FedDeperStrategy as FedDeper
+from flower_privdec.flower.strategies.feddeper_strategy import personalized, train_two_models
 from flower_privdec.flower.strategies.mesh_strategy import Mesh
-from flower_privdec.flower.strategies.strategies import Gossip, PushSum
+from flower_privdec.flower.strategies.push_sum import Gossip, PushSum
 from flower_privdec.training_loop import ExamplePrivacy, group_norm, private
 
 __all__ = [
     "ExamplePrivacy",
-    "FedDeperStrategy",
+    "FedDeper",
     "Gossip",
     "LocalGrid",
     "Mesh",

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flower_privdec.gradients.bounds import ROUNDINGS, floor, upper
-from flower_privdec.gradients.protocol import Parameter, row_chunks
+from flower_privdec.gradients.protocol import ROUNDINGS, Parameter, floor, row_chunks, upper
 from flower_privdec.gradients.rows import Piece, Stored, masked
 
 _WRITE_COST = 8  # writing an element of a gradient and reading it again costs about 8 multiplications

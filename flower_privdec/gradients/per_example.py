@@ -11,8 +11,15 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
-from flower_privdec.gradients.bounds import beyond, upper
-from flower_privdec.gradients.protocol import LabelledInputs, inputs_like, reason, row_chunks, unknown_tokens
+from flower_privdec.gradients.protocol import (
+    LabelledInputs,
+    beyond,
+    inputs_like,
+    reason,
+    row_chunks,
+    unknown_tokens,
+    upper,
+)
 from flower_privdec.gradients.rows import Piece, RowKernel, Stored, masked
 from flower_privdec.models import flatten, unflatten
 from flower_privdec.tasks.isolated import no_own_rules

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
-from flower_privdec.gradients.bounds import beyond, upper
 from flower_privdec.gradients.protocol import (
     LabelledInputs,
     Parameter,
+    beyond,
     coefficient,
     inputs_like,
     layout,
     reason,
     row_chunks,
+    upper,
 )
 from flower_privdec.tasks.losses import Loss
 

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.gradients.bounds import LARGEST, LONGEST, floor, slack
-from flower_privdec.gradients.protocol import LabelledInputs
+from flower_privdec.gradients.protocol import LARGEST, LONGEST, LabelledInputs, floor, slack
 from flower_privdec.gradients.stacked import Layer, StackedKernel
-from flower_privdec.rows.aligned import padded
+from flower_privdec.rows.tensors import padded
 from flower_privdec.tasks.losses import LOSSES, Loss
 
 LONE_LOSSES = ("hinge", "logistic", "squared-hinge")  # numbered as in `lone_loops`

@@ -6,8 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec.data.sparse_rows import SparseRows
-from flower_privdec.gradients.bounds import beyond, constant, floor, length, slack
-from flower_privdec.gradients.protocol import LabelledInputs, coefficient, row_chunks
+from flower_privdec.gradients.protocol import (
+    LabelledInputs,
+    beyond,
+    coefficient,
+    constant,
+    floor,
+    length,
+    row_chunks,
+    slack,
+)
 from flower_privdec.gradients.stacked import Layer
 from flower_privdec.tasks.losses import Loss
 

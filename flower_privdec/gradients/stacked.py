@@ -14,16 +14,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.gradients.bounds import beyond, constant, floor, length, slack
 from flower_privdec.gradients.protocol import (
     Inputs,
     LabelledInputs,
     Parameter,
+    beyond,
     coefficient,
+    constant,
+    floor,
     inputs_like,
     is_plain,
     layout,
+    length,
     row_chunks,
+    slack,
 )
 from flower_privdec.tasks.losses import Loss
 

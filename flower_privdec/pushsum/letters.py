@@ -16,7 +16,7 @@ from torch import Tensor
 from flower_privdec.common.formatting import shown
 from flower_privdec.errors import RunError
 from flower_privdec.pushsum.parts import Buffer, Parts
-from flower_privdec.rows.finite import all_finite
+from flower_privdec.rows.tensors import all_finite
 
 MAGIC, VERSION = b"privdec\x00", 1
 CARRYING, PLACE = 1, 2

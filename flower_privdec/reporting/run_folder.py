@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_privdec.common.formatting import one_line, shown
-from flower_privdec.engine.metrics_file import read_metrics
+from flower_privdec.engine.recorder import read_metrics
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario, load_scenario
 

@@ -89,7 +89,7 @@ def located(places: Places, root: type[BaseModel]) -> Iterator[None]:
         place = places.of(key) if key[0] in root.model_fields else ""
         if not place:
             raise
-        raise ScenarioError(place + sentence) from error
+        raise ScenarioError(place + sentence, code=error.code) from error
 
 
 def _clean(error: Any, data: Any) -> Location:

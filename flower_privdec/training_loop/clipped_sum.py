@@ -14,8 +14,7 @@ from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
-from flower_privdec.gradients.bounds import beyond, upper
-from flower_privdec.gradients.protocol import reason, row_chunks
+from flower_privdec.gradients.protocol import beyond, reason, row_chunks, upper
 from flower_privdec.tasks.isolated import no_own_rules
 
 WAYS = ("auto", "vmap", "loop")

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from flower_privdec.common.arguments import check_calls, check_numbers, check_paths, check_whole
 from flower_privdec.common.formatting import one_line
-from flower_privdec.data.sampling import draw_poisson
+from flower_privdec.data.peer_data import draw_poisson
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import check_delta
 from flower_privdec.privacy.accountant.calibration import max_steps

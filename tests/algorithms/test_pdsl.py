@@ -18,7 +18,7 @@ from tiny_scenario import Build
 from flower_privdec import testing
 from flower_privdec.algorithms.cga import agreeable
 from flower_privdec.algorithms.pdsl import PDSL
-from flower_privdec.core.coalitions import Validation
+from flower_privdec.core.cohort import Validation
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run, run
 from flower_privdec.errors import PrivdecError, ScenarioError

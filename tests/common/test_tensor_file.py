@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from flower_privdec.common.tensor_file import NAMES, write_tensors
-from flower_privdec.rows.finite import all_finite
+from flower_privdec.rows.tensors import all_finite
 
 
 def some_tensors() -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from tiny_scenario import TINY, Build
 from flower_privdec.cli import main
 from flower_privdec.common.folder_lock import FolderLock
 from flower_privdec.engine.checkpoint import read_checkpoint
-from flower_privdec.engine.metrics_file import keep_metrics_until, read_metrics
+from flower_privdec.engine.recorder import keep_metrics_until, read_metrics
 from flower_privdec.engine.run import Run, run
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.run_folder import read_result

@@ -25,12 +25,10 @@ from variants import VARIANTS, settings_for
 from flower_privdec import testing
 from flower_privdec.core import Exchange, State
 from flower_privdec.engine.shards import process_group as wires_module
-from flower_privdec.engine.shards.communication_plan import mix_plan
+from flower_privdec.engine.shards.communication_plan import Shards, Traffic, mix_plan
 from flower_privdec.engine.shards.process_group import LostShardError, Wires
 from flower_privdec.engine.shards.rendezvous import THIS_MACHINE, MeetingPlace
-from flower_privdec.engine.shards.shard_assignment import Shards
 from flower_privdec.engine.shards.shard_engine import ShardEngine
-from flower_privdec.engine.shards.traffic import Traffic
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.graph.mixing import Mixing

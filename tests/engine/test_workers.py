@@ -24,8 +24,8 @@ from flower_privdec.core import Edges
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run
 from flower_privdec.engine.workers import Crew, partitioning
-from flower_privdec.engine.workers.block import PaidLedger
-from flower_privdec.engine.workers.shared_memory import EdgeBox, shared_copy
+from flower_privdec.engine.workers.forked import EdgeBox, shared_copy
+from flower_privdec.engine.workers.worker_pool import PaidLedger
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger.ledger import read_chain

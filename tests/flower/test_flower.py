@@ -23,13 +23,12 @@ from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.flower.apps.client_app import client_app
-from flower_privdec.flower.apps.nodes import find_nodes
-from flower_privdec.flower.apps.own import Own
+from flower_privdec.flower.apps.hosting import Relay, find_nodes
 from flower_privdec.flower.apps.records import Order, pack_rows, pack_state, unpack_rows, unpack_state
-from flower_privdec.flower.apps.relay import Relay
 from flower_privdec.flower.apps.server_app import Settings
 from flower_privdec.flower.launch import launcher, supervisor
 from flower_privdec.flower.launch.local_grid import LocalGrid
+from flower_privdec.flower.node_settings import Own
 from flower_privdec.scenario import Scenario, to_yaml
 
 
@@ -159,7 +158,7 @@ def test_node_that_does_not_answer_is_named(tiny: Tiny, tmp_path: Path, monkeypa
     find_nodes(grid)
     strategy = Relay(tiny(), tmp_path / "run")
     everything_found = find_nodes(grid)
-    monkeypatch.setattr("flower_privdec.flower.apps.strategy.find_nodes", lambda grid: everything_found)
+    monkeypatch.setattr("flower_privdec.flower.apps.hosting.find_nodes", lambda grid: everything_found)
     monkeypatch.setattr(LocalGrid, "send_and_receive", lose_one)
     with pytest.raises(RunError, match="no answer from the SuperNode of peer 3"):
         strategy.start(grid)

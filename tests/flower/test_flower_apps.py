@@ -16,7 +16,7 @@ from paths import ROOT
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.flower import PushSum, run_in_process
-from flower_privdec.flower.launch.app_launcher import _Rounds, run_flower_app
+from flower_privdec.flower.launch.launcher import _Rounds, run_flower_app
 from flower_privdec.privacy.ledger.ledger import read_chain
 
 SIMULATIONS = ROOT / "simulations"

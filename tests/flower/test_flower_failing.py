@@ -15,10 +15,8 @@ from tiny_scenario import Tiny
 
 from flower_privdec.cli.main import main
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.flower.apps.nodes import reason
-from flower_privdec.flower.apps.server_app import Settings
-from flower_privdec.flower.launch.caller_directory import typed_in
-from flower_privdec.flower.launch.error_formatting import answering_plainly, failing_plainly
+from flower_privdec.flower.apps.server_app import Settings, typed_in
+from flower_privdec.flower.launch.error_formatting import answering_plainly, failing_plainly, reason
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.scenario import to_yaml
 

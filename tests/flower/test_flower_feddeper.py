@@ -1,43 +1,47 @@
-"""FedDeper as ordinary Flower classes: the engine's numbers, and clear refusals."""
+"""FedDeper as a strategy of peers: the engine's numbers, peer-level and example-level privacy, and what leaves."""
 
 from __future__ import annotations
 
 import importlib
 import tomllib
 
+import dp_accounting
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from dp_accounting.pld import PLDAccountant
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from paths import ROOT
+from raising import raises
+from routing_peers import LossyGrid, ReadingGrid
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.flower.launch.local_grid import LocalGrid
-from flower_privdec.flower.strategies.feddeper_strategy import FedDeperStrategy, personalized, train_two_models
+from flower_privdec.flower import FedDeper, LocalGrid, PeerMod, peer_folder, personalized, train_two_models
+from flower_privdec.flower.mods.peer_file import load_state, state_path
 from flower_privdec.models import flatten
+from flower_privdec.privacy.ledger.ledger import read_chain
 
 SETTINGS = {"learning_rate": 0.5, "rho": 0.1, "mixing_rate": 0.6, "local_steps": 3}
-SCENARIO = ["algorithm.name=feddeper", "topology.name=server", "privacy=none"]
+SCENARIO = [
+    "algorithm.name=feddeper",
+    "privacy=none",
+    *(f"algorithm.{name}={value}" for name, value in SETTINGS.items()),
+]
 
 
-@pytest.fixture
-def experiment(build):
-    return build(*SCENARIO, *(f"algorithm.{name}={value}" for name, value in SETTINGS.items()))
-
-
-def weighted_loss(model, batch):
+def weighted_loss(outputs, targets, weight):
     """Return the sum over a Poisson batch, over its expected size, as the engine has it."""
-    x, y, weight = batch
-    return (functional.cross_entropy(model(x), y, reduction="none") * weight).sum() / 12
+    return (functional.cross_entropy(outputs, targets, reduction="none") * weight).sum() / 12
 
 
-def client_app(experiment):
-    """Return a plain ClientApp that replays the engine's batches."""
-    app, data = ClientApp(), experiment.cohort().data
+def client_app(experiment, **privacy):
+    """Return an app whose peers replay the engine's batches."""
+    app, data = ClientApp(mods=[PeerMod(**privacy)]), experiment.cohort().data
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -45,7 +49,7 @@ def client_app(experiment):
         done = message.content.config_records["config"]["server-round"] - 1
         drawn = [data.batch(done * 3 + step, [peer]) for step in range(3)]
         batches = [(batch.x[0], batch.y[0], batch.weight[0]) for batch in drawn]
-        return train_two_models(message, context, experiment.module, weighted_loss, batches)
+        return train_two_models(message, experiment.module, weighted_loss, batches)
 
     return app
 
@@ -54,121 +58,272 @@ def flat(module, state):
     return torch.cat([torch.as_tensor(state[name]).reshape(-1) for name, _ in module.named_parameters()])
 
 
-def test_a_plain_flower_app_has_the_engines_numbers(experiment):
+def state_of(folder, peer, run="run"):
+    return load_state(state_path(folder / f"peer-{peer}", run))
+
+
+def run(grid, experiment, rounds, *topology, **options):
+    strategy = FedDeper(*topology, **SETTINGS, name="run", fraction_evaluate=0.0, **options)
+    return strategy.start(grid, ArrayRecord(experiment.module.state_dict()), num_rounds=rounds), strategy
+
+
+def engine_after(experiment, rounds):
     cohort = experiment.cohort()
     engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
-    grid = LocalGrid(client_app(experiment), 4)
-    strategy = FedDeperStrategy(**SETTINGS, fraction_evaluate=0.0)
-    before = flatten(experiment.module).clone()
-    result = strategy.start(grid, ArrayRecord(experiment.module.state_dict()), num_rounds=2)
-    for _ in range(2):
+    for _ in range(rounds):
         engine.round()
-    rows = engine.state.rows
-    got = flat(experiment.module, result.arrays.to_torch_state_dict())
-    torch.testing.assert_close(got, rows["x"][0], rtol=1e-9, atol=1e-11)
-    for peer, context in enumerate(grid.contexts.values()):
-        kept = flat(experiment.module, personalized(context))
-        torch.testing.assert_close(kept, rows["personal"][peer], rtol=1e-9, atol=1e-11)
+    return engine.state.rows
+
+
+def assert_personal_models_are(rows, experiment, folder):
+    for peer in range(4):
+        personal = flat(experiment.module, state_of(folder, peer).local_arrays)
+        torch.testing.assert_close(personal, rows["personal"][peer], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", [{}, {"seal": True}])
+@pytest.mark.parametrize("participation", [{}, {"participation": 0.5, "seed": 7}], ids=["everybody", "half"])
+def test_over_a_server_it_has_the_engines_numbers(build, tmp_path, participation, options):
+    """Peers that are sampled late begin with v = x^0, and the round's peers alone count."""
+    sampled = ["participation={kind: uniform, fraction: 0.5}", "seed=7"] if participation else []
+    experiment = build(*SCENARIO, "topology.name=server", *sampled)
+    grid = LocalGrid(client_app(experiment, **options), 4, folder=tmp_path)
+    before = flatten(experiment.module).clone()
+    result, strategy = run(grid, experiment, 6, **participation)
+    if participation:
+        drawn = [experiment.participation.active(k).tolist() for k in range(6)]
+        assert drawn == [strategy._active.active(k).tolist() for k in range(6)]
+        assert not all(map(any, zip(*drawn[:1], strict=True)))  # some take part late
+    rows = engine_after(experiment, 6)
+    x = flat(experiment.module, result.arrays.to_torch_state_dict())
+    torch.testing.assert_close(x, rows["x"][0], rtol=1e-9, atol=1e-11)
+    assert_personal_models_are(rows, experiment, tmp_path)
     assert torch.equal(flatten(experiment.module), before)  # the user's module is only the architecture
 
 
-def test_sampled_clients_alone_count_and_train(experiment):
-    grid = LocalGrid(client_app(experiment), 4)
-    strategy = FedDeperStrategy(**SETTINGS, fraction_train=0.5, fraction_evaluate=0.0)
-    strategy.start(grid, ArrayRecord(experiment.module.state_dict()), num_rounds=1)
-    assert sum(personalized(context) is not None for context in grid.contexts.values()) == 2
+def test_over_a_graph_it_has_the_engines_numbers(build, tmp_path):
+    experiment = build(*SCENARIO, "topology.name=directed-exponential")
+    grid = LocalGrid(client_app(experiment), 4, folder=tmp_path)
+    _, strategy = run(grid, experiment, 5, "directed-exponential")
+    rows = engine_after(experiment, 5)
+    for peer, arrays in strategy.peer_arrays.items():
+        z = flat(experiment.module, arrays.to_torch_state_dict())
+        torch.testing.assert_close(z, rows["x"][peer] / rows["w"][peer], rtol=1e-9, atol=1e-11)
+    assert len(strategy.peer_arrays) == 4
+    assert_personal_models_are(rows, experiment, tmp_path)
 
 
-def test_a_client_that_is_sampled_late_starts_its_own_model_at_x_0(build):
-    """The engine's peers all begin with v = x^0; a client that first takes part in round 3 does as well."""
-    half = "participation={kind: uniform, fraction: 0.5}"
-    experiment = build(*SCENARIO, half, *(f"algorithm.{name}={value}" for name, value in SETTINGS.items()))
-    cohort = experiment.cohort()
-    engine = Engine(experiment.algorithm, cohort, experiment.initial_state(cohort))
-
-    class Scheduled(FedDeperStrategy):
-        def configure_train(self, server_round, arrays, config, grid):
-            active = experiment.participation.active(server_round - 1)
-            chosen = [node for node, wanted in zip(grid.contexts, active, strict=True) if wanted]
-            messages = super().configure_train(server_round, arrays, config, grid)
-            return [message for message in messages if message.metadata.dst_node_id in chosen]
-
-    grid, rounds = LocalGrid(client_app(experiment), 4), 6
-    strategy = Scheduled(**SETTINGS, fraction_evaluate=0.0)
-    result = strategy.start(grid, ArrayRecord(experiment.module.state_dict()), num_rounds=rounds)
-    for _ in range(rounds):
-        engine.round()
-    first = [next(k for k in range(99) if experiment.participation.active(k)[peer]) for peer in range(4)]
-    assert max(first) in range(1, rounds)  # somebody is late
-    got = flat(experiment.module, result.arrays.to_torch_state_dict())
-    torch.testing.assert_close(got, engine.state.rows["x"][0], rtol=1e-9, atol=1e-11)
-    for peer, context in enumerate(grid.contexts.values()):
-        kept = flat(experiment.module, personalized(context))
-        torch.testing.assert_close(kept, engine.state.rows["personal"][peer], rtol=1e-9, atol=1e-11)
+@pytest.mark.parametrize("seal", [False, True])
+def test_over_a_server_a_run_of_the_same_name_goes_on_where_it_stopped(build, tmp_path, seal):
+    experiment = build(*SCENARIO, "topology.name=server")
+    run(LocalGrid(client_app(experiment, seal=seal), 4, folder=tmp_path), experiment, 2)
+    result, _ = run(LocalGrid(client_app(experiment, seal=seal), 4, folder=tmp_path), experiment, 5)
+    rows = engine_after(experiment, 5)
+    x = flat(experiment.module, result.arrays.to_torch_state_dict())
+    torch.testing.assert_close(x, rows["x"][0], rtol=1e-9, atol=1e-11)
+    assert_personal_models_are(rows, experiment, tmp_path)
 
 
-def test_a_client_that_lost_its_model_says_so_and_gets_x_0_again(experiment):
-    grid = LocalGrid(client_app(experiment), 4)
-    strategy = FedDeperStrategy(**SETTINGS, fraction_evaluate=0.0)
+def test_a_round_whose_sealed_peers_do_not_all_answer_leaves_x_as_it_was(build, tmp_path):
+    experiment = build(*SCENARIO, "topology.name=server")
+    lost = []
+
+    def fate(number, message):
+        is_third = message.metadata.message_type == "train" and "privdec.model" in message.content
+        if is_third and message.metadata.dst_node_id == 102:
+            lost.append(number)
+            return "unanswered"
+        return "ok"
+
+    grid = LossyGrid(fate, client_app(experiment, seal=True), 4, folder=tmp_path)
+    strategy = FedDeper(**SETTINGS, name="run", fraction_evaluate=0.0)
     start = ArrayRecord(experiment.module.state_dict())
-    strategy.start(grid, start, num_rounds=1)
-    grid.contexts[102].state = RecordDict()
-    messages = list(strategy.configure_train(2, start, ConfigRecord({"server-round": 2}), grid))
-    assert not [message for message in messages if "feddeper.start" in message.content]
-    replies = grid.send_and_receive(messages)
-    assert ["personalized model is lost" in reply.error.reason for reply in replies if reply.has_error()] == [True]
-    strategy.aggregate_train(2, replies)
-    again = strategy.configure_train(3, start, ConfigRecord({"server-round": 3}), grid)
-    assert [message.metadata.dst_node_id for message in again if "feddeper.start" in message.content] == [102]
+    result = strategy.start(grid, start, num_rounds=1, timeout=0.5)
+    assert lost
+    for name, array in start.items():
+        np.testing.assert_array_equal(result.arrays[name].numpy(), array.numpy())
 
 
-def test_clients_count_alike_whatever_they_say_of_their_examples(experiment):
-    start = ArrayRecord(experiment.module.state_dict())
-    grid = LocalGrid(ClientApp(), 4)
-    strategy = FedDeperStrategy(**SETTINGS)
-    sent = list(strategy.configure_train(1, start, ConfigRecord(), grid))[:3]
-    names = list(start)
-    replies = []
-    for size, message in enumerate(sent, start=1):
-        message.metadata.__dict__["_message_id"] = str(size)
-        change = ArrayRecord({name: Array(np.full_like(start[name].numpy(), size)) for name in names})
-        content = RecordDict({"arrays": change, "metrics": MetricRecord({"num-examples": 10**size})})
-        replies.append(Message(content, reply_to=message))
-    moved, _ = strategy.aggregate_train(1, replies)
-    for name in names:
-        np.testing.assert_allclose(moved[name].numpy(), start[name].numpy() + 2.0, rtol=1e-6)
+# Privacy.
 
 
-def test_a_round_in_which_every_client_fails_keeps_the_model(experiment):
-    grid = LocalGrid(ClientApp(), 4)  # it knows no message
-    start = ArrayRecord(experiment.module.state_dict())
-    strategy = FedDeperStrategy(**SETTINGS, fraction_evaluate=0.0)
-    assert not strategy.start(grid, start, num_rounds=1).arrays
+class Sets(nn.Module):
+    """A model of one number for each input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(x)
+
+
+def learning_app(peer_mod, seen=None, **options):
+    """Return an app whose peers learn quickly and far: what leaves must be clipped."""
+    app = ClientApp(mods=[peer_mod])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        peer = context.node_config["partition-id"]
+        inputs = torch.full((12, 3), 10.0 * (peer + 1))
+        data = DataLoader(TensorDataset(inputs, torch.zeros(12).long()), batch_size=4)
+        privacy = options and {"ledger": peer_folder() / "examples.jsonl", "report": lambda line: None, **options}
+        reply = train_two_models(message, Sets(), functional.cross_entropy, data, privacy=privacy or None)
+        if seen is not None:
+            seen.append({name: reply.content[name].to_torch_state_dict() for name in reply.content.array_records})
+        return reply
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        own = sum(float(value.abs().sum()) for value in personalized(message).values())
+        return Message(RecordDict({"metrics": MetricRecord({"own": own, "num-examples": 1})}), reply_to=message)
+
+    return app
+
+
+def zero_model():
+    return ArrayRecord({name: torch.zeros_like(value) for name, value in Sets().state_dict().items()})
+
+
+def composed(noise, rounds, delta):
+    accountant = PLDAccountant()
+    accountant.compose(dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(noise), rounds))
+    return accountant.get_epsilon(delta)
+
+
+@pytest.mark.parametrize("topology", ["server", "directed-exponential"])
+def test_every_round_is_charged_and_noised_before_anything_leaves(tmp_path, topology):
+    options = {"clip_norm": 1.0, "noise_multiplier": 5.0, "delta": 1e-5}
+    grid = LocalGrid(learning_app(PeerMod(**options)), 2, folder=tmp_path)
+    strategy = FedDeper(topology, **SETTINGS, name="run", fraction_evaluate=0.0)
+    strategy.start(grid, zero_model(), num_rounds=3)
+    for peer in (0, 1):
+        assert strategy.told[peer].epsilon == pytest.approx(composed(5.0, 3, 1e-5), rel=2e-3)
+
+
+@pytest.mark.parametrize("topology", ["server", "directed-exponential"])
+def test_what_leaves_a_peer_moves_by_no_more_than_the_clip_norm(tmp_path, topology, monkeypatch):
+    """Sensitivity: the update before noise has at most norm C, whatever data and v are, in every round."""
+    from flower_privdec.flower.mods import private_update
+
+    norms, noised = [], private_update.noised
+
+    def recorded(update, std):
+        norms.append(float(np.linalg.norm(update)))
+        return noised(update, std)
+
+    monkeypatch.setattr(private_update, "noised", recorded)
+    mod = PeerMod(clip_norm=0.25, noise_multiplier=2.0)
+    grid = LocalGrid(learning_app(mod), 2, folder=tmp_path)
+    FedDeper(topology, **SETTINGS | {"learning_rate": 50.0}, name="run", fraction_evaluate=0.0).start(
+        grid, zero_model(), num_rounds=3
+    )
+    assert len(norms) == 6
+    assert max(norms) <= 0.25 * (1 + 1e-12)
+    assert max(norms) > 0.2499  # the clip is what holds them
+
+
+@pytest.mark.parametrize("topology", ["server", "directed-exponential"])
+def test_neither_a_model_nor_the_personalized_one_is_readable_by_the_server(tmp_path, topology):
+    answers: list[dict] = []
+    grid = ReadingGrid(
+        learning_app(PeerMod(clip_norm=0.5, noise_multiplier=2.0, seal=True), answers), 3, folder=tmp_path
+    )
+    strategy = FedDeper(topology, **SETTINGS, name="run")
+    strategy.start(grid, zero_model(), num_rounds=2)
+    wire = b"".join(grid.seen)
+    states = [state_of(tmp_path, peer) for peer in range(3)]
+    private = [value.tobytes() for state in states for value in state.local_arrays.values()]
+    private += [
+        value.numpy().tobytes() for answer in answers for record in answer.values() for value in record.values()
+    ]
+    private += [state.x.tobytes() for state in states]
+    assert len(private) > 30
+    assert not [value for value in private if value in wire]
+    assert "own" not in repr(grid.seen)  # nor a metric of it
+
+
+def test_the_personalized_model_reaches_the_evaluate_function_and_survives_a_restart(tmp_path):
+    def own_after(folder, rounds):
+        grid = LocalGrid(learning_app(PeerMod()), 2, folder=tmp_path / folder)
+        result = FedDeper(**SETTINGS, name="run").start(grid, zero_model(), num_rounds=rounds)
+        return result.evaluate_metrics_clientapp[rounds]["own"]
+
+    first = own_after("restarted", 1)
+    assert 0 < first != own_after("restarted", 3) == own_after("at-once", 3)
+
+
+def test_a_spent_budget_ends_training_and_the_personalized_model_stays(tmp_path):
+    mod = PeerMod(clip_norm=0.5, noise_multiplier=2.0, epsilon=composed(2.0, 2, 1e-5) * 1.01)
+    strategy = FedDeper(**SETTINGS, name="run", fraction_evaluate=0.0)
+    strategy.start(LocalGrid(learning_app(mod), 2, folder=tmp_path), zero_model(), num_rounds=5)
+    assert all(told.exhausted for told in strategy.told.values())
+    ledger = (tmp_path / "peer-0" / "peer-updates.jsonl").read_text().splitlines()
+    assert len(ledger) == 3  # a header and two rounds
+
+
+def test_examples_are_protected_by_private_with_a_ledger_over_all_rounds(tmp_path):
+    privacy = {"noise_multiplier": 2.0, "delta": 1e-3, "clip_norm": 0.1}
+    answers: list[dict] = []
+    app = learning_app(PeerMod(share_metrics=False), answers, **privacy)
+    strategy = FedDeper(**SETTINGS, name="run", fraction_evaluate=0.0)
+    strategy.start(LocalGrid(app, 2, folder=tmp_path), zero_model(), num_rounds=2)
+    entries = read_chain(tmp_path / "peer-0" / "examples.jsonl")[1]
+    assert sum(entry.to_step - entry.from_step for entry in entries) == 2 * 3
+    zeros = zero_model().to_torch_state_dict()
+    for record in answers[0].values():
+        assert all(not torch.equal(record[name], zeros[name]) for name in zeros)
+
+
+def test_one_example_moves_the_pair_of_gradients_by_no_more_than_c(tmp_path):
+    """Sensitivity: y's and v's gradients of one example are clipped as one vector."""
+    from flower_privdec.flower.strategies.feddeper_strategy import TwoModelLoss, TwoModels
+    from flower_privdec.training_loop.clipped_sum import ClippedSum
+
+    module = Sets()
+    pair = TwoModels(module, module.state_dict(), {name: 2 * value for name, value in module.state_dict().items()})
+    summed = ClippedSum(pair, dict(pair.named_parameters()), TwoModelLoss(functional.cross_entropy), 0.1)
+    for scale in (1.0, 1e3):
+        total, _ = summed((torch.full((1, 3), scale),), {}, (torch.tensor([1]),))
+        assert float(total.norm()) <= 0.1 * (1 + 1e-6)
+
+
+# Refusals.
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "named"),
     [
-        ({"mixing_rate": 0.3}, r"mixing_rate=0.3 must be in \[1/2, 1\]"),
-        ({"rho": -0.1}, "rho=-0.1 must be >= 0"),
-        ({"local_steps": 0}, "local_steps=0 must be >= 1"),
-        ({"learning_rate": 0.0}, "learning_rate=0.0 must be > 0"),
+        ({"mixing_rate": 0.3}, r"mixing_rate=0.3"),
+        ({"rho": -0.1}, "rho=-0.1"),
+        ({"local_steps": 0}, "local_steps=0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0"),
+        ({"participation": 0.0}, "participation=0.0"),
+        ({"topology": "nowhere"}, "nowhere"),
     ],
 )
-def test_bad_settings_are_refused_at_once(wrong, said):
-    with pytest.raises(ScenarioError, match=said) as error:
-        FedDeperStrategy(**wrong)
+def test_bad_settings_are_refused_at_once(wrong, named):
+    with pytest.raises(ScenarioError, match=named) as error:
+        FedDeper(**wrong)
     assert "\n" not in str(error.value)
 
 
 def test_any_mixing_rate_is_an_explicit_choice():
-    assert FedDeperStrategy(mixing_rate=0.3, any_mixing_rate=True).settings["mixing_rate"] == 0.3
+    assert FedDeper(mixing_rate=0.3, any_mixing_rate=True).settings["mixing_rate"] == 0.3
+
+
+def test_an_app_without_the_mod_is_refused(build):
+    experiment = build(*SCENARIO, "topology.name=server")
+    app = ClientApp()
+    app.train()(lambda message, context: Message(RecordDict(), reply_to=message))
+    with pytest.raises(RunError, match=r"PeerMod"):
+        run(LocalGrid(app, 4), experiment, 1)
 
 
 def order(module, **config):
     arrays = ArrayRecord(module.state_dict())
-    content = RecordDict({"arrays": arrays, "feddeper.start": arrays, "config": ConfigRecord(config)})
-    return Message(content, 1, "train"), Context(1, 1, {}, RecordDict(), {})
+    content = RecordDict({"arrays": arrays, "feddeper.personal": arrays, "config": ConfigRecord(config)})
+    return Message(content, 1, "train")
 
 
 SENT = {f"feddeper.{name}": value for name, value in SETTINGS.items()}
@@ -176,39 +331,40 @@ LINEAR = nn.Linear(4, 2)
 BATCH = (torch.ones(3, 4), torch.tensor([0, 1, 0]))
 
 
-def mean_loss(model, batch):
-    return functional.cross_entropy(model(batch[0]), batch[1])
-
-
 @pytest.mark.parametrize(
-    ("module", "config", "batches", "said"),
+    ("module", "config", "batches", "code"),
     [
-        (LINEAR, {}, [BATCH], "send it with the strategy FedDeperStrategy"),
-        (LINEAR, SENT, [], "no batches for 3 more local steps"),
-        (LINEAR, SENT, iter([BATCH]), "no batches for 2 more local steps"),
-        (nn.Linear(4, 3), SENT, [BATCH], "are not the module's parameters"),
-        (nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), SENT, [BATCH], "use GroupNorm"),
+        (LINEAR, {}, [BATCH], "feddeper.no-settings"),
+        (LINEAR, SENT, [], "feddeper.no-batches"),
+        (LINEAR, SENT, iter([BATCH]), "feddeper.no-batches"),
+        (nn.Linear(4, 3), SENT, [BATCH], "feddeper.other-module"),
+        (nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), SENT, [BATCH], "feddeper.buffers"),
     ],
 )
-def test_what_cannot_work_is_said(module, config, batches, said):
-    message, context = order(LINEAR, **config)
-    with pytest.raises(RunError, match=said):
-        train_two_models(message, context, module, mean_loss, batches)
-    assert personalized(context) is None
+def test_what_cannot_work_is_refused(module, config, batches, code):
+    with raises(RunError, code):
+        train_two_models(order(LINEAR, **config), module, functional.cross_entropy, batches)
 
 
-APP = ROOT / "simulations" / "feddeper-plain"
+def test_a_message_without_a_personalized_model_is_refused():
+    message = order(LINEAR, **SENT)
+    del message.content["feddeper.personal"]
+    with raises(RunError, "feddeper.no-models", names="feddeper.personal"):
+        train_two_models(message, LINEAR, functional.cross_entropy, [BATCH])
 
 
-def test_the_example_app_learns_a_global_and_better_personalized_models(monkeypatch):
-    """Ten clients with one digit each: a model per client is certain of its own digit, the common one is not."""
+APP = ROOT / "simulations" / "feddeper"
+
+
+def test_the_example_app_learns_a_global_and_better_personalized_models(monkeypatch, tmp_path):
+    """Ten peers with one digit each: a model per peer is certain of its own digit, the common one is not."""
     monkeypatch.syspath_prepend(str(APP))
-    client, server = (importlib.import_module(f"feddeper_plain.{name}").app for name in ("client_app", "server_app"))
+    client, server = (importlib.import_module(f"feddeper.{name}").app for name in ("client_app", "server_app"))
     config = tomllib.loads((APP / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    config |= {"num-rounds": 4, "fraction-train": 1.0}  # Flower's sampling of clients has no seed
-    grid, results = LocalGrid(client, 10), []
-    start = FedDeperStrategy.start
-    monkeypatch.setattr(FedDeperStrategy, "start", lambda *given, **options: results.append(start(*given, **options)))
+    config |= {"num-rounds": 4, "participation": 1.0}
+    grid, results = LocalGrid(client, 10, folder=tmp_path), []
+    start = FedDeper.start
+    monkeypatch.setattr(FedDeper, "start", lambda *args, **options: results.append(start(*args, **options)))
     for context in grid.contexts.values():
         context.run_config.update(config)
     server(grid, Context(1, 0, {}, RecordDict(), config))

@@ -19,11 +19,11 @@ from torch import nn
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum, group_norm, public_key, run_in_process
-from flower_privdec.flower.mods import request_handler
+from flower_privdec.flower.mods import peer_mod, private_update
 from flower_privdec.flower.mods.orders import Asked, Told, pack_bytes, unpack_bytes
 from flower_privdec.flower.mods.peer_file import load_state, state_path
 from flower_privdec.flower.mods.share_frame import unpack_body
-from flower_privdec.flower.strategies.reported_metrics import comparable
+from flower_privdec.flower.strategies.push_sum import comparable
 from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.pushsum.share_protocol import RefusedError
 
@@ -297,13 +297,13 @@ def test_an_app_that_is_not_protected_is_told_what_is_wrong(name: str, tmp_path:
 
 
 def test_no_two_peers_and_no_two_rounds_share_their_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, noised = [], request_handler.noised
+    drawn, noised = [], private_update.noised
 
     def keeping(update: np.ndarray, std: float) -> np.ndarray:
         drawn.append(noised(update, std) - update)
         return update + drawn[-1]
 
-    monkeypatch.setattr(request_handler, "noised", keeping)
+    monkeypatch.setattr(private_update, "noised", keeping)
     grid = LocalGrid(client(lambda arrays, *_: arrays, **PROTECTED), 4, folder=tmp_path)
     PushSum(fraction_evaluate=0.0).start(grid, zeros(400), 3)
     alike = np.corrcoef(np.stack(drawn)) - np.eye(12)
@@ -352,9 +352,7 @@ def test_a_full_disk_releases_nothing_and_is_named(fate: str, tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            *((ledger_module, "_write_all", full) if fate == "ledger" else (request_handler, "save_state", full))
-        )
+        patch.setattr(*((ledger_module, "_write_all", full) if fate == "ledger" else (peer_mod, "save_state", full)))
         with pytest.raises(RunError, match="No space left on device") as error:
             start(tmp_path, 2, app)
     assert "\n" not in str(error.value)

@@ -25,8 +25,8 @@ from flower_privdec.flower.mods.orders import Asked
 from flower_privdec.flower.mods.peer_file import load_state, state_path
 from flower_privdec.flower.mods.peer_ledger import PeerLedger, solved_noise, spent_so_far
 from flower_privdec.flower.mods.peer_state import PeerState
+from flower_privdec.flower.mods.private_update import clipped, norm
 from flower_privdec.flower.mods.sealing import Identity, KnownPeers
-from flower_privdec.flower.mods.update import clipped, norm
 from flower_privdec.flower.strategies.masking import masked, unmasked_sum
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
 from flower_privdec.pushsum.share_protocol import RefusedError

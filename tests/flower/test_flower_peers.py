@@ -20,8 +20,8 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum
 from flower_privdec.flower.mods.peer_file import load_state, state_path
 from flower_privdec.flower.mods.peer_state import PeerState
-from flower_privdec.flower.strategies import node_registry
-from flower_privdec.flower.strategies.node_registry import answers
+from flower_privdec.flower.strategies import peer_network
+from flower_privdec.flower.strategies.peer_network import answers
 
 
 def mean_of(n_peers: int, size: int = 3) -> np.ndarray:
@@ -148,7 +148,7 @@ def test_a_peer_that_never_answers_holds_the_others_up_once(monkeypatch):
         waited_for.append(len(wanted))
         return answers(grid, asked, wanted, patience)
 
-    monkeypatch.setattr(node_registry, "answers", noting)
+    monkeypatch.setattr(peer_network, "answers", noting)
     strategy = PushSum(fraction_evaluate=0.0)
     result = strategy.start(LossyGrid(fate, client(sets_its_values_once), 4), zeros(), 12, timeout=0.5)
     assert set(strategy.peer_arrays) == {0, 1, 2}
@@ -243,8 +243,8 @@ def test_an_old_copy_of_a_state_is_found_out(tmp_path):
     path.write_bytes(copy)
     strategy = PushSum(name="old", fraction_evaluate=0.0)
     strategy.start(LocalGrid(client(sets_its_values_once), 2, folder=tmp_path), zeros(), 9)
-    assert "has had share 6 of peer 1" in strategy.network.deaf[1]
-    assert "the state is an old copy; delete it" in strategy.network.deaf[1]
+    assert "has had share 6 of peer 1" in strategy.network.train_errors[1]
+    assert "the state is an old copy; delete it" in strategy.network.train_errors[1]
 
 
 # What the app sees.

@@ -24,12 +24,10 @@ from flower_privdec.algorithms.privsgp_vr import PrivSGPVR
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
+from flower_privdec.flower import node_settings
 from flower_privdec.flower.apps import client_app as clients
-from flower_privdec.flower.apps import own, shard_app
 from flower_privdec.flower.apps.client_app import client_app
-from flower_privdec.flower.apps.cohort_run import CohortRun
-from flower_privdec.flower.apps.relay import Relay
-from flower_privdec.flower.apps.sharded import Sharded
+from flower_privdec.flower.apps.hosting import CohortRun, Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import read_chain, runs_in
@@ -77,7 +75,7 @@ def seen_under_flower(host: str) -> Callable[[Experiment], Seen]:
         strategy, nodes = HOSTS[host]
         clients._build.cache_clear()
         clients._whole.cache_clear()
-        shard_app._hosted.cache_clear()
+        clients._hosted.cache_clear()
 
         def own_parts(agreement: Agreement, peers: np.ndarray | None = None, *_: object, **__: object) -> OwnParts:
             """The own parts of some peers: keys as ever, and the experiment's examples."""
@@ -333,9 +331,9 @@ def test_a_deployed_node_reads_its_own_data_not_the_servers(tiny: Tiny, tmp_path
 
 
 def test_a_process_is_a_simulation_by_itself_not_by_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not own.in_simulation()
-    with own.simulating():
-        assert own.in_simulation()
+    assert not node_settings.in_simulation()
+    with node_settings.simulating():
+        assert node_settings.in_simulation()
 
     class Ray:
         @staticmethod
@@ -343,7 +341,7 @@ def test_a_process_is_a_simulation_by_itself_not_by_a_message(monkeypatch: pytes
             return True
 
     monkeypatch.setitem(__import__("sys").modules, "ray", Ray)
-    assert own.in_simulation()
+    assert node_settings.in_simulation()
 
 
 def test_the_ledger_says_what_the_messages_say(tiny: Tiny, tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from flower_privdec.flower.apps.client_app import answer_place
-from flower_privdec.flower.apps.node import Node
-from flower_privdec.flower.apps.shard_app import train_sharded
+from flower_privdec.flower.apps.client_app import Node
+from flower_privdec.flower.apps.client_app import train_sharded
 
 app = ClientApp()
 app.query("place")(answer_place)

@@ -18,11 +18,9 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.flower.apps import sharded
-from flower_privdec.flower.apps.client_app import client_app
-from flower_privdec.flower.apps.cohort_run import CohortRun
-from flower_privdec.flower.apps.node import Node
-from flower_privdec.flower.apps.sharded import Sharded
+from flower_privdec.flower.apps import hosting
+from flower_privdec.flower.apps.client_app import Node, client_app
+from flower_privdec.flower.apps.hosting import CohortRun, Sharded
 from flower_privdec.flower.launch.launcher import flower_run
 from flower_privdec.flower.launch.local_grid import named
 from flower_privdec.privacy.ledger.ledger import read_chain
@@ -135,7 +133,7 @@ def test_the_shard_that_knows_why_is_blamed(
     named_peers: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(sharded, "GRACE", 0.3)
+    monkeypatch.setattr(hosting, "GRACE", 0.3)
     said = failing(tiny, tmp_path, why)
     assert said.startswith(f"the SuperNode of peers {named_peers} failed: ")
     assert words in said

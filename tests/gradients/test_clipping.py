@@ -19,9 +19,19 @@ from torch import Tensor, nn
 from flower_privdec.algorithms.tables import TABLES
 from flower_privdec.core.cohort import PrivateStep
 from flower_privdec.gradients import GradientKernel, StackedKernel, build_kernel
-from flower_privdec.gradients.bounds import BLOCK, LARGEST, LONGEST, beyond, floor, length, slack, upper
 from flower_privdec.gradients.layers import Outer
-from flower_privdec.gradients.protocol import Parameter, coefficient
+from flower_privdec.gradients.protocol import (
+    BLOCK,
+    LARGEST,
+    LONGEST,
+    Parameter,
+    beyond,
+    coefficient,
+    floor,
+    length,
+    slack,
+    upper,
+)
 from flower_privdec.models import flatten
 from flower_privdec.tasks.losses import LOSSES
 

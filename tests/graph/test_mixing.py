@@ -17,10 +17,10 @@ from flower_privdec.graph.mixing import (
     Mixing,
     MixingMatrix,
     SparseMatrix,
-    kernels,
     mixing_matrix,
     spectral_gap,
 )
+from flower_privdec.graph.mixing import matrix as kernels
 from flower_privdec.graph.mixing.weights import RULES
 from flower_privdec.graph.participation import build_participation
 from flower_privdec.graph.topology import (

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flower_privdec.core import State
-from flower_privdec.rows.aligned import BOUNDARY, aligned, empty_rows, is_aligned, padded
+from flower_privdec.rows.tensors import BOUNDARY, aligned, empty_rows, is_aligned, padded
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

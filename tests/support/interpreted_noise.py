@@ -11,8 +11,8 @@ from flower_privdec.errors import RunError
 from flower_privdec.privacy.noise import gpu_philox
 from flower_privdec.privacy.noise.gpu_philox import GPUNoise
 from flower_privdec.privacy.noise.philox import PhiloxNoise
-from flower_privdec.rows.aligned import empty_rows
 from flower_privdec.rows.keys import seed_keys
+from flower_privdec.rows.tensors import empty_rows
 
 KEYS = seed_keys(1, range(6))
 CLOSE = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -16,9 +16,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.process_group import Wires
 from flower_privdec.engine.shards.rendezvous import MeetingPlace
-from flower_privdec.engine.shards.shard_assignment import Shards
 
 MINUTE = 60.0
 

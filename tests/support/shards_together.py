@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from torch.distributed import FileStore
 
+from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.process_group import Wires
 from flower_privdec.engine.shards.rendezvous import THIS_MACHINE
-from flower_privdec.engine.shards.shard_assignment import Shards
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario

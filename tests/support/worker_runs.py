@@ -16,7 +16,7 @@ from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.cli import main
 from flower_privdec.core import Algorithm
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.core.state import State
+from flower_privdec.core.exchange import State
 from flower_privdec.engine.run import Run
 from flower_privdec.engine.workers import partitioning
 from flower_privdec.experiment import Experiment

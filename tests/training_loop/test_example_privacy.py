@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
-from flower_privdec.gradients.bounds import LARGEST
+from flower_privdec.gradients.protocol import LARGEST
 from flower_privdec.training_loop import ExamplePrivacy, group_norm, private
 from flower_privdec.training_loop.clipped_sum import ClippedSum
 from flower_privdec.training_loop.private_loop import NoisedSteps

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec.privacy.noise import build_noise
-from flower_privdec.rows.aligned import aligned
 from flower_privdec.rows.keys import seed_keys
+from flower_privdec.rows.tensors import aligned
 from tools.bench.timing import Work, once
 from tools.bench.workloads import SEED, Setup
 

@@ -20,9 +20,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from flower_privdec.core import Mix, State
 from flower_privdec.engine.engine import Engine
+from flower_privdec.engine.shards.communication_plan import Shards
 from flower_privdec.engine.shards.process_group import Wires
 from flower_privdec.engine.shards.rendezvous import THIS_MACHINE
-from flower_privdec.engine.shards.shard_assignment import Shards
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import build_topology

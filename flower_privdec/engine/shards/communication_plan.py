@@ -7,17 +7,93 @@ does. Of a mean over peers everywhere only sums cross.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.engine.shards.shard_assignment import Shards
-from flower_privdec.engine.shards.traffic import Traffic
+from flower_privdec.common.formatting import peer_ranges
 from flower_privdec.graph.mixing.matrix import MixingMatrix, SparseMatrix
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Peers dealt out in runs of consecutive ids, whose lengths differ by one at most.
+
+    Attributes:
+        ends: int64 [shards + 1], 0 and the first id behind each shard's peers.
+    """
+
+    ends: np.ndarray
+
+    @classmethod
+    def deal(cls, n_peers: int, count: int) -> Shards:
+        """Deal peers out to `count` shards, of which there are no more than peers."""
+        each, more = divmod(n_peers, count := min(count, n_peers))
+        return cls(each * np.arange(count + 1) + np.minimum(np.arange(count + 1), more))
+
+    def __len__(self) -> int:
+        """Return how many shards there are."""
+        return len(self.ends) - 1
+
+    def peers(self, shard: int) -> np.ndarray:
+        """Return the global ids of a shard's peers, int64 [m]."""
+        return np.arange(self.ends[shard], self.ends[shard + 1])
+
+    def of(self, peers: np.ndarray) -> np.ndarray:
+        """Return the shard of each of some peers."""
+        return np.searchsorted(self.ends, peers, side="right") - 1
+
+    def name(self, shard: int) -> str:
+        """Return what a message calls a shard."""
+        return f"the shard of peers {peer_ranges(self.peers(shard).tolist())}"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Which rows go to and come from each other shard in one exchange; both sides work it out alike.
+
+    Attributes:
+        sends: by shard, which of the rows here, int64, in the order in which they go.
+        receives: by shard, where among the rows from elsewhere its own stand, which are consecutive.
+        leave, arrive: by shard, where runs of rows begin and end that lie one behind the other at their sender's: here,
+            and among the rows from elsewhere.
+    """
+
+    sends: Mapping[int, Tensor]
+    receives: Mapping[int, slice]
+    leave: Mapping[int, list[tuple[int, int]]]
+    arrive: Mapping[int, list[tuple[int, int]]]
+
+    @classmethod
+    def of(cls, sends: Mapping[int, np.ndarray], coming: Mapping[int, np.ndarray]) -> Traffic:
+        """Return the traffic of rows that go, and of rows that come, each by where they stand at their sender's."""
+        receives, arrive, first = {}, {}, 0
+        for shard, which in sorted(coming.items()):
+            receives[shard] = slice(first, first + len(which))
+            arrive[shard] = [(first + start, first + stop) for start, stop in _runs(which)]
+            first += len(which)
+        leave = {
+            shard: [(int(which[start]), int(which[stop - 1]) + 1) for start, stop in _runs(which)]
+            for shard, which in sends.items()
+        }
+        return cls({shard: torch.from_numpy(which) for shard, which in sends.items()}, receives, leave, arrive)
+
+    @property
+    def foreign(self) -> int:
+        """Return how many rows come from elsewhere."""
+        return max((part.stop for part in self.receives.values()), default=0)
+
+
+def _runs(which: np.ndarray) -> list[tuple[int, int]]:
+    """Return where runs of consecutive numbers begin and end."""
+    ends = [0, *(np.flatnonzero(np.diff(which) != 1) + 1).tolist(), len(which)]
+    return list(pairwise(ends))
+
 
 Part = tuple[slice | Tensor, MixingMatrix]
 Plan = TypeVar("Plan")

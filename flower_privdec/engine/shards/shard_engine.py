@@ -23,10 +23,8 @@ from flower_privdec.engine.shards.communication_plan import (
 from flower_privdec.engine.shards.process_group import Wires, clean_rows
 from flower_privdec.errors import RunError
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.mixing.kernels import sum_rows
-from flower_privdec.graph.mixing.matrix import AverageMatrix, SparseMatrix
-from flower_privdec.rows.aligned import empty_rows
-from flower_privdec.rows.finite import all_finite
+from flower_privdec.graph.mixing.matrix import AverageMatrix, SparseMatrix, sum_rows
+from flower_privdec.rows.tensors import all_finite, empty_rows
 
 
 class ShardEngine(Engine):

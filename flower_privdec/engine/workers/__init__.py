@@ -2,7 +2,6 @@
 
 from flower_privdec.engine.workers.forked import GoneError
 from flower_privdec.engine.workers.partitioning import Dealing, deal
-from flower_privdec.engine.workers.starting import start_engine
-from flower_privdec.engine.workers.worker_pool import Crew
+from flower_privdec.engine.workers.worker_pool import Crew, start_engine
 
 __all__ = ["Crew", "Dealing", "GoneError", "deal", "start_engine"]

@@ -1,10 +1,4 @@
-"""An engine whose cohort falls into blocks, each hosted by one of several processes that share the rows.
-
-In a round each process takes the steps of its blocks, all meet, and each mixes the rows of its own receivers out of
-the senders' rows where they lie, into a second buffer; the two then change places. One meeting an exchange is enough,
-for who is ahead writes only what nobody reads. The process that forked the others hosts the first blocks, pays the
-ledger, tries the mean model and keeps the checkpoint.
-"""
+"""The engine of a run: in one piece, or in blocks by as many processes as the scenario says."""
 
 from __future__ import annotations
 
@@ -12,6 +6,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,16 +17,97 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.formatting import peer_ranges
-from flower_privdec.core import Algorithm, Edges, Exchange, Mix, Reply, State, advance
+from flower_privdec.core import Algorithm, Edges, Exchange, Gather, Mix, Reply, State, advance
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Changed, InReach
-from flower_privdec.engine.workers.barrier import SPIN, Meeting
-from flower_privdec.engine.workers.block import Block, bring_home
-from flower_privdec.engine.workers.forked import Forked
-from flower_privdec.engine.workers.partitioning import Dealing
-from flower_privdec.engine.workers.shared_memory import EdgeBox, shared_copy
+from flower_privdec.engine.engine import Engine
+from flower_privdec.engine.workers.forked import SPIN, EdgeBox, Forked, Meeting, shared_copy
+from flower_privdec.engine.workers.partitioning import Dealing, deal
+from flower_privdec.errors import BudgetError
+from flower_privdec.experiment import Experiment
+from flower_privdec.experiment.evaluation import try_models
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.mixing.matrix import MixingMatrix
+from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+
+
+class PaidLedger(CohortLedger):
+    """What a block sees of the run's ledger: who may step, and that each step was paid before it begins.
+
+    The process that keeps the ledger pays for a round before any block begins with it.
+    """
+
+    def __init__(self, whole: CohortLedger, start: int, stop: int, paid: Tensor) -> None:
+        """Look at some rows of a ledger.
+
+        Args:
+            paid: int64 [1], the step before which all is paid; every process sees it change.
+        """
+        self._whole, self._start, self._stop, self._until = whole, start, stop, paid
+
+    def allowed(self, step: int) -> np.ndarray:
+        """Return which peers may take a step, bool [m]."""
+        return self._whole.allowed(step)[self._start : self._stop]
+
+    def charge(self, step: int, rows: np.ndarray) -> None:
+        """Refuse a step that was not paid for.
+
+        Raises:
+            BudgetError: it was not, or is not within a peer's plan and budget.
+        """
+        if step >= int(self._until) or not self.allowed(step)[rows].all():
+            raise BudgetError(f"step {step} was not paid for before it began: mend the algorithm that takes it")
+
+
+@dataclass
+class Block:
+    """Some peers of a cohort.
+
+    Attributes:
+        start, stop: their rows in the whole.
+        cohort: their part of it.
+        state: theirs; its rows are views of the whole's where a step has not put others in their place.
+    """
+
+    start: int
+    stop: int
+    cohort: Cohort
+    state: State
+
+    @classmethod
+    def of(cls, cohort: Cohort, start: int, stop: int, round_index: int, paid: Tensor) -> Block:
+        """Return the block of some rows, without a state's rows."""
+        part = replace(
+            cohort,
+            peers=cohort.peers[start:stop],
+            data=cohort.data.part(start, stop),
+            protection=None if cohort.protection is None else cohort.protection.part(start, stop),
+            ledger=None if cohort.ledger is None else PaidLedger(cohort.ledger, start, stop, paid),
+        )
+        return cls(start, stop, part, State(part.peers, round_index))
+
+    def see(self, name: str, whole: Tensor) -> None:
+        """Make some rows of the state those of the whole's that are this block's."""
+        self.state.rows[name] = whole[self.start : self.stop]
+
+    def misplaced(self, whole: dict[str, Tensor], names: Iterable[str]) -> list[tuple[Tensor, Tensor]]:
+        """Return where rows belong that a step has put elsewhere, and what they are, and see them there."""
+        found = []
+        for name in names:
+            home, now = whole[name][self.start : self.stop], self.state.rows[name]
+            if now.data_ptr() != home.data_ptr() or now.stride() != home.stride():
+                found.append((home, now))
+                self.state.rows[name] = home
+        return found
+
+
+def bring_home(blocks: Iterable[Block], whole: dict[str, Tensor], names: Iterable[str]) -> None:
+    """Put rows that steps have put elsewhere back to where everybody finds them."""
+    moves = [move for block in blocks for move in block.misplaced(whole, list(names))]
+    kept = [(home, now.clone() if len(moves) > 1 else now) for home, now in moves]  # two may have changed places
+    for home, now in kept:
+        home.copy_(now)
+
 
 Attempt = Callable[[Mapping[str, Tensor]], Any]  # at a block's rows
 COLLECT, TRY = "collect", "try"  # orders, beside the number of rounds to run
@@ -300,3 +376,27 @@ def _named(edges: Mapping[str, Edges], names: Iterable[str]) -> dict[str, Edges]
 def _joined(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Edges:
     own, other, values = (np.concatenate(ends) for ends in zip(*parts, strict=True))
     return Edges(own, other, torch.from_numpy(values))
+
+
+def start_engine(
+    experiment: Experiment,
+    cohort: Cohort,
+    state: State,
+    leave: Iterable[Callable[[], None]] = (),
+    workers: int | None = None,
+) -> Engine | Crew:
+    """Return the engine that goes on from a state.
+
+    Args:
+        cohort: of all peers.
+        leave: lets go, in a forked process, of what this one alone holds: locks.
+        workers: how many processes, in place of the scenario's `compute.workers`.
+
+    Raises:
+        ScenarioError: so many cannot be had here.
+    """
+    dealing = deal(experiment, workers)
+    crossing = {name for item in experiment.algorithm.program if isinstance(item, Mix | Gather) for name in item.names}
+    if len(dealing.blocks) == 1 or not crossing <= state.rows.keys():
+        return Engine(experiment.algorithm, cohort, state)
+    return Crew(experiment.algorithm, cohort, state, dealing, partial(try_models, experiment), leave)

@@ -1,17 +1,21 @@
-"""What the messages carry: rows and states as Flower records, exactly and without pickle."""
+"""What the messages carry: rows, states, metrics and budgets as Flower records, exactly and without pickle."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from flower_privdec.core import Edges, Exchange, State
+from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Payload
+from flower_privdec.engine.spent import Spent
 from flower_privdec.errors import RunError
 from flower_privdec.graph.mixing import Link
 
@@ -136,3 +140,44 @@ def unpack_state(content: RecordDict, device: torch.device) -> State | None:
 def _pairs(record: ConfigRecord) -> tuple[np.ndarray, np.ndarray]:
     own, other = (np.asarray(record[name], dtype=np.int64) for name in ("own", "other"))
     return own, other
+
+
+METRICS, PLACE, SPENT = "metrics", "place", "spent"
+Number = TypeVar("Number", int, float)
+
+
+def spent_record(cohort: Cohort, rounds: int) -> ConfigRecord:
+    """Return what the peers have spent as a record, in which NaN stands for no claim."""
+    spent = Spent.of(cohort, rounds)
+    record = ConfigRecord({"epsilons": spent.epsilons, "deltas": spent.deltas, "rounds_run": spent.rounds_run})
+    record["replies"] = spent.replies
+    record["claimed"] = [math.nan if claim is None else claim for claim in spent.claimed]
+    return record
+
+
+def spent_of(told: Sequence[ConfigRecord]) -> Spent:
+    """Return what all peers have spent, from the records of their nodes in order."""
+    claimed = [None if math.isnan(claim) else claim for claim in _joined(told, "claimed", float)]
+    epsilons, deltas, replies = (_joined(told, name, float) for name in ("epsilons", "deltas", "replies"))
+    return Spent(epsilons, deltas, claimed, _joined(told, "rounds_run", int), replies=replies)
+
+
+def _joined(told: Sequence[ConfigRecord], name: str, kind: type[Number]) -> list[Number]:
+    """Return what the nodes, in the order of their peers, tell of each of them."""
+    return [kind(value) for record in told for value in record[name]]  # type: ignore[union-attr]
+
+
+def flat_record(metrics: dict[str, Any], prefix: str = "") -> MetricRecord:
+    """Return nested metrics as the flat numbers a MetricRecord holds; "inf" becomes infinity, None is left out.
+
+    Left out too is what each peer made of each neighbour, `shapley`, of which there may be very much: the file has it.
+    """
+    flat = MetricRecord()
+    for name, value in metrics.items():
+        if name == "shapley":
+            continue
+        if isinstance(value, dict):
+            flat.update(flat_record(value, f"{prefix}{name}."))
+        elif value is not None:
+            flat[prefix + name] = value if isinstance(value, int) else float(value)
+    return flat

@@ -1,11 +1,18 @@
-"""The ServerApp: reads the run-config, picks the strategy, and holds no model."""
+"""The ServerApp: reads the run-config, picks the strategy, and holds no model.
+
+A local SuperLink serves every folder of its user, for days; its own is that of the command that started it. While
+`flwr run --stream` waits for a run, it is a process beside this one, and its folder can be read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import chdir
+import os
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import chdir, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -13,13 +20,52 @@ from flwr.serverapp import Grid, ServerApp
 from flower_privdec.catalogue import FLOWER_MODES as MODE_NAMES
 from flower_privdec.common.formatting import did_you_mean
 from flower_privdec.errors import ScenarioError
-from flower_privdec.flower.apps.cohort_run import CohortRun
-from flower_privdec.flower.apps.relay import Relay
-from flower_privdec.flower.apps.sharded import Sharded
-from flower_privdec.flower.apps.strategy import Serverless
-from flower_privdec.flower.launch.caller_directory import typed_in
+from flower_privdec.flower.apps.hosting import CohortRun, Relay, Serverless, Sharded
 from flower_privdec.flower.launch.error_formatting import failing_plainly
 from flower_privdec.scenario import Scenario, load_scenario
+
+PROC = Path("/proc")
+PYPROJECT = "pyproject.toml"
+
+
+def typed_in(app: Path) -> Path | None:
+    """Return the folder of the latest `flwr run` of an app that is under way on this machine, or None.
+
+    None where nobody waits for the run (it was submitted without --stream, or from elsewhere), and where there is no
+    /proc to look in.
+
+    Args:
+        app: a folder with the app's pyproject.toml.
+    """
+    wanted = _project(app)
+    found = [(age, folder) for age, folder, named in _commands() if any(_project(place) == wanted for place in named)]
+    return max(found)[1] if wanted and found else None
+
+
+def _project(app: Path) -> dict[str, Any] | None:
+    """Return what an app's pyproject.toml says of its project, by which it is known."""
+    with suppress(OSError, ValueError):
+        return tomllib.loads((app / PYPROJECT).read_text(encoding="utf-8")).get("project")
+    return None
+
+
+def _commands() -> Iterator[tuple[int, Path, list[Path]]]:
+    """Yield each `flwr run` under way: when it began (in clock ticks), in which folder, and which it may name."""
+    for process in PROC.glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if process.stat().st_uid != os.getuid():
+                continue
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if "run" in words and Path(words[words.index("run") - 1]).name == "flwr":
+                folder = (process / "cwd").readlink()
+                given = [folder / Path(word).expanduser() for word in words[words.index("run") + 1 :] if word]
+                yield _began(process), folder, [*given, folder]
+
+
+def _began(process: Path) -> int:
+    """Return when a process began, in clock ticks since the machine did."""
+    return int((process / "stat").read_text().rpartition(")")[2].split()[19])
+
 
 MODES: dict[str, type[Serverless]] = MODE_NAMES.bind({"cohort": CohortRun, "sharded": Sharded, "relay": Relay})
 

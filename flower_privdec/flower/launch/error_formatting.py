@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from flower_privdec.errors import PrivdecError
 
 MENDABLE = (PrivdecError, OSError)  # what a user or an administrator can act on; all else keeps its traceback
 DEATHS = frozenset({"RayActorError", "ActorDiedError", "OutOfMemoryError", "WorkerCrashedError"})  # Ray's, of a process
+DIED = "its process has ended (killed, or out of memory); give it more memory or fewer peers, and resume the run"
 CLIENT_APP_RAISED = 2  # as Flower numbers the error of a ClientApp that raised
 
 Handler = Callable[[Message, Context], Message]
@@ -71,3 +73,12 @@ def answering_plainly(handler: Handler) -> Handler:
             return Message(Error(CLIENT_APP_RAISED, said(error)), reply_to=message)
 
     return answer
+
+
+def reason(text: str | None) -> str:
+    """Return the last line of what a node says went wrong, without the traceback before it and Flower's wrapping."""
+    wrapped = re.fullmatch(r"<class '([^']*)'>:<'(.*)'>", text or "", re.DOTALL)
+    if wrapped and wrapped[1].removeprefix("ray.exceptions.") in DEATHS:
+        return DIED
+    lines = [line.strip() for line in (wrapped[2] if wrapped else text or "").splitlines() if line.strip()]
+    return lines[-1].removeprefix("Exception ClientAppException occurred. Message: ") if lines else "unknown"

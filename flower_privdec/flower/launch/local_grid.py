@@ -5,21 +5,27 @@ What it needs of Flower's internals (the identity of the running task, message i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+import importlib
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from uuid import uuid4
 
 from flwr.app import Context, Error, Message, RecordDict, UserConfig
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
+from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from flower_privdec.common.arguments import check_whole
+from flower_privdec.common.arguments import check_kinds, check_paths, check_whole
+from flower_privdec.common.formatting import did_you_mean
 from flower_privdec.errors import ScenarioError
-from flower_privdec.flower.apps.own import simulating
+from flower_privdec.flower.node_settings import simulating
 
 
 class LocalGrid(Grid):
@@ -129,3 +135,134 @@ def message_to(node_id: int, kind: str, content: RecordDict) -> Message:
         kind: of the function that is to answer, train or evaluate.
     """
     return named(Message(content, node_id, kind))
+
+
+def run_in_process(
+    app: Path | str, n_nodes: int, *, config: Mapping[str, Any] | None = None, folder: Path | None = None
+) -> LocalGrid:
+    """Run a Flower app's ServerApp over nodes in this process, to its end.
+
+    Args:
+        app: the app's folder, with its pyproject.toml.
+        n_nodes: how many nodes; each gets its partition-id and num-partitions, as in Flower's simulation.
+        config: laid over the run-config of the app's pyproject.toml; keys that it has.
+        folder: where the nodes keep what is theirs; by default it goes with the grid.
+
+    Returns:
+        The grid, whose contexts are the nodes'.
+
+    Raises:
+        ScenarioError: the folder is no Flower app, or has no such key.
+    """
+    check_app(app, n_nodes, config)
+    with opened_app(Path(app), config or {}) as opened:
+        grid = LocalGrid(opened.client, n_nodes, folder=folder, run_config=opened.run_config)
+        opened.server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), dict(opened.run_config)))
+    return grid
+
+
+@dataclass(frozen=True)
+class OpenedApp:
+    """A Flower app whose modules are loaded.
+
+    Attributes:
+        server, client: its two components.
+        run_config: of its pyproject.toml, with what was laid over it.
+    """
+
+    server: ServerApp
+    client: ClientApp
+    run_config: dict[str, Any]
+
+
+@contextmanager
+def opened_app(app: Path, config: Mapping[str, Any]) -> Iterator[OpenedApp]:
+    """Load a Flower app from its folder, whose modules can be imported until the end; see `run_in_process`.
+
+    Raises:
+        ScenarioError: the folder is no Flower app, or has no such key.
+    """
+    settings = read_app(app)
+    run_config = _laid_over(settings["config"], config)
+    with _importable(app.absolute()):
+        server, client = (_load(settings["components"][name]) for name in ("serverapp", "clientapp"))
+        if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
+            raise ScenarioError(f"{app}: its components are {type(server).__name__} and {type(client).__name__}")
+        yield OpenedApp(server, client, run_config)
+
+
+def check_app(app: object, n_nodes: object, config: object) -> None:
+    """Refuse what cannot be run.
+
+    Raises:
+        ScenarioError: naming it.
+    """
+    if app is None or n_nodes is None:
+        raise ScenarioError("give the app's folder, and how many nodes it runs on")
+    check_paths({"app": app})
+    check_whole({"n_nodes": n_nodes})
+    check_kinds({"config": config}, (Mapping,), "a dict")
+    if n_nodes < 1:  # type: ignore[operator]
+        raise ScenarioError(f"n_nodes={n_nodes} must be >= 1")
+
+
+def read_app(app: Path) -> dict[str, Any]:
+    """Return what an app's pyproject.toml says of its components and its run-config, flat.
+
+    Raises:
+        ScenarioError: it says nothing of the kind.
+    """
+    path = app / "pyproject.toml"
+    try:
+        said = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]
+        components = {name: str(said["components"][name]) for name in ("serverapp", "clientapp")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ScenarioError(f"{path} must be a Flower app's, with [tool.flwr.app.components]: {error!r}") from error
+    return {"components": components, "config": _flat(said.get("config", {}))}
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
+
+
+def _laid_over(config: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in given.items():
+        if key in config and isinstance(value, str) != isinstance(config[key], str):
+            raise ScenarioError(
+                f"{key}={value!r} must be of the kind that the app's run-config has, as {config[key]!r}"
+            )
+        if key not in config:
+            raise ScenarioError(
+                f"{key!r} is no key of the app's run-config{did_you_mean(key, config)}; it has {list(config)}"
+            )
+    return {**config, **given}
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """Let an app's modules be imported, and forget them afterwards: the next app may have some of the same name."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
+                del sys.modules[name]
+
+
+def _load(reference: str) -> object:
+    module, _, name = reference.partition(":")
+    importlib.invalidate_caches()
+    try:
+        found = importlib.import_module(module)
+    except (ModuleNotFoundError, ValueError) as error:
+        if not module.startswith(getattr(error, "name", None) or ""):
+            raise  # what the app itself imports
+        raise ScenarioError(f"component {reference!r} of pyproject.toml is in no module: {error}") from error
+    if not hasattr(found, name):
+        raise ScenarioError(f"component {reference!r} of pyproject.toml: {module} has no {name!r}")
+    return getattr(found, name)

@@ -10,7 +10,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from flower_privdec.errors import RunError
 
-SAYS, INITIAL, INBOX, OUTBOX, MASS = (f"privdec.{name}" for name in ("says", "initial", "inbox", "outbox", "mass"))
+SAYS, INITIAL, MODEL, INBOX, OUTBOX, MASS = (
+    f"privdec.{name}" for name in ("says", "initial", "model", "inbox", "outbox", "mass")
+)
 INTRODUCE, JOIN, ROUND, DELIVER, EVALUATE, MESH = "introduce", "join", "round", "deliver", "evaluate", "mesh"
 
 
@@ -61,6 +63,8 @@ class Asked(_Said):
         peer: who is asked.
         folder: where a simulation's peers keep what is theirs.
         arrays: the key of the ArrayRecord that the app's functions look for.
+        local_record: the name of an ArrayRecord that never leaves the peer: the initial arrays at first, then what the
+            app's train function last answered under that name; it is given to both of the app's functions. Empty: none.
         round_index, rounds: the round, from 1, and how many there will be.
         founding: join: whether the initial arrays are this peer's mass, or only say what a model looks like.
         receivers, weights: round: to whom W[j, peer] of the mass goes.
@@ -85,6 +89,7 @@ class Asked(_Said):
     peer: int = -1
     folder: str = ""
     arrays: str = "arrays"
+    local_record: str = ""
     round_index: int = 0
     rounds: int = 0
     founding: bool = False

@@ -46,6 +46,7 @@ def state_path(folder: Path, run: str) -> Path:
 def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
     """Write a state, whole or not at all; if `durable`, safe on disk whatever happens to the machine."""
     arrays = {"x": state.x} | {f"kept/{name}": np.array(value, order="C") for name, value in state.kept.items()}
+    arrays |= {f"local/{name}": np.array(value, order="C") for name, value in state.local_arrays.items()}
     for receiver, link in state.links.items():
         for number, content in link.frozen.items():
             arrays[f"frozen/{receiver}/{number}"] = np.frombuffer(content, dtype=np.uint8)
@@ -110,4 +111,7 @@ def _state(said: dict[str, object], arrays: dict[str, np.ndarray]) -> PeerState:
         handed=int(said["handed"]),  # type: ignore[call-overload]
         paid=int(said["paid"]),  # type: ignore[call-overload]
         bare=int(said["bare"]),  # type: ignore[call-overload]
+        local_arrays={
+            name.removeprefix("local/"): value for name, value in arrays.items() if name.startswith("local/")
+        },
     )

@@ -57,6 +57,7 @@ class PeerState:
         stranded: how many shares went to states that were lost.
         handed: the serial of the last mean that it had a part in, outside a round.
         paid: how many payments the peer's ledger held when it last paid; one with fewer is not the same.
+        local_arrays: of the record that never leaves the peer (`Asked.local_record`); empty where there is none.
         bare: how many updates of its own are in it without protection.
     """
 
@@ -74,6 +75,7 @@ class PeerState:
     handed: int = 0
     paid: int = 0
     bare: int = 0
+    local_arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def begun(cls, run: str, peer: int, arrays: Mapping[str, np.ndarray], founding: bool) -> PeerState:
@@ -98,6 +100,19 @@ class PeerState:
         if not self.w > 0:
             raise RunError(f"peer {self.peer} has no model yet: its first share has not come")
         return self.x.astype(np.float64) / self.w
+
+    def adopt(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace the mass by a server's model with weight 1.
+
+        Raises:
+            RunError: the arrays are not this model's, or not finite.
+        """
+        if difference := self.layout.misfit(arrays):
+            raise RunError(f"the server's {difference}, as in peer {self.peer}'s model: build the same model")
+        x = self.layout.vector(arrays)
+        if not np.isfinite(x).all():
+            raise RunError("the server's model is not finite: lower the learning rate")
+        self.x, self.w = x.astype(self.layout.dtype), 1.0
 
     # What comes in.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.flower.launch.in_process import OpenedApp, opened_app
+from flower_privdec.flower.launch.local_grid import OpenedApp, opened_app
 from flower_privdec.flower.serverless.app_peer import app_peer, initial_path
 from flower_privdec.flower.serverless.driven_app import DrivenApp
 from flower_privdec.flower.serverless.first_message import first_train_message

@@ -25,8 +25,7 @@ from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.flower.mods.layout import numpy_arrays
 from flower_privdec.flower.mods.peer_ledger import UNPROTECTED, PeerLedger, bare_words, solved_noise
 from flower_privdec.flower.mods.peer_state import PeerState
-from flower_privdec.flower.mods.request_handler import keep_metrics, protected
-from flower_privdec.flower.mods.stepping import APP_SPENT, LEAST_WEIGHT, take_step
+from flower_privdec.flower.mods.private_update import APP_SPENT, LEAST_WEIGHT, keep_metrics, protected, take_step
 from flower_privdec.flower.serverless.app_parts import KEPT, AppCohort, AppExperiment
 from flower_privdec.flower.serverless.driven_app import TrainedApp
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays, save_initial

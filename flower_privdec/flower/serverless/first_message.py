@@ -12,8 +12,7 @@ import torch
 from flwr.app import Context, Message, RecordDict
 
 from flower_privdec.errors import RunError
-from flower_privdec.flower.launch.in_process import OpenedApp
-from flower_privdec.flower.launch.local_grid import LocalGrid
+from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp
 from flower_privdec.flower.mods.layout import numpy_arrays
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays
 

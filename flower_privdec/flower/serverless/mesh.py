@@ -18,9 +18,9 @@ from flwr.app import ArrayRecord, MetricRecord
 from flower_privdec.errors import RunError
 from flower_privdec.flower.mods.layout import numpy_arrays
 from flower_privdec.flower.mods.orders import Asked
-from flower_privdec.flower.mods.peer_place import PeerPlace
 from flower_privdec.flower.mods.peer_state import PeerState
-from flower_privdec.flower.mods.protecting import PeerPrivacy
+from flower_privdec.flower.mods.private_update import PeerPrivacy
+from flower_privdec.flower.node_settings import PeerPlace
 from flower_privdec.flower.serverless.app_peer import app_peer
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays
 from flower_privdec.network.peer.peer import PeerDevice

@@ -1,55 +1,74 @@
-"""FedDeper for a plain Flower app: a strategy, and the client's two-model local steps around its own loss."""
+"""FedDeper for Flower apps: the strategy, and the client's local steps on two models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from flower_privdec.errors import RunError
+from flower_privdec.flower.mods.orders import MODEL
+from flower_privdec.flower.strategies.peer_network import log_privacy
+from flower_privdec.flower.strategies.push_sum import EvaluateMean, PushSum
+from flower_privdec.graph.topology.graphs import Topology
 from flower_privdec.scenario.algorithm_sections import FedDeperSection
 from flower_privdec.scenario.loading import validated
+from flower_privdec.training_loop import private
+from flower_privdec.training_loop.private_loop import KEPT
 
-PERSONAL, START, PREFIX = "feddeper.personal", "feddeper.start", "feddeper."
+PERSONAL, PREFIX = "feddeper.personal", "feddeper."
 NAMES = ("learning_rate", "rho", "mixing_rate", "local_steps")
 Parameters = dict[str, Tensor]
-LossFunction = Callable[[Callable[..., Tensor], Any], Tensor]
+Criterion = Callable[..., Tensor]
 
 
-class FedDeperStrategy(FedAvg):
-    """Average what the clients' depersonalized models moved by, and add it to the global model.
+class FedDeperStrategy(PushSum):
+    """Let every peer train a model that is averaged and a personalized one that never leaves it.
 
-        x ← x + mean over the sampled clients of (y - x)                          (FedDeper, Algorithm 1, line 14)
+        y_i ← τ local steps from z_i and the personalized v_i (`train_two_models`);  then, of what PeerMod sends,
+        over a server  x ← x + mean over the active peers of (y_i - x),  z_i = x     (FedDeper, Algorithm 1, line 14)
+        over a graph   push-sum of (x_i + w_i (y_i - z_i), w_i),  z_i = x_i / w_i
 
-    The clients answer with `train_two_models`. η, ρ, λ and τ travel in the train config: they are set here alone. With
-    its first message a client is sent x^0 beside x, for its v begins there, however late it is sampled first.
+    The ClientApp is a peer (`PeerMod`), whose train function answers with `train_two_models`. η, ρ, λ and τ travel in
+    the train config. Every v_i begins at x^0, however late the peer takes part first, and is part of the peer's state.
+
+    Over a server the ServerApp sends x to the round's peers, as FedAvg does, and learns the mean of their models; where
+    they seal, from masked numbers, so that a round in which one of them does not answer leaves x as it was. A run of
+    the same name goes on from the mean of the peers that took part last.
 
     Args:
+        topology: server, or the graph of push-sum.
         learning_rate: η.
         rho: ρ >= 0 of the penalty.
         mixing_rate: λ in [1/2, 1].
         local_steps: τ; half of it is FedDeper*.
         any_mixing_rate: allow λ below 1/2.
-        options: of Flower's FedAvg: fraction_train, min_train_nodes, min_available_nodes and so on.
+        options: those of PushSum; over a server `participation` is the share of peers sampled for a round.
 
     Raises:
-        ScenarioError: a number out of its range.
+        ScenarioError: a number out of its range, or what PushSum refuses.
 
-    Privacy: none. The algorithm `feddeper` of a scenario has clipping, noise and a ledger.
+    Privacy: that of `PeerMod`: the update y_i - z_i is clipped as a whole, noised and charged. v_i enters it like the
+    peer's data and never leaves. For single examples see `train_two_models`.
 
-    Deviations from the paper: none; clients count alike, whatever weighted_by_key says, which is for metrics.
+    Deviations from the paper: over a server none without privacy; peers count alike. Over a graph z_i takes x's place.
 
     Source: FedDeper, Algorithm 1.
     """
 
+    local_record: ClassVar[str] = PERSONAL
+
     def __init__(
         self,
+        topology: str | Topology = "server",
         *,
         learning_rate: float = 0.01,
         rho: float = 0.003,
@@ -58,124 +77,248 @@ class FedDeperStrategy(FedAvg):
         any_mixing_rate: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(**options)
-        given = dict(zip(NAMES, (learning_rate, rho, mixing_rate, local_steps), strict=True))
-        data = {"name": "feddeper", "any_mixing_rate": any_mixing_rate, **given}
-        validated(FedDeperSection, data, type(self).__name__)
-        self.settings = given
-        self._global: Parameters = {}
-        self._start: ArrayRecord | None = None
-        self._met: set[int] = set()  # the nodes that have a personalized model
+        self.settings = dict(zip(NAMES, (learning_rate, rho, mixing_rate, local_steps), strict=True))
+        data = {"name": "feddeper", "any_mixing_rate": any_mixing_rate, **self.settings}
+        validated(FedDeperSection, data, "FedDeper")
+        super().__init__(topology, **options)
+        self._over_server = topology == "server"
+
+    def _run(
+        self,
+        num_rounds: int,
+        train_config: ConfigRecord,
+        evaluate_config: ConfigRecord,
+        evaluate_fn: EvaluateMean | None,
+    ) -> Result:
+        self._model = self._initial
+        self._wants_mean |= self._over_server
+        return super()._run(num_rounds, train_config, evaluate_config, evaluate_fn)
+
+    def _first_round(self) -> int:
+        """Return the round to go on with; over a server, after restoring x from the peers that took part last."""
+        if not self._over_server:
+            return super()._first_round()
+        last = max(self.told[peer].round_index for peer in self.network.census.there)
+        if last:
+            peers = [peer for peer in self.network.responsive_peers() if self.told[peer].round_index == last]
+            model = self._delivered_mean(peers, peers)
+            if model is None:
+                raise RunError(
+                    f"the model after round {last} cannot be restored from peers {peers}, which took part in it: "
+                    "start all of them, or give the run another name"
+                )
+            self._model = model
+        return last + 1
+
+    def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
+        if not self._over_server:
+            return super()._links(round_index)
+        return {peer: [] for peer in range(self.network.census.n_peers)}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Send x and the settings to the sampled clients, and x^0 to those that are new."""
-        self._global, self._start = _tensors(arrays), self._start or arrays
-        for name, value in self.settings.items():
-            config[PREFIX + name] = value
-        messages = list(super().configure_train(server_round, arrays, config, grid))
-        for message in messages:
-            if message.metadata.dst_node_id not in self._met:
-                message.content = RecordDict({**message.content, START: self._start})
-        return messages
+        """Return a message for each peer that takes part, with the settings and, over a server, x."""
+        config.update({PREFIX + name: value for name, value in self.settings.items()})
+        return self._with_model(super().configure_train(server_round, arrays, config, grid))
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Return x plus the clients' mean change, and their metrics; None where no client answered."""
-        valid, failed = self._check_and_log_replies(replies, is_train=True)
-        self._met |= {message.metadata.src_node_id for message in valid}
-        self._met -= {message.metadata.src_node_id for message in failed}
-        if not valid:
-            return None, None
-        contents = [message.content for message in valid]
-        changes = [_tensors(next(iter(content.array_records.values()))) for content in contents]
-        moved = {name: x + sum(change[name] for change in changes) / len(changes) for name, x in self._global.items()}
-        return _record(moved), self.train_metrics_aggr_fn(contents, self.weighted_by_key)
+        """Return the mean over the peers that took part, which over a server is x, and the metrics that came."""
+        mean, metrics = super().aggregate_train(server_round, replies)
+        if self._over_server:
+            self._model = mean = mean or self._model
+        return mean, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return a message for each peer that is to evaluate z, over a server x, beside its personalized model."""
+        return self._with_model(super().configure_evaluate(server_round, arrays, config, grid))
+
+    def _with_model(self, messages: Iterable[Message]) -> list[Message]:
+        sent = list(messages)
+        for message in sent if self._over_server else ():
+            message.content[MODEL] = self._model
+        return sent
+
+    def _deliver(self) -> ArrayRecord | None:
+        if not self._over_server:
+            return super()._deliver()
+        log_privacy(self.told)
+        return self._model
+
+
+class TwoModels(nn.Module):
+    """A model twice, as y and as v: for a batch [examples, ...] their outputs side by side, [examples, 2, ...]."""
+
+    def __init__(self, module: nn.Module, y: Parameters, v: Parameters) -> None:
+        super().__init__()
+        self.y, self.v = copy.deepcopy(module), copy.deepcopy(module)
+        self.y.load_state_dict(y)
+        self.v.load_state_dict(v)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return both models' outputs."""
+        return torch.stack((self.y(*args, **kwargs), self.v(*args, **kwargs)), dim=1)
+
+
+class TwoModelLoss(nn.Module):
+    """The sum of y's and v's losses, whose gradient is the pair of theirs."""
+
+    def __init__(self, criterion: Criterion) -> None:
+        super().__init__()
+        self.criterion = criterion
+
+    def forward(self, outputs: Tensor, *targets: Any) -> Tensor:
+        """Return the sum for a batch."""
+        return self.criterion(outputs[:, 0], *targets) + self.criterion(outputs[:, 1], *targets)
+
+
+class TwoModelSGD(Optimizer):
+    """FedDeper's local step on the gradients of a TwoModels' parameters.
+
+        y ← y - η g(y) - ρ (v + y - 2 x),   v ← v - η g(v)      (v fixed in y's step)
+
+    Attributes:
+        steps: how many were taken.
+    """
+
+    def __init__(self, models: TwoModels, learning_rate: float, rho: float) -> None:
+        y, v = list(models.y.parameters()), list(models.v.parameters())
+        super().__init__([*y, *v], {"lr": learning_rate})
+        self._pairs = list(zip(y, v, [value.detach().clone() for value in y], strict=True))
+        self._rho, self.steps = rho, 0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        rate = self.param_groups[0]["lr"]
+        for y, v, x in self._pairs:
+            pull = v + y - 2 * x
+            for parameter in (y, v):
+                if parameter.grad is not None:
+                    parameter.sub_(rate * parameter.grad)
+            y.sub_(self._rho * pull)
+        self.steps += 1
 
 
 def train_two_models(
     message: Message,
-    context: Context,
     module: nn.Module,
-    loss: LossFunction,
+    criterion: Criterion,
     batches: Iterable[Any],
     *,
+    privacy: Mapping[str, Any] | None = None,
     examples: int = 1,
 ) -> Message:
-    """Answer a train message: τ local steps of y and v, of which y - x is sent and v stays in the context.
+    """Answer a train message of the strategy FedDeper: τ local steps of y and v, of which v stays with the peer.
 
         y ← x;  τ times:  y ← y - η g(y) - ρ (v + y - 2 x),  v ← v - η g(v)      (v fixed in y's step)
         v ← (1 - λ) v + λ y
 
-    v begins at x^0, which comes with a client's first message.
-
     Args:
-        message: from the strategy `FedDeperStrategy`.
-        context: of the client; keeps v under "feddeper.personal".
+        message: to a train function of a ClientApp with PeerMod; it has x and v.
         module: the architecture; its own parameters are not changed. Without buffers.
-        loss: takes a model to call and a batch, and returns the batch's mean loss.
-        batches: one a step, begun anew when it ends (a DataLoader, or any iterable).
-        examples: what the metric num-examples says; 1 tells nothing about the client.
+        criterion: called as criterion(outputs, *targets); returns a batch's mean loss.
+        batches: of (inputs, *targets), one a step, from the beginning again where they end; a DataLoader where
+            `privacy` is given.
+        privacy: for example-level privacy, what `private` takes beside model, optimizer, loader and criterion, such as
+            {"ledger": peer_folder() / "examples.jsonl", "epsilon": 8.0, "delta": 1e-5, "rounds": 100}, with the
+            rounds of the strategy; its app has an unprotected PeerMod(share_metrics=False).
+        examples: reported as the metric num-examples; 1 tells nothing about the peer.
 
     Returns:
-        The reply: an ArrayRecord with y - x, and the metric.
+        The reply: ArrayRecords with y and v, and the metric.
 
     Raises:
-        RunError: the message is not FedDeper's, the module does not fit it, there is no batch, or v is lost.
+        RunError: the message is not FedDeper's, the module does not fit it, or there is no batch.
+        BudgetError: the example-level budget is spent.
+
+    Privacy: with `privacy`, unit one example; the pair (g(y), g(v)) of an example is clipped together to C and noised,
+    so y and v both are functions of what the ledger charged. Without it none here: see `PeerMod`.
 
     Source: FedDeper, Algorithm 1, lines 5 to 11.
     """
-    key, record = next((key, record) for key, record in message.content.array_records.items() if key != START)
+    key = next((name for name in message.content.array_records if name != PERSONAL), PERSONAL)
     rate, rho, mixing_rate, steps = _settings(message.content)
-    x = _fitting(_tensors(record), module)
-    kept = context.state.array_records.get(PERSONAL) or message.content.array_records.get(START)
-    if kept is None:
-        raise RunError("the personalized model is lost, and the message has no x^0: the next one will bring it")
-    y, v = dict(x), _fitting(_tensors(kept), module)
-    for batch in _repeated(batches, int(steps)):
-        g_y, g_v = (_gradient(module, parameters, loss, batch) for parameters in (y, v))
-        y = {name: y[name] - rate * g_y[name] - rho * (v[name] + y[name] - 2 * x[name]) for name in x}
-        v = {name: v[name] - rate * g_v[name] for name in x}
-    context.state[PERSONAL] = _record({name: torch.lerp(v[name], y[name], mixing_rate) for name in x})
-    reply = {key: _record({name: y[name] - x[name] for name in x}), "metrics": MetricRecord({"num-examples": examples})}
+    x, v = personalized(message, key), personalized(message)
+    _check_module(module, x)
+    models = TwoModels(module, x, v)
+    optimizer: TwoModelSGD = TwoModelSGD(models, rate, rho)
+    called: Any = models
+    loss: Any = TwoModelLoss(criterion)
+    if privacy is None:
+        drawn = _repeated(batches, int(steps))
+    else:
+        if not isinstance(batches, DataLoader):
+            raise RunError(f"batches is a {type(batches).__name__}: with privacy it must be a DataLoader")
+        called, _, drawn, loss = private(models, optimizer, _LocalSteps(batches, int(steps)), loss, **privacy)
+    device = next(module.parameters()).device
+    for inputs, *targets in drawn:
+        optimizer.zero_grad()
+        loss(called(inputs.to(device)), *(target.to(device) for target in targets)).backward()
+        optimizer.step()
+    y, v = dict(models.y.named_parameters()), dict(models.v.named_parameters())
+    mixed = {name: torch.lerp(v[name], y[name], mixing_rate) for name in v}
+    reply = {key: _record(y), PERSONAL: _record(mixed), "metrics": MetricRecord({"num-examples": examples})}
     return Message(RecordDict(reply), reply_to=message)  # type: ignore[arg-type]
 
 
-def personalized(context: Context) -> Parameters | None:
-    """Return the client's personalized model, as a state dict, or None before it has trained."""
-    kept = context.state.array_records.get(PERSONAL)
-    return None if kept is None else _tensors(kept)
+def personalized(message: Message, name: str = PERSONAL) -> Parameters:
+    """Return the peer's personalized model as a state dict, from a message to its train or evaluate function.
+
+    Raises:
+        RunError: the message has none.
+    """
+    record = message.content.array_records.get(name)
+    if record is None:
+        raise RunError(
+            f"the message has no record {name}: start the strategy FedDeper, and make the ClientApp a peer (PeerMod)",
+            code="feddeper.no-models",
+        )
+    return {key: torch.from_numpy(array.numpy().copy()) for key, array in record.items()}
+
+
+class _LocalSteps(DataLoader[Any]):
+    """A loader's data in as many batches as a round has local steps, for `private`."""
+
+    def __init__(self, loader: DataLoader[Any], steps: int) -> None:
+        super().__init__(loader.dataset, loader.batch_size, **{name: getattr(loader, name) for name in KEPT})
+        self._steps = steps
+
+    def __len__(self) -> int:
+        return self._steps
 
 
 def _settings(content: RecordDict) -> tuple[float, ...]:
     for config in content.config_records.values():
         if PREFIX + NAMES[0] in config:
             return tuple(float(config[PREFIX + name]) for name in NAMES)  # type: ignore[arg-type]
-    raise RunError("the message has no setting feddeper.learning_rate: send it with the strategy FedDeperStrategy")
+    raise RunError(
+        "the message has no setting feddeper.learning_rate: send it with the strategy FedDeper",
+        code="feddeper.no-settings",
+    )
 
 
-def _fitting(parameters: Parameters, module: nn.Module) -> Parameters:
-    """Return parameters on the module's device; refuse what is not the module's."""
+def _check_module(module: nn.Module, x: Parameters) -> None:
+    """Refuse a module whose parameters are not those of the message.
+
+    Raises:
+        RunError: they differ, or the module has buffers.
+    """
     if next(module.buffers(), None) is not None:
-        raise RunError("the module has buffers, as BatchNorm does, which belong to neither model: use GroupNorm")
-    own = dict(module.named_parameters())
-    shapes = {name: tuple(value.shape) for name, value in parameters.items()}
-    if shapes != {name: tuple(value.shape) for name, value in own.items()}:
-        raise RunError(f"the message's arrays {sorted(shapes)} are not the module's parameters: build the same module")
-    return {name: value.to(own[name].device) for name, value in parameters.items()}
-
-
-def _gradient(module: nn.Module, parameters: Parameters, loss: LossFunction, batch: Any) -> Parameters:
-    leaves = {name: value.detach().requires_grad_() for name, value in parameters.items()}
-
-    def model(*args: Any, **kwargs: Any) -> Tensor:
-        output: Tensor = functional_call(module, leaves, args, kwargs)
-        return output
-
-    found = torch.autograd.grad(loss(model, batch), list(leaves.values()))
-    return dict(zip(leaves, found, strict=True))
+        raise RunError(
+            "the module has buffers, as BatchNorm does, which belong to neither model: use GroupNorm",
+            code="feddeper.buffers",
+        )
+    shapes = {name: tuple(value.shape) for name, value in x.items()}
+    if shapes != {name: tuple(value.shape) for name, value in module.named_parameters()}:
+        raise RunError(
+            f"the message's arrays {sorted(shapes)} are not the module's parameters: build the same module",
+            code="feddeper.other-module",
+        )
 
 
 def _repeated(batches: Iterable[Any], count: int) -> Iterator[Any]:
@@ -189,12 +332,11 @@ def _repeated(batches: Iterable[Any], count: int) -> Iterator[Any]:
             if not left:
                 return
         if left == before:
-            raise RunError(f"there are no batches for {left} more local steps: give a DataLoader or a list")
+            raise RunError(
+                f"there are no batches for {left} more local steps: give a DataLoader or a list",
+                code="feddeper.no-batches",
+            )
 
 
-def _tensors(record: ArrayRecord) -> Parameters:
-    return {name: torch.from_numpy(array.numpy().copy()) for name, array in record.items()}
-
-
-def _record(parameters: Parameters) -> ArrayRecord:
+def _record(parameters: Mapping[str, Tensor]) -> ArrayRecord:
     return ArrayRecord({name: Array(value.detach().cpu().numpy()) for name, value in parameters.items()})

@@ -1,10 +1,10 @@
-"""The peers of a run as a strategy knows them: who is there, what each said last, and what is on its way."""
+"""The peers of a run as a strategy knows them: their nodes, their last reports, and the shares in transit."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,17 +13,226 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_privdec.errors import RunError
-from flower_privdec.flower.apps.nodes import reason
-from flower_privdec.flower.mods.orders import INBOX, INITIAL, INTRODUCE, JOIN, MASS, OUTBOX, SAYS, Asked, Told
+from flower_privdec.flower.launch.error_formatting import reason
+from flower_privdec.flower.mods.orders import (
+    INBOX,
+    INITIAL,
+    INTRODUCE,
+    JOIN,
+    MASS,
+    OUTBOX,
+    SAYS,
+    Asked,
+    Told,
+    pack_bytes,
+    unpack_bytes,
+)
 from flower_privdec.flower.mods.peer_ledger import UNPROTECTED
 from flower_privdec.flower.strategies.masking import unmasked_sum
-from flower_privdec.flower.strategies.node_registry import NO_MOD, Census, said_by
-from flower_privdec.flower.strategies.relay_store import Mailroom
 from flower_privdec.graph.mixing import MixingMatrix
 from flower_privdec.graph.mixing.weights import average_matrix, mixing_matrix
 from flower_privdec.graph.topology.graphs import CompleteTopology, Topology
 
 log = logging.getLogger("flwr.privdec")
+
+Label = tuple[int, int, int]  # of a share: sender, the sender's epoch, number
+
+
+@dataclass
+class Mailroom:
+    """What is on its way, and what has arrived.
+
+    All of it is in memory: when the ServerApp dies, the senders hand in again what has not arrived.
+
+    Attributes:
+        held: the shares for each receiver, by label.
+        taken: the last number that a receiver has, by (sender, the sender's epoch, receiver).
+        epochs: of each peer's state.
+    """
+
+    held: dict[int, dict[Label, bytes]] = field(default_factory=dict)
+    taken: dict[Label, int] = field(default_factory=dict)
+    epochs: dict[int, int] = field(default_factory=dict)
+
+    def hear(self, told: Told, outbox: ArrayRecord | None) -> None:
+        """Take in what a peer says it has, what it refused, and what it sends."""
+        if self.epochs.get(told.peer, told.epoch) != told.epoch:
+            self.held.pop(told.peer, None)  # it was for a state that is lost
+        self.epochs[told.peer] = told.epoch
+        mine = self.held.setdefault(told.peer, {})
+        for sender, epoch, number in zip(told.senders, told.sender_epochs, told.taken, strict=True):
+            self.taken[sender, epoch, told.peer] = number
+            for label in [each for each in mine if each[:2] == (sender, epoch) and each[2] <= number]:
+                del mine[label]
+        for label in [each for each in mine if _name(each) in told.refused_keys]:
+            del mine[label]  # its sender hands it in again
+        for name, share in unpack_bytes(outbox):
+            receiver, _, count = name.partition(".")
+            if count.isdecimal() and receiver.isdecimal() and int(receiver) in self.epochs:
+                self.held.setdefault(int(receiver), {})[told.peer, told.epoch, int(count)] = share
+
+    def inbox(self, receiver: int) -> ArrayRecord:
+        """Return what waits for a peer, each sender's in their order."""
+        return pack_bytes({_name(label): share for label, share in sorted(self.held.get(receiver, {}).items())})
+
+    def waiting(self, receiver: int) -> int:
+        """Return how many shares wait for a peer."""
+        return len(self.held.get(receiver, {}))
+
+    def words_for(self, sender: int) -> dict[str, Any]:
+        """Return what a peer is told of its own shares: which are held here, and which have arrived."""
+        epoch = self.epochs.get(sender, 0)
+        held = [(to, label[2]) for to, labels in self.held.items() for label in labels if label[:2] == (sender, epoch)]
+        taken = [(to, e, number) for (who, e, to), number in self.taken.items() if (who, e) == (sender, epoch)]
+        return {
+            "held_by": [to for to, _ in held],
+            "held": [number for _, number in held],
+            "taken_by": [to for to, _, _ in taken],
+            "taken_epochs": [e for _, e, _ in taken],
+            "taken": [number for _, _, number in taken],
+        }
+
+
+def _name(label: Label) -> str:
+    return ".".join(map(str, label))
+
+
+NO_MOD = "its ClientApp is no peer: write app = ClientApp(mods=[PeerMod(...)])"
+
+
+MOST = 2**20  # peers: what masked sums hold, and a graph that fits into memory
+
+
+@dataclass
+class Census:
+    """Peers and nodes.
+
+    A node says in its node-config which partition it is, and that is the peer that it is: a SuperNode that was
+    restarted has another node id and is the same peer.
+
+    Attributes:
+        n_peers: as the nodes say; 0 before the first answer.
+        node_of: the node of each peer that was met.
+        gone: peers whose node is not there any more.
+        silent: peers that did not answer the last time.
+        asked: messages without an answer yet: whose, by message id.
+        unmet: introductions without an answer yet: the node, by message id.
+    """
+
+    n_peers: int = 0
+    node_of: dict[int, int] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
+    asked: dict[str, int] = field(default_factory=dict)
+    unmet: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def there(self) -> list[int]:
+        """Return the peers whose node is there, ascending."""
+        return [peer for peer in sorted(self.node_of) if peer not in self.gone]
+
+    def peer_at(self, node: int) -> int:
+        """Return which peer a node is."""
+        return next(peer for peer, each in self.node_of.items() if each == node)
+
+    def look(self, grid: Grid, order: Asked, patience: float, hear: Callable[[Told], None]) -> None:
+        """Notice nodes that are gone, and meet those that are new.
+
+        Args:
+            order: the introduction.
+            patience: seconds to wait for the answers of nodes that are new.
+            hear: is told what each new peer says.
+
+        Raises:
+            RunError: a new node is no peer, or claims to be one that another node is.
+        """
+        there = set(grid.get_node_ids())
+        self.gone = {peer for peer, node in self.node_of.items() if node not in there}
+        new = sorted(there - set(self.node_of.values()) - set(self.unmet.values()))
+        messages = [Message(RecordDict({SAYS: order.record()}), node, "train") for node in new]
+        sent = list(grid.push_messages(messages)) if messages else []
+        self.unmet |= dict(zip(sent, new, strict=True))
+        for _, reply in answers(grid, self.unmet, set(sent), patience):
+            told = self._read(reply)
+            self._admit(told, reply.metadata.src_node_id, there)
+            hear(told)
+
+    def _read(self, reply: Message) -> Told:
+        node = reply.metadata.src_node_id
+        if reply.has_error():
+            raise RunError(f"SuperNode {node} failed when it was asked which peer it is: {reason(reply.error.reason)}")
+        return Told.of(reply.content, f"SuperNode {node}: {NO_MOD}")
+
+    def _admit(self, told: Told, node: int, there: set[int]) -> None:
+        if not 0 <= told.peer < told.n_peers <= MOST:
+            raise RunError(
+                f"SuperNode {node} says partition-id={told.peer} of num-partitions={told.n_peers}: it must be 0 to "
+                f"num-partitions - 1, of at most {MOST:,}"
+            )
+        self.n_peers = self.n_peers or told.n_peers
+        if told.n_peers != self.n_peers:
+            raise RunError(
+                f"SuperNode {node} says num-partitions={told.n_peers}, others {self.n_peers}: set them alike"
+            )
+        before = self.node_of.get(told.peer)
+        if before in there and told.peer not in self.silent:
+            raise RunError(
+                f"SuperNodes {before} and {node} both claim to be peer {told.peer}; give each its own partition-id"
+            )
+        self.node_of[told.peer] = node
+        for told_of in (self.gone, self.silent):
+            told_of.discard(told.peer)
+
+    def ask(
+        self, grid: Grid, messages: Iterable[Message], patience: float, hear: Callable[[int, Message], None]
+    ) -> list[Message]:
+        """Send messages and pass the answers on, those to earlier messages too, until each has answered or time is up.
+
+        Who has not is silent until its answer comes, however late, and nobody waits for the silent as long as others
+        are asked too: a message to them is a knock at the door.
+
+        Returns:
+            The answers to these messages.
+        """
+        sent, replies = list(messages), []
+        peers = [self.peer_at(message.metadata.dst_node_id) for message in sent]
+        waiting = dict(zip(grid.push_messages(sent), peers, strict=True))
+        self.asked |= waiting
+        wanted = {name for name, peer in waiting.items() if peer not in self.silent} or set(waiting)
+        self.silent |= set(peers)
+        for peer, reply in answers(grid, self.asked, wanted, patience):
+            self.silent.discard(peer)
+            hear(peer, reply)
+            if reply.metadata.reply_to_message_id in waiting:
+                replies.append(reply)
+        return replies
+
+
+def answers(grid: Grid, asked: dict[str, int], wanted: set[str], patience: float) -> Iterator[tuple[int, Message]]:
+    """Yield what comes in answer to messages, with who was asked, until all that are wanted are in or time is up.
+
+    Args:
+        asked: who was asked, by message id; loses what is answered.
+        wanted: the messages whose answers are waited for, for `patience` seconds.
+    """
+    deadline, pause = time.monotonic() + patience, 0.001
+    while asked:
+        for reply in grid.pull_messages(list(asked)):
+            name = reply.metadata.reply_to_message_id
+            if name in asked:
+                yield asked.pop(name), reply
+        if not wanted & asked.keys() or time.monotonic() > deadline:
+            return
+        time.sleep(pause := min(0.2, 2 * pause))
+
+
+def said_by(peers: Mapping[int, str]) -> str:
+    """Return what several peers say, equal words together."""
+    words: dict[str, list[int]] = {}
+    for peer, word in sorted(peers.items()):
+        words.setdefault(word, []).append(peer)
+    return "; ".join(f"peer{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {word}" for word, who in words.items())
+
 
 LEAST_TTL = 60.0  # seconds; later Flower drops a message, and its answer
 
@@ -39,8 +248,8 @@ class PeerNetwork:
         census: which node is which peer.
         mailroom: the shares on their way.
         told: what each peer said last.
-        deaf: peers whose last answer was a failure, and its reason.
-        blind: peers whose app could not evaluate, and why; that keeps nobody from training.
+        train_errors: peers whose last answer was a failure, and its reason.
+        eval_errors: peers whose app could not evaluate, and why; that keeps nobody from training.
     """
 
     grid: Grid
@@ -49,8 +258,8 @@ class PeerNetwork:
     census: Census = field(default_factory=Census)
     mailroom: Mailroom = field(default_factory=Mailroom)
     told: dict[int, Told] = field(default_factory=dict)
-    deaf: dict[int, str] = field(default_factory=dict)
-    blind: dict[int, str] = field(default_factory=dict)
+    train_errors: dict[int, str] = field(default_factory=dict)
+    eval_errors: dict[int, str] = field(default_factory=dict)
 
     def find(self, patience: float) -> None:
         """Meet all peers, or at least two of them within some seconds.
@@ -112,9 +321,9 @@ class PeerNetwork:
         """Return the peers that are there and have a state of this run."""
         return [peer for peer in self.census.there if self.told[peer].epoch]
 
-    def well(self) -> list[int]:
+    def responsive_peers(self) -> list[int]:
         """Return those of them that answered the last time, without a failure: who gets shares and is counted on."""
-        return [peer for peer in self.members() if peer not in self.census.silent and peer not in self.deaf]
+        return [peer for peer in self.members() if peer not in self.census.silent and peer not in self.train_errors]
 
     def message(self, peer: int, category: str, kind: str, content: RecordDict, **more: Any) -> Message:
         """Return a message to a peer, with its mail and what it has to know of the others."""
@@ -142,36 +351,40 @@ class PeerNetwork:
     def _hear(self, peer: int, reply: Message) -> None:
         """Take in an answer, whenever it comes."""
         if reply.has_error():
-            failed = self.blind if reply.metadata.message_type == "evaluate" else self.deaf
+            failed = self.eval_errors if reply.metadata.message_type == "evaluate" else self.train_errors
             failed[peer] = reason(reply.error.reason)
             return
         try:
             told = Told.of(reply.content, NO_MOD)
         except RunError as error:
-            self.deaf[peer] = str(error)
+            self.train_errors[peer] = str(error)
             return
         if (told.peer, told.n_peers) != (peer, self.census.n_peers):
-            self.deaf[peer] = f"it says now that it is peer {told.peer} of {told.n_peers}: give it its own partition-id"
+            self.train_errors[peer] = (
+                f"it says now that it is peer {told.peer} of {told.n_peers}: give it its own partition-id"
+            )
             return
-        self.deaf.pop(peer, None)
+        self.train_errors.pop(peer, None)
         self.told[peer] = told
         self.mailroom.hear(told, reply.content.array_records.get(OUTBOX))
 
     def troubles(self) -> str:
         """Return what is worth a word: who is silent, fails, refuses a share, or trains no more."""
         said = {peer: told.stopped for peer, told in self.told.items() if told.stopped}
-        said |= {peer: f"cannot evaluate: {why}" for peer, why in self.blind.items()}
+        said |= {peer: f"cannot evaluate: {why}" for peer, why in self.eval_errors.items()}
         for peer, told in self.told.items():
             for why in told.refused:
                 said[peer] = f"refused: {why}"
-        said |= self.deaf | dict.fromkeys(self.census.silent, "no answer") | dict.fromkeys(self.census.gone, "gone")
+        said |= (
+            self.train_errors | dict.fromkeys(self.census.silent, "no answer") | dict.fromkeys(self.census.gone, "gone")
+        )
         return said_by(said)
 
     def raise_if_all_fail(self, peers: Iterable[int]) -> None:
         """Raise what the peers say, when none of those asked did what it was asked."""
         asked = list(peers)
         failed = {peer: "no answer" for peer in asked if peer in self.census.silent}
-        failed |= {peer: self.deaf[peer] for peer in asked if peer in self.deaf}
+        failed |= {peer: self.train_errors[peer] for peer in asked if peer in self.train_errors}
         if failed and len(failed) == len(asked):
             raise RunError(f"no peer could go on: {said_by(failed)}")
 
@@ -222,7 +435,7 @@ def total_mass(masses: Mapping[int, np.ndarray], wanted: set[int], sealed: bool)
     return np.asarray(total) if total[-1] > 0 else None
 
 
-def say_privacy(told: Mapping[int, Told]) -> None:
+def log_privacy(told: Mapping[int, Told]) -> None:
     """Log what each peer has spent, with its unit; those that spent the same together."""
     spent: dict[str, list[int]] = {}
     for peer, each in sorted(told.items()):

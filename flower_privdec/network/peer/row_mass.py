@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.core import State
-from flower_privdec.rows.finite import all_finite
+from flower_privdec.rows.tensors import all_finite
 
 AT_ONCE = 2**17  # numbers whose sum stays in cache
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flower_privdec.privacy.noise.source import check_call, pieces
 from flower_privdec.privacy.noise.system import PIECE, SystemNormals, fresh_stream, installed_ciphers
-from flower_privdec.rows.finite import all_finite
+from flower_privdec.rows.tensors import all_finite
 
 GRID_BITS = 20  # the grid's step is 2^-20 to 2^-21 of the noise
 FLOAT_ERROR = 2.0**-40  # of a normal in float64, at most, where the radius is none of the extreme ones

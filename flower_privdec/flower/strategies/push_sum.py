@@ -1,4 +1,4 @@
-"""What the strategies for peers share: rounds, mail, the network's mean, and nodes that do not answer."""
+"""Flower strategies without a global model, for apps whose ClientApp is a peer (`PeerMod`)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
+from flower_privdec.common.arguments import check_calls, check_kinds, check_numbers, check_paths, check_whole
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower.launch.error_formatting import failing_plainly
 from flower_privdec.flower.mods.layout import Layout, numpy_arrays
 from flower_privdec.flower.mods.orders import DELIVER, EVALUATE, ROUND, Told
-from flower_privdec.flower.mods.peer_place import FOLDER, safe_name
-from flower_privdec.flower.strategies.given_options import check_start, check_strategy
-from flower_privdec.flower.strategies.node_registry import said_by
-from flower_privdec.flower.strategies.peer_network import PeerNetwork, masses_in, matrix_of, say_privacy, total_mass
-from flower_privdec.flower.strategies.reported_metrics import comparable
+from flower_privdec.flower.node_settings import FOLDER, safe_name
+from flower_privdec.flower.strategies.peer_network import (
+    PeerNetwork,
+    log_privacy,
+    masses_in,
+    matrix_of,
+    said_by,
+    total_mass,
+)
 from flower_privdec.graph.mixing import Mixing
+from flower_privdec.graph.mixing.weights import UNDIRECTED
 from flower_privdec.graph.participation import build_participation
 from flower_privdec.graph.topology.graphs import Topology
 from flower_privdec.graph.topology.named import build_topology
@@ -33,6 +39,99 @@ from flower_privdec.rows.keys import keyed_generator
 
 log = logging.getLogger("flwr.privdec")
 log.setLevel(logging.INFO)
+
+
+def comparable(replies: Iterable[Message], key: str) -> list[RecordDict]:
+    """Return what an average can be taken of: the metrics that most peers report, with a weight each.
+
+    Args:
+        replies: the peers' answers; those without metrics say nothing.
+        key: of the weight. Where some have none, or it is no number >= 0, or all are zero, all count alike.
+
+    Returns:
+        Records of the same names, each a number or a list as long as the others'; who reports others is left out, and
+        named in the log.
+    """
+    said = {r.metadata.src_node_id: next(iter(r.content.metric_records.values())) for r in replies if _has(r)}
+    shapes = {node: _shape(metrics, key) for node, metrics in said.items()}
+    kinds = list(shapes.values())
+    usual = max(kinds, key=kinds.count, default=())
+    if odd := [node for node, shape in shapes.items() if shape != usual]:
+        log.warning("the metrics of SuperNodes %s are not those that the others report, and left out", odd)
+    alike = [metrics for node, metrics in said.items() if shapes[node] == usual]
+    weights = [_weight(metrics.get(key)) for metrics in alike]
+    weighed = all(weight is not None for weight in weights) and sum(weight or 0 for weight in weights) > 0
+    return [RecordDict({"metrics": m if weighed else MetricRecord({**m, key: 1})}) for m in alike]
+
+
+def _has(reply: Message) -> bool:
+    return bool(reply.content.metric_records)
+
+
+def _shape(metrics: MetricRecord, key: str) -> tuple[tuple[str, int], ...]:
+    """Return the names and how long each list is, -1 for a number."""
+    sizes = {name: len(value) if isinstance(value, list) else -1 for name, value in metrics.items() if name != key}
+    return tuple(sorted(sizes.items()))
+
+
+def _weight(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and 0 <= value < math.inf else None
+
+
+def check_strategy(given: Mapping[str, Any]) -> None:
+    """Refuse options of the wrong kind or out of their range.
+
+    Args:
+        given: those of `Routed`, by name.
+
+    Raises:
+        ScenarioError: naming the value and the rule.
+    """
+    shares = {name: given[name] for name in ("participation", "fraction_evaluate", "patience")}
+    for name, value in (shares | {"seed": given["seed"]}).items():
+        if value is None:
+            raise ScenarioError(f"{name}=None must be a number; leave it out for the usual one")
+    check_numbers(shares)
+    check_whole({"seed": given["seed"]})
+    check_paths({"folder": given["folder"]})
+    texts = {name: value for name, value in given.items() if name == "name" or name.endswith("_key")}
+    check_kinds(texts, (str,), "a text")
+    check_calls({name: value for name, value in given.items() if name.endswith("_fn")})
+    check_kinds({"topology_options": given["topology_options"]}, (Mapping,), "a dict, such as {'degree': 4}")
+    topology = given["topology"]
+    if not isinstance(topology, str) and not all(hasattr(topology, each) for each in ("n_peers", "directed", "edges")):
+        raise ScenarioError(f"topology={topology!r} must be a name that `privdec list` shows, or a Topology")
+    if not 0 < given["participation"] <= 1:
+        raise ScenarioError(f"participation={given['participation']} must be in (0, 1], the share of peers in a round")
+    if not 0 <= given["fraction_evaluate"] <= 1:
+        raise ScenarioError(f"fraction_evaluate={given['fraction_evaluate']} must be in [0, 1]")
+    if not given["patience"] >= 0:
+        raise ScenarioError(f"patience={given['patience']} must be >= 0 seconds")
+
+
+def check_start(
+    grid: object, arrays: object, rounds: object, timeout: object, configs: Mapping[str, object], evaluate_fn: object
+) -> None:
+    """Refuse what `start` cannot begin with.
+
+    Raises:
+        ScenarioError: naming the value and the rule.
+    """
+    if not isinstance(grid, Grid):
+        raise ScenarioError(
+            f"grid is a {type(grid).__name__}: give the one that the ServerApp's main function is given"
+        )
+    if not isinstance(arrays, ArrayRecord):
+        raise ScenarioError(f"initial_arrays is a {type(arrays).__name__}: give ArrayRecord(model.state_dict()) or so")
+    if rounds is None or timeout is None:
+        raise ScenarioError("num_rounds and timeout must be numbers; leave them out for the usual ones")
+    check_whole({"num_rounds": rounds})
+    check_numbers({"timeout": timeout})
+    if not (rounds >= 0 and timeout > 0):  # type: ignore[operator]
+        raise ScenarioError(f"num_rounds={rounds} must be >= 0 and timeout={timeout} > 0 seconds")
+    check_kinds(configs, (ConfigRecord,), "a ConfigRecord")
+    check_calls({"evaluate_fn": evaluate_fn})
+
 
 Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -72,6 +171,7 @@ class Routed(Strategy):
     """
 
     weights: ClassVar[str]
+    local_record: ClassVar[str] = ""  # see `Asked`
 
     def __init__(
         self,
@@ -173,6 +273,7 @@ class Routed(Strategy):
         run = self.name or f"run-{grid.run.run_id}"
         folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(run)
         common = {"run": run, "folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
+        common["local_record"] = self.local_record
         self.network = PeerNetwork(grid, common, timeout)
         self.network.find(self.patience)
         self._sealed = self.network.sealed
@@ -239,7 +340,7 @@ class Routed(Strategy):
         config["server-round"] = server_round
         active = self._active.active(server_round - 1)
         self._asked = [peer for peer in self.network.members() if active[peer]]
-        self._counted = [peer for peer in self.network.well() if active[peer]]
+        self._counted = [peer for peer in self.network.responsive_peers() if active[peer]]
         links = self._links(server_round - 1)
         return [
             self.network.message(
@@ -293,7 +394,7 @@ class Routed(Strategy):
     ) -> Iterable[Message]:
         """Return a message for each peer that is to evaluate its own model, with its mail."""
         config["server-round"] = server_round
-        well = self.network.well()
+        well = self.network.responsive_peers()
         count = math.ceil(round(self.fraction_evaluate * len(well), 9))
         chosen = keyed_generator(self.seed, "evaluate", server_round).permutation(well)[:count].tolist()
         contents = {peer: RecordDict({self.configrecord_key: config}) for peer in chosen}
@@ -329,15 +430,25 @@ class Routed(Strategy):
         return stopped
 
     def _deliver(self) -> ArrayRecord | None:
-        """Hand out what is on its way, and return the mean over all peers that are there."""
-        network, peers = self.network, self.network.well()
+        """Hand out the shares in transit, and return the mean over all peers that are there."""
+        mean = self._delivered_mean(self.network.members(), self.network.responsive_peers())
+        log_privacy(self.told)
+        return mean
+
+    def _delivered_mean(self, receivers: Iterable[int], peers: list[int]) -> ArrayRecord | None:
+        """Send peers their shares in transit, and return the mean over some of them.
+
+        Args:
+            receivers: of the messages.
+            peers: of whose masses the mean is.
+        """
+        network = self.network
         common = {"wants_mass": True, "mean_of": peers if self._sealed else [], "serial": time.time_ns()}
-        messages = [network.message(peer, "train", DELIVER, RecordDict(), **common) for peer in network.members()]
+        messages = [network.message(peer, "train", DELIVER, RecordDict(), **common) for peer in receivers]
         answers = network.ask(messages)
         if not self._sealed:
             masses = sorted(masses_in(answers, self._layout.size, self._sealed).items())
             self.peer_arrays = {peer: self._record(mass) for peer, mass in masses if mass[-1] > 0}
-        say_privacy(self.told)
         return self._mean(answers, peers)
 
     def _mean(self, answers: Mapping[int, Message], peers: Iterable[int]) -> ArrayRecord | None:
@@ -346,3 +457,45 @@ class Routed(Strategy):
 
     def _record(self, mass: np.ndarray) -> ArrayRecord:
         return self._layout.record(mass[:-1] / mass[-1], self._kept)
+
+
+class PushSum(Routed):
+    """Let every peer train its own model and average them over a directed graph by push-sum.
+
+        (x_i, w_i) ← Σ_j W_ij (x_j, w_j),  z_i = x_i / w_i,  W_ij = 1 / (out_j + 1) of the round's active peers
+
+    It takes the place of one of Flower's: `PushSum(topology="directed-exponential").start(grid, arrays, ...)`. It
+    carries what peers send to each other and combines none of it; see `Routed` for its arguments.
+
+    Source: Kempe et al. 2003; Assran et al. 2019, Stochastic Gradient Push, Algorithm 1.
+    """
+
+    weights = "column-stochastic"
+
+
+class Gossip(Routed):
+    """Let every peer train its own model and average them over an undirected graph, with doubly stochastic weights.
+
+        x_i ← Σ_j W_ij x_j,  W_ij = 1 / (1 + max(deg_i, deg_j)) of the round's active peers, the rest to itself
+
+    The weight w of push-sum goes along: it is 1, and leaves it only where a message is late, whose part is then not
+    missed. See `Routed` for the arguments.
+
+    Raises:
+        ScenarioError: the graph is directed.
+
+    Source: Xiao and Boyd 2004 (Metropolis weights).
+    """
+
+    weights = "metropolis"
+
+    def _check_graph(self) -> None:
+        """Refuse a directed graph at once, where its name tells."""
+        graph = self.topology
+        if isinstance(graph, str) and self._is_named():
+            graph = build_topology(graph, 8, **self.topology_options)
+        if not isinstance(graph, str) and graph.directed and self.weights in UNDIRECTED:
+            raise ScenarioError(
+                f"topology {graph.name!r} of Gossip must be undirected, for its weights to be doubly stochastic; take "
+                "PushSum, or an undirected graph such as ring"
+            )

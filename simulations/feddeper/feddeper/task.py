@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn import functional
 
 CLIENTS = 10  # one for each digit
 TEST = 5  # every fifth digit is for testing
@@ -31,12 +30,6 @@ def digits(label: int | None = None, test: bool = False) -> tuple[torch.Tensor, 
     if label is not None:
         chosen &= labels == label
     return torch.tensor(images[chosen] / 16, dtype=torch.float32), torch.tensor(labels[chosen])
-
-
-def loss(model, batch) -> torch.Tensor:
-    """Return the mean loss of a batch."""
-    images, labels = batch
-    return functional.cross_entropy(model(images), labels)
 
 
 def accuracy(state: dict[str, torch.Tensor], images: torch.Tensor, labels: torch.Tensor) -> float:

@@ -1,6 +1,8 @@
-"""Rows that each begin on a boundary of 64 bytes, which products and noise read and write faster."""
+"""Rows in memory: each on a boundary of 64 bytes, which products and noise read and write faster; all finite or not."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -43,3 +45,14 @@ def padded(rows: Tensor) -> Tensor | None:
     if rows.stride(1) != 1 or stride < rows.shape[1] or whole * rows.element_size() > rows.untyped_storage().nbytes():
         return None
     return torch.as_strided(rows, (m, stride), (stride, 1))
+
+
+def all_finite(values: Tensor) -> bool:
+    """Return whether no value is infinite or NaN.
+
+    Their sum then is none, which is quicker to find than the least and the most of them; where it is, these two decide,
+    for finite numbers may have an infinite sum.
+    """
+    if not values.numel() or math.isfinite(values.sum().item()):
+        return True
+    return all(math.isfinite(end.item()) for end in torch.aminmax(values))
