@@ -335,7 +335,7 @@ def _parameters(function: Callable[..., Any]) -> Iterable[str]:
         return ()
 
 
-def as_topology(made: Any, n_peers: int, name: str, where: str) -> Topology:
+def as_topology(graph: Any, n_peers: int, name: str, where: str) -> Topology:
     """Return what a user's function gave as a topology.
 
     Args:
@@ -346,14 +346,14 @@ def as_topology(made: Any, n_peers: int, name: str, where: str) -> Topology:
     Raises:
         ScenarioError: it is no graph of these peers.
     """
-    if isinstance(made, Topology):
-        if made.n_peers != n_peers:
-            raise ScenarioError(f"{where} gives a graph of {made.n_peers} peers: it must have n_peers={n_peers}")
-        return made
-    if isinstance(made, networkx().Graph):
-        pairs, symmetric = _pairs_of(made, n_peers, where), not made.is_directed()
+    if isinstance(graph, Topology):
+        if graph.n_peers != n_peers:
+            raise ScenarioError(f"{where} gives a graph of {graph.n_peers} peers: it must have n_peers={n_peers}")
+        return graph
+    if isinstance(graph, networkx().Graph):
+        pairs, symmetric = _pairs_of(graph, n_peers, where), not graph.is_directed()
     else:
-        pairs, symmetric = _pairs_in(made, n_peers, where), False
+        pairs, symmetric = _pairs_in(graph, n_peers, where), False
     loops = [sender for sender, receiver in pairs if sender == receiver]
     if loops:
         raise ScenarioError(f"{where}: peer {loops[0]} sends to itself; leave it out, self weights are implied")
