@@ -64,7 +64,7 @@ class Mixing:
         return self.weights == "column-stochastic"
 
     def links(self, round_index: int) -> EdgeArray:
-        """Return who sends to whom in a round, [m, 2] (sender, receiver): the terms of W between two peers."""
+        """Return the edges of a round, [m, 2] (sender, receiver): the off-diagonal terms of W."""
         senders, receivers, _ = self.matrix(round_index).links()
         links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
         return links
@@ -114,7 +114,7 @@ class Mixing:
             self._build(phase, np.ones(self.n_peers, dtype=bool))
         if weights != "server" and max(int(self.active(k).sum()) for k in range(8)) < 2:
             raise ScenarioError(
-                f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so nobody ever exchanges; "
+                f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so no peer ever exchanges; "
                 "raise fraction so that at least 2 are active"
             )
 
@@ -123,7 +123,7 @@ class PartlyHeard(Mixing):
     """A mixing in which who was not heard has no weight at one peer: it returns to the peer itself.
 
     Where everybody was heard it is the mixing itself, to the last bit. Rows of other peers are not to be asked for
-    where somebody was not.
+    where a neighbor was not.
 
     Args:
         whole: the run's.
@@ -141,7 +141,7 @@ class PartlyHeard(Mixing):
         self._heard = None if heard is None else frozenset(heard)
 
     def matrix(self, round_index: int) -> MixingMatrix:
-        """Return W of a round; where somebody was not heard, the peer's row alone."""
+        """Return W of a round; where a neighbor was not heard, the peer's row alone."""
         whole = super().matrix(round_index)
         if self._heard is None:
             return whole
@@ -156,7 +156,7 @@ class PartlyHeard(Mixing):
         return SparseMatrix(self.n_peers, np.array([self._peer]), ends, senders, weights, halves=False)
 
     def links(self, round_index: int) -> EdgeArray:
-        """Return who sends to whom in a round, [m, 2] (sender, receiver), the peer's links with those heard alone."""
+        """Return the edges of a round, [m, 2] (sender, receiver), of the peer with the neighbors that were heard."""
         senders, receivers, _ = super().matrix(round_index).links()
         links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
         if self._heard is None:
