@@ -163,7 +163,7 @@ class PDSL(Algorithm):
         cohort.game_seconds += time.perf_counter() - started
         return values
 
-    def told(self, rows: dict[str, Tensor], rounds: range, mixing: Mixing | None) -> dict[str, Any]:
+    def extra_metrics(self, rows: dict[str, Tensor], rounds: range, mixing: Mixing | None) -> dict[str, Any]:
         """Return φ_ij of each of some rounds as {t: {i: {j: φ}}}, and how many coalitions have been tried so far."""
         table: dict[str, dict[str, dict[str, float]]] = {}
         for slot, k in enumerate(rounds):

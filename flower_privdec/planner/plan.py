@@ -16,9 +16,9 @@ from flower_privdec.planner.checks import (
     network_warnings,
     privacy_warnings,
 )
-from flower_privdec.planner.estimate import estimate_seconds
 from flower_privdec.planner.optimum import optimum
 from flower_privdec.planner.peers import ledger_facts, peer_rows
+from flower_privdec.planner.seconds import estimate_seconds
 from flower_privdec.reporting.graph_view import connectivity
 
 

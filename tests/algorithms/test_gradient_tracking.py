@@ -138,6 +138,33 @@ def test_a_row_of_a_step_is_the_step_of_that_row() -> None:
             torch.testing.assert_close(rows[0], state.rows[name][peer], rtol=1e-12, atol=1e-14)
 
 
+def test_its_directed_form_follows_the_equations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Push-DIGing as the recipe writes it: a few rounds with all examples are those of NumPy's matrices."""
+    (source,) = (f.text for f in fences(ROOT / "docs/how-to/own-algorithm.md") if f.title == "push_tracking.py")
+    (tmp_path / "push_tracking.py").write_text(source)
+    section = {"module": "push_tracking:PushTracking", "learning_rate": 0.2}
+    experiment = built(**FULL, algorithm=section, topology=[[1, 2], [2], [3], [0]])
+    engine = testing.run_rounds(experiment, 5)
+    mixing, cohort = experiment.mixing, experiment.cohort()
+    assert mixing is not None
+    x = experiment.initial.expand(4, -1).clone().numpy()
+    y, last, w = np.zeros_like(x), np.zeros_like(x), np.ones(4)
+    for k in range(5):
+        gradient = torch.zeros(x.shape, dtype=torch.float64)
+        cohort.add_step_(gradient, torch.from_numpy(x / w[:, None]), k, factor=1.0)
+        y, last = y + gradient.numpy() - last, gradient.numpy()
+        P = mixing.matrix(k).dense()
+        x, y, w = P @ (x - 0.2 * y), P @ y, P @ w
+    assert np.ptp(w) > 0.1
+    np.testing.assert_allclose(engine.state.rows["x"].numpy(), x, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(engine.state.rows["w"].numpy(), w, rtol=1e-12)
+    step = torch.zeros(x.shape, dtype=torch.float64)
+    cohort.add_step_(step, torch.from_numpy(x), 5)
+    cohort.add_step_(gradient.zero_(), torch.from_numpy(x), 5, factor=1.0)
+    torch.testing.assert_close(step, -0.2 * gradient)
+
+
+@pytest.mark.slow
 def test_it_finds_the_optimum_where_gossip_stays_beside_it(label_partitions: None) -> None:
     """What it is for: with one class a peer and all examples, its peers agree, and plain gossip's do not."""
     data = {**FULL["data"], "partition": {"kind": "pathological", "classes_per_peer": 3}}  # type: ignore[dict-item]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.engine.shards.communication_plan import Shards
-from flower_privdec.engine.shards.process_group import Wires
+from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.engine.shards.rendezvous import MeetingPlace
 
 MINUTE = 60.0
@@ -84,7 +84,7 @@ class InTurn:
         turns.join(shard, count)
 
     def send(self, tensors: list[Tensor], shard: int, tag: int) -> _Done:
-        self.turns.mail.setdefault((self.shard, shard, tag), []).append(tensors[0].clone())
+        self.turns.session.setdefault((self.shard, shard, tag), []).append(tensors[0].clone())
         self.turns.say(f"{self.shard} to {shard}", tensors[0])
         return _Done(lambda: None)
 
@@ -92,8 +92,8 @@ class InTurn:
         key = (shard, self.shard, tag)
 
         def arrive() -> None:
-            self.turns.until(self.shard, lambda: bool(self.turns.mail.get(key)))
-            tensors[0].copy_(self.turns.mail[key].pop(0))
+            self.turns.until(self.shard, lambda: bool(self.turns.session.get(key)))
+            tensors[0].copy_(self.turns.session[key].pop(0))
 
         return _Done(arrive)
 
@@ -128,19 +128,19 @@ def in_turn() -> Iterator[Turns]:
     def nowhere(*_: object) -> Iterator[None]:
         yield None
 
-    def meet(store: object, shard: int, shards: Shards, address: str) -> Wires:
+    def meet(store: object, shard: int, shards: Shards, address: str) -> ProcessGroup:
         turns.shared.clear() if not turns.here else None
-        return Wires(InTurn(turns, shard, len(shards)), shard, shards)  # type: ignore[arg-type]
+        return ProcessGroup(InTurn(turns, shard, len(shards)), shard, shards)  # type: ignore[arg-type]
 
-    close = Wires.close
+    close = ProcessGroup.close
 
-    def leave(wires: Wires) -> None:
+    def leave(wires: ProcessGroup) -> None:
         turns.leave(wires.shard)
         close(wires)
 
     with (
         patch.object(MeetingPlace, "store", nowhere),
-        patch.object(Wires, "meet", meet),
-        patch.object(Wires, "close", leave),
+        patch.object(ProcessGroup, "meet", meet),
+        patch.object(ProcessGroup, "close", leave),
     ):
         yield turns

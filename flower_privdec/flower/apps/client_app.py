@@ -29,7 +29,7 @@ from flower_privdec.engine.checkpoint import Checkpoint, check_state, load_check
 from flower_privdec.engine.recorder import evaluation_rounds, measure
 from flower_privdec.engine.run import Run
 from flower_privdec.engine.shards.communication_plan import Shards
-from flower_privdec.engine.shards.process_group import Wires
+from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.engine.spent import epsilons
 from flower_privdec.errors import RunError
@@ -178,7 +178,7 @@ def train_sharded(message: Message, context: Context) -> Message:
     shards = Shards.deal(scenario.n_peers, order.shards)
     shard, place = int(shards.of(np.array(order.peers[:1]))[0]), own.meeting(order)
     with place.store(shard, shards, order.token) as store:
-        wires = Wires.meet(store, shard, shards, place.address)
+        wires = ProcessGroup.meet(store, shard, shards, place.address)
         try:
             content = _train(own, order, wires)
             wires.part()
@@ -187,7 +187,7 @@ def train_sharded(message: Message, context: Context) -> Message:
     return Message(content, reply_to=message)
 
 
-def _train(own: Own, order: Order, wires: Wires) -> RecordDict:
+def _train(own: Own, order: Order, wires: ProcessGroup) -> RecordDict:
     """Go through the rounds, and return what to answer."""
     with _building:
         experiment = _hosted(own, order.scenario, tuple(order.peers), order.base, order.shards)

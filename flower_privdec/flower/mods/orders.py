@@ -120,6 +120,7 @@ class Told(_Said):
         key: its public key.
         sealed: whether it seals what it sends.
         trained: whether it trained now.
+        idle: over a server, whether it took no step in the last round that it took part in.
         stopped: why it did not train; empty where it did.
         exhausted: whether that is for good, its budget being spent.
         spent: its ε in words, with unit, adjacency and what was charged; empty where nothing is protected.
@@ -139,6 +140,7 @@ class Told(_Said):
     key: bytes = b""
     sealed: bool = False
     trained: bool = False
+    idle: bool = False
     stopped: str = ""
     exhausted: bool = False
     spent: str = ""

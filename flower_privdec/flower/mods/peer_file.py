@@ -61,6 +61,7 @@ def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
         "handed": state.handed,
         "paid": state.paid,
         "bare": state.bare,
+        "idle": state.idle,
         "layout": state.layout.parts,
         "links": {receiver: [link.epoch, link.sent] for receiver, link in state.links.items()},
         "received": [[who, *pair] for who, epochs in state.received.items() for pair in epochs.items()],
@@ -111,6 +112,7 @@ def _state(said: dict[str, object], arrays: dict[str, np.ndarray]) -> PeerState:
         handed=int(said["handed"]),  # type: ignore[call-overload]
         paid=int(said["paid"]),  # type: ignore[call-overload]
         bare=int(said["bare"]),  # type: ignore[call-overload]
+        idle=bool(said["idle"]),
         local_arrays={
             name.removeprefix("local/"): value for name, value in arrays.items() if name.startswith("local/")
         },

@@ -53,7 +53,7 @@ from flower_privdec.flower.mods.sealing import Identity, KnownPeers
 from flower_privdec.flower.node_settings import PeerPlace
 from flower_privdec.flower.serverless.mesh import MeshApp, run_mesh
 from flower_privdec.flower.strategies.masking import masked
-from flower_privdec.pushsum.share_protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 log = logging.getLogger("flwr.privdec")
 
@@ -130,6 +130,7 @@ class Desk:
             state.adopt(numpy_arrays(content.array_records[MODEL]))
         weights = self._receivers()
         self.told["trained"] = self._may_train(state) and self._train(state, train)
+        state.idle = MODEL in content.array_records and not self.told["trained"]
         state.round_index = asked.round_index
         self._hand_in(state)
         seal = self._seal if self.seals else None
@@ -192,6 +193,8 @@ class Desk:
         if not self.asked.wants_mass:
             return
         mass = np.append(state.x.astype(np.float64), state.w)
+        if state.idle and self.asked.kind == ROUND:
+            mass[:] = 0.0  # a server's mean is over the peers that took a step
         if not self.seals:
             self.records[MASS] = ArrayRecord({"mass": Array(mass)})
             return
@@ -245,6 +248,7 @@ class Desk:
             self.place.n_peers,
             epoch=0 if state is None else state.epoch,
             round_index=0 if state is None else state.round_index,
+            idle=state is not None and state.idle,
             key=self.identity.public,
             sealed=self.seals,
             spent="" if spent is None else bare_words(bare) if bare else str(spent),

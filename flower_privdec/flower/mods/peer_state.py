@@ -23,7 +23,7 @@ import numpy as np
 from flower_privdec.errors import RunError
 from flower_privdec.flower.mods.layout import Layout
 from flower_privdec.flower.mods.share_frame import Seal, ShareHeader, Unseal, frame, pack_body, unframe, unpack_body
-from flower_privdec.pushsum.share_protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 
 @dataclass
@@ -59,6 +59,7 @@ class PeerState:
         paid: how many payments the peer's ledger held when it last paid; one with fewer is not the same.
         local_arrays: of the record that never leaves the peer (`Asked.local_record`); empty where there is none.
         bare: how many updates of its own are in it without protection.
+        idle: over a server, whether it took no step in its last round, and so has no part in that round's mean.
     """
 
     run: str
@@ -75,6 +76,7 @@ class PeerState:
     handed: int = 0
     paid: int = 0
     bare: int = 0
+    idle: bool = False
     local_arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
@@ -105,8 +107,14 @@ class PeerState:
         """Replace the mass by a server's model with weight 1.
 
         Raises:
-            RunError: the arrays are not this model's, or not finite.
+            RunError: the peer exchanges shares in this run, or the arrays are not this model's, or not finite.
         """
+        if self.links or self.received:
+            raise RunError(
+                f"run {self.run!r} is over a graph, where no server's model may replace peer {self.peer}'s mass: give "
+                "the run another name",
+                code="flower.model-in-a-graph",
+            )
         if difference := self.layout.misfit(arrays):
             raise RunError(f"the server's {difference}, as in peer {self.peer}'s model: build the same model")
         x = self.layout.vector(arrays)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from flower_privdec.flower.mods.layout import Layout
-from flower_privdec.pushsum.share_protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 MAGIC = b"PDS1"
 _LENGTH, _WEIGHT = struct.Struct("<I"), struct.Struct("<d")

@@ -21,10 +21,10 @@ from flower_privdec.flower.mods.orders import Asked
 from flower_privdec.flower.mods.peer_state import PeerState
 from flower_privdec.flower.mods.private_update import PeerPrivacy
 from flower_privdec.flower.node_settings import PeerPlace
-from flower_privdec.flower.serverless.app_peer import app_peer
+from flower_privdec.flower.serverless.app_peer import AppTrainer, app_peer
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays
 from flower_privdec.network.peer.peer import PeerDevice
-from flower_privdec.network.transport.certificates import credentials_of
+from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
 from flower_privdec.scenario.topology_section import TopologySection
 
@@ -63,7 +63,7 @@ def run_mesh(asked: Asked, place: PeerPlace, privacy: PeerPrivacy, initial: Arra
     assert scenario.network.peers is not None
     assert place.certificates is not None
     folder = mesh_folder(place, asked.run)
-    credentials = credentials_of(scenario.as_scenario, place.certificates, place.peer)
+    credentials = credentials_of(scenario, place.certificates, place.peer)
     addresses = tuple(each.address for each in scenario.network.peers)
     device = PeerDevice(place.peer, folder, credentials, addresses)
     begun = InitialArrays(numpy_arrays(initial), asked.arrays)
@@ -72,7 +72,8 @@ def run_mesh(asked: Asked, place: PeerPlace, privacy: PeerPrivacy, initial: Arra
     try:
         running.open()
         running.run()
-        return running.result()
+        assert isinstance(running.trainer, AppTrainer)
+        return running.trainer.result(running.state)
     finally:
         running.close()
 

@@ -101,6 +101,7 @@ class FedDeperStrategy(PushSum):
         last = max(self.told[peer].round_index for peer in self.network.census.there)
         if last:
             peers = [peer for peer in self.network.responsive_peers() if self.told[peer].round_index == last]
+            peers = [peer for peer in peers if not self.told[peer].idle] or peers  # all idle: each has x as it is
             model = self._delivered_mean(peers, peers)
             if model is None:
                 raise RunError(

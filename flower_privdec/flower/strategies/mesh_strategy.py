@@ -77,7 +77,7 @@ class Mesh(PushSum):
             "network": {**self._network, "hand_in": False, "peers": [{"address": each} for each in addresses]},
         }
         try:
-            return to_yaml(AppScenario.model_validate(said).as_scenario)
+            return to_yaml(AppScenario.model_validate(said))
         except ValueError as error:
             raise ScenarioError(f"a mesh cannot be: {' '.join(str(error).split())}") from error
 

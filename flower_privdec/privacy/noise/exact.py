@@ -1,4 +1,4 @@
-"""Noise whose rounding tells nothing: a real normal is added to a sum, and only then rounded, both exactly.
+"""Noise whose rounding reveals nothing: a real normal is added to a sum, and only then rounded, both exactly.
 
 A floating-point normal takes some values and skips others, and which of them it reaches from a sum shows the sum
 (Mironov, CCS 2012). Sums of several such normals (Holohan and Braghin, ESORICS 2021) make that hard to use, and prove

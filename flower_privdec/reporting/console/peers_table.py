@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flower_privdec.common.formatting import memory, number
-from flower_privdec.network.peer.status_text import is_insecure, neighbours_text, spent_text
+from flower_privdec.network.peer.status import is_insecure, neighbours_text, spent_text
 from flower_privdec.reporting.console.progress import Metrics, error_console, progress
 from flower_privdec.scenario import Scenario
 
@@ -68,7 +68,7 @@ def _cells(status: dict[str, Any]) -> list[str]:
         spent_text(status),
         neighbours_text(status).replace(" neighbours", ""),
         memory(status["bytes_sent"]),
-        memory(status["bytes_heard"]),
+        memory(status["bytes_received"]),
     ]
 
 
