@@ -23,7 +23,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import FedDeper, LocalGrid, PeerMod, PushSum, peer_folder, personalized, train_two_models
 from flower_privdec.flower.mods import private_update
-from flower_privdec.flower.mods.peer_file import load_state, state_path
+from flower_privdec.flower.mods.peer_state import load_state, state_path
 from flower_privdec.models import flatten
 from flower_privdec.privacy.ledger.ledger import read_chain
 

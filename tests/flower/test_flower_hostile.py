@@ -20,9 +20,8 @@ from torch import nn
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import FedDeper, Gossip, LocalGrid, PeerMod, PushSum, group_norm, public_key, run_in_process
 from flower_privdec.flower.mods import peer_mod, private_update
-from flower_privdec.flower.mods.orders import Asked, Told, pack_bytes, unpack_bytes
-from flower_privdec.flower.mods.peer_file import load_state, state_path
-from flower_privdec.flower.mods.share_frame import unpack_body
+from flower_privdec.flower.mods.peer_mod import Asked, Told, pack_bytes, unpack_bytes
+from flower_privdec.flower.mods.peer_state import load_state, state_path, unpack_body
 from flower_privdec.flower.strategies.push_sum import comparable
 from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.pushsum.exactly_once import RefusedError

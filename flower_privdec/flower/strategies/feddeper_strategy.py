@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from flower_privdec.errors import RunError
-from flower_privdec.flower.mods.orders import MODEL
+from flower_privdec.flower.mods.peer_mod import MODEL
 from flower_privdec.flower.strategies.peer_network import log_privacy
 from flower_privdec.flower.strategies.push_sum import EvaluateMean, PushSum
 from flower_privdec.graph.topology.graphs import Topology
