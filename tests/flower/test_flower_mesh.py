@@ -15,7 +15,7 @@ from routing_peers import client, first, sets_its_values_once, values_of, zeros
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, Mesh, PeerMod
-from flower_privdec.flower.mods.orders import MESH, Asked
+from flower_privdec.flower.mods.peer_mod import MESH, Asked
 from flower_privdec.flower.node_settings import PeerPlace
 from flower_privdec.flower.serverless.mesh import _agreed, run_mesh
 from flower_privdec.network.transport.tls import make_certificates

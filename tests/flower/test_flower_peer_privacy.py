@@ -21,11 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
-from flower_privdec.flower.mods.orders import Asked
-from flower_privdec.flower.mods.peer_file import load_state, state_path
-from flower_privdec.flower.mods.peer_ledger import PeerLedger, solved_noise, spent_so_far
-from flower_privdec.flower.mods.peer_state import PeerState
-from flower_privdec.flower.mods.private_update import clipped, norm
+from flower_privdec.flower.mods.peer_mod import Asked
+from flower_privdec.flower.mods.peer_state import PeerState, load_state, state_path
+from flower_privdec.flower.mods.private_update import PeerLedger, clipped, norm, solved_noise, spent_so_far
 from flower_privdec.flower.mods.sealing import Identity, KnownPeers
 from flower_privdec.flower.strategies.masking import masked, unmasked_sum
 from flower_privdec.flower.strategies.peer_network import PeerNetwork

@@ -18,8 +18,7 @@ from torch.nn import functional
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum
-from flower_privdec.flower.mods.peer_file import load_state, state_path
-from flower_privdec.flower.mods.peer_state import PeerState
+from flower_privdec.flower.mods.peer_state import PeerState, load_state, state_path
 from flower_privdec.flower.strategies import peer_network
 from flower_privdec.flower.strategies.peer_network import answers
 

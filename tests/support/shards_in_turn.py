@@ -34,7 +34,7 @@ class Turns:
     here: set[int] = field(default_factory=set)
     whose: int = 0
     changed: Condition = field(default_factory=Condition)
-    mail: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
+    in_transit: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
     shared: dict[tuple[str, int], dict[int, Tensor]] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
 
@@ -84,7 +84,7 @@ class InTurn:
         turns.join(shard, count)
 
     def send(self, tensors: list[Tensor], shard: int, tag: int) -> _Done:
-        self.turns.session.setdefault((self.shard, shard, tag), []).append(tensors[0].clone())
+        self.turns.in_transit.setdefault((self.shard, shard, tag), []).append(tensors[0].clone())
         self.turns.say(f"{self.shard} to {shard}", tensors[0])
         return _Done(lambda: None)
 
@@ -92,8 +92,8 @@ class InTurn:
         key = (shard, self.shard, tag)
 
         def arrive() -> None:
-            self.turns.until(self.shard, lambda: bool(self.turns.session.get(key)))
-            tensors[0].copy_(self.turns.session[key].pop(0))
+            self.turns.until(self.shard, lambda: bool(self.turns.in_transit.get(key)))
+            tensors[0].copy_(self.turns.in_transit[key].pop(0))
 
         return _Done(arrive)
 

@@ -22,10 +22,18 @@ from flower_privdec.core.algorithm import Step
 from flower_privdec.engine.spent import json_number
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.agreement import build_exchange
-from flower_privdec.flower.mods.layout import numpy_arrays
-from flower_privdec.flower.mods.peer_ledger import UNPROTECTED, PeerLedger, bare_words, solved_noise
-from flower_privdec.flower.mods.peer_state import PeerState
-from flower_privdec.flower.mods.private_update import APP_SPENT, LEAST_WEIGHT, keep_metrics, protected, take_step
+from flower_privdec.flower.mods.peer_state import PeerState, numpy_arrays
+from flower_privdec.flower.mods.private_update import (
+    APP_SPENT,
+    LEAST_WEIGHT,
+    UNPROTECTED,
+    PeerLedger,
+    bare_words,
+    keep_metrics,
+    protected,
+    solved_noise,
+    take_step,
+)
 from flower_privdec.flower.serverless.driven_app import TrainedApp
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays, save_initial
 from flower_privdec.graph.mixing import Mixing

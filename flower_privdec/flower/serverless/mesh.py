@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, MetricRecord
 
 from flower_privdec.errors import RunError
-from flower_privdec.flower.mods.layout import numpy_arrays
-from flower_privdec.flower.mods.orders import Asked
-from flower_privdec.flower.mods.peer_state import PeerState
+from flower_privdec.flower.mods.peer_state import PeerState, numpy_arrays
 from flower_privdec.flower.mods.private_update import PeerPrivacy
 from flower_privdec.flower.node_settings import PeerPlace
 from flower_privdec.flower.serverless.app_peer import AppTrainer, app_peer
@@ -27,6 +26,9 @@ from flower_privdec.network.peer.peer import PeerDevice
 from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
 from flower_privdec.scenario.topology_section import TopologySection
+
+if TYPE_CHECKING:
+    from flower_privdec.flower.mods.peer_mod import Asked
 
 NEEDS = 'start the SuperNode with --node-config \'address="HOST:PORT" certificates="FOLDER" ...\''
 LEAST_RETRY = 0.05  # seconds: no message makes a node call others as fast as it can

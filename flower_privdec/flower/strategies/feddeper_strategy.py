@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from flower_privdec.errors import RunError
-from flower_privdec.flower.mods.orders import MODEL
+from flower_privdec.flower.mods.peer_mod import MODEL
 from flower_privdec.flower.strategies.peer_network import log_privacy
 from flower_privdec.flower.strategies.push_sum import EvaluateMean, PushSum
 from flower_privdec.graph.topology.graphs import Topology
@@ -101,6 +101,7 @@ class FedDeperStrategy(PushSum):
         last = max(self.told[peer].round_index for peer in self.network.census.there)
         if last:
             peers = [peer for peer in self.network.responsive_peers() if self.told[peer].round_index == last]
+            peers = [peer for peer in peers if not self.told[peer].idle] or peers  # all idle: each has x as it is
             model = self._delivered_mean(peers, peers)
             if model is None:
                 raise RunError(

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from flower_privdec.errors import RunError
 from flower_privdec.flower.launch.error_formatting import reason
-from flower_privdec.flower.mods.orders import (
+from flower_privdec.flower.mods.peer_mod import (
     INBOX,
     INITIAL,
     INTRODUCE,
@@ -27,7 +27,7 @@ from flower_privdec.flower.mods.orders import (
     pack_bytes,
     unpack_bytes,
 )
-from flower_privdec.flower.mods.peer_ledger import UNPROTECTED
+from flower_privdec.flower.mods.private_update import UNPROTECTED
 from flower_privdec.flower.strategies.masking import unmasked_sum
 from flower_privdec.graph.mixing import MixingMatrix
 from flower_privdec.graph.mixing.weights import average_matrix, mixing_matrix

@@ -19,8 +19,8 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flower_privdec.common.arguments import check_calls, check_kinds, check_numbers, check_paths, check_whole
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower.launch.error_formatting import failing_plainly
-from flower_privdec.flower.mods.layout import Layout, numpy_arrays
-from flower_privdec.flower.mods.orders import DELIVER, EVALUATE, ROUND, Told
+from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, ROUND, Told
+from flower_privdec.flower.mods.peer_state import Layout, numpy_arrays
 from flower_privdec.flower.node_settings import FOLDER, safe_name
 from flower_privdec.flower.strategies.peer_network import (
     PeerNetwork,
