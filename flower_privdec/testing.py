@@ -248,7 +248,7 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
     for each in tape.steps:
         for row, peer in enumerate(each.peers.tolist()):
             for said in experiment.algorithm.released(each.step, drawings[peer]) or ():
-                multiplier = 0.0 if said.to == "nobody" else plan.noise_multipliers[each.step, peer] * said.noise
+                multiplier = 0.0 if said.to == "self" else plan.noise_multipliers[each.step, peer] * said.noise
                 receiver = None if each.receivers is None else int(each.receivers[row])
                 drawn = watched.drawn.get((peer, each.step, said.name, receiver))
                 _check_noise(each, row, said.name, multiplier, drawn)

@@ -34,9 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return every test that is not slow, of one with n parameters log4(n): those whose hash is least.
+    """Return a sample without the slow tests: log4(n) cases of a test with n >= 8 (the laws), and half of the others.
 
-    The choice is the same in each run, and stays as it is when other tests come or go.
+    Hashes of their names decide, so that the choice stays as it is when other tests come or go.
     """
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -44,14 +44,15 @@ def sample(items: list[pytest.Item]) -> list[pytest.Item]:
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     least = {
         item
-        for cases in functions.values()
-        for item in sorted(cases, key=_digest)[: max(1, len(cases).bit_length() // 2)]
+        for name, cases in functions.items()
+        if len(cases) >= 8 or _digest(name)[0] < 128
+        for item in sorted(cases, key=lambda item: _digest(item.nodeid))[: max(1, len(cases).bit_length() // 2)]
     }
     return [item for item in items if item in least]
 
 
-def _digest(item: pytest.Item) -> bytes:
-    return sha256(item.nodeid.encode()).digest()
+def _digest(name: str) -> bytes:
+    return sha256(name.encode()).digest()
 
 
 @pytest.fixture(scope="session")

@@ -22,8 +22,7 @@ from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import build_model, flatten
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.app_scenario import AppScenario
-from flower_privdec.scenario.data_section import BatchSection
-from flower_privdec.scenario.features_section import FeaturesSection
+from flower_privdec.scenario.data_section import BatchSection, FeaturesSection
 from flower_privdec.scenario.schema import placed
 from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.tasks.losses import Loss, resolve_loss

@@ -59,7 +59,7 @@ class Experiment(Agreement):
             ledger_dir: where the ledger lies; None keeps none (for tests and timings).
             budget: ε and δ to hold the ledger to in place of the scenario's.
             start: the step from which a deployed peer goes on: what it draws from there is new, examples and noise,
-                and paid for anew.
+                and charged again.
 
         Raises:
             ScenarioError: when their state does not fit into free memory.

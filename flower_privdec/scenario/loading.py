@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flower_privdec.scenario.app_scenario import AppScenario
 
 Model = TypeVar("Model", bound=BaseModel)
-UNNAMEABLE = "# Parts named __python__ were given as Python objects: nobody can run this file again without them.\n"
+UNNAMEABLE = "# Parts named __python__ were given as Python objects: this file cannot be run again without them.\n"
 SCENARIO = "a scenario is a mapping of sections (name, n_peers, data, ...)"
 
 
@@ -162,8 +162,8 @@ def to_yaml(scenario: Scenario | AppScenario) -> str:
     Parts that were given as Python objects are there by names that hold in this process alone, and it says so.
     """
     data = json.loads(scenario.model_dump_json(exclude_none=True))
-    given = any(is_given(module) for _, module in own_modules(scenario))
-    return (UNNAMEABLE if given else "") + write_yaml(data)
+    has_objects = any(is_given(module) for _, module in own_modules(scenario))
+    return (UNNAMEABLE if has_objects else "") + write_yaml(data)
 
 
 def scenario_hash(scenario: Scenario | AppScenario) -> str:
@@ -201,10 +201,10 @@ def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
     """
     named = [pair for pair in own_modules(scenario) if metrics or not pair[0].startswith("task.metrics.")]
     loaded = [(load_own(module, key), find_given(module)) for key, module in named]
-    return [part if given is None else given for part, given in loaded]
+    return [part if replacement is None else replacement for part, replacement in loaded]
 
 
 def _hash_without(scenario: Scenario | AppScenario, excluded: Any) -> str:
     data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True))
-    data |= {"seed": None, "seeds": scenario.all_seeds()}  # whoever says them
+    data |= {"seed": None, "seeds": scenario.all_seeds()}  # regardless of their source
     return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()

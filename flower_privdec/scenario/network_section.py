@@ -16,8 +16,8 @@ IDENTITY = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-
 
 
 def _address(value: str) -> str:
-    found = ADDRESS.fullmatch(value)
-    if found is None or not 0 < int(found["port"]) < 65536:
+    match = ADDRESS.fullmatch(value)
+    if match is None or not 0 < int(match["port"]) < 65536:
         raise ValueError("must be HOST:PORT, as 10.0.0.7:7100 or [::1]:7100")
     return value
 
@@ -112,6 +112,6 @@ class NetworkSection(Section):
             name: of the scenario.
             n_peers: how many there are.
         """
-        given = [None] * n_peers if self.peers is None else [peer.identity for peer in self.peers]
+        identities = [None] * n_peers if self.peers is None else [peer.identity for peer in self.peers]
         plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60].strip("-") or "scenario"
-        return [identity or f"peer-{peer}.{plain}" for peer, identity in enumerate(given)]
+        return [identity or f"peer-{peer}.{plain}" for peer, identity in enumerate(identities)]

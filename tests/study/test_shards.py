@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flower_privdec.algorithms.penalty import growth
+from flower_privdec.algorithms.feddeper import growth
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.recorder import traffic
 from flower_privdec.engine.run import run

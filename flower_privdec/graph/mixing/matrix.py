@@ -277,12 +277,12 @@ class MixingMatrix(ABC):
     def hosted(self, peers: Peers) -> Hosted:
         """Return what these weights say of some of the receivers; kept for those who were asked for last."""
         key = peers.tobytes()
-        found = self._last_hosted.get(key)
-        if found is None:
-            found = Hosted.of(self, peers)
+        hosted = self._last_hosted.get(key)
+        if hosted is None:
+            hosted = Hosted.of(self, peers)
             self._last_hosted.clear()
-            self._last_hosted[key] = found
-        return found
+            self._last_hosted[key] = hosted
+        return hosted
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Mix: out[i] = sum_j W[i, j] x[j].
@@ -482,8 +482,8 @@ class AverageMatrix(MixingMatrix):
         """Return the weights, [receivers, columns] float64."""
         full = np.zeros((len(self.receivers), self.n_columns))
         full[np.ix_(self.averaged, self.members)] = 1 / len(self.members)
-        kept = np.flatnonzero(~self.averaged)
-        full[kept, self.own[kept]] = 1
+        others = np.flatnonzero(~self.averaged)
+        full[others, self.own[others]] = 1
         return full
 
     def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:

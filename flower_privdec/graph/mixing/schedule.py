@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing.matrix import Hosted, MixingMatrix, SparseMatrix
@@ -63,7 +64,7 @@ class Mixing:
         return self.weights == "column-stochastic"
 
     def links(self, round_index: int) -> EdgeArray:
-        """Return who sends to whom in a round, [m, 2] (sender, receiver): the terms of W between two peers."""
+        """Return the edges of a round, [m, 2] (sender, receiver): the off-diagonal terms of W."""
         senders, receivers, _ = self.matrix(round_index).links()
         links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
         return links
@@ -78,8 +79,8 @@ class Mixing:
         It takes as long as making the matrices of these rounds; what is public decides it.
         """
         repeats = self.participation.kind == "all" and self.topology.period is not None
-        each = range(min(rounds, self.topology.period or rounds) if repeats else rounds)
-        return np.stack([np.bincount(self.links(k)[:, 1], minlength=self.n_peers) for k in each])
+        round_indices = range(min(rounds, self.topology.period or rounds) if repeats else rounds)
+        return np.stack([np.bincount(self.links(k)[:, 1], minlength=self.n_peers) for k in round_indices])
 
     def _build(self, round_index: int, active: npt.NDArray[np.bool_]) -> MixingMatrix:
         if isinstance(self.topology, CompleteTopology):  # without listing its n (n - 1) edges
@@ -113,7 +114,7 @@ class Mixing:
             self._build(phase, np.ones(self.n_peers, dtype=bool))
         if weights != "server" and max(int(self.active(k).sum()) for k in range(8)) < 2:
             raise ScenarioError(
-                f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so nobody ever exchanges; "
+                f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so no peer ever exchanges; "
                 "raise fraction so that at least 2 are active"
             )
 
@@ -122,7 +123,7 @@ class PartlyHeard(Mixing):
     """A mixing in which who was not heard has no weight at one peer: it returns to the peer itself.
 
     Where everybody was heard it is the mixing itself, to the last bit. Rows of other peers are not to be asked for
-    where somebody was not.
+    where a neighbor was not.
 
     Args:
         whole: the run's.
@@ -140,7 +141,7 @@ class PartlyHeard(Mixing):
         self._heard = None if heard is None else frozenset(heard)
 
     def matrix(self, round_index: int) -> MixingMatrix:
-        """Return W of a round; where somebody was not heard, the peer's row alone."""
+        """Return W of a round; where a neighbor was not heard, the peer's row alone."""
         whole = super().matrix(round_index)
         if self._heard is None:
             return whole
@@ -155,15 +156,15 @@ class PartlyHeard(Mixing):
         return SparseMatrix(self.n_peers, np.array([self._peer]), ends, senders, weights, halves=False)
 
     def links(self, round_index: int) -> EdgeArray:
-        """Return who sends to whom in a round, [m, 2] (sender, receiver), the peer's links with those heard alone."""
+        """Return the edges of a round, [m, 2] (sender, receiver), of the peer with the neighbors that were heard."""
         senders, receivers, _ = super().matrix(round_index).links()
         links: EdgeArray = np.stack([senders, receivers], axis=1)[senders != receivers]
         if self._heard is None:
             return links
         other = np.where(links[:, 0] == self._peer, links[:, 1], links[:, 0])
         mine = (links == self._peer).any(1)
-        found: EdgeArray = links[mine & np.isin(other, list(self._heard))]
-        return found
+        edges: EdgeArray = links[mine & np.isin(other, list(self._heard))]
+        return edges
 
     def hosted(self, round_index: int, peers: Peers) -> Hosted:
         """Return what a round says of the peer, asked for alone: its messages with those heard."""
@@ -178,3 +179,42 @@ class PartlyHeard(Mixing):
             tuple(link for link in whole.heard if link[0] in heard),
             tuple(link for link in whole.answered if link[0] in heard),
         )
+
+
+RANDOM_ROUNDS = 128
+MOST_MEASURED = 1024  # peers: the eigenvalues of a matrix of as many rows
+
+
+def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
+    """Measure how fast a graph agrees: 1 - |lambda_2(W_{K-1} ... W_0)|^(1/K), per round.
+
+    K is the period when the graph has one and everybody is active, and the horizon otherwise. The consensus
+    direction is taken out and the rest rescaled round by round, so that long products do not underflow.
+
+    Args:
+        mixing: the matrices.
+        horizon: rounds of a random graph or participation to multiply; 128 when not given.
+
+    Returns:
+        The gap in [0, 1]: 1 when K rounds reach the exact mean, 0 when they leave some peers apart: a random
+        graph of few edges a round needs a longer horizon than the default one.
+    """
+    n = mixing.n_peers
+    period = mixing.topology.period if mixing.participation.kind == "all" else None
+    rounds = period or horizon or RANDOM_ROUNDS
+    product, log_scale = _centred(torch.eye(n, dtype=torch.float64)), 0.0
+    for k in range(rounds):
+        product = _centred(mixing.matrix(k).apply(product))
+        scale = float(product.abs().max())
+        if scale < 1e-13:
+            return 1.0
+        product, log_scale = product / scale, log_scale + np.log(scale)
+    radius = float(np.abs(np.linalg.eigvals(product.numpy())).max())
+    if radius < n * 1e-15:
+        return 1.0
+    return max(0.0, float(1 - np.exp((np.log(radius) + log_scale) / rounds)))
+
+
+def _centred(rows: torch.Tensor) -> torch.Tensor:
+    """Take the mean over rows off every column: the part that has not agreed yet."""
+    return rows - rows.mean(dim=0)

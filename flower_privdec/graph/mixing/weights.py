@@ -55,11 +55,11 @@ def mixing_matrix(
         _require_symmetric(edges, n_peers, weights)
     if weights == "doubly-stochastic":
         _require_regular(edges, n_peers)
-    kept = edges if mask.all() else edges[mask[edges[:, 0]] & mask[edges[:, 1]]]
+    active_edges = edges if mask.all() else edges[mask[edges[:, 0]] & mask[edges[:, 1]]]
     n_active = int(mask.sum())
-    if len(kept) == n_active * (n_active - 1):
+    if len(active_edges) == n_active * (n_active - 1):
         return average_matrix(mask)  # a clique: each of the rules gives 1/m
-    return _sparse(kept, n_peers, RULES[weights])
+    return _sparse(active_edges, n_peers, RULES[weights])
 
 
 def check_weights(weights: str) -> None:
