@@ -25,9 +25,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flower_privdec.api.comparing import Comparison, compare
-    from flower_privdec.api.planning import Plan, plan
     from flower_privdec.api.result import RunResult, load_run
-    from flower_privdec.api.running import OnEvaluation, run
+    from flower_privdec.api.running import OnEvaluation, Plan, plan, run
     from flower_privdec.api.scenarios import load_scenario, make_scenario
     from flower_privdec.errors import BudgetError, PrivdecError, RunError, ScenarioError
     from flower_privdec.scenario import Scenario
