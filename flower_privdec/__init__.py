@@ -37,7 +37,7 @@ else:
         "BudgetError": "errors",
         "Comparison": "api.comparing",
         "OnEvaluation": "api.running",
-        "Plan": "api.planning",
+        "Plan": "api.running",
         "PrivdecError": "errors",
         "RunError": "errors",
         "RunResult": "api.result",
@@ -47,7 +47,7 @@ else:
         "load_run": "api.result",
         "load_scenario": "api.scenarios",
         "make_scenario": "api.scenarios",
-        "plan": "api.planning",
+        "plan": "api.running",
         "run": "api.running",
     }
 
