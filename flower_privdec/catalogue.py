@@ -98,7 +98,7 @@ GRADIENT_TABLES = Choice(
     {
         "factored": "deltas and activations of each example: exact, for stacks of linear layers",
         "blocks": "one mean gradient for each fixed mini-batch; with sampling blocks",
-        "snapshot": "a model and its full gradient, taken anew every `snapshot_every` rounds (SVRG)",
+        "snapshot": "a model and its full gradient, taken every `snapshot_every` rounds (SVRG)",
         "dense": "every example's gradient",
     }
 )
@@ -124,7 +124,7 @@ TOPOLOGIES = Choice(
         "directed-exponential-full": "all the peers 2^0, 2^1, ... ahead",
         "directed-ring": "the next peer",
         "ring": "the next and the previous peer",
-        "complete": "everybody",
+        "complete": "all",
         "bipartite": "the first half joined to the second, completely",
         "star": "peer 0 joined to all others",
         "torus": "a `rows` x `cols` grid that wraps around",

@@ -44,7 +44,7 @@ def build_model(
         n_classes: number of outputs.
         seed: keys the initial parameters.
         init: "default" is torch's, "zeros" makes every parameter 0.
-        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are numbers to reckon with.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are real numbers.
         arguments: what the user's own factory is called with.
         options: a named model's own, such as hidden=[100] for mlp.
 
@@ -208,8 +208,8 @@ class _Text(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         words = self.embedding(tokens.flatten(1))
-        known = (tokens.flatten(1) != 0).unsqueeze(2).to(words)
-        outputs: Tensor = self.layers((words * known).sum(1) / known.sum(1).clamp(min=1))
+        is_word = (tokens.flatten(1) != 0).unsqueeze(2).to(words)
+        outputs: Tensor = self.layers((words * is_word).sum(1) / is_word.sum(1).clamp(min=1))
         return outputs
 
 
@@ -288,7 +288,9 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = MODELS.bind(
 def model_options(name: str) -> dict[str, Any]:
     """Return the options of a model by name, with their defaults."""
     parameters = inspect.signature(_BUILDERS[name]).parameters.values()
-    options = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    options = {
+        parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
+    }
     return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
 
 
@@ -313,14 +315,14 @@ def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
 
     def build() -> nn.Module:
         try:
-            made: nn.Module = function(**arguments)
+            model: nn.Module = function(**arguments)
         except PrivdecError:
             raise
         except RAISED_BY_USERS as error:  # a user's own function may raise anything
             raise ScenarioError(
                 f"model.module={target!r} could not be built with {dict(arguments)}: {one_line(error)}"
             ) from error
-        return made
+        return model
 
     return build
 

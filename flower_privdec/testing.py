@@ -248,9 +248,7 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
     for step in tape.steps:
         for row, peer in enumerate(step.peers.tolist()):
             for declared in experiment.algorithm.released(step.step, drawings[peer]) or ():
-                multiplier = (
-                    0.0 if declared.to == "nobody" else plan.noise_multipliers[step.step, peer] * declared.noise
-                )
+                multiplier = 0.0 if declared.to == "self" else plan.noise_multipliers[step.step, peer] * declared.noise
                 receiver = None if step.receivers is None else int(step.receivers[row])
                 std = watched.drawn.get((peer, step.step, declared.name, receiver))
                 _check_noise(step, row, declared.name, multiplier, std)

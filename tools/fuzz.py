@@ -12,20 +12,20 @@ from random import Random, SystemRandom
 
 import torch
 
-from flower_privdec.pushsum.frames import Framed, RowMessage, decode, encode
-from flower_privdec.pushsum.share_protocol import VERSION, Acknowledgement, FrozenShare, Hello, RefusedError
-from flower_privdec.pushsum.wire_rows import Layout, layout_of
+from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, Hello, RefusedError
+from flower_privdec.pushsum.frames import FrameCodec, Message, Progress, RowMessage, formats_of
 
 CAP = 4096
 ROWS = {"x": torch.linspace(-1.0, 1.0, 5), "w": torch.tensor(0.5), "change": torch.zeros(2, 3)}
-LAYOUT: Layout = layout_of(ROWS, torch.float32)
+FRAMES = FrameCodec(bytes(range(32)), formats_of(ROWS), {1: formats_of(ROWS)})
 
 
-def examples() -> list[Framed]:
+def examples() -> list[Message]:
     """Return a message of each kind."""
-    hello = Hello(1, 2, bytes(range(32)), VERSION, 2**32, 77, 78, 79, True, 4, 2**32, 9, 77, 8, 6, 7, 55)
+    hello = Hello(1, 2, 2**32, 77, 78, 79, True, 4, 2**32, 9, 77, 8, 6, 7, 55)
     share = FrozenShare(1, 2, 2**32, 2**33, 5, 77, 4, ROWS)
-    return [hello, share, Acknowledgement(1, 2, 2**32, 2**33, 77, 5, 66), RowMessage(1, 2, 4, 1, ROWS)]
+    acknowledgement = Acknowledgement(1, 2, 2**32, 2**33, 77, 5, 66)
+    return [hello, share, acknowledgement, RowMessage(1, 2, 4, 1, ROWS), Progress(1, 2, 9)]
 
 
 def damaged(frame: bytes | bytearray, draw: Random) -> bytes:
@@ -52,19 +52,19 @@ def survives(data: bytes) -> bool:
         AssertionError: they were taken for something that has other bytes, or refused in another way.
     """
     try:
-        message = decode(bytearray(data), LAYOUT, CAP)
+        message = FRAMES.decode(bytearray(data), CAP)
     except RefusedError as error:
         if len(str(error).splitlines()) != 1 or len(str(error)) > 300:
             raise AssertionError(f"refused in other than one line: {error}") from error
         return False
-    if bytes(encode(message)) != data:
+    if bytes(FRAMES.encode(message)) != data:
         raise AssertionError(f"taken for something else: {data.hex()}")
     return True
 
 
 def fuzz(draw: Random, cases: int) -> int:
     """Try some cases and return how many were taken."""
-    frames = [bytes(encode(message)) for message in examples()]
+    frames = [bytes(FRAMES.encode(message)) for message in examples()]
     taken = 0
     for _ in range(cases):
         nowhere = draw.random() < 0.05

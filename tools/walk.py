@@ -172,10 +172,9 @@ def network_round(mode: str) -> Callable[[Walk, Path], None]:
 
     def record(walk: Walk, folder: Path) -> None:
         from flower_privdec.network.local.peer_processes import on_this_machine
-        from flower_privdec.network.peer.modes import running_peer
+        from flower_privdec.network.peer.foreground import running_peer
         from flower_privdec.network.peer.peer import PeerDevice
-        from flower_privdec.network.transport.certificates import identities
-        from flower_privdec.network.transport.identity import Authority
+        from flower_privdec.network.transport.tls import Authority, identities
         from flower_privdec.scenario import parse_scenario
 
         scenario = on_this_machine(parse_scenario(NETWORK, overrides=[f"network.mode={mode}"]))

@@ -81,12 +81,12 @@ def mix_heard(cohort: Cohort, state: State) -> None:
         raise TypeError("the models that were gathered have no mixing weights")
     heard, x, mixed = state.edges["x"], state.rows["x"], state.rows["mixed"]
     for row, peer in enumerate(state.peers.tolist()):
-        said, terms = heard.of(peer), cohort.mixing.hosted(state.round_index, state.peers).terms[row]
+        gradients, terms = heard.of(peer), cohort.mixing.hosted(state.round_index, state.peers).terms[row]
         omega = {sender: weight for sender, _, weight in terms}
-        weights = cohort.tensor(np.array([omega[sender] for sender in said.other.tolist()]))
+        weights = cohort.tensor(np.array([omega[sender] for sender in gradients.other.tolist()]))
         torch.mul(x[row], omega[peer], out=mixed[row])
         if len(weights):
-            mixed[row].add_(weights @ said.values)
+            mixed[row].add_(weights @ gradients.values)
 
 
 def agreeable(gradients: Tensor, own: int) -> np.ndarray:

@@ -61,10 +61,10 @@ def one_for_each(algorithm: object, step: int, drawing: Drawing) -> Declaration:
 def answers(state: State, row: int) -> tuple[np.ndarray, Tensor]:
     """Return M_i of a row, int64 [k] ascending, and ĝ_ji of each j in it, [k, d]: its own and those it was sent."""
     peer = int(state.peers[row])
-    said = state.edges["gradient"].of(peer)
-    place = int(np.searchsorted(said.other, peer))
+    gradients = state.edges["gradient"].of(peer)
+    place = int(np.searchsorted(gradients.other, peer))
     own = state.rows["gradient"][row : row + 1]
-    return np.insert(said.other, place, peer), torch.cat([said.values[:place], own, said.values[place:]])
+    return np.insert(gradients.other, place, peer), torch.cat([gradients.values[:place], own, gradients.values[place:]])
 
 
 def check_symmetric(name: str, mixing: Mixing) -> None:
@@ -88,5 +88,5 @@ def check_symmetric(name: str, mixing: Mixing) -> None:
         if not alike or not np.allclose(weights[there], weights[back], rtol=1e-12):
             raise ScenarioError(
                 f"algorithm.name={name} on topology {topology.name} must have symmetric weights, ω_ij = ω_ji, for "
-                "peers answer those whom they hear; use an undirected graph, such as ring, bipartite or complete"
+                "peers reply to their in-neighbors; use an undirected graph, such as ring, bipartite or complete"
             )

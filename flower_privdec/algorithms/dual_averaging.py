@@ -20,7 +20,7 @@ from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.tensors import empty_rows
-from flower_privdec.scenario.dual_section import DualAveragingSection
+from flower_privdec.scenario.algorithm_sections import DualAveragingSection
 
 FEW = 0.25  # of the peers: then most rows of a round's weights are the identity's, and nothing is copied for them
 TOGETHER = 1 << 20  # numbers of so many rows at once are stepped, which bounds what a step takes beside the state
@@ -109,7 +109,7 @@ class DPDDA(Algorithm):
         scale = float(cohort.participation.chances.mean()) * self.schedule.total(1)
         first = self.regularizer.minimizer(torch.zeros_like(cohort.initial)[None], scale, self.schedule.pull(1))
         m, d = len(cohort.peers), len(cohort.initial)
-        x, dual, average = (empty_rows(cohort.initial, m, d) for _ in range(3))  # aligned, so that nobody copies them
+        x, dual, average = (empty_rows(cohort.initial, m, d) for _ in range(3))  # aligned: no kernel copies them
         return {"x": x.copy_(first.expand(m, -1)), "dual": dual.zero_(), "average": average.copy_(x)}
 
     def average(self, cohort: Cohort, state: State) -> None:

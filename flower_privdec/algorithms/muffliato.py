@@ -12,8 +12,7 @@ from flower_privdec.core.algorithm import Algorithm, Step
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Exchange, Mix, State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.graph.mixing import Mixing, spectral_gap
-from flower_privdec.graph.mixing.spectrum import MOST_MEASURED
+from flower_privdec.graph.mixing import MOST_MEASURED, Mixing, spectral_gap
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
@@ -63,7 +62,7 @@ class Muffliato(Algorithm):
 
     Privacy: one release a round and peer, of the noised gradient; whatever is gossiped is a function of releases, so
     more gossip steps cost nothing. ε is towards an observer of all messages (local DP). The paper's smaller pairwise
-    network ε holds towards a single peer that colludes with nobody, and is not claimed here.
+    network ε holds against a single peer that does not collude, and is not claimed here.
 
     Deviations from the paper: gradients are clipped example by example; every peer gossips T times a round, where the
     paper derives T from λ and σ. λ is 1 - |λ_2| with λ_2 the second eigenvalue by size; the authors' code takes the

@@ -163,17 +163,17 @@ class PDSL(Algorithm):
         cohort.game_seconds += time.perf_counter() - started
         return values
 
-    def told(self, rows: dict[str, Tensor], rounds: range, mixing: Mixing | None) -> dict[str, Any]:
+    def extra_metrics(self, rows: dict[str, Tensor], rounds: range, mixing: Mixing | None) -> dict[str, Any]:
         """Return φ_ij of each of some rounds as {t: {i: {j: φ}}}, and how many coalitions have been tried so far."""
-        found: dict[str, dict[str, dict[str, float]]] = {}
+        table: dict[str, dict[str, dict[str, float]]] = {}
         for slot, k in enumerate(rounds):
             active = mixing.active(k) if mixing is not None else np.zeros(0, dtype=bool)
             links = mixing.links(k) if mixing is not None else np.zeros((0, 2), dtype=np.int64)
-            found[str(k + 1)] = {
+            table[str(k + 1)] = {
                 str(peer): _named(np.union1d(links[links[:, 1] == peer, 0], peer), rows["shapley"][peer, slot])
                 for peer in np.flatnonzero(active).tolist()
             }
-        return {"shapley": found, "coalition_evaluations": int(rows["evaluations"].sum())}
+        return {"shapley": table, "coalition_evaluations": int(rows["evaluations"].sum())}
 
 
 def _named(members: np.ndarray, values: Tensor) -> dict[str, float]:

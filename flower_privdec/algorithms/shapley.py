@@ -47,8 +47,8 @@ class Game:
         keys = [row.tobytes() for row in coalitions]
         new = {key: row for key, row in zip(keys, coalitions, strict=True) if key not in self._known}
         if new:
-            found = self._worth(np.stack(list(new.values())))
-            self._known.update(zip(new, found.tolist(), strict=True))
+            values = self._worth(np.stack(list(new.values())))
+            self._known.update(zip(new, values.tolist(), strict=True))
         return np.array([self._known[key] for key in keys])
 
 

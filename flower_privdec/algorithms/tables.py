@@ -92,8 +92,8 @@ def _put_(table: Tensor, rows: Tensor, batch: Batch, values: Tensor) -> None:
         rows: of the table, [r, 1].
     """
     used, first = batch.weight > 0, batch.index[:, :1]
-    kept = torch.where(used[:, :1, None], values[:, :1], table[rows, first])
-    table[rows, torch.where(used, batch.index, first)] = torch.where(used.unsqueeze(2), values, kept)
+    first_values = torch.where(used[:, :1, None], values[:, :1], table[rows, first])
+    table[rows, torch.where(used, batch.index, first)] = torch.where(used.unsqueeze(2), values, first_values)
 
 
 def _index(cohort: Cohort, rows: np.ndarray) -> Tensor | slice:
@@ -192,8 +192,8 @@ class Factored:
     @staticmethod
     def floats(sizes: np.ndarray, d: int, widths: list[tuple[int, int]], batch: int) -> int:
         """Return n (J Σ_l (outputs + hidden inputs) + d)."""
-        each = sum(out for _, out in widths) + sum(inner for inner, _ in widths[1:])
-        return len(sizes) * (int(sizes.max()) * each + d)
+        per_example = sum(out for _, out in widths) + sum(inner for inner, _ in widths[1:])
+        return len(sizes) * (int(sizes.max()) * per_example + d)
 
 
 def stacked(kernel: GradientKernel) -> StackedKernel:

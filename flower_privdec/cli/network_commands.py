@@ -27,7 +27,7 @@ def certs(
     authority_key: Annotated[Path | None, typer.Option(help="Its key (PEM, without a password).")] = None,
 ) -> None:
     """Make a certificate for every peer of a scenario, by which peers on a network know each other."""
-    from flower_privdec.network.transport.certificates import make_certificates
+    from flower_privdec.network.transport.tls import make_certificates
     from flower_privdec.scenario.app_scenario import load_for_network
 
     for identity, done in make_certificates(
@@ -172,7 +172,7 @@ def status(
     from flower_privdec.data.readers import require
 
     network = require("flower_privdec.network.peer.foreground", "privdec status", "pip install grpcio")
-    typer.echo(network.ask(address, certificates, number, as_json))
+    typer.echo(network.status_of(address, certificates, number, as_json))
 
 
 class ModelSize(StrEnum):

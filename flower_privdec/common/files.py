@@ -24,7 +24,7 @@ def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Ite
     try:
         yield part
         if private:
-            part.chmod(0o600)  # whatever wrote it may have made it anew
+            part.chmod(0o600)  # its writer may have recreated it
         if durable:
             _sync(part)
         part.replace(path)

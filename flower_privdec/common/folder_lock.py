@@ -25,7 +25,7 @@ class FolderLock:
         self._file: BinaryIO | None = None
 
     def check(self) -> None:
-        """Refuse a folder that somebody else holds; write nothing.
+        """Refuse a folder that another process holds; write nothing.
 
         Raises:
             ScenarioError: naming the process.
@@ -38,7 +38,7 @@ class FolderLock:
         """Make the folder, and hold it.
 
         Raises:
-            ScenarioError: somebody else holds it, or it cannot be made.
+            ScenarioError: another process holds it, or it cannot be created.
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ def number(value: float | None) -> str:
 
 
 def setting(value: float | None) -> str:
-    """Return a number as somebody chose it: `0.001`, `1e-5`, `3`."""
+    """Return a setting's number as it was chosen: `0.001`, `1e-5`, `3`."""
     return NOTHING if value is None else _exponent(f"{value:g}")
 
 
@@ -116,11 +116,13 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
         >>> nearest("p", ["name", "probability"]), nearest("lr", ["name", "learning_rate"]), nearest("zzz", ["name"])
         ('probability', 'learning_rate', None)
     """
-    plain = {each: re.sub("[-_ ]", "", each).lower() for each in known}
-    asked, parts = re.sub("[-_ ]", "", word).lower()[:80], set(re.split("[-_ .]", word.lower()))
-    begins = [each for each in known if asked and plain[each].startswith(asked)]
-    short = [each for each in known if asked == "".join(part[:1] for part in re.split("[-_ ]", each.lower()))]
-    spelt = difflib.get_close_matches(asked, list(plain.values()), n=1, cutoff=0.6)
-    alike = [each for each in known if plain[each] in spelt]
-    inside = [each for each in known if each.lower() in parts]
+    plain = {candidate: re.sub("[-_ ]", "", candidate).lower() for candidate in known}
+    typed, parts = re.sub("[-_ ]", "", word).lower()[:80], set(re.split("[-_ .]", word.lower()))
+    begins = [candidate for candidate in known if typed and plain[candidate].startswith(typed)]
+    short = [
+        candidate for candidate in known if typed == "".join(part[:1] for part in re.split("[-_ ]", candidate.lower()))
+    ]
+    spelt = difflib.get_close_matches(typed, list(plain.values()), n=1, cutoff=0.6)
+    alike = [candidate for candidate in known if plain[candidate] in spelt]
+    inside = [candidate for candidate in known if candidate.lower() in parts]
     return next(iter([*begins, *short, *alike, *inside]), None)

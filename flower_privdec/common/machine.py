@@ -34,9 +34,9 @@ def available_cores() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for quota, period in _QUOTAS:
         with suppress(OSError, ValueError):  # "max" is no number, and -1 no limit
-            granted, each = (*(CGROUP / quota).read_text().split(), *_words(period))[:2]
+            granted, period_us = (*(CGROUP / quota).read_text().split(), *_words(period))[:2]
             if int(granted) > 0:
-                cores = min(cores, int(granted) // int(each))
+                cores = min(cores, int(granted) // int(period_us))
     return max(1, cores)
 
 

@@ -1,6 +1,6 @@
 """A user's own parts, which a scenario names as `package.module:name`: found, imported, and refused in one line.
 
-They are imported from where the command runs, as any module is: whoever writes a scenario runs code by it. So a process
+They are imported from where the command runs, as any module is: the author of a scenario runs code by it. So a process
 that takes scenarios from others says which modules they may name (`only_from`).
 
 A part that is given in Python and lies in no module is named `__python__:LABEL_TOKEN`. The name holds for as long as
@@ -67,7 +67,7 @@ class Given:
         if self.tell is not None and self.tell() != self.content:
             raise ScenarioError(
                 f"{where}: what was given has changed since (a global or a value that it uses, perhaps): "
-                "make the scenario anew"
+                "make the scenario again"
             )
         return self.value
 
@@ -142,8 +142,8 @@ def _given_part(target: str, where: str) -> Any:
 def _named_part(path: str, name: str, where: str) -> Any:
     module = _import(path, where)
     if not hasattr(module, name):
-        known = [known for known in vars(module) if not known.startswith("_")]
-        raise ScenarioError(f"{where}: {path} has no {name}{did_you_mean(name, known)}")
+        names = [public for public in vars(module) if not public.startswith("_")]
+        raise ScenarioError(f"{where}: {path} has no {name}{did_you_mean(name, names)}")
     return getattr(module, name)
 
 
@@ -169,7 +169,7 @@ def _import(path: str, where: str) -> ModuleType:
         raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}") from error
 
 
-class RaisedElsewhere(Exception):  # noqa: N818 (an error of somebody's, in another process)
+class RaisedElsewhere(Exception):  # noqa: N818 (an error of another process)
     """What another process of a run raised: `place`, which may be told, and its traceback, which is for its owner."""
 
     def __init__(self, place: str, trace: str) -> None:

@@ -16,8 +16,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, PaperNoise
-from flower_privdec.scenario.algorithm_sections import AlgorithmSection, steps_per_round
-from flower_privdec.scenario.own_algorithm import OwnAlgorithmSection
+from flower_privdec.scenario.algorithm_sections import AlgorithmSection, OwnAlgorithmSection, steps_per_round
 
 if TYPE_CHECKING:
     from flower_privdec.data import PublicSet
@@ -34,14 +33,14 @@ class Algorithm:
     Only an exchange crosses rows. The row law holds for every step: step(state)[i] == step(state[i:i+1]).
 
     What private steps publish is declared by `released`, beside the steps. A subclass that defines or overrides
-    anything an instance does has to declare anew: it inherits no promise about steps that it changed.
+    anything an instance does has to declare again: it inherits no declaration of steps that it changed.
 
     Attributes:
         Section: for an algorithm of a user's own, the form of its section in a scenario.
         weights: the mixing weights its theory needs, or None when it exchanges nothing.
         program: steps and exchanges of one round, in order.
         slots: how many [m, d] buffers its state holds (for memory estimates).
-        edge_slots: how many vectors [d] it holds at the peak for each pair of a peer and somebody whom it hears, itself
+        edge_slots: how many vectors [d] it holds at the peak for each pair of a peer and an in-neighbour, itself
             among them.
         open_rows: the rows of the state that other peers may see: functions of what was released, here and elsewhere.
             Every other row stays with its peer.
@@ -103,7 +102,7 @@ class Algorithm:
     def exchange(
         self, topology: Topology, weights: str, participation: Participation, seed: int
     ) -> tuple[Mixing, Participation]:
-        """Return the mixing over a graph and who is active, as the scenario says unless an algorithm differs."""
+        """Return the mixing over a graph and who is active, as the scenario sets them unless an algorithm differs."""
         return Mixing(topology, weights, participation), participation
 
     def weight_factor(self, mixing: Mixing, rounds: int) -> float:
@@ -111,14 +110,14 @@ class Algorithm:
         return 1.0
 
     def check_public(self, public: PublicSet, loss: Loss) -> None:
-        """Refuse a public set that lacks what the algorithm looks at (nothing, unless an algorithm says so).
+        """Refuse a public set that lacks what the algorithm needs (nothing by default).
 
         Raises:
             ScenarioError: naming what is needed.
         """
 
     def check_model(self, kernel: GradientKernel) -> None:
-        """Refuse a model that the algorithm cannot train (none, unless an algorithm says so).
+        """Refuse a model that the algorithm cannot train (none by default).
 
         Raises:
             ScenarioError: naming what can.
@@ -164,8 +163,8 @@ class Algorithm:
         """Return each peer's model, [m, d]."""
         return rows["x"]
 
-    def told(self, rows: dict[str, Tensor], rounds: range, mixing: Mixing | None) -> dict[str, Any]:
-        """Return what a line of the metrics says beside how good the models are: nothing, unless an algorithm does.
+    def extra_metrics(self, rows: dict[str, Tensor], rounds: range, mixing: Mixing | None) -> dict[str, Any]:
+        """Return what a line of the metrics has beside the models' quality: nothing by default.
 
         Args:
             rows: the state's, at least those that others may see.

@@ -37,7 +37,7 @@ class Validation:
     Attributes:
         x: inputs [N, *shape].
         y: classes, int64 [N].
-        loss: says what outputs predict.
+        loss: maps outputs to predictions.
     """
 
     x: Features
@@ -115,12 +115,12 @@ class PrivateStep:
         divisor: [m] or None.
         batch: the step's examples of these rows; where a row stands here several times, for a receiver each, once.
         clip_norm: [m], or None for no clipping.
-        scale: [m], what a sum is multiplied by: -γ, or what the algorithm says, over the expected batch size.
+        scale: [m], what a sum is multiplied by: -γ, or the algorithm's factor, over the expected batch size.
         peers: int64 [m], global ids.
         rows: int64 [m], where these rows stand in the cohort.
         round_index: the round.
         step: its number in the run; it keys batch and noise.
-        receivers: int64 [m], to whom alone each row's sums go, which then keys their noise too; None for everybody.
+        receivers: int64 [m], the only receiver of each row's sums, which then keys their noise too; None for all.
     """
 
     sums: Mapping[str, Tensor]
@@ -188,7 +188,7 @@ class Cohort:
         every: how many rounds lie between two lines of the metrics.
         game_seconds: how long coalitions have been tried on them, so far.
         apart: whether sums are made and noised by themselves before they are added anywhere, see `release_`.
-        headroom: by how much noise is larger than was solved for, to cover how sums are rounded.
+        noise_inflation: by how much noise is larger than was solved for, to cover how sums are rounded.
         noise: where normal numbers come from.
         mechanism: how noise is made of them.
         secrets: of pairs of peers hosted here.
@@ -208,7 +208,7 @@ class Cohort:
     protection: Protection | None = None
     ledger: CohortLedger | None = None
     apart: bool = False
-    headroom: float = 0.0
+    noise_inflation: float = 0.0
     mechanism: NoiseMechanism = INDEPENDENT
     secrets: PairSecrets = field(default_factory=lambda: PairSecrets({}))
     state: State | None = None
@@ -292,7 +292,7 @@ class Cohort:
         receivers: np.ndarray | None = None,
         factor: float | None = None,
     ) -> None:
-        """Take one private step of some rows, which `active` has said may step: pay, estimate, add noise.
+        """Take one private step of some rows, of those that `active` allows: pay, estimate, add noise.
 
         Args:
             sums: where the step's sums are added, each [r, d], by the names the algorithm declares; a tensor alone
@@ -302,7 +302,7 @@ class Cohort:
                 for a receiver each.
             estimate: adds the sums, without noise, from the step's batch.
             local_step: which step of the round, for algorithms that take several.
-            receivers: int64 [r], global ids: to whom alone each row's sums go; None for everybody.
+            receivers: int64 [r], global ids: the only receiver of each row's sums; None for all.
             factor: what the mean over a batch is multiplied by; -γ by default.
 
         Raises:
@@ -351,7 +351,7 @@ class Cohort:
         sums = {name: torch.zeros_like(rows) for name, rows in step.sums.items()} if self.apart else step.sums
         estimate(self, replace(step, sums=sums) if self.apart else step)
         for name, scale in std.items():
-            self.mechanism.add_(sums[name], scale * (1 + self.headroom), self._noised(step, name))
+            self.mechanism.add_(sums[name], scale * (1 + self.noise_inflation), self._noised(step, name))
         if self.apart:
             for name, rows in step.sums.items():
                 rows.add_(sums[name])

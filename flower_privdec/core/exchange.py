@@ -1,8 +1,8 @@
 """The state of a cohort, and the three ways in which peers exchange it, without I/O.
 
 An exchange is two pure functions: `outgoing`, what the peers hosted here send, by (sender, receiver), and `incoming`,
-what their rows and edges become once they have what was sent to them. Whoever carries messages (Flower's relay,
-processes, a network) calls the two; the engine, which hosts everybody, takes the short cut `together`.
+what their rows and edges become once they have what was sent to them. A transport (Flower's relay,
+processes, a network) calls the two; the engine, which hosts all peers, takes the short cut `together`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from flower_privdec.rows.tensors import aligned, all_finite, is_aligned
 
 @dataclass(frozen=True)
 class Edges:
-    """A tensor with a row for each of some pairs of peers: as many as there are, whoever has how many neighbours.
+    """A tensor with a row for each of some pairs of peers.
 
     Attributes:
         own: int64 [E], the peer of each pair that is hosted here, ascending.
-        other: int64 [E], whom it heard from or answers, ascending for each own.
+        other: int64 [E], the neighbour it heard from or answers, ascending for each own.
         values: [E, ...].
     """
 
@@ -89,7 +89,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class InReach:
-    """What all peers have where it lies, whoever hosts them.
+    """Rows and edges of all peers in one address space.
 
     Attributes:
         rows: of all peers, in their order.
@@ -242,7 +242,7 @@ class Gather(Exchange):
 
 @dataclass(frozen=True)
 class Reply(Exchange):
-    """Each named edge goes back to whom it was heard from: afterwards own is who asked, other who answered.
+    """Each named edge goes back to the peer it was heard from: afterwards own asked and other answered.
 
     Attributes:
         like: the row that each of them has the shape of.
@@ -262,7 +262,7 @@ class Reply(Exchange):
         return {pair: {name: state.edges[name].values[e].clone() for name in self.names} for e, pair in pairs}
 
     def awaited(self, state: State, mixing: Mixing) -> list[Link]:
-        """Return which answers the peers hosted here wait for: one from each whom they sent to."""
+        """Return which answers the peers hosted here wait for: one from each peer that they sent to."""
         return list(mixing.hosted(state.round_index, state.peers).answered)
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
@@ -324,12 +324,15 @@ def checked(messages: Messages, links: list[Link], like: Payload, round_index: i
     for sender, receiver in links:
         here = f"peer {receiver}, round {round_index}"
         if (sender, receiver) not in messages:
-            raise RunError(f"{here}: the message of peer {sender} is missing: whoever carries it has to deliver it")
+            raise RunError(
+                f"{here}: the message of peer {sender} is missing: the transport has to deliver it",
+                code="exchange.missing",
+            )
         payload = messages[sender, receiver]
         for name, ours in like.items():
             what = f"{here}: {name!r} of peer {sender}"
             if name not in payload:
-                raise RunError(f"{what} is missing; all peers must run one scenario")
+                raise RunError(f"{what} is missing; all peers must run one scenario", code="exchange.row-missing")
             _check_fit(payload[name], ours, what)
     return messages
 
@@ -338,7 +341,10 @@ def _check_fit(theirs: Tensor, ours: Tensor, what: str) -> None:
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
         raise RunError(
             f"{what} is {list(theirs.shape)} {theirs.dtype}, not {list(ours.shape)} {ours.dtype}; "
-            "all peers must run one scenario"
+            "all peers must run one scenario",
+            code="exchange.shape",
         )
     if not all_finite(theirs):
-        raise RunError(f"{what} is not finite; a peer diverged, or somebody changed it on its way")
+        raise RunError(
+            f"{what} is not finite; a peer diverged, or it was changed in transit", code="exchange.not-finite"
+        )

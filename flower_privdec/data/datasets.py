@@ -105,11 +105,11 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
     Raises:
         ScenarioError: the name, or the root, is wrong, or it has other targets or no tokens; with the remedy.
     """
-    name, wanted = section.dataset, Wanted(targets, section.vocabulary, key, section.n_features)
+    name, requested = section.dataset, Wanted(targets, section.vocabulary, key, section.n_features)
     if not isinstance(name, str):
-        return read_own(name.module, root, name.arguments, wanted)
+        return read_own(name.module, root, name.arguments, requested)
     DATASETS.check(name, "data.dataset")
-    source = _READERS[name](root, wanted)
+    source = _READERS[name](root, requested)
     if source.targets != targets:
         raise ScenarioError(
             f"data.dataset={name} has {source.targets} and the task's loss takes {targets}: "
@@ -225,16 +225,16 @@ def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarra
 
 def _dealt(section: DataSection, seed: int, n_peers: int, peers: Sequence[int] | np.ndarray, split: Split) -> Examples:
     """Deal a dataset out among all peers, and read the features of some."""
-    kept = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
-    labels, options = split.labels[kept], section.partition.model_dump(exclude={"kind"}, exclude_none=True)
+    chosen = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
+    labels, options = split.labels[chosen], section.partition.model_dump(exclude={"kind"}, exclude_none=True)
     parts = partition(labels, n_peers, section.partition.kind, seed, **options)
     if len(peers) == n_peers:
-        return Examples(split.read(kept), torch.from_numpy(labels), tuple(parts))
+        return Examples(split.read(chosen), torch.from_numpy(labels), tuple(parts))
     own = [parts[peer] for peer in peers]
     rows = np.concatenate(own)
     ends = np.cumsum([0, *map(len, own)])
     places = tuple(np.arange(a, b) for a, b in pairwise(ends))
-    return Examples(split.read(np.arange(len(split.labels))[kept][rows]), torch.from_numpy(labels[rows]), places)
+    return Examples(split.read(np.arange(len(split.labels))[chosen][rows]), torch.from_numpy(labels[rows]), places)
 
 
 def _chosen(total: int, count: int | None, seed: int, key: str, name: str) -> Rows:

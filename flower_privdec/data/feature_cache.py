@@ -44,9 +44,9 @@ def cached(recipe: dict[str, Any], x: Tensor, compute: Callable[[], Tensor]) -> 
             _say(f"not kept for the next run: {error}")
             return compute()
         if path.exists():
-            found = _read(path, key, len(x))
-            if found is not None:
-                return found
+            features = _read(path, key, len(x))
+            if features is not None:
+                return features
             _say(f"{path} is damaged: computed afresh")
         result = compute()
         try:
@@ -71,10 +71,10 @@ def _read(path: Path, key: str, count: int) -> Tensor | None:
     """Return a file's features, or None where they are not, whole and unchanged, those of the key."""
     with suppress(SafetensorError, KeyError):
         with safe_open(path, framework="pt") as file:
-            said = file.metadata() or {}
+            metadata = file.metadata() or {}
             features: Tensor = file.get_tensor("features")
         right = features.dtype is torch.float32 and features.ndim == 2 and len(features) == count
-        if right and said.get("key") == key and said.get("checksum") == _hash(b"", features):
+        if right and metadata.get("key") == key and metadata.get("checksum") == _hash(b"", features):
             return features
     return None
 

@@ -109,7 +109,7 @@ def _dirichlet(
 def _filled_up(parts: list[np.ndarray], least: int, seed: int) -> list[np.ndarray]:
     """Give peers that hold too little what they lack: random examples, each of the peer that then holds most.
 
-    A partition that Flower's partitioner would draw anew until nobody holds too little may never come; this one keeps
+    Flower's partitioner redraws until every peer holds enough, which may never happen; this one keeps
     what was drawn, of all other peers, and moves as few examples as can be.
     """
     generator = keyed_generator(seed, "partition filled up")
@@ -166,7 +166,7 @@ def _by_flwr(name: str, labels: np.ndarray, n_peers: int, seed: int, **options: 
     partitioner.dataset = hf.Dataset.from_dict(columns).with_format("arrow")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a class that nobody drew (see `partition`), pyarrow's renamings
+            warnings.simplefilter("ignore")  # a class that no peer drew (see `partition`), pyarrow's renamings
             return [np.asarray(partitioner.load_partition(peer)[:]["row"]) for peer in range(n_peers)]
     except ValueError as error:
         raise ScenarioError(
@@ -180,12 +180,12 @@ _KINDS: dict[str, Callable[..., list[np.ndarray]]] = PARTITIONS.bind(
 
 
 def _check_options(kind: str, options: dict[str, Any]) -> None:
-    wanted = dict(list(inspect.signature(_KINDS[kind]).parameters.items())[3:])
+    accepted = dict(list(inspect.signature(_KINDS[kind]).parameters.items())[3:])
     for key in options:
-        if key not in wanted:
-            hint = f"it takes {', '.join(wanted)}" if wanted else "it takes no options"
+        if key not in accepted:
+            hint = f"it takes {', '.join(accepted)}" if accepted else "it takes no options"
             raise ScenarioError(f"data.partition.{key} is no option of kind {kind}: {hint}")
-    for key, parameter in wanted.items():
+    for key, parameter in accepted.items():
         if key not in options and parameter.default is parameter.empty:
             raise ScenarioError(f"data.partition.{key} is missing: kind {kind} needs it")
 

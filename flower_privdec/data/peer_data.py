@@ -138,7 +138,7 @@ class Sampler:
         )
 
     def afresh(self) -> Sampler:
-        """Return a sampler of the same kind that draws what nobody drew before, by keys of the operating system's.
+        """Return a sampler of the same kind with fresh keys from the operating system.
 
         Privacy: a step that is taken again must draw its examples again. Were they the same, all the releases would
         share one coin of chance q, and averaging them would show who was drawn, which no sum of their ε covers.

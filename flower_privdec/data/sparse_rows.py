@@ -53,9 +53,9 @@ class SparseRows:
         starts, counts = self.matrix.indptr[flat], np.diff(self.matrix.indptr)[flat]
         inside = np.arange(max(1, int(counts.max(initial=0)))) < counts[:, None]
         places = (starts[:, None] + np.arange(inside.shape[1]))[inside]
-        found = np.zeros((len(flat), 2, inside.shape[1]), np.float32)
-        found[:, 0][inside], found[:, 1][inside] = self.matrix.indices[places], self.matrix.data[places]
-        return torch.from_numpy(found).view(*rows.shape, 2, -1)
+        pairs = np.zeros((len(flat), 2, inside.shape[1]), np.float32)
+        pairs[:, 0][inside], pairs[:, 1][inside] = self.matrix.indices[places], self.matrix.data[places]
+        return torch.from_numpy(pairs).view(*rows.shape, 2, -1)
 
     def content(self) -> Sequence[np.ndarray]:
         """Return the arrays that say what the rows hold, in one form, for a hash."""

@@ -100,9 +100,9 @@ def _checked(matrix: scipy.sparse.csr_matrix, features: int, root: str, where: s
     if wrong.any():
         place = int(np.argmax(wrong))
         row = int(np.searchsorted(matrix.indptr, place, side="right")) - 1
-        said = f"{matrix.indices[place]}:{matrix.data[place]:g}"
+        entry = f"{matrix.indices[place]}:{matrix.data[place]:g}"
         raise ScenarioError(
-            f"{where}:{_line_of(root, row)}: has {said}: indices are 1 to data.n_features={features:,} and values "
+            f"{where}:{_line_of(root, row)}: has {entry}: indices are 1 to data.n_features={features:,} and values "
             "finite in float32; mend the line"
         )
     shape = (matrix.shape[0], features)

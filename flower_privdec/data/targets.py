@@ -20,7 +20,7 @@ class Wanted:
 
     Attributes:
         targets: what y is.
-        n_tokens: x holds whole numbers 0..n_tokens-1; None where it holds numbers to reckon with.
+        n_tokens: x holds whole numbers 0..n_tokens-1; None where it holds real numbers.
         key: of the scenario, which says where the data lie.
         n_features: how many features examples have, where their file does not say it.
     """

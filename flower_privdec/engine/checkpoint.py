@@ -21,7 +21,7 @@ from flower_privdec.core import Edges, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.ledger.ledger import RunName
 
-EDGE, CARRIED = "edge.", "carried."  # before the names of edges and of what is carried, to tell them from rows
+EDGE, CARRIED = "edge.", "carried."  # prefixes of the names of edges and of a transport's tensors, which are no rows
 BESIDE = "share-{}.safetensors"  # files beside a checkpoint that hold tensors of it
 _A_FILE_BESIDE = re.compile(re.escape(BESIDE).replace(r"\{\}", "[0-9a-f]{16}"))
 
@@ -38,7 +38,7 @@ class Checkpoint:
         run: names the run in the ledger.
         seconds: training time so far.
         head: the length and the last hash of the ledger.
-        transport: what JSON can hold of that which whoever carries the messages goes on from, by name.
+        transport: the transport's own state, as JSON can hold it, by name.
         carried: its tensors.
     """
 
@@ -59,7 +59,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, beside: Callable[[Tensor
     """Write a checkpoint atomically.
 
     Args:
-        beside: says of a tensor where beside the path its numbers are on disk already; None where they are not.
+        beside: maps a tensor to where beside the path its numbers are on disk already; None where they are not.
     """
     state = checkpoint.state
     tensors = dict(state.rows)
@@ -100,18 +100,18 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
     if facts["scenario"] != scenario:
         raise ScenarioError(
             f"{path}: is a checkpoint of another scenario; resume with the scenario.yaml beside it, "
-            "or start anew with another --out"
+            "or start again with another --out"
         )
     made = RunName(**facts["run"])
     if made.environment != run.environment:
         raise ScenarioError(
             f"{path}: was made with {made.environment}, and here is {run.environment}, which draws other numbers; "
-            "resume where it was made, or start anew with another --out"
+            "resume where it was made, or start again with another --out"
         )
     if made.id != run.id:
         raise ScenarioError(
             f"{path}: was made with other data, another version of the model's code or in another runtime; restore "
-            "them, or start anew with another --out"
+            "them, or start again with another --out"
         )
     return _checkpoint(facts, rows)
 
@@ -129,21 +129,21 @@ def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: 
         ScenarioError: naming what is wrong.
     """
     if missing := [name for name in rows if name not in state.rows]:
-        raise ScenarioError(f"{path}: lacks {missing}; restore it from a copy, or start anew with another --out")
+        raise ScenarioError(f"{path}: lacks {missing}; restore it from a copy, or start again with another --out")
     if not np.array_equal(state.peers, peers):
         raise ScenarioError(
             f"{path}: holds the peers {peer_ranges(state.peers.tolist())}, and here are {peer_ranges(peers.tolist())}; "
-            "resume where it was made, or start anew with another --out"
+            "resume where it was made, or start again with another --out"
         )
     if state.round_index > rounds:
         raise ScenarioError(
-            f"{path}: is of round {state.round_index} of rounds={rounds}; restore it from a copy, or start anew with "
+            f"{path}: is of round {state.round_index} of rounds={rounds}; restore it from a copy, or start again with "
             "another --out"
         )
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint, whoever made it, to look at; a run goes on from `load_checkpoint`.
+    """Read any checkpoint, to look at; a run goes on from `load_checkpoint`.
 
     Raises:
         ScenarioError: when the file is no checkpoint.
@@ -161,7 +161,7 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
         _check_facts(facts, rows)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ScenarioError(
-            f"{path}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or start anew with "
+            f"{path}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or start again with "
             "another --out"
         ) from error
     return facts, rows

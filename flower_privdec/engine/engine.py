@@ -14,14 +14,14 @@ class Engine:
         self.algorithm, self.cohort, self.state = algorithm, cohort, state
         self._spares: Spares = {}
 
-    trial = None  # models are tried by whoever asks
+    trial = None  # models are tried by the caller
 
     def collected(self) -> State:
         """Return the state between two rounds."""
         return self.state
 
     def close(self) -> None:
-        """Let go of nothing: an engine in one piece holds nothing."""
+        """Do nothing: an engine in one process holds no resources."""
 
     def rounds(self, count: int) -> None:
         """Run some whole rounds."""

@@ -130,7 +130,7 @@ class Recorder:
         """Look at the folder, and write nothing yet.
 
         Args:
-            own: of all peers, where they are at hand; None for somebody who holds none of them.
+            own: of all peers, where they are at hand; None in a process that holds none of them.
             runtime: what the summary calls it.
             resume: go on from the folder's checkpoint.
             lean: see above.
@@ -147,7 +147,7 @@ class Recorder:
         self.checkpoint, self._read_from = self._previous(resume), _identity(self.out / CHECKPOINT)
         self.seconds = self.checkpoint.seconds if self.checkpoint else 0.0
         self._before, self.coalition_seconds = self.seconds, 0.0  # the latter of the rounds since then
-        self.transport: dict[str, Any] = {}  # of whoever carries messages, see `Checkpoint`
+        self.transport: dict[str, Any] = {}  # the transport's own state, see `Checkpoint`
 
     def _previous(self, resume: bool) -> Checkpoint | None:
         path = self.out / CHECKPOINT
@@ -191,7 +191,7 @@ class Recorder:
         return state
 
     def close(self) -> None:
-        """Let go of the folder; in a forked process, of what it inherited of it, by which nobody loses the lock."""
+        """Let go of the folder; in a forked process, of its inherited copy, which keeps the lock."""
         self._lock.release()
 
     def save(self, state: State, head: Head | None) -> None:
@@ -249,13 +249,13 @@ class Recorder:
         """Return the latest line of metrics.jsonl."""
         return read_metrics(self.out)[-1]
 
-    def finish(self, rows: dict[str, Tensor], spent: Spent, **said: str) -> dict[str, Any]:
+    def finish(self, rows: dict[str, Tensor], spent: Spent, **entries: str) -> dict[str, Any]:
         """Write the models and the summary, and return the summary.
 
         Args:
             rows: the final state's, at least those that others may see.
             spent: what the peers have spent and run.
-            said: what else, or in other words, the summary says of the run, by name.
+            entries: further or other entries of the summary, by name.
         """
         scenario = self.agreement.scenario
         known = [record for record in read_metrics(self.out) if record["round"] == scenario.rounds]
@@ -284,7 +284,7 @@ class Recorder:
             **self._not_covered(),
             **self._breached(),
             "noise": "simulated: seeded and reproducible, not for deployment",
-            **said,
+            **entries,
             "wall_seconds": round(self.seconds, 3),
             "peer_steps_per_second": round(steps / max(self.seconds, 1e-9), 1),
         }
@@ -340,8 +340,8 @@ def measure(
     """
     every = agreement.scenario.evaluation.every
     since = range((round_index - 1) // every * every, round_index)
-    told = agreement.algorithm.told(rows, since, agreement.mixing)
-    return {"round": round_index, **evaluate(agreement, rows, round_index, own, trial), **told}
+    extra = agreement.algorithm.extra_metrics(rows, since, agreement.mixing)
+    return {"round": round_index, **evaluate(agreement, rows, round_index, own, trial), **extra}
 
 
 @contextmanager
@@ -362,7 +362,7 @@ def again(out: Path) -> str:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file from one that has taken its place; None where there is none."""
+    """Return the identity of a file, which its replacement does not have; None where there is none."""
     try:
         known = path.stat()
     except OSError:

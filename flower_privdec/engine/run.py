@@ -53,7 +53,7 @@ class Run:
         self.cohort = experiment.cohort(ledger)
         try:
             self._check_ledger(ledger)
-            with self._telling():
+            with self._formatting_errors():
                 state = self.recorder.start(lambda: experiment.initial_state(self.cohort), self._head)
             self.engine = start_engine(experiment, self.cohort, state, self._leave(), workers)
         except BaseException:
@@ -88,7 +88,7 @@ class Run:
         every = scenario.evaluation.every
         until = min(scenario.rounds, (state.round_index // every + 1) * every)
         started = time.perf_counter()
-        with self._telling():
+        with self._formatting_errors():
             self.engine.rounds(until - state.round_index)
             state = self.engine.collected()
             self.recorder.seconds += time.perf_counter() - started
@@ -98,8 +98,8 @@ class Run:
         return metrics
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tell in a line what a user's own part raises inside."""
+    def _formatting_errors(self) -> Iterator[None]:
+        """Format in one line what a user's own part raises inside."""
         try:
             yield
         except GoneError as error:
@@ -113,7 +113,7 @@ class Run:
                 raise
             when = f"round {self.round_index}" if hasattr(self, "engine") else "before round 0"
             raise RunError(
-                f"{when}: {' or '.join(own)} raised {raised_at(error)}; what it said is withheld, for it may tell of "
+                f"{when}: {' or '.join(own)} raised {raised_at(error)}; its message is withheld, for it may tell of "
                 f"data: mend the code, then run the same command {again(self.recorder.out)}"
             ) from error
 

@@ -39,7 +39,7 @@ class Spent:
         claimed: the ε that a paper's formula claims, where it made the noise; else None.
         rounds_run: in how many rounds each took its private steps.
         note: where the budget ended a peer's steps before the plan did; None where it did not.
-        replies: ε of what one neighbour of each is told in this run by the replies to it alone, which is no bound on
+        replies: ε of the replies that one neighbour of each receives in this run, which is no bound on
             all that it hears; empty where all of a peer's messages go to everybody.
     """
 
@@ -95,7 +95,7 @@ def ledger_scope(scenario: Scenario) -> str:
 
 
 def privacy_rows(scenario: Scenario, spent: Spent, participation: Participation) -> list[dict[str, Any]]:
-    """Return each peer's guarantee as the summary says it; ε is "inf" where there is none.
+    """Return each peer's guarantee as the summary has it; ε is "inf" where there is none.
 
     `epsilon` bounds what colluding neighbours learn from all that a peer sends. `epsilon_of_replies_to_one`, where
     there is one, bounds what one of them learns from the replies to it alone: it hears more than those.

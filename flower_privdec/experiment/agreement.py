@@ -21,8 +21,8 @@ from flower_privdec.graph.participation import EdgeParticipation, Participation,
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import build_model, flatten
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.data_section import BatchSection
-from flower_privdec.scenario.features_section import FeaturesSection
+from flower_privdec.scenario.app_scenario import AppScenario
+from flower_privdec.scenario.data_section import BatchSection, FeaturesSection
 from flower_privdec.scenario.schema import placed
 from flower_privdec.scenario.task_section import TaskSection
 from flower_privdec.tasks.losses import Loss, resolve_loss
@@ -80,7 +80,7 @@ class Agreement:
             memory_bytes=scenario.compute.memory_mib << 20,
             n_tokens=public.n_tokens,
             sparse=public.sparse,
-            lone=_draws_one(scenario.data.batch),
+            single_example=_draws_one(scenario.data.batch),
         )
         algorithm.check_model(kernel)
         return Agreement(
@@ -124,7 +124,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 @placed
-def build_exchange(scenario: Scenario, algorithm: Algorithm) -> tuple[Mixing | None, Participation]:
+def build_exchange(scenario: Scenario | AppScenario, algorithm: Algorithm) -> tuple[Mixing | None, Participation]:
     """Return the graph's mixing weights (None for an algorithm that exchanges nothing) and who is active."""
     seed, who, section = scenario.seed_of("run"), scenario.participation, scenario.topology
     if algorithm.weights is None:

@@ -58,9 +58,9 @@ def evaluate(
     x, targets = inputs_like(agreement.public.x, models), agreement.public.y.to(models.device)
     outputs = kernel.logits(algorithm.network_mean(rows).unsqueeze(0), x)
     value = _sound_loss(agreement, outputs[0], targets, round_index)
-    found, peers = _measure(agreement, outputs, targets), _try_peers(agreement, models, trial)
+    measured, peers = _measure(agreement, outputs, targets), _try_peers(agreement, models, trial)
     metrics = {
-        **{name: {"mean_model": finite(mean[0]), **_spread(peers[name])} for name, mean in found.items()},
+        **{name: {"mean_model": finite(mean[0]), **_spread(peers[name])} for name, mean in measured.items()},
         "loss": {"mean_model": value},
         "consensus_distance": consensus_distance(models),
     }
@@ -80,14 +80,14 @@ def public_losses(agreement: Agreement, rows: dict[str, Tensor]) -> list[float |
     Args:
         rows: of the peers that are at hand, at least those that others may see.
 
-    Privacy: none is spent; the rows follow from what was released, and the examples are nobody's own.
+    Privacy: none is spent; the rows follow from what was released, and the examples are public.
     """
     models = agreement.algorithm.debiased(rows)
     x, targets = inputs_like(agreement.public.x, models), agreement.public.y.to(models.device)
     few = _spaced(len(targets), agreement.scenario.evaluation.peer_samples)
     x, targets = x[few], targets[few]
     outputs = (agreement.kernel.logits(model.unsqueeze(0), x)[0] for model in models)
-    return [finite(float(agreement.loss.value(each, targets).mean())) for each in outputs]
+    return [finite(float(agreement.loss.value(output, targets).mean())) for output in outputs]
 
 
 def finite(value: float) -> float | None:
@@ -129,12 +129,12 @@ def _try(agreement: Agreement, models: Tensor) -> dict[str, list[float]]:
     targets = agreement.public.y.to(models.device)
     few = _spaced(len(targets), agreement.scenario.evaluation.peer_samples)
     x, targets = inputs_like(agreement.public.x, models)[few], targets[few]
-    found: dict[str, list[float]] = {metric.name: [] for metric in agreement.metrics}
+    by_metric: dict[str, list[float]] = {metric.name: [] for metric in agreement.metrics}
     output_bytes = len(targets) * agreement.public.n_classes * models.element_size()
     for rows in row_chunks(len(models), output_bytes, OUTPUT_BYTES):
         for name, values in _measure(agreement, agreement.kernel.logits(models[rows], x), targets).items():
-            found[name] += values
-    return found
+            by_metric[name] += values
+    return by_metric
 
 
 def _spread(values: list[float]) -> dict[str, float | None]:
@@ -152,14 +152,14 @@ def _sound_loss(agreement: Agreement, outputs: Tensor, targets: Tensor, round_in
     loss, n_classes = agreement.loss, agreement.public.n_classes
     value = float(loss.value(outputs, targets).mean())
     start = finite(float(loss.value(torch.zeros_like(outputs), targets).mean())) or 0.0
-    said, blind = f"the mean model's test loss is {value:.3g}", False
+    text, blind = f"the mean model's test loss is {value:.3g}", False
     if loss.targets == "classes":
         accuracy = float((loss.predict(outputs) == targets).double().mean())
         blind = accuracy <= 1 / n_classes + HOPELESS_ACCURACY and value > HOPELESS_LOSS * math.log(n_classes)
-        said += f" and its accuracy {accuracy:.1%}"
+        text += f" and its accuracy {accuracy:.1%}"
     together = agreement.algorithm.weights is not None  # the mean of models that never met may be anything
     if not value < LARGEST_LOSS * max(1.0, start) or (blind and together and agreement.scenario.private is None):
-        raise _diverged(agreement, round_index, said)
+        raise _diverged(agreement, round_index, text)
     return value
 
 

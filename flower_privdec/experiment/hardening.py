@@ -22,7 +22,7 @@ OTHER = 2.0**-20  # for the rounding of the noise's scale itself
 RARE = 2.0**-64  # the chance that a step draws more examples than are counted on
 
 
-def headroom(algorithm: Declares, drawings: Iterable[Drawing], steps: int, dtype: torch.dtype) -> float:
+def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int, dtype: torch.dtype) -> float:
     """Return by how much hardened noise has to be larger, the most of some peers.
 
     Args:

@@ -72,9 +72,12 @@ def check_steps(scenario: Scenario, peers: int) -> None:
 def memory_need(experiment: Experiment, workers: int = 1) -> MemoryNeed:
     """Estimate what a run of the peers hosted here takes, by so many processes."""
     scenario, public, examples = experiment.scenario, experiment.public, experiment.own.examples
-    data, each = sum(t.nbytes for t in (examples.x, examples.y, public.x, public.y)), experiment.initial.element_size()
+    data, itemsize = (
+        sum(t.nbytes for t in (examples.x, examples.y, public.x, public.y)),
+        experiment.initial.element_size(),
+    )
     per_example = _input_numbers(public) + 2 * outputs_per_example(experiment.module, public.x)
-    batch = int(experiment.own.sampler.normalizer.sum() * per_example * each)
+    batch = int(experiment.own.sampler.normalizer.sum() * per_example * itemsize)
     table, rows = _chosen_table_bytes(experiment), len(experiment.own.peers)
     return MemoryNeed(
         state=_state_bytes(experiment, rows),
@@ -129,10 +132,10 @@ def table_bytes(experiment: Experiment) -> dict[str, int | None]:
     Returns:
         Bytes by name, at the scenario's batch size; None for a kind that the model cannot have.
     """
-    sampler, each = experiment.own.sampler, experiment.initial.element_size()
+    sampler, itemsize = experiment.own.sampler, experiment.initial.element_size()
     sizes, batch = sampler.partition_sizes, round(float(sampler.normalizer.max()))
     counts = experiment.algorithm.table_sizes(experiment.kernel, sizes, experiment.initial.numel(), batch)
-    return {name: None if count is None else count * each for name, count in counts.items()}
+    return {name: None if count is None else count * itemsize for name, count in counts.items()}
 
 
 def _chosen_table_bytes(experiment: Experiment) -> int:
@@ -161,8 +164,8 @@ def shortage(experiment: Experiment) -> str | None:
     state = _state_bytes(experiment, rows)
     needed = memory(state + table + _copy_bytes(experiment) + _checkpoint_bytes(experiment, rows, table))
     free = f"about {needed}, checkpoints included, and {memory(available_bytes(experiment.device))} are free"
-    kept = experiment.algorithm.table
-    if kept is None or table <= state:
+    configured = experiment.algorithm.table
+    if configured is None or table <= state:
         return (
             f"n_peers={rows} with models of {experiment.initial.numel():,} parameters need {free}; use fewer peers, "
             "a smaller model or a larger machine"
@@ -170,7 +173,7 @@ def shortage(experiment: Experiment) -> str | None:
     others = table_bytes(experiment).items()
     fitting = [f"{name} ({memory(size)})" for name, size in others if size and _fits(experiment, rows, size)]
     remedy = f"use {' or '.join(fitting)}" if fitting else "use fewer peers or a larger machine"
-    return f"algorithm.table={kept!r} needs {free}; {remedy}"
+    return f"algorithm.table={configured!r} needs {free}; {remedy}"
 
 
 def check_memory(experiment: Experiment) -> None:
@@ -179,9 +182,9 @@ def check_memory(experiment: Experiment) -> None:
     Raises:
         ScenarioError: naming what is too large, and what would fit.
     """
-    found = shortage(experiment)
-    if found is not None:
-        raise ScenarioError(found)
+    message = shortage(experiment)
+    if message is not None:
+        raise ScenarioError(message)
 
 
 def outputs_per_example(module: nn.Module, x: Features) -> int:

@@ -1,7 +1,7 @@
 """The least value of a convex objective, with a bound on its error: what suboptimality is measured against.
 
-Strong duality says how near a solution is, whoever found it. With outputs o = A x, losses φ_b >= 0 whose infimum is 0,
-weights c_b and any g_b = φ_b'(o_b), F is nowhere below
+Strong duality bounds the distance of any solution from the minimum. With outputs o = A x, losses φ_b >= 0 whose
+infimum is 0, weights c_b and any g_b = φ_b'(o_b), F is nowhere below
 
     Σ_b c_b (φ_b(o_b) - <o_b, g_b>) - h*(-Aᵀ c g),   h*(v) = max_x <v, x> - h(x)
 
@@ -63,19 +63,19 @@ def find_minimum(objective: ConvexObjective) -> Minimum | None:
         return None
     path = cache_folder() / f"minimum-{_key(objective)}.json"
     try:
-        known = json.loads(path.read_text())
-        return Minimum(float(known["value"]), float(known["gap"]))
+        cached = json.loads(path.read_text())
+        return Minimum(float(cached["value"]), float(cached["gap"]))
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
         _log.warning("%s cannot be used (%s); the minimum is searched for again", path, error)
-    found = solve(objective)
+    solution = solve(objective)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps({"value": found.value, "gap": found.gap}).encode(), private=True)
+        write_atomically(path, json.dumps({"value": solution.value, "gap": solution.gap}).encode(), private=True)
     except OSError as error:
         _log.warning("%s cannot be written (%s); the minimum is searched for each time", path, error)
-    return found
+    return solution
 
 
 def _key(objective: ConvexObjective) -> str:
@@ -159,8 +159,8 @@ def _minimise(objective: ConvexObjective, losses: Losses, start: Array) -> Array
         return _searched(value, begin, bounds)
 
     def split(parts: Array) -> tuple[float, Array]:
-        found, gradient = value(parts[:d] - parts[d:])
-        return found + h.l1 * float(parts.sum()), np.concatenate([gradient + h.l1, h.l1 - gradient])
+        objective_value, gradient = value(parts[:d] - parts[d:])
+        return objective_value + h.l1 * float(parts.sum()), np.concatenate([gradient + h.l1, h.l1 - gradient])
 
     begin = np.concatenate([np.maximum(start, 0), np.maximum(-start, 0)])
     parts = _searched(split, begin, [(0, None)] * (2 * d))
@@ -197,14 +197,14 @@ def _linear_program(objective: ConvexObjective) -> Minimum:
     phi, sign = objective.regularizer.l1, 2.0 * objective.targets.numpy() - 1
     columns = (scipy.sparse.diags(objective.weights * sign) @ objective.features).T.tocsc()
     d = columns.shape[0]
-    found = scipy.optimize.linprog(
+    result = scipy.optimize.linprog(
         -objective.weights,
         A_ub=scipy.sparse.vstack([columns, -columns]),
         b_ub=np.full(2 * d, phi),
         bounds=(0, 1),
         method="highs",
     )
-    if found.status != 0:
+    if result.status != 0:
         return Minimum(objective.value(np.zeros(d)), objective.value(np.zeros(d)))
-    least = objective.value(found.ineqlin.marginals[d:] - found.ineqlin.marginals[:d])
-    return Minimum(least, max(0.0, least + float(found.fun)))
+    least = objective.value(result.ineqlin.marginals[d:] - result.ineqlin.marginals[:d])
+    return Minimum(least, max(0.0, least + float(result.fun)))

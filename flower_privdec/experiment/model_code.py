@@ -41,7 +41,7 @@ def code_of(parts: Iterable[object]) -> Iterator[bytes]:
     written = [part if inspect.isclass(part) or inspect.isroutine(part) else type(part) for part in parts]
     bases = [base for part in written for base in (inspect.getmro(part) if inspect.isclass(part) else (part,))]
     waiting = {str(base.__module__) for base in bases}
-    known = set(waiting)
+    visited = set(waiting)
     while waiting:
         name = min(waiting)
         waiting.discard(name)
@@ -58,8 +58,8 @@ def code_of(parts: Iterable[object]) -> Iterator[bytes]:
             continue
         source = path.read_bytes()
         yield name.encode() + source
-        found = set(_imported(source, name if path.name == "__init__.py" else name.rpartition(".")[0])) - known
-        waiting, known = waiting | found, known | found
+        imports = set(_imported(source, name if path.name == "__init__.py" else name.rpartition(".")[0])) - visited
+        waiting, visited = waiting | imports, visited | imports
 
 
 def is_installed(module: str) -> bool:
@@ -103,7 +103,7 @@ def held_by(module: nn.Module) -> Iterator[bytes]:
         held = {**vars(part), **dict(part.named_buffers(recurse=False))}
         yield f"{path} {type(part).__module__}.{type(part).__qualname__}".encode()
         for name, value in sorted(held.items()):
-            yield from (name.encode() + each for each in _told(value))
+            yield from (name.encode() + content for content in _told(value))
 
 
 def _told(value: object) -> Iterable[bytes]:

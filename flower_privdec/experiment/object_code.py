@@ -81,7 +81,7 @@ class _Teller:
             self.say(type(value).__name__, len(value))
             self._add_all(value)
         elif type(value) in (set, frozenset):
-            self.say(type(value).__name__, *sorted(tell(each) for each in value))
+            self.say(type(value).__name__, *sorted(tell(member) for member in value))
         elif type(value) in (dict, types.MappingProxyType):
             self.say("dict", len(value))
             self._add_all(part for item in value.items() for part in item)
@@ -176,14 +176,14 @@ class _Teller:
     def _add_object(self, value: Any) -> None:
         """Feed in what pickle would keep of an object."""
         try:
-            kept = value.__reduce_ex__(4)
+            reduced = value.__reduce_ex__(4)
         except Exception as error:  # any object's own method
             raise _untold(value) from error
         self.say("object", type(value).__qualname__)
-        if isinstance(kept, str):
-            self.say(kept)
+        if isinstance(reduced, str):
+            self.say(reduced)
             return
-        make, arguments, state, items, pairs = (*kept, *(None,) * 5)[:5]
+        make, arguments, state, items, pairs = (*reduced, *(None,) * 5)[:5]
         self._add_all((make, arguments, state, list(items or ()), list(pairs or ())))
 
 
@@ -211,6 +211,6 @@ def _imported(code: types.CodeType) -> Iterator[str]:
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from _codes(each)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)

@@ -45,20 +45,20 @@ def try_on_shards(
     """
     held, counts = held_labels(own, agreement.public.n_classes), _per_label(agreement, torch.ones_like(right))
     common = np.broadcast_to(_per_label(agreement, right), held.shape)
-    found: dict[str, Any] = {"global_model": _spread(_accuracy(held, common, counts))}
+    accuracies: dict[str, Any] = {"global_model": _spread(_accuracy(held, common, counts))}
     models = agreement.algorithm.personal(rows)
     if models is None:
-        return found
+        return accuracies
     wanted = np.ones_like(held) if last else held
     personal = np.stack([_hits(agreement, *pair) for pair in zip(models, wanted, strict=True)])
-    found["personal_models"] = _spread(_accuracy(held, personal, counts))
+    accuracies["personal_models"] = _spread(_accuracy(held, personal, counts))
     if last:
         shards = _growing(held, agreement.scenario.seed_of("data"))
-        found["generalization"] = {
+        accuracies["generalization"] = {
             name: {str(extra): _spread(_accuracy(more, hits, counts))["mean"] for extra, more in enumerate(shards)}
             for name, hits in (("personal_models", personal), ("global_model", common))
         }
-    return found
+    return accuracies
 
 
 def _growing(held: np.ndarray, seed: int) -> list[np.ndarray]:

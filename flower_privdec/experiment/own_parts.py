@@ -12,7 +12,7 @@ from flower_privdec.data import Examples, Sampler, read_examples
 from flower_privdec.data.datasets import check_fit
 from flower_privdec.data.features import apply_features
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.hardening import headroom
+from flower_privdec.experiment.hardening import noise_inflation
 from flower_privdec.experiment.memory import check_steps
 from flower_privdec.experiment.number_range import check_number_range
 from flower_privdec.experiment.run_key import SIMULATED, environment, own_keys, run_id, shared_secret
@@ -34,7 +34,7 @@ class OwnParts:
         keys: what each peer's noise and batches are drawn from, by global id, see `run_key`.
         run: what ledgers and checkpoints call their run.
         protection: their clipping, noise and accounts; None without privacy.
-        headroom: by how much hardened noise is larger, see `hardening`; None where it is not asked for.
+        noise_inflation: by how much hardened noise is larger, see `hardening`; None where it is not asked for.
         deployed: whether batches and noise are the operating system's, and never the same twice.
     """
 
@@ -45,12 +45,12 @@ class OwnParts:
     run: RunName
     protection: Protection | None
     deployed: bool = False
-    headroom: float | None = None
+    noise_inflation: float | None = None
 
     @property
     def source(self) -> str:
         """Return where the noise comes from, as `run_key.environment` names it."""
-        return noise_source(self.headroom is not None) if self.deployed else SIMULATED
+        return noise_source(self.noise_inflation is not None) if self.deployed else SIMULATED
 
     @staticmethod
     @placed
@@ -96,7 +96,7 @@ class OwnParts:
             )
             if scenario.private.hardened:
                 steps = scenario.rounds * algorithm.steps_per_round
-                larger = headroom(algorithm, drawings, steps, agreement.initial.dtype)
+                larger = noise_inflation(algorithm, drawings, steps, agreement.initial.dtype)
             rates = agreement.learning_rate.base[peers]
             check_number_range(
                 protection, replace(agreement.learning_rate, base=rates), examples.sizes, sampler.normalizer

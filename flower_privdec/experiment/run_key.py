@@ -54,11 +54,11 @@ def shared_secret(
             given in Python; of data that was given each peer hashes its own.
     """
     sets = [public] if public.validation is None else [public, public.validation]
-    tested = b"".join(fingerprint(each.x, each.y) for each in sets)
+    tested = b"".join(fingerprint(dataset.x, dataset.y) for dataset in sets)
     model = hashlib.blake2b(initial.detach().cpu().numpy().data, digest_size=KEY_BYTES).digest()
     named = [part for part in parts if not isinstance(part, Given)]
-    given = [part.content for part in parts if isinstance(part, Given) and part.tell is not None]
-    code = [*code_of([*module.modules(), *named]), *given]
+    contents = [part.content for part in parts if isinstance(part, Given) and part.tell is not None]
+    code = [*code_of([*module.modules(), *named]), *contents]
     return _hash(scenario.encode(), environment.encode(), tested, model, *code, *held_by(module))
 
 

@@ -59,7 +59,7 @@ class Experiment(Agreement):
             ledger_dir: where the ledger lies; None keeps none (for tests and timings).
             budget: ε and δ to hold the ledger to in place of the scenario's.
             start: the step from which a deployed peer goes on: what it draws from there is new, examples and noise,
-                and paid for anew.
+                and charged again.
 
         Raises:
             ScenarioError: when their state does not fit into free memory.
@@ -67,7 +67,7 @@ class Experiment(Agreement):
         """
         check_memory(self)
         own, held, private = self.own, self.public.validation, self.scenario.private
-        hardened = own.headroom is not None
+        hardened = own.noise_inflation is not None
         sampler = own.sampler.afresh() if own.deployed else own.sampler
         return Cohort(
             peers=own.peers,
@@ -85,7 +85,7 @@ class Experiment(Agreement):
             protection=own.protection,
             ledger=None if ledger_dir is None else self._open_ledger(ledger_dir, budget, start),
             apart=own.deployed and own.protection is not None,
-            headroom=(own.headroom or 0.0) if own.deployed else 0.0,
+            noise_inflation=(own.noise_inflation or 0.0) if own.deployed else 0.0,
             seed=self.scenario.seed_of("run"),
             validation=None if held is None else Validation.of(held, self.loss, self.initial),
             every=min(self.scenario.evaluation.every, self.scenario.rounds),

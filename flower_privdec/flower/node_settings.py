@@ -26,7 +26,6 @@ from flower_privdec.engine.shards.rendezvous import MeetingPlace
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.flower.apps.records import Order
-from flower_privdec.flower.mods.orders import Asked
 from flower_privdec.scenario import Scenario, parse_scenario
 from flower_privdec.scenario.data_section import PEER
 from flower_privdec.scenario.topology_section import TopologySection
@@ -34,11 +33,11 @@ from flower_privdec.scenario.topology_section import TopologySection
 log = logging.getLogger("flwr.privdec")
 
 FOLDER = "PRIVDEC_FOLDER"  # the environment's word on where a simulation's peers keep what is theirs
-NODE_CONFIG = "--node-config 'partition-id=I num-partitions=N folder=\"FOLDER\"'"
+START = "start the SuperNode with --node-config 'partition-id=I num-partitions=N folder=\"FOLDER\"'"
 
 
 @dataclass(frozen=True)
-class PeerPlace:
+class PeerSettings:
     """A node's own place.
 
     Attributes:
@@ -62,54 +61,37 @@ class PeerPlace:
     certificates: Path | None = None
 
     @classmethod
-    def of(cls, context: Context, asked: Asked, folder: Path | None) -> PeerPlace:
+    def of(cls, context: Context, addressed: int, run_folder: str, folder: Path | None) -> PeerSettings:
         """Read a node's configuration.
 
         Args:
-            folder: what the app gives in place of the node-config's `folder`.
+            addressed: the peer that the message is for; -1 for any.
+            run_folder: where a simulation's peers keep their folders by default.
+            folder: the app's, where the node-config has no `folder`.
 
         Raises:
             RunError: it does not say which peer it is, or where its things are kept; or the message is for another.
         """
         config, simulated = context.node_config, in_simulation()
-        peer, total = (_whole(config.get(key), key) for key in ("partition-id", "num-partitions"))
+        peer, total = (_whole(config, key, START) for key in ("partition-id", "num-partitions"))
         if not 0 <= peer < total:
-            raise RunError(f"partition-id={peer} must be 0 to {total - 1}; start the SuperNode with {NODE_CONFIG}")
-        if asked.peer not in (-1, peer):
-            raise RunError(f"the message is for peer {asked.peer}, and this SuperNode is peer {peer}")
-        own = config.get("folder", folder) or (asked.folder if simulated else None)
+            raise RunError(f"partition-id={peer} must be 0 to {total - 1}; {START}")
+        if addressed not in (-1, peer):
+            raise RunError(f"the message is for peer {addressed}, and this SuperNode is peer {peer}")
+        own = config.get("folder", folder) or (run_folder if simulated else None)
         if not own:
-            raise RunError(f"this SuperNode must say where its state and ledger are kept: start it with {NODE_CONFIG}")
+            raise RunError(f"this SuperNode must say where its state and ledger are kept: {START}")
         given, certificates = config.get("known-peers"), config.get("certificates")
         return cls(
             peer,
             total,
             Path(str(own)).expanduser() / f"peer-{peer}",
             simulated,
-            _positive(config.get("epsilon"), "epsilon") or math.inf,
-            _positive(config.get("delta"), "delta"),
+            *_budget(config, START),
             None if given is None else Path(str(given)).expanduser(),
             "" if certificates is None else str(config.get("address", "")),
             None if certificates is None else Path(str(certificates)).expanduser(),
         )
-
-
-def _whole(value: object, key: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise RunError(f"{key}={value!r} must be a whole number; start the SuperNode with {NODE_CONFIG}")
-    return value
-
-
-def _positive(value: object, key: str) -> float | None:
-    if value is None:
-        return None
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise RunError(f"{key}={value!r} of the node-config must be a number") from None
-    if not number > 0:
-        raise RunError(f"{key}={value!r} of the node-config must be > 0")
-    return number
 
 
 def safe_name(name: str) -> str:
@@ -143,7 +125,7 @@ def in_simulation() -> bool:
 
 
 @dataclass(frozen=True)
-class Own:
+class HostSettings:
     """A node's own part.
 
     Attributes:
@@ -170,7 +152,7 @@ class Own:
     modules: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, context: Context, run: str) -> Own:
+    def of(cls, context: Context, run: str) -> HostSettings:
         """Read a node's configuration.
 
         Args:
@@ -184,13 +166,11 @@ class Own:
             return cls(True, Path(str(config.get("folder") or Path(run) / "nodes")))
         missing = [key for key in ("ledger", "epsilon", "delta", "partition-id") if key not in config]
         if missing:
-            raise RunError(f"this SuperNode's own {', '.join(missing)} must be given, whatever a server says: {GIVE}")
-        epsilon, delta = _number(config, "epsilon"), _number(config, "delta")
-        if not epsilon > 0 or not 0 < delta < 1:
-            raise RunError(f"epsilon={epsilon} must be > 0 (inf for no limit) and delta={delta} in (0, 1): {GIVE}")
+            raise RunError(f"this SuperNode's own {', '.join(missing)} must be given, whatever a server sends: {GIVE}")
+        epsilon, delta = _budget(config, GIVE)
         root, test = (None if config.get(key) is None else str(config[key]) for key in ("data-root", "data-test"))
-        folder, partition = Path(str(config["ledger"])), int(_number(config, "partition-id"))
-        partitions = int(_number(config, "num-partitions")) if "num-partitions" in config else None
+        folder, partition = Path(str(config["ledger"])), _whole(config, "partition-id", GIVE)
+        partitions = _whole(config, "num-partitions", GIVE) if "num-partitions" in config else None
         modules = frozenset(str(config.get("modules", "")).replace(",", " ").split())
         place = None
         if "shard-address" in config or "shard-meeting" in config:
@@ -297,8 +277,28 @@ class Own:
         return self.folder / (experiment.own.run.id[:16] or "unprotected") / name
 
 
-def _number(config: Mapping[str, Any], key: str) -> float:
+def _whole(config: Mapping[str, Any], key: str, remedy: str) -> int:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RunError(f"{key}={value!r} must be a whole number; {remedy}", code="node.whole-number")
+    return value
+
+
+def _budget(config: Mapping[str, Any], remedy: str) -> tuple[float, float | None]:
+    """Return the owner's ε and δ: ∞ and None where the node-config has none."""
+    epsilon, delta = (_number(config, key, remedy) for key in ("epsilon", "delta"))
+    if not (epsilon is None or epsilon > 0) or not (delta is None or 0 < delta < 1):
+        raise RunError(
+            f"epsilon={epsilon} must be > 0 (inf for no limit) and delta={delta} in (0, 1); {remedy}",
+            code="node.budget",
+        )
+    return math.inf if epsilon is None else epsilon, delta
+
+
+def _number(config: Mapping[str, Any], key: str, remedy: str) -> float | None:
     try:
-        return float(config[key])
+        return None if config.get(key) is None else float(config[key])
     except (TypeError, ValueError):
-        raise RunError(f"{key}={config[key]!r} must be a number: {GIVE}") from None
+        raise RunError(
+            f"{key}={config[key]!r} of the node-config must be a number; {remedy}", code="node.number"
+        ) from None

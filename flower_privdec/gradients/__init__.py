@@ -12,7 +12,7 @@ from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
 from flower_privdec.gradients.proof import prove
 from flower_privdec.gradients.protocol import GradientKernel, LabelledInputs
-from flower_privdec.gradients.single_example import LoneKernel, is_lone
+from flower_privdec.gradients.single_example import SingleExampleKernel, takes_single_examples
 from flower_privdec.gradients.sparse_linear import SparseLinearKernel
 from flower_privdec.gradients.stacked import Factors, StackedKernel, parse_stack
 from flower_privdec.models import check_model
@@ -23,7 +23,7 @@ __all__ = [
     "Factors",
     "GradientKernel",
     "LabelledInputs",
-    "LoneKernel",
+    "SingleExampleKernel",
     "SparseLinearKernel",
     "StackedKernel",
     "build_kernel",
@@ -48,7 +48,7 @@ def build_kernel(
     memory_bytes: int = 2**28,
     n_tokens: int | None = None,
     sparse: bool = False,
-    lone: bool = False,
+    single_example: bool = False,
 ) -> GradientKernel:
     """Build the gradient kernel for a model.
 
@@ -62,7 +62,7 @@ def build_kernel(
         memory_bytes: about how much temporary memory the kernel may take.
         n_tokens: the inputs are whole numbers 0..n_tokens-1, which are looked up, not reckoned with: vmap or loop.
         sparse: examples are compressed rows, which one linear layer alone can take.
-        lone: batches will mostly be of one example: models that `is_lone` accepts then take a compiled loop.
+        single_example: most batches have one example: models that `takes_single_examples` accepts get a compiled loop.
 
     Raises:
         ScenarioError: an unknown kind or loss, a model that cannot be clipped example by example, or a kind
@@ -82,8 +82,8 @@ def build_kernel(
         raise ScenarioError(f"kind={kind!r} does not fit tokens, which are looked up: use auto")
     if kind == "stacked" and layers is None:
         raise ScenarioError("kind='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto")
-    if kind == "auto" and lone and layers is not None and is_lone(layers, resolved):
-        return LoneKernel(module, layers, resolved, memory_bytes)
+    if kind == "auto" and single_example and layers is not None and takes_single_examples(layers, resolved):
+        return SingleExampleKernel(module, layers, resolved, memory_bytes)
     if kind in ("auto", "stacked") and layers is not None:
         return StackedKernel(module, layers, resolved, memory_bytes)
     if kind in ("auto", "factored") and n_tokens is None:

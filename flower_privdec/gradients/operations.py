@@ -4,7 +4,7 @@ A value of a traced forward is one of five kinds. A tensor *of examples* has the
 depends on example i alone. A *shared* tensor depends on no example, such as a buffer. A *number* depends on neither the
 examples nor how many they are. The *batch size* and the *sizes* of a tensor of examples, which hold it, are kinds of
 their own: all one may do with a batch size is name the first axis of a view. A rule looks at the kinds and shapes of
-an operation's arguments and says which kind its result is, or raises `Unproved`. What has no rule is not known.
+an operation's arguments and returns the kind of its result, or raises `Unproved`. What has no rule is not known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-class Unproved(Exception):  # noqa: N818 - it says what a proof lacks; nothing went wrong
+class Unproved(Exception):  # noqa: N818 - it names what a proof lacks; nothing went wrong
     """Why a module could not be proved to keep examples apart, in words that follow "because"."""
 
 

@@ -103,7 +103,7 @@ class VmapKernel(RowKernel):
         """See RowKernel.
 
         Raises:
-            RunError: the module fails on these examples, without what it said, which may tell of them.
+            RunError: the module fails on these examples; its message is withheld, for it may reveal them.
         """
         gradients, failure, unknown = {}, None, unknown_tokens(x, self._n_tokens)
         try:
@@ -112,7 +112,7 @@ class VmapKernel(RowKernel):
             failure = type(error).__name__
         if failure is not None:  # raised here, an error that does not carry the other one along
             raise RunError(
-                f"the model's forward raised {failure} on private examples (what it said is withheld, for it may tell "
+                f"the model's forward raised {failure} on private examples (its message is withheld, for it may tell "
                 "of them); try it on inputs of every size"
             )
         if unknown is not None:

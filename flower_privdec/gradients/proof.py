@@ -112,7 +112,7 @@ class _Checker(fx.Interpreter):
 
     def __init__(self, graph: fx.GraphModule, batch: int) -> None:
         super().__init__(graph)
-        self.extra_traceback = False  # it would be added to what Unproved says
+        self.extra_traceback = False  # it would be added to the message of Unproved
         self.facts: dict[str, Any] = {}
         self._batch = batch
         self._kinds: dict[Node, Kind] = {}

@@ -151,11 +151,11 @@ class GradientKernel(Protocol):
             that count as zero. Those of padding mean nothing.
 
         Privacy: one example changes a row's sum by at most |scale[i]| * clip_norm[i] (zero-out adjacency), whatever
-            the example, the others, the parameters and the module (`VmapKernel` says of which modules that is not
+            the example, the others, the parameters and the module (`VmapKernel` lists the modules of which that is not
             promised). It holds for the numbers as they are computed, float32 included: the vector that is added for
             an example is no longer than that, and no bit of another example's vector depends on it. What it does
             not cover is how the *sum* of these vectors and of `out` is rounded, some 1e-7 of the numbers summed,
-            nor a machine told to multiply with less than the full precision of the parameters' type.
+            nor a machine set to multiply with less than the full precision of the parameters' type.
             The norms returned are private and must stay on the peer.
         """
         ...
@@ -208,13 +208,13 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a module does what its class says: no hooks, and no method replaced in this very object."""
+    """Return whether a module does what its class defines: no hooks, and no method replaced in this very object."""
     replaced = any(callable(getattr(type(module), name, None)) for name in vars(module))
     return not replaced and not any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's kind and the first line of what it says, cut at 200 characters."""
+    """Return an error's kind and the first line of its message, cut at 200 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 

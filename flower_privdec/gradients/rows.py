@@ -81,7 +81,7 @@ def masked(values: Tensor, bad: Tensor, filling: float = 0) -> Tensor:
 def _used(weight: Tensor) -> list[int]:
     """Count each row's examples up to the last whose weight is not 0; the rest is padding.
 
-    A GPU is not asked: it would have to be waited for, and padding, which adds nothing, costs it less.
+    A GPU is not queried: it would have to be waited for, and padding, which adds nothing, costs it less.
     """
     if weight.shape[1] == 0 or not weight.is_cpu:
         return [weight.shape[1]] * weight.shape[0]

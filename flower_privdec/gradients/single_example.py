@@ -12,18 +12,18 @@ from flower_privdec.gradients.stacked import Layer, StackedKernel
 from flower_privdec.rows.tensors import padded
 from flower_privdec.tasks.losses import LOSSES, Loss
 
-LONE_LOSSES = ("hinge", "logistic", "squared-hinge")  # numbered as in `lone_loops`
+COMPILED_LOSSES = ("hinge", "logistic", "squared-hinge")  # numbered as in `single_example_loops`
 
 
-def is_lone(layers: list[Layer], loss: Loss) -> bool:
+def takes_single_examples(layers: list[Layer], loss: Loss) -> bool:
     """Return whether a model is one linear layer of one output, not too wide, with a loss that is compiled here."""
-    known = any(loss.derivative is LOSSES[name].derivative for name in LONE_LOSSES)
+    known = any(loss.derivative is LOSSES[name].derivative for name in COMPILED_LOSSES)
     plain = len(layers) == 1 and layers[0].activation is nn.Identity and layers[0].weight.shape[0] == 1
     return plain and known and layers[0].weight.shape[1] <= LONGEST
 
 
-class LoneKernel(StackedKernel):
-    """`StackedKernel` for what `is_lone`, in one loop compiled by numba wherever a batch is one example a row.
+class SingleExampleKernel(StackedKernel):
+    """`StackedKernel` for models that `takes_single_examples` accepts: one compiled loop where a row has one example.
 
     Its sums are those of `StackedKernel` in another order; a row's numbers depend on that row alone.
     """
@@ -33,9 +33,9 @@ class LoneKernel(StackedKernel):
         from flower_privdec.gradients import single_example_loops
 
         super().__init__(module, layers, loss, memory_bytes)
-        self._loop: Any = single_example_loops.lone_steps
+        self._loop: Any = single_example_loops.single_example_steps
         weight, bias = layers[0].weight, layers[0].bias
-        names = {LOSSES[name].derivative: number for number, name in enumerate(LONE_LOSSES)}
+        names = {LOSSES[name].derivative: number for number, name in enumerate(COMPILED_LOSSES)}
         self.model = (names[loss.derivative], weight.shape[1], weight.start, -1 if bias is None else bias.start)
 
         self.limits = {dtype: _limits(dtype, weight.shape[1], bias is not None) for dtype in LARGEST}
@@ -66,7 +66,7 @@ class LoneKernel(StackedKernel):
 
 
 def _limits(dtype: torch.dtype, inner: int, biased: bool) -> tuple[float, float, float, float]:
-    """Return what `lone_loops.lone_step` bounds norms by."""
+    """Return what `single_example_loops.single_example_step` bounds norms by."""
     like = torch.empty(0, dtype=dtype)
     least = 1.0 if biased else floor(like, inner).item()
     return least, floor(like, 1).item(), 1 + slack(dtype, inner, 1, 1), LARGEST[dtype]

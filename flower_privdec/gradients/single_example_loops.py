@@ -1,7 +1,7 @@
 """Clipped gradients of linear models of one output at one example each, compiled by numba.
 
 Import this module only where it is used: numba takes long to import. A row's numbers depend on that row alone,
-whoever calls: sums are compiled once, in an order that the machine decides.
+for any caller: sums are compiled once, in an order that the machine decides.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _derivative(loss, z, label):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def lone_step(out, params, divisor, a, label, weight, clip, scale, model, limits):  # type: ignore[no-untyped-def]
+def single_example_step(out, params, divisor, a, label, weight, clip, scale, model, limits):  # type: ignore[no-untyped-def]
     """Add scale weight times the clipped gradient of one example to one row; return the bound on its norm.
 
     Args:
@@ -67,7 +67,9 @@ def lone_step(out, params, divisor, a, label, weight, clip, scale, model, limits
 
 
 @compiled
-def lone_steps(out, params, divisor, x, y, weight, clip, scale, norms, model, limits):  # type: ignore[no-untyped-def]
-    """Take `lone_step` of every row: out, params [m, >= d], x [m, n], y [m] and the rest [m]."""
+def single_example_steps(out, params, divisor, x, y, weight, clip, scale, norms, model, limits):  # type: ignore[no-untyped-def]
+    """Take `single_example_step` of every row: out, params [m, >= d], x [m, n], y [m] and the rest [m]."""
     for i in range(len(out)):
-        norms[i] = lone_step(out[i], params[i], divisor[i], x[i], y[i], weight[i], clip[i], scale[i], model, limits)
+        norms[i] = single_example_step(
+            out[i], params[i], divisor[i], x[i], y[i], weight[i], clip[i], scale[i], model, limits
+        )

@@ -1,1 +1,1 @@
-"""Who sends to whom in each round, by which weights, and who takes part."""
+"""The directed edges of each round, their mixing weights, and the participating peers."""

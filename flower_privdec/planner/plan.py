@@ -15,7 +15,7 @@ import torch
 from flower_privdec.data import Sampler
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.recorder import count_evaluations
-from flower_privdec.engine.workers import Crew, deal, start_engine
+from flower_privdec.engine.workers import WorkerPool, deal, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.memory import memory_need, outputs_per_example, shortage, table_bytes
@@ -70,7 +70,7 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
     return training + evaluation, evaluation / (training + evaluation)
 
 
-def _rounds(experiment: Experiment, engine: Engine | Crew) -> tuple[float, float]:
+def _rounds(experiment: Experiment, engine: Engine | WorkerPool) -> tuple[float, float]:
     """Return the seconds of the first round, which warms up and of SVRG is a snapshot, and of one of the others."""
     whole = _timed(experiment, partial(engine.rounds, 1))
     times = [whole]

@@ -1,34 +1,52 @@
-"""What travels between peers, as bytes: a fixed header, a line for each row, and the rows as they lie in memory.
+"""Frames: what travels between peers, as bytes. A fixed header, a line for each row, and the rows as they lie in
+memory.
 
-    header      72 bytes  magic, protocol version, kind, flags, sender, receiver, round, place in the program, number of
-                          rows, the sender's incarnation, the receiver's, life, number, length of the whole frame
+    header      88 bytes  magic, version, kind, flags, sender, receiver, round, exchange, number of rows, the sender's
+                          incarnation, the receiver's, boot, number, length of the whole frame, the run
     share,      40 bytes  for each row: type, number of axes, length of each of up to four axes
-    message               then zeros up to a multiple of 64, and each row, with zeros up to a multiple of 8
-    hello      104 bytes  the scenario's hash and the counters
-    acknowledgement  8 bytes  the life that froze the share
+    rows                  then zeros up to a multiple of 64, and each row, with zeros up to a multiple of 8
+    hello       72 bytes  the counters
+    acknowledgement  8 bytes  the boot that froze the share
+    progress     0 bytes  the number alone
 
-All numbers are little-endian. Names are not sent: the scenario knows which rows come in which order. A frame has one
-form alone: whatever decodes is encoded to the same bytes again, so zeros must be zeros and nothing may follow. What is
-decoded is views of the frame's own bytes, and nothing is ever run or unpickled.
+All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has one
+encoding: whatever decodes is encoded to the same bytes again, so zeros must be zeros and nothing may follow. Decoded
+rows are views of the frame's own bytes, and nothing is ever run or unpickled.
+
+The body of a share may be encrypted (`Seal`): the header, which is then authenticated, names sender, receiver, their
+incarnations, number, round and run.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from flower_privdec.pushsum.parts import Parts
-from flower_privdec.pushsum.share_protocol import VERSION, Acknowledgement, FrozenShare, Hello, RefusedError
-from flower_privdec.pushsum.wire_rows import Layout, WireRow, frame_size, read_rows, row_parts
+from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, Hello, RefusedError
 
-MAGIC = b"prvd"
-HEADER = struct.Struct("<4sHBBIIQIIQQQQQ")
-HELLO = struct.Struct("<32s9Q")
+MAGIC, VERSION = b"prvd", 2
+HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
+HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
+LINE = struct.Struct("<BB6x4Q")  # type, number of axes, their lengths
+SMALL = 256  # bytes that a frame without rows has at most
+AXES = 4
+DATA_AT, ROW_AT = 64, 8  # the rows begin at a multiple of the first, each at one of the second
+CHUNK = 2**18  # numbers checked at a time
+OPENED, SEALED = 1, 2  # flags
+WIRE_TYPES = {1: torch.float16, 2: torch.float32, 3: torch.float64, 4: torch.bfloat16, 5: torch.uint8}
+CODES = {dtype: code for code, dtype in WIRE_TYPES.items()}
+
+Buffer = bytes | bytearray | memoryview
 
 
 class FrameKind(IntEnum):
@@ -37,7 +55,8 @@ class FrameKind(IntEnum):
     HELLO = 1
     ACKNOWLEDGEMENT = 2
     SHARE = 3
-    EXCHANGE = 4
+    ROWS = 4
+    PROGRESS = 5
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,18 +65,32 @@ class RowMessage:
 
     Attributes:
         sender, receiver: peers.
-        round_index, place: where in the run and in the algorithm's program.
-        values: one row of each name.
+        round_index, at: of the run, and of the exchange in the algorithm's program.
+        values: one row of each name, as encoded for the wire.
     """
 
     sender: int
     receiver: int
     round_index: int
-    place: int
+    at: int
     values: Mapping[str, Tensor]
 
 
-Framed = FrozenShare[Tensor] | Acknowledgement | Hello | RowMessage
+@dataclass(frozen=True)
+class Progress:
+    """How far a peer of a synchronous run is.
+
+    Attributes:
+        sender, receiver: peers.
+        exchanges: how many it has performed, with its state on disk, plus one; 0 before it is ready for the first.
+    """
+
+    sender: int
+    receiver: int
+    exchanges: int
+
+
+Message = FrozenShare[Tensor] | Acknowledgement | Hello | RowMessage | Progress
 
 
 @dataclass(frozen=True)
@@ -71,179 +104,397 @@ class FrameHeader:
     sender: int
     receiver: int
     round_index: int
-    place: int
+    at: int
     rows: int
     incarnation: int
     addressed: int
-    life: int
+    boot: int
     number: int
     length: int
+    run: bytes
 
     def packed(self) -> bytes:
         """Return its bytes."""
         return HEADER.pack(*vars(self).values())
 
 
-def encode(message: Framed) -> Parts:
-    """Return the one frame that a message has; its rows are the message's own.
+@dataclass(frozen=True)
+class RowFormat:
+    """How a row has to look on the wire.
 
-    Raises:
-        struct.error, KeyError: a number or a type that frames do not have, which is the caller's mistake.
+    Attributes:
+        shape: of up to four axes.
+        dtype: of WIRE_TYPES.
+        nonnegative: whether each of its numbers is at least 0, as a push-sum weight is.
     """
-    if isinstance(message, Hello):
-        return Parts((_header(message, FrameKind.HELLO, HEADER.size + HELLO.size), _hello_body(message)))
-    if isinstance(message, Acknowledgement):
-        length = HEADER.size + ACKNOWLEDGEMENT.size
-        body = ACKNOWLEDGEMENT.pack(message.share_life)
-        return Parts((_header(message, FrameKind.ACKNOWLEDGEMENT, length), body))
-    return _with_rows(message, FrameKind.SHARE if isinstance(message, FrozenShare) else FrameKind.EXCHANGE)
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nonnegative: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes its numbers take."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def line(self) -> bytes:
+        """Return its description in a frame."""
+        return LINE.pack(CODES[self.dtype], len(self.shape), *self.shape, *(0,) * (AXES - len(self.shape)))
 
 
-def _header(message: Framed, kind: FrameKind, length: int, rows: int = 0) -> bytes:
-    """Return the header of a message; what its kind does not have is 0."""
-    return FrameHeader(
-        magic=MAGIC,
-        version=getattr(message, "version", VERSION),
-        kind=kind,
-        flags=int(getattr(message, "opened", False)),
-        sender=message.sender,
-        receiver=message.receiver,
-        round_index=getattr(message, "round_index", 0),
-        place=getattr(message, "place", 0),
-        rows=rows,
-        incarnation=getattr(message, "incarnation", 0),
-        addressed=getattr(message, "addressed", 0),
-        life=getattr(message, "life", 0),
-        number=getattr(message, "number", 0),
-        length=length,
-    ).packed()
+RowFormats = Mapping[str, RowFormat]  # in the order in which they are sent
 
 
-def _hello_body(hello: Hello) -> bytes:
-    counters = (hello.challenge, hello.answers, hello.knows, hello.sent, hello.sent_life, hello.acknowledged)
-    return HELLO.pack(hello.scenario, *counters, hello.received, hello.seen, hello.seen_life)
+def formats_of(values: Mapping[str, Tensor]) -> RowFormats:
+    """Return the formats of rows as encoded for the wire, in the order in which they are sent; `w` is a weight."""
+    return {name: RowFormat(tuple(value.shape), value.dtype, name == "w") for name, value in values.items()}
 
 
-def _with_rows(message: FrozenShare[Tensor] | RowMessage, kind: FrameKind) -> Parts:
-    layout = {name: WireRow(tuple(value.shape), value.dtype) for name, value in message.values.items()}
-    return Parts((_header(message, kind, frame_size(layout), len(layout)), *row_parts(message.values)))
+def frame_size(formats: RowFormats) -> int:
+    """Return the bytes of a frame with rows."""
+    return _offsets(formats)[-1]
 
 
-def read_header(data: bytes | bytearray | memoryview, cap: int) -> FrameHeader:
-    """Return the header of a frame, of which no more need be there.
+def _offsets(formats: RowFormats) -> list[int]:
+    """Return where each row begins in its frame, and where the last one ends."""
+    end = HEADER.size + len(formats) * LINE.size
+    offsets = [_up(end, DATA_AT) if formats else end]
+    for row in formats.values():
+        offsets.append(_up(offsets[-1] + row.nbytes, ROW_AT))
+    return offsets
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class BufferList:
+    """Bytes to send, in several buffers that are not joined before they leave and do not change until then."""
+
+    buffers: tuple[Buffer, ...]
+
+    def __len__(self) -> int:
+        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.buffers)
+
+    def pieces(self, size: int) -> Iterator[bytes]:
+        """Yield all in pieces of some bytes, a shorter one at the end, and one at least."""
+        piece, room = list[memoryview](), size
+        for buffer in self.buffers:
+            left = memoryview(buffer).cast("B")
+            while left:
+                piece.append(left[:room])
+                left, room = left[room:], room - len(piece[-1])
+                if not room:
+                    yield b"".join(piece)
+                    piece, room = [], size
+        if piece or not len(self):
+            yield b"".join(piece)
+
+
+class Seal(Protocol):
+    """Encrypts what shares hold, end to end.
+
+    Attributes:
+        overhead: bytes that encryption adds.
+    """
+
+    overhead: int
+
+    def encrypt(self, receiver: int, header: bytes, body: bytes) -> bytes:
+        """Return a body that only its receiver can read, bound to its header."""
+
+    def decrypt(self, sender: int, header: bytes, body: bytes) -> bytes:
+        """Return what a sender encrypted for this peer.
+
+        Raises:
+            RefusedError: another one encrypted it, with another header or for another peer, or it was changed since.
+        """
+
+
+class FrameCodec:
+    """Encodes the messages of one run as frames, and decodes them.
 
     Args:
-        data: the first bytes.
-        cap: the largest frame that is taken, in bytes.
+        run: bytes that are the same at all peers of a run, and at no other's, such as the hash of the scenario.
+        shares: the rows of a share; None where there are no shares.
+        exchanges: the rows of each exchange that sends such, by its index in the algorithm's program.
+        seal: encrypts the shares; None leaves them in plain text.
 
-    Raises:
-        RefusedError: naming the sender (as it calls itself), what is wrong and what would be right.
+    Attributes:
+        cap: bytes of the largest frame.
     """
-    if len(data) < HEADER.size:
-        raise RefusedError(f"a frame of {len(data)} bytes must have a header of {HEADER.size}")
-    header = FrameHeader(*HEADER.unpack_from(data))
-    if header.magic != MAGIC:
-        raise RefusedError(f"a frame that begins with {header.magic!r} must begin with {MAGIC!r}")
-    who = f"a frame of peer {header.sender}"
-    if header.version != VERSION:
-        raise RefusedError(
-            f"{who} is of version {header.version} of the protocol, not {VERSION}; update one of the two"
+
+    def __init__(
+        self,
+        run: bytes,
+        shares: RowFormats | None = None,
+        exchanges: Mapping[int, RowFormats] | None = None,
+        seal: Seal | None = None,
+    ) -> None:
+        self.run, self.shares, self.exchanges, self._seal = (
+            hashlib.sha256(run).digest()[:16],
+            shares,
+            exchanges or {},
+            seal,
         )
-    if header.kind not in set(FrameKind):
-        raise RefusedError(f"{who} is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}")
-    if not HEADER.size <= header.length <= cap:
-        raise RefusedError(f"{who} says that it has {header.length} bytes, which must be {HEADER.size} to {cap}")
-    if header.round_index >= 2**63:
-        raise RefusedError(f"{who} is of round {header.round_index}, which must be < 2^63")
-    return header
+        self._overhead = 0 if seal is None else seal.overhead
+        share = 0 if shares is None else frame_size(shares) + self._overhead
+        self.cap = max([SMALL, share, *map(frame_size, self.exchanges.values())])
 
+    # --- messages to bytes ---
 
-def decode(data: bytes | bytearray | memoryview, layout: Layout, cap: int | None = None) -> Framed:
-    """Return what a whole frame says.
+    def encode(self, message: Message) -> BufferList:
+        """Return the frame of a message; its rows are the message's own.
 
-    Args:
-        data: the frame and nothing else.
-        layout: the rows that have to come, where its kind has rows.
-        cap: the largest frame that is taken, in bytes; what the layout takes when not given.
+        Raises:
+            struct.error, KeyError: a number or a type that frames do not have, which is the caller's mistake.
+        """
+        if isinstance(message, FrozenShare | RowMessage):
+            return self._encoded_rows(message)
+        if isinstance(message, Hello):
+            counters = (message.challenge, message.answers, message.knows, message.sent, message.sent_boot)
+            seen = (message.acknowledged, message.received, message.seen, message.seen_boot)
+            body, kind = HELLO.pack(*counters, *seen), FrameKind.HELLO
+        elif isinstance(message, Acknowledgement):
+            body, kind = ACKNOWLEDGEMENT.pack(message.share_boot), FrameKind.ACKNOWLEDGEMENT
+        else:
+            body, kind = b"", FrameKind.PROGRESS
+        return BufferList((self._header(message, kind, HEADER.size + len(body)), body))
 
-    Returns:
-        The message; its rows are views of the data.
+    def _header(self, message: Message, kind: FrameKind, length: int, rows: int = 0, flags: int = 0) -> bytes:
+        """Return the header of a message; what its kind does not have is 0."""
+        return FrameHeader(
+            magic=MAGIC,
+            version=VERSION,
+            kind=kind,
+            flags=flags or OPENED * getattr(message, "opened", False),
+            sender=message.sender,
+            receiver=message.receiver,
+            round_index=getattr(message, "round_index", 0),
+            at=getattr(message, "at", 0),
+            rows=rows,
+            incarnation=getattr(message, "incarnation", 0),
+            addressed=getattr(message, "addressed", 0),
+            boot=getattr(message, "boot", 0),
+            number=message.exchanges if isinstance(message, Progress) else getattr(message, "number", 0),
+            length=length,
+            run=self.run,
+        ).packed()
 
-    Raises:
-        RefusedError: naming the sender (as it calls itself), what is wrong and what would be right.
-    """
-    least = HEADER.size + HELLO.size
-    header = read_header(data, max(frame_size(layout), least) if cap is None else cap)
-    if header.length != len(data):
-        raise RefusedError(f"a frame of peer {header.sender} has {len(data)} bytes and says {header.length}")
-    view = memoryview(data)
-    if header.kind == FrameKind.HELLO:
-        return _only(_decoded_hello(header, view), view, header)
-    if header.kind == FrameKind.ACKNOWLEDGEMENT:
-        return _only(_decoded_acknowledgement(header, view), view, header)
-    return _decoded_rows(header, view, layout)
+    def _encoded_rows(self, message: FrozenShare[Tensor] | RowMessage) -> BufferList:
+        formats = formats_of(message.values)
+        if isinstance(message, RowMessage) or self._seal is None:
+            kind = FrameKind.ROWS if isinstance(message, RowMessage) else FrameKind.SHARE
+            header = self._header(message, kind, frame_size(formats), len(formats))
+            return BufferList((header, *_row_buffers(message.values, formats)))
+        header = self._header(message, FrameKind.SHARE, frame_size(formats) + self._overhead, len(formats), SEALED)
+        body = b"".join(_row_buffers(message.values, formats))
+        return BufferList((header, self._seal.encrypt(message.receiver, header, body)))
 
+    # --- bytes to messages ---
 
-def _only(message: Framed, view: memoryview, header: FrameHeader) -> Framed:
-    """Return a message whose frame says nothing that it does not."""
-    if bytes(encode(message)) != view.tobytes():
-        raise _unused(header)
-    return message
+    def read_header(self, data: Buffer, cap: int | None = None) -> FrameHeader:
+        """Return the header of a frame, of which no more need be there.
 
+        Args:
+            data: the first bytes.
+            cap: the largest frame that is accepted, in bytes; that of the run when not given.
 
-def _body(header: FrameHeader, view: memoryview, form: struct.Struct) -> tuple[int, ...]:
-    if header.length != HEADER.size + form.size:
-        raise RefusedError(
-            f"a frame of peer {header.sender} of kind {header.kind} has {header.length} bytes, which must be "
-            f"{HEADER.size + form.size}"
-        )
-    return form.unpack_from(view, HEADER.size)
+        Raises:
+            RefusedError: naming the sender (as it calls itself), what is wrong and what would be right.
+        """
+        cap = self.cap if cap is None else cap
+        if len(data) < HEADER.size:
+            raise RefusedError(f"a frame of {len(data)} bytes must have a header of {HEADER.size}")
+        header = FrameHeader(*HEADER.unpack_from(data))
+        if header.magic != MAGIC:
+            raise RefusedError(
+                f"a frame that begins with {header.magic!r} must begin with {MAGIC!r}; is it flower_privdec's?"
+            )
+        frame = f"a frame of peer {header.sender}"
+        if header.version != VERSION:
+            raise RefusedError(
+                f"{frame} has version {header.version} of the protocol, not {VERSION}; update one of the two"
+            )
+        if header.run != self.run:
+            raise RefusedError(
+                f"{frame} is of run {header.run.hex()}, not {self.run.hex()}; give all peers one scenario"
+            )
+        if header.kind not in set(FrameKind):
+            raise RefusedError(f"{frame} is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}")
+        if not HEADER.size <= header.length <= cap:
+            raise RefusedError(f"{frame} claims {header.length} bytes, which must be {HEADER.size} to {cap}")
+        if header.round_index >= 2**63:
+            raise RefusedError(f"{frame} is of round {header.round_index}, which must be < 2^63")
+        return header
 
+    def decode(self, data: Buffer, cap: int | None = None) -> Message:
+        """Return the message of a whole frame.
 
-def _decoded_hello(header: FrameHeader, view: memoryview) -> Hello:
-    scenario, challenge, answers, knows, sent, sent_life, acknowledged, received, seen, seen_life = _body(
-        header, view, HELLO
-    )
-    return Hello(
-        sender=header.sender,
-        receiver=header.receiver,
-        scenario=scenario,  # type: ignore[arg-type]
-        version=header.version,
-        incarnation=header.incarnation,
-        life=header.life,
-        challenge=challenge,
-        answers=answers,
-        opened=bool(header.flags & 1),
-        round_index=header.round_index,
-        knows=knows,
-        sent=sent,
-        sent_life=sent_life,
-        acknowledged=acknowledged,
-        received=received,
-        seen=seen,
-        seen_life=seen_life,
-    )
+        Args:
+            data: the frame and nothing else.
+            cap: see `read_header`.
 
+        Returns:
+            The message; its rows are views of the data, or of what was decrypted.
 
-def _decoded_acknowledgement(header: FrameHeader, view: memoryview) -> Acknowledgement:
-    (share_life,) = _body(header, view, ACKNOWLEDGEMENT)
-    ends, sides = (header.sender, header.receiver), (header.incarnation, header.addressed)
-    return Acknowledgement(*ends, *sides, header.life, header.number, share_life)
+        Raises:
+            RefusedError: naming the sender (as it calls itself), what is wrong and what would be right.
+        """
+        header, view = self.read_header(data, cap), memoryview(data)
+        if header.length != len(data):
+            raise RefusedError(f"a frame of peer {header.sender} has {len(data)} bytes and claims {header.length}")
+        ends = (header.sender, header.receiver)
+        message: Message
+        if header.kind in (FrameKind.SHARE, FrameKind.ROWS):
+            return self._decoded_rows(header, view)
+        if header.kind == FrameKind.HELLO:
+            challenge, answers, *counters = self._body(header, view, HELLO)
+            opened, sides = bool(header.flags & OPENED), (header.incarnation, header.boot)
+            message = Hello(*ends, *sides, challenge, answers, opened, header.round_index, *counters)
+        elif header.kind == FrameKind.ACKNOWLEDGEMENT:
+            (share_boot,) = self._body(header, view, ACKNOWLEDGEMENT)
+            sides = (header.incarnation, header.addressed)
+            message = Acknowledgement(*ends, *sides, header.boot, header.number, share_boot)
+        else:
+            self._body(header, view, struct.Struct(""))
+            message = Progress(*ends, header.number)
+        if bytes(self.encode(message)) != view.tobytes():
+            raise _unused(header)
+        return message
 
+    def decode_all(self, data: memoryview, most: int) -> Iterator[Message]:
+        """Yield the messages of several frames, one after the other.
 
-def _decoded_rows(header: FrameHeader, view: memoryview, layout: Layout) -> Framed:
-    values = read_rows(view, header.rows, layout, f"a frame of peer {header.sender}")
-    kind, ends = FrameKind(header.kind), (header.sender, header.receiver)
-    message: FrozenShare[Tensor] | RowMessage
-    if kind == FrameKind.SHARE:
-        sides = (header.incarnation, header.addressed)
-        message = FrozenShare(*ends, *sides, header.number, header.life, header.round_index, values)
-    else:
-        message = RowMessage(*ends, header.round_index, header.place, values)
-    if _header(message, kind, header.length, header.rows) != view[: HEADER.size]:
-        raise _unused(header)
-    return message
+        Args:
+            data: the frames and nothing else.
+            most: how many there may be.
+
+        Raises:
+            RefusedError: see `decode`, or there are more.
+        """
+        while len(data):
+            header = self.read_header(data)
+            if most == 0:
+                raise RefusedError(f"a call of peer {header.sender} has more frames than any peer has to send")
+            yield self.decode(data[: header.length])
+            data, most = data[header.length :], most - 1
+
+    def _body(self, header: FrameHeader, view: memoryview, form: struct.Struct) -> tuple[int, ...]:
+        if header.length != HEADER.size + form.size:
+            raise RefusedError(
+                f"a frame of peer {header.sender} of kind {header.kind} has {header.length} bytes, which must be "
+                f"{HEADER.size + form.size}"
+            )
+        return form.unpack_from(view, HEADER.size)
+
+    def _decoded_rows(self, header: FrameHeader, view: memoryview) -> Message:
+        kind, ends, frame = FrameKind(header.kind), (header.sender, header.receiver), f"a frame of peer {header.sender}"
+        formats = self.shares if kind == FrameKind.SHARE else self.exchanges.get(header.at)
+        if formats is None:
+            raise RefusedError(
+                f"{frame} is of kind {header.kind} for exchange {header.at}, which this algorithm does not have; all "
+                "peers must run one scenario"
+            )
+        sealed = kind == FrameKind.SHARE and self._seal is not None
+        if bool(header.flags & SEALED) != sealed:
+            raise RefusedError(f"{frame} is {'not ' if sealed else ''}sealed; seal at all peers, or at none")
+        if header.rows != len(formats):
+            raise RefusedError(f"{frame} has {header.rows} rows, not {len(formats)}; all peers must run one scenario")
+        size = frame_size(formats) + self._overhead * sealed
+        if len(view) != size:
+            raise RefusedError(f"{frame} has {len(view)} bytes, which must be {size}")
+        head, body = bytes(view[: HEADER.size]), view[HEADER.size :]
+        if sealed and self._seal is not None:
+            body = memoryview(bytearray(self._seal.decrypt(header.sender, head, bytes(body))))
+        values = _read_rows(body, formats, frame)
+        message: FrozenShare[Tensor] | RowMessage
+        if kind == FrameKind.SHARE:
+            sides = (header.incarnation, header.addressed)
+            message = FrozenShare(*ends, *sides, header.number, header.boot, header.round_index, values)
+        else:
+            message = RowMessage(*ends, header.round_index, header.at, values)
+        if self._header(message, kind, header.length, header.rows, SEALED * sealed) != head:
+            raise _unused(header)
+        return message
 
 
 def _unused(header: FrameHeader) -> RefusedError:
     return RefusedError(f"a frame of peer {header.sender} of kind {header.kind} must have zeros where it has no field")
+
+
+# --- rows ---
+
+
+def _row_buffers(values: Mapping[str, Tensor], formats: RowFormats) -> Iterator[Buffer]:
+    """Yield what follows the header of a frame: the lines that describe rows, and the rows as they lie in memory."""
+    end = HEADER.size + len(formats) * LINE.size
+    yield b"".join(row.line for row in formats.values())
+    offsets = _offsets(formats)
+    for offset, row, value in zip(offsets, formats.values(), values.values(), strict=False):
+        yield bytes(offset - end)
+        whole = value.detach().cpu().contiguous().reshape(-1).view(_integers(row.dtype)).numpy()
+        yield whole.astype(whole.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
+        end = offset + row.nbytes
+    yield bytes(offsets[-1] - end)
+
+
+def _integers(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of integers that are as long as numbers of another type, and the same bits."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+
+
+def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, Tensor]:
+    """Return the rows of a frame as views of it, once each of their numbers may be one.
+
+    Args:
+        body: what follows the header.
+        formats: how the rows have to look.
+        frame: what to call the frame in an error.
+
+    Raises:
+        RefusedError: naming the row, what is wrong and what would be right.
+    """
+    for number, (name, row) in enumerate(formats.items()):
+        _check_line(body[number * LINE.size :][: LINE.size], row, f"{frame}: {name!r}")
+    offsets = [offset - HEADER.size for offset in _offsets(formats)]
+    ends = [len(formats) * LINE.size, *(at + row.nbytes for at, row in zip(offsets, formats.values(), strict=False))]
+    if any(any(body[end:begin]) for end, begin in zip(ends, offsets, strict=True)):
+        raise RefusedError(f"{frame} must have zeros between its rows")
+    rows = zip(formats.items(), offsets, strict=False)
+    return {name: _read_row(body, row, at, f"{frame}: {name!r}") for (name, row), at in rows}
+
+
+def _check_line(line: memoryview, row: RowFormat, what: str) -> None:
+    if line == row.line:
+        return
+    code, axes, *lengths = LINE.unpack(line)
+    dtype = str(WIRE_TYPES[code]).removeprefix("torch.") if code in WIRE_TYPES else f"type {code}"
+    raise RefusedError(
+        f"{what} is described as {axes} axes of {lengths} {dtype}, which must be {len(row.shape)} of "
+        f"{list(row.shape)} {str(row.dtype).removeprefix('torch.')}; all peers must run one scenario"
+    )
+
+
+def _read_row(body: memoryview, row: RowFormat, at: int, what: str) -> Tensor:
+    little = np.dtype(str(_integers(row.dtype)).removeprefix("torch.")).newbyteorder("<")
+    whole = np.frombuffer(body, little, math.prod(row.shape), at)
+    native = whole.astype(little.newbyteorder("="), copy=False)
+    flat = torch.from_numpy(native if native.flags.writeable else native.copy()).view(row.dtype)
+    for start in range(0, len(flat) if row.dtype.is_floating_point else 0, CHUNK):
+        part = flat[start : start + CHUNK]
+        _check(part, torch.isfinite(part), "finite", start, what)
+        if row.nonnegative:
+            _check(part, part >= 0, ">= 0", start, what)
+    return flat.reshape(row.shape)
+
+
+def _check(part: Tensor, right: Tensor, rule: str, start: int, what: str) -> None:
+    if not bool(right.all()):
+        at = int(torch.argmin(right.to(torch.uint8)))
+        raise RefusedError(f"{what}[{start + at}] is {float(part[at])}, which must be {rule}")

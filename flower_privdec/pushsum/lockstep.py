@@ -1,14 +1,14 @@
-"""Peers that wait for each other, as a state machine without sockets, clocks or files.
+"""Synchronous exchanges, each message used once: a state machine without sockets, clocks or files.
 
 The exchanges of a run are numbered; a peer's *place* is the number of the one that it is about to perform, once that
-is on its disk. What it sends at a place follows from its state there, so it sends the same bytes however often. It
-sends them until the receiver is at a later place, which says that it has used them and has that on disk. Then:
+is on its disk. What it sends at a place follows from its state there, so a retry is the same message. It sends it until
+the receiver is at a later place, which means that it has used it and has that on disk. Then:
 
-- A message is used once: at its place, where it is awaited; at a later place it is known already, and nothing happens.
+- A message is used once: at its place, where it is awaited; at a later place it is a repetition, and is ignored.
 - Nothing is lost by a crash: what the receiver did not have on disk, the sender still has, and sends again.
-- A peer keeps what it sent at two places, and goes on when the older was used; so nobody has more than two messages
-  under way to another.
-- A peer that went back to an older state is found out: somebody has used what it did not send yet.
+- A peer keeps what it sent at two places, and continues when the older was used; so at most two messages are under way
+  from one peer to another.
+- A stale state is noticed: a neighbour has used what the peer did not send yet.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Generic, TypeVar
 
 from flower_privdec.errors import RunError
 
-Sent = TypeVar("Sent")  # a message as it goes
-Heard = TypeVar("Heard")  # and as it comes
+Sent = TypeVar("Sent")  # a message as it is sent
+Heard = TypeVar("Heard")  # and as it is received
 UNDER_WAY = 2  # messages from one peer to another
 
 
 class Lockstep(Generic[Sent, Heard]):
-    """What one peer has sent, has been sent, and knows of the places of others.
+    """One peer's messages, sent and received, and the places of others as far as they are known.
 
     Attributes:
         place: its own, on disk.
@@ -35,14 +35,14 @@ class Lockstep(Generic[Sent, Heard]):
 
         Args:
             peer: its number.
-            receivers: to whom it sends at a place.
+            receivers: the peers that it sends to at a place.
             places: how many the run has.
         """
         self.peer, self.place, self._receivers, self._places_in_all = peer, -1, receivers, places
         self._sent: dict[int, dict[int, Sent]] = {}  # by place and receiver
         self._heard: dict[int, dict[int, Heard]] = {}  # by place and sender
         self._awaited: frozenset[int] = frozenset()
-        self._places: dict[int, int] = {}  # of the others, as far as they said
+        self._places: dict[int, int] = {}  # of the others, as far as they are known
         self._waiting: dict[int, int] = {}  # from which place of this peer on its message was used, for each that sent
 
     def arrive(self, place: int, outgoing: Mapping[int, Sent], awaited: Iterable[int]) -> None:
@@ -51,10 +51,10 @@ class Lockstep(Generic[Sent, Heard]):
         Args:
             place: its number.
             outgoing: what to send, by receiver.
-            awaited: who sends something here.
+            awaited: the peers that send something here.
 
         Raises:
-            RunError: what was sent two places ago was not used by everybody yet.
+            RunError: what was sent two places ago was not used by all receivers yet.
         """
         if behind := self.behind(place - 2):
             raise RunError(f"peer {self.peer}: place {place} came before peers {sorted(behind)} were at {place - 1}")
@@ -64,7 +64,7 @@ class Lockstep(Generic[Sent, Heard]):
         self._heard = {at: items for at, items in self._heard.items() if at >= place}
 
     def behind(self, place: int) -> set[int]:
-        """Return who has not used what was sent at a place."""
+        """Return the receivers that have not used what was sent at a place."""
         return {receiver for receiver in self._sent.get(place, ()) if self._places.get(receiver, -1) <= place}
 
     @property
@@ -73,7 +73,7 @@ class Lockstep(Generic[Sent, Heard]):
         return self.place == self._places_in_all
 
     def wanted(self, other: int) -> int:
-        """Return which place of this peer another has to hear of: one for which it waits, or at the end the end."""
+        """Return which place of this peer another has to learn: one for which it waits, or at the end the end."""
         return self.place if self.is_at_end else self._waiting.get(other, -1)
 
     def before(self, place: int, others: Iterable[int]) -> set[int]:
@@ -81,7 +81,7 @@ class Lockstep(Generic[Sent, Heard]):
         return {other for other in others if self._places.get(other, -1) < place}
 
     def missing(self) -> set[int]:
-        """Return whose messages of this place have not come."""
+        """Return the peers whose messages of this place have not come."""
         return set(self._awaited - self._heard.get(self.place, {}).keys())
 
     def received(self) -> dict[int, Heard]:
@@ -97,8 +97,8 @@ class Lockstep(Generic[Sent, Heard]):
             if receiver in items and place >= known
         ]
 
-    def told(self, other: int, place: int) -> None:
-        """Hear that somebody is at a place, which says that all before was used.
+    def learn(self, other: int, place: int) -> None:
+        """Record that another peer is at a place, so that all before was used.
 
         Raises:
             RunError: there is no such place, or it has used what this peer did not send yet, which must have gone back.
@@ -107,7 +107,7 @@ class Lockstep(Generic[Sent, Heard]):
         if self.place >= 0 and any(other in self._receivers(at) for at in range(self.place + 1, place)):
             raise RunError(
                 f"peer {other} is at place {place} and has used what peer {self.peer}, at {self.place}, did not send "
-                f"yet: the checkpoint of peer {self.peer} is an old one; restore the newest, or start all peers anew"
+                f"yet: the checkpoint of peer {self.peer} is an old copy; restore the newest, or start all peers again"
             )
         self._places[other] = max(place, self._places.get(other, -1))
 
@@ -115,7 +115,7 @@ class Lockstep(Generic[Sent, Heard]):
         """Take a message; one that is known already, or that a later place has used, changes nothing.
 
         Raises:
-            RunError: nobody sends it: the run has no such place, the sender has nothing to send at this one, or too
+            RunError: no peer sends it: the run has no such place, the sender has nothing to send at this one, or too
                 much of it is under way.
         """
         if place < self.place:
@@ -130,4 +130,4 @@ class Lockstep(Generic[Sent, Heard]):
 
     def _check(self, other: int, place: int, most: int) -> None:
         if not 0 <= place <= most:
-            raise RunError(f"peer {other} speaks of place {place}, and the last is {most}; another scenario?")
+            raise RunError(f"peer {other} reports place {place}, and the last is {most}; another scenario?")

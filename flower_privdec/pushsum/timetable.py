@@ -1,4 +1,4 @@
-"""The exchanges of a run in order: which one a place is, who sends there, and who waits."""
+"""The exchanges of a run in order: which peers send and receive in each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 
-from flower_privdec.core import Exchange, Reply
+from flower_privdec.core import Algorithm, Exchange, Reply
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.graph.mixing import Mixing
@@ -15,39 +15,41 @@ from flower_privdec.graph.mixing import Mixing
 class Timetable:
     """The places of a run: exchange e of round k is place k E + e, with E exchanges a round.
 
-    Attributes:
-        places: how many the run has.
+    Args:
+        algorithm: whose program has the exchanges.
+        mixing: the graph and its weights, see `network_mixing`.
+        rounds: of the run.
 
-    Raises:
-        ScenarioError: the algorithm averages at a server, which a network of peers does not have.
+    Attributes:
+        exchanges: by index in the program.
+        places: how many the run has.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
-        program = agreement.algorithm.program
-        self.exchanges = {at: item for at, item in enumerate(program) if isinstance(item, Exchange)}
+    def __init__(self, algorithm: Algorithm, mixing: Mixing, rounds: int) -> None:
+        self.exchanges = {at: item for at, item in enumerate(algorithm.program) if isinstance(item, Exchange)}
         self._at = list(self.exchanges)
-        self.places = agreement.scenario.rounds * len(self._at)
-        self._mixing = _of_a_graph(agreement)
+        self.rounds, self.places = rounds, rounds * len(self._at)
+        self._mixing = mixing
         self.neighbours = cache(self._neighbours)
 
     def place(self, round_index: int, at: int) -> int:
-        """Return the number of the exchange at some place of the program in a round."""
+        """Return the place of the exchange at an index of the program, in a round."""
         return round_index * len(self._at) + self._at.index(at)
 
-    def at(self, place: int) -> int:
-        """Return where in the program the exchange of a place is."""
-        return self._at[place % len(self._at)]
+    def round_and_exchange(self, place: int) -> tuple[int, int]:
+        """Return the round of a place, and the index of its exchange in the program."""
+        return place // len(self._at), self._at[place % len(self._at)]
 
     def exchange(self, place: int) -> Exchange:
         """Return the exchange of a place."""
-        return self.exchanges[self.at(place)]
+        return self.exchanges[self._at[place % len(self._at)]]
 
     def receivers(self, peer: int, place: int) -> set[int]:
-        """Return to whom a peer sends at a place."""
+        """Return the peers that a peer sends to at a place."""
         return self._others(peer, place, receives=False)
 
     def senders(self, peer: int, place: int) -> set[int]:
-        """Return who sends to a peer at a place."""
+        """Return the peers that send to a peer at a place."""
         return self._others(peer, place, receives=True)
 
     def column(self, peer: int, round_index: int) -> dict[int, float]:
@@ -56,7 +58,7 @@ class Timetable:
         return {receiver: weight for _, receiver, weight in hosted.sent}
 
     def _neighbours(self, peer: int) -> list[int]:
-        """Return whom a peer may ever send to, or hear."""
+        """Return the peers that a peer may ever send to, or hear."""
         edges = self._mixing.topology.support()
         mine = edges[(edges == peer).any(1)]
         return sorted(set(mine.flatten().tolist()) - {peer})
@@ -70,7 +72,12 @@ class Timetable:
         return {sender for sender, _ in hosted.heard}
 
 
-def _of_a_graph(agreement: Agreement) -> Mixing:
+def network_mixing(agreement: Agreement) -> Mixing:
+    """Return the mixing of an agreement, for a network of peers.
+
+    Raises:
+        ScenarioError: the algorithm exchanges nothing, or averages at a server, which a network of peers does not have.
+    """
     mixing = agreement.mixing
     if mixing is None:
         raise ScenarioError(
@@ -78,7 +85,7 @@ def _of_a_graph(agreement: Agreement) -> Mixing:
         )
     if agreement.scenario.topology.name == "server":
         raise ScenarioError(
-            "topology.name='server' averages at a server, and on a network there are peers alone: use complete, the "
-            "graph in which everybody is everybody's neighbour"
+            "topology.name='server' averages at a server, and a network has peers alone: use complete, the "
+            "graph in which all peers are neighbours"
         )
     return mixing

@@ -1,6 +1,6 @@
 """Keys and what follows from them: public draws from a seed that all know, private ones from a peer's secret key.
 
-Whoever lacks the key can neither repeat nor predict what it decides, and two keys share nothing. Keys are never
+Without the key the draws can be neither repeated nor predicted, and two keys share nothing. Keys are never
 printed.
 """
 
@@ -47,7 +47,7 @@ def keyed_generator(secret: Secret, purpose: str, *numbers: int) -> np.random.Ge
 
 
 def seed_keys(seed: int, peers: Iterable[int]) -> dict[int, bytes]:
-    """Return a key for each peer that follows from a seed, for tests and timings: whoever knows the seed has them all.
+    """Return a key for each peer that follows from a seed, for tests and timings: the seed gives them all away.
 
     Args:
         seed: any integer.

@@ -1,5 +1,6 @@
 """The scenario file: one experiment, typed and strict, every default visible."""
 
+from flower_privdec.scenario.algorithm_sections import OwnAlgorithmSection
 from flower_privdec.scenario.loading import (
     load_scenario,
     numbers_hash,
@@ -9,7 +10,6 @@ from flower_privdec.scenario.loading import (
     seedless_hash,
     to_yaml,
 )
-from flower_privdec.scenario.own_algorithm import OwnAlgorithmSection
 from flower_privdec.scenario.schema import Scenario
 
 __all__ = [

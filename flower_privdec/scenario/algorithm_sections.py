@@ -4,15 +4,181 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, SerializeAsAny, Tag, WrapValidator, model_validator
+from pydantic import ConfigDict, Field, SerializeAsAny, Tag, WrapValidator, model_validator
 
-from flower_privdec.catalogue import ALGORITHMS, GRADIENT_TABLES, Choice
-from flower_privdec.scenario.dual_section import DualAveragingSection
-from flower_privdec.scenario.fields import OWN_OR_NAMED, Count, NonNegative, PerPeer, Section
-from flower_privdec.scenario.own_algorithm import DescentSection, OwnAlgorithmSection, by_its_own_form
+from flower_privdec.catalogue import ALGORITHMS, DUAL, DUAL_SCHEDULES, GRADIENT_TABLES, REGULARIZERS, Choice
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
+from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
+from flower_privdec.scenario.fields import OWN_OR_NAMED, Count, NonNegative, PerPeer, Positive, Section
 
 LocalSteps = Annotated[int, Field(ge=1, le=1_000_000)]
 Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
+
+def dynamic(section: AlgorithmSection) -> tuple[PerPeer | None, float, float] | None:
+    """Return (clip norm or None, ρ_c, ρ_μ) of the Dyn-D2P family, or None for another."""
+    if not isinstance(section, DynSection):
+        return None
+    clip = getattr(section, "initial_clip", None) or getattr(section, "clip_norm", None)
+    return clip, getattr(section, "rho_c", 1.0), getattr(section, "rho_mu", 1.0)
+
+
+def steps_per_round(section: AlgorithmSection) -> int:
+    """Return how many private steps an active peer takes in a round: τ, half of it for feddeper*, else 1."""
+    steps: int = getattr(section, "local_steps", 1)
+    return max(1, steps // 2) if section.name == "feddeper*" else steps
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+REGULARIZER_KEYS = {
+    "none": (),
+    "l2": ("weight",),
+    "l1": ("weight",),
+    "elastic-net": ("weight", "l1_weight"),
+    "box": ("lower", "upper"),
+    "ball": ("radius",),
+}
+
+
+class RegularizerSection(Section):
+    """h, which is added to the mean loss; it weighs every parameter, the bias too.
+
+    Attributes:
+        kind: none; l2, μ‖x‖²/2; l1, φ‖x‖_1; elastic-net, both; box and ball confine the parameters.
+        weight: μ of l2 and elastic-net, φ of l1.
+        l1_weight: φ of elastic-net.
+        lower: of box.
+        upper: of box.
+        radius: of ball.
+    """
+
+    kind: Annotated[str, REGULARIZERS]
+    weight: Positive | None = None
+    l1_weight: Positive | None = None
+    lower: Finite | None = None
+    upper: Finite | None = None
+    radius: Positive | None = None
+
+    @model_validator(mode="after")
+    def _keys_of_the_kind(self) -> RegularizerSection:
+        required = REGULARIZER_KEYS[self.kind]
+        for key in ("weight", "l1_weight", "lower", "upper", "radius"):
+            is_set = getattr(self, key) is not None
+            if is_set and key not in required:
+                raise ValueError(f"{key} is no key of kind {self.kind}: remove it")
+            if not is_set and key in required:
+                raise ValueError(f"kind {self.kind} needs {key}: add it")
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ValueError(f"lower={self.lower:g} must be <= upper={self.upper:g}")
+        return self
+
+    @property
+    def strongly_convex(self) -> bool:
+        """Whether h is strongly convex."""
+        return self.kind in ("l2", "elastic-net")
+
+
+class DualAveragingSection(Section):
+    """Dual averaging of a convex loss and a regularizer. It has no learning rate.
+
+    `loss`, written here, is task.loss: where both are given they must be the same, and `privdec show` has it in task.
+
+    Attributes:
+        name: which algorithm.
+        regularizer: h, which is added to the loss.
+        schedule: strongly-convex weighs round t by a_t = t, and γ_t is gamma, for a strongly convex regularizer;
+            convex weighs all rounds alike, and γ_t is gamma sqrt(t).
+        gamma: γ, by which half the squared norm of the model holds it back; 0, the value of the theory, for the
+            strongly convex schedule alone.
+    """
+
+    name: Annotated[str, DUAL]
+    regularizer: RegularizerSection = RegularizerSection(kind="l2", weight=0.0005)
+    schedule: Annotated[str, DUAL_SCHEDULES] = "strongly-convex"
+    gamma: NonNegative = 20.0
+
+    @model_validator(mode="after")
+    def _schedule_of_the_regularizer(self) -> DualAveragingSection:
+        if self.schedule == "strongly-convex" and not self.regularizer.strongly_convex:
+            raise ValueError(
+                f"schedule strongly-convex must have a strongly convex regularizer, and {self.regularizer.kind} is "
+                "none: use l2 or elastic-net, or schedule convex"
+            )
+        if self.schedule == "convex" and not self.gamma > 0:
+            raise ValueError("gamma=0.0 must be > 0 for schedule convex, whose steps nothing else bounds")
+        return self
+
+
+class DescentSection(Section):
+    """What all algorithms that descend along gradients share.
+
+    Attributes:
+        learning_rate: γ, of all peers or of each.
+        learning_rate_decay: the share of the rounds, at the end, over which the learning rate falls linearly to 0.
+    """
+
+    learning_rate: PerPeer
+    learning_rate_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class OwnAlgorithmSection(DescentSection):
+    """The section of an algorithm of a user's own, whose class names a subclass with its own keys as `Section`.
+
+    Attributes:
+        module: where the class lies, `package.module:name`.
+    """
+
+    module: str
+
+    @property
+    def name(self) -> str:
+        """Return what the algorithm is called: where it lies."""
+        return without_tokens(self.module)
+
+
+class AbsentAlgorithmSection(OwnAlgorithmSection):
+    """The section of an algorithm that was given as a Python object in another process: its keys are not known."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def own_section(module: object) -> type[OwnAlgorithmSection]:
+    """Return the form of the section of a user's algorithm.
+
+    Raises:
+        ScenarioError: the class cannot be had, or is no algorithm.
+    """
+    if not isinstance(module, str):
+        raise ScenarioError(f"algorithm.module={module!r} must be 'package.module:name'")
+    if is_given(module) and find_given(module) is None:
+        return AbsentAlgorithmSection
+    own: Any = load_own(
+        module,
+        "algorithm.module",
+        accepts=lambda part: isinstance(part, type) and hasattr(part, "Section"),
+        must_be="a subclass of flower_privdec.algorithms.Algorithm",
+    )
+    section: Any = own.Section
+    if not (isinstance(section, type) and issubclass(section, OwnAlgorithmSection)):
+        raise ScenarioError(
+            f"algorithm.module={module!r}: Section must be a subclass of flower_privdec.scenario.OwnAlgorithmSection"
+        )
+    return section
+
+
+def by_its_own_form(value: Any, _: object) -> OwnAlgorithmSection:
+    """Read a section by the form that the user's own class gives it, in place of the plain one."""
+    if isinstance(value, OwnAlgorithmSection):
+        return value
+    try:
+        return own_section(value["module"]).model_validate(value)
+    except ValueError:  # pydantic's findings are, too
+        raise
+    except ScenarioError as error:
+        raise ValueError(str(error)) from error
+    except RAISED_BY_USERS as error:  # a user's own validator may raise anything
+        raise ValueError(f"algorithm.module={value['module']!r}: its Section raised {one_line(error)}") from error
 
 
 class GradientSection(DescentSection):
@@ -38,7 +204,7 @@ class VRSection(GradientSection):
         table: `factored` keeps every example's gradient by its layers' factors, for stacks of linear layers; `dense`
             keeps the gradients themselves, for any model; `blocks` one for each fixed batch, with
             data.batch.sampling: blocks; `snapshot` an earlier model and its full gradient (SVRG).
-        snapshot_every: after how many rounds a snapshot is taken anew; for table snapshot alone.
+        snapshot_every: the number of rounds between two snapshots; for table snapshot only.
     """
 
     name: Annotated[str, ALGORITHMS.some("privsgp-vr")]
@@ -221,7 +387,7 @@ class PDSLSection(GradientSection):
         permutations: R, of each peer in each round; for monte-carlo alone, which needs it.
         truncation: a permutation ends once its accuracy is within this of that of the whole neighbourhood; for
             monte-carlo alone; left out, none ends.
-        validation_subsample: how many examples of data.validation to try coalitions on, drawn anew in each round; left
+        validation_subsample: how many examples of data.validation to try coalitions on, drawn again in each round; left
             out, all.
     """
 
@@ -282,17 +448,3 @@ AlgorithmSection = Annotated[
     | Annotated[SerializeAsAny[OwnAlgorithmSection], WrapValidator(by_its_own_form), Tag("own")],
     OWN_OR_NAMED,
 ]
-
-
-def dynamic(section: AlgorithmSection) -> tuple[PerPeer | None, float, float] | None:
-    """Return (clip norm or None, ρ_c, ρ_μ) of the Dyn-D2P family, or None for another."""
-    if not isinstance(section, DynSection):
-        return None
-    clip = getattr(section, "initial_clip", None) or getattr(section, "clip_norm", None)
-    return clip, getattr(section, "rho_c", 1.0), getattr(section, "rho_mu", 1.0)
-
-
-def steps_per_round(section: AlgorithmSection) -> int:
-    """Return how many private steps an active peer takes in a round: τ, half of it for feddeper*, else 1."""
-    steps: int = getattr(section, "local_steps", 1)
-    return max(1, steps // 2) if section.name == "feddeper*" else steps

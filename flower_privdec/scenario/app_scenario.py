@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
 from pydantic.types import Discriminator
@@ -133,11 +133,6 @@ class AppScenario(LocatedFile):
         """Return the parts that were given as Python objects: none."""
         return ()
 
-    @property
-    def as_scenario(self) -> Scenario:
-        """Return this where a network asks for a scenario: it has all of it that a network looks at."""
-        return cast(Scenario, self)
-
 
 def parse_app_scenario(text: str, *, where: str = "scenario", overrides: Iterable[str] = ()) -> AppScenario:
     """Read an app's scenario from YAML text; see `parse_scenario`."""
@@ -149,10 +144,9 @@ def load_app_scenario(path: Path, overrides: Iterable[str] = ()) -> AppScenario:
     return parse_app_scenario(read_text(find_scenario(path)), where=str(path), overrides=overrides)
 
 
-def load_for_network(path: Path, overrides: Iterable[str] = ()) -> Scenario:
-    """Read the scenario of a network's peers: an app's, where the file says nothing of data, model and algorithm."""
-    found = find_scenario(path)
-    said = read_yaml(read_text(found), str(found))[0]
-    if {"data", "model", "algorithm"} & said.keys():
-        return load_scenario(found, overrides)
-    return load_app_scenario(found, overrides).as_scenario
+def load_for_network(path: Path, overrides: Iterable[str] = ()) -> Scenario | AppScenario:
+    """Read the scenario of a network's peers: an app's, where the file has no section data, model or algorithm."""
+    file = find_scenario(path)
+    sections = read_yaml(read_text(file), str(file))[0]
+    load = load_scenario if {"data", "model", "algorithm"} & sections.keys() else load_app_scenario
+    return load(file, overrides)

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, Tag, model_validator
 from pydantic.types import Discriminator
 
 from flower_privdec import catalogue
+from flower_privdec.catalogue import FEATURES
 from flower_privdec.common.user_code import is_given
 from flower_privdec.scenario.fields import (
     Count,
@@ -51,10 +52,10 @@ class PartitionSection(Section):
             "sizes": "sizes",
         }
         for kind, option in needed.items():
-            given = getattr(self, option) is not None
-            if given and kind != self.kind:
+            is_set = getattr(self, option) is not None
+            if is_set and kind != self.kind:
                 raise ValueError(f"{option} belongs to kind {kind}, not to {self.kind}: remove it")
-            if not given and kind == self.kind:
+            if not is_set and kind == self.kind:
                 raise ValueError(f"kind {kind} needs {option}: add it")
         if self.min_size is not None and self.kind != "dirichlet":
             raise ValueError(f"min_size belongs to kind dirichlet, not to {self.kind}: remove it")
@@ -134,7 +135,7 @@ class DataSection(Section):
         n_features: of svmlight, which needs it: how many features there are; indices are 1 to n_features.
         classes: how many there are; left out, they are counted.
         vocabulary: how many tokens there are, where examples of your own are whole numbers 0..vocabulary-1; left out,
-            they are numbers to reckon with.
+            they are real numbers.
         samples: how many training examples to take, at random; left out, all.
         test_samples: how many of the public test set to take; left out, all.
         validation: how many more of the public test set to keep out of every test figure, for an algorithm that weighs
@@ -164,8 +165,8 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _source_of_what_is_given(self) -> DataSection:
-        given = not isinstance(self.dataset, str) and is_given(self.dataset.module)
-        if self.source is not None and not given:
+        is_object = not isinstance(self.dataset, str) and is_given(self.dataset.module)
+        if self.source is not None and not is_object:
             raise ValueError("source is for data that are given in Python, and these have a name: remove it")
         return self
 
@@ -187,3 +188,29 @@ class DataSection(Section):
             if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is for one dataset that is dealt out, and root has {PEER}: remove one of them")
         return self
+
+
+class FeaturesSection(Section):
+    """What each example is turned into, by itself and with nothing fitted on private data.
+
+    Attributes:
+        kind: a wavelet scattering transform (extra `features`).
+        scales: J, wavelets of 1, 2, ... 2^(J-1) pixels; the output is 2^J times smaller.
+        angles: L, how many directions.
+        order: how many wavelets in a row, 1 or 2.
+        groups: of channels, each normalised over one example; 0 for none.
+        pool: the side to which each channel is averaged.
+        whitening: by mean and covariance of the features of drawn pen strokes, or none.
+        ridge: what whitening adds to the variances, as a share of the largest.
+        norm: of the features of every example.
+    """
+
+    kind: Annotated[str, FEATURES]
+    scales: Annotated[int, Field(ge=1, le=8)] = 2
+    angles: Annotated[int, Field(ge=1, le=32)] = 8
+    order: Annotated[int, Field(ge=1, le=2)] = 2
+    groups: Annotated[int, Field(ge=0)] = 27
+    pool: Count = 4
+    whitening: Literal["none", "strokes"] = "none"
+    ridge: Positive = 0.01
+    norm: Positive = 4.0

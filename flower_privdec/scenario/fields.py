@@ -21,9 +21,9 @@ def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
         value, key = getattr(section, name), f"{path}{name}"
         if name == "module" and value is not None:
             yield key, value
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, Section):
-                yield from own_modules(each, f"{key}.")
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, Section):
+                yield from own_modules(number, f"{key}.")
 
 
 class OwnSection(Section):
@@ -48,7 +48,7 @@ def _tag(value: Any) -> str:
     return "own" if "module" in keys else "named"
 
 
-OWN_OR_NAMED = Discriminator(_tag)  # tells a user's own part, which names its module, from those of the catalogue
+OWN_OR_NAMED = Discriminator(_tag)  # distinguishes a user's part, which names its module, from those of the catalogue
 
 
 def _per_peer(value: Any) -> Any:

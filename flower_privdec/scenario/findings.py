@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from flower_privdec.catalogue import Choice
 from flower_privdec.common.formatting import did_you_mean, shown
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.own_algorithm import OwnAlgorithmSection, own_section
+from flower_privdec.scenario.algorithm_sections import OwnAlgorithmSection, own_section
 from flower_privdec.scenario.plain_yaml import Location
 
 SECTION = "a section, as {key: value}"
@@ -97,10 +97,10 @@ def _clean(error: Any, data: Any) -> Location:
     loc: Location = error["loc"]
     path: list[int | str] = []
     for i, part in enumerate(loc):
-        known = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
-        if known or (error["type"] == "missing" and i == len(loc) - 1):
+        present = part in data if isinstance(data, dict) else isinstance(data, list) and isinstance(part, int)
+        if present or (error["type"] == "missing" and i == len(loc) - 1):
             path.append(part)
-        if known:
+        if present:
             data = data[part]
     return tuple(path)
 
@@ -112,12 +112,12 @@ def _model_at(loc: Location, root: type[BaseModel], data: Any) -> type[BaseModel
         field = models[0].model_fields.get(str(part))
         data = data.get(part, data) if isinstance(data, dict) else data
         if field:
-            found = _sections_of(field.annotation)
+            matching = _sections_of(field.annotation)
         elif part in ("own", "named"):
-            found = [model for model in models if ("module" in model.model_fields) == (part == "own")]
+            matching = [model for model in models if ("module" in model.model_fields) == (part == "own")]
         else:
-            found = [model for model in models if part in _tags(model)]
-        models = found or models
+            matching = [model for model in models if part in _tags(model)]
+        models = matching or models
         if models[0] is OwnAlgorithmSection:
             models = [own_section(data["module"])]
     return models[0]
@@ -139,20 +139,20 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
 
 def _belongs(loc: Location, root: type[BaseModel]) -> str:
     """Return the end of an error about a key that other forms of its section have."""
-    known = root.model_fields.get(str(loc[0]))
-    forms = _sections_of(known.annotation) if known and len(loc) > 2 else []
+    field = root.model_fields.get(str(loc[0]))
+    forms = _sections_of(field.annotation) if field and len(loc) > 2 else []
     takers = [str(tag) for form in forms if loc[-1] in form.model_fields for tag in _tags(form)]
     return f"; it belongs to {', '.join(takers)}" if takers else ""
 
 
 def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
     """Return the end of an error about a key that stands in another section."""
-    for name, known in root.model_fields.items():
-        for section in _sections_of(known.annotation):
+    for name, info in root.model_fields.items():
+        for section in _sections_of(info.annotation):
             if key in section.model_fields:
                 return f"; did you mean '{path}{name}.{key}'?"
-            if found := _elsewhere(key, section, f"{path}{name}."):
-                return found
+            if place := _elsewhere(key, section, f"{path}{name}."):
+                return place
     return ""
 
 
@@ -161,9 +161,9 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
     name = ".".join(map(str, loc)) or root.__name__.lower()
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
-        known = list(_model_at(error["loc"][:-1], root, data).model_fields)
-        hint = did_you_mean(loc[-1], known) or _belongs(error["loc"], root) or _elsewhere(str(loc[-1]), root)
-        return f"unknown key '{shown(name)[1:-1]}'{hint} (valid keys: {', '.join(known)})"
+        names = list(_model_at(error["loc"][:-1], root, data).model_fields)
+        hint = did_you_mean(loc[-1], names) or _belongs(error["loc"], root) or _elsewhere(str(loc[-1]), root)
+        return f"unknown key '{shown(name)[1:-1]}'{hint} (valid keys: {', '.join(names)})"
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
         key, tag = f"{name}.{_unquoted(context['discriminator'])}", context["tag"]
@@ -176,11 +176,11 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
         if not loc or message.startswith(f"{name}."):
             return message
         return f"{name}={shown(error['input'])} {message}" if message.startswith("must") else f"{name}: {message}"
-    asked = _model_at(loc[:-1], root, data).model_fields.get(str(loc[-1])) if loc else None
-    return f"{name}={shown(error['input'])} must be {_rule(error, loc, asked)}"
+    field = _model_at(loc[:-1], root, data).model_fields.get(str(loc[-1])) if loc else None
+    return f"{name}={shown(error['input'])} must be {_rule(error, loc, field)}"
 
 
-def _rule(error: Any, loc: Location, known: FieldInfo | None) -> str:
+def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
     """Say what a value must be, and what to do where that does not."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "literal_error" and loc != ("privacy",):
@@ -189,12 +189,12 @@ def _rule(error: Any, loc: Location, known: FieldInfo | None) -> str:
     if loc in CHOICES:
         return CHOICES[loc]
     if error["input"] is None:
-        wanted = known is not None and known.is_required()
-        return f"{TYPES.get(kind, 'given')}: {'give one' if wanted else 'leave the key out for its default'}"
-    if isinstance(error["input"], str) and known is not None and TYPES.get(kind) == SECTION:
-        keys = [key for form in _sections_of(known.annotation) for key in ("name", "kind") if key in form.model_fields]
-        said = shown(error["input"])[1:-1]
-        return f"{SECTION}: write {{{keys[0]}: {said}}}" if keys else SECTION
+        required = field is not None and field.is_required()
+        return f"{TYPES.get(kind, 'given')}: {'give one' if required else 'leave the key out for its default'}"
+    if isinstance(error["input"], str) and field is not None and TYPES.get(kind) == SECTION:
+        keys = [key for form in _sections_of(field.annotation) for key in ("name", "kind") if key in form.model_fields]
+        text = shown(error["input"])[1:-1]
+        return f"{SECTION}: write {{{keys[0]}: {text}}}" if keys else SECTION
     if kind == "string_pattern_mismatch":
         return f"as the pattern {context['pattern']} has it"
     if kind in TYPES:

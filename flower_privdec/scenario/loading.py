@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,8 +20,11 @@ from flower_privdec.scenario.plain_yaml import DEEPEST, LONGEST, Location, read_
 from flower_privdec.scenario.schema import Scenario
 from flower_privdec.scenario.shipped import find_scenario
 
+if TYPE_CHECKING:
+    from flower_privdec.scenario.app_scenario import AppScenario
+
 Model = TypeVar("Model", bound=BaseModel)
-UNNAMEABLE = "# Parts named __python__ were given as Python objects: nobody can run this file again without them.\n"
+UNNAMEABLE = "# Parts named __python__ were given as Python objects: this file cannot be run again without them.\n"
 SCENARIO = "a scenario is a mapping of sections (name, n_peers, data, ...)"
 
 
@@ -153,17 +156,17 @@ def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:
     return parse_scenario(read_text(path), where=str(path), overrides=overrides)
 
 
-def to_yaml(scenario: Scenario) -> str:
+def to_yaml(scenario: Scenario | AppScenario) -> str:
     """Return the scenario with every default visible, as YAML that reads back to the same scenario.
 
     Parts that were given as Python objects are there by names that hold in this process alone, and it says so.
     """
     data = json.loads(scenario.model_dump_json(exclude_none=True))
-    given = any(is_given(module) for _, module in own_modules(scenario))
-    return (UNNAMEABLE if given else "") + write_yaml(data)
+    has_objects = any(is_given(module) for _, module in own_modules(scenario))
+    return (UNNAMEABLE if has_objects else "") + write_yaml(data)
 
 
-def scenario_hash(scenario: Scenario) -> str:
+def scenario_hash(scenario: Scenario | AppScenario) -> str:
     """Return a hash of everything that decides the run's results: not threads, memory, addresses or the planner's."""
     return _hash_without(scenario, {"compute": {"threads", "workers", "memory_mib"}, "plan": True, "network": True})
 
@@ -174,7 +177,7 @@ def seedless_hash(scenario: Scenario) -> str:
     return _hash_without(scenario.model_copy(update={"seed": 0, "seeds": None}), nothing)
 
 
-def numbers_hash(scenario: Scenario) -> str:
+def numbers_hash(scenario: Scenario | AppScenario) -> str:
     """Return a hash of what decides the numbers of a run's trajectory, beside data and machine.
 
     Names, paths and how often a run is looked at decide nothing, nor does the device, which `run_key` adds.
@@ -198,10 +201,10 @@ def own_parts(scenario: Scenario, *, metrics: bool = False) -> list[Any]:
     """
     named = [pair for pair in own_modules(scenario) if metrics or not pair[0].startswith("task.metrics.")]
     loaded = [(load_own(module, key), find_given(module)) for key, module in named]
-    return [part if given is None else given for part, given in loaded]
+    return [part if replacement is None else replacement for part, replacement in loaded]
 
 
-def _hash_without(scenario: Scenario, excluded: Any) -> str:
+def _hash_without(scenario: Scenario | AppScenario, excluded: Any) -> str:
     data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True))
-    data |= {"seed": None, "seeds": scenario.all_seeds()}  # whoever says them
+    data |= {"seed": None, "seeds": scenario.all_seeds()}  # regardless of their source
     return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()

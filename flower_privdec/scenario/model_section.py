@@ -64,8 +64,8 @@ class ModelSection(Section):
             raise ValueError(f"module={self.module!r} must be 'package.module:factory'")
         if self.module is None and self.arguments:
             raise ValueError("arguments belong to a module of your own: remove them, or give module")
-        given, own = set(self._given()), MODEL_OPTIONS.get(self.name or "", ())
-        for key in sorted(given - set(own)):
+        keys, own = set(self._given()), MODEL_OPTIONS.get(self.name or "", ())
+        for key in sorted(keys - set(own)):
             takers = ", ".join(name for name, options in MODEL_OPTIONS.items() if key in options)
             raise ValueError(f"{key} belongs to {takers}, not to {self.name or self.module}: remove it")
         return self

@@ -11,12 +11,13 @@ from pydantic import AfterValidator, Field, model_validator
 from flower_privdec.scenario.fields import Positive, Section
 
 ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+CODEC_NAMES = ("exact", "float32", "bfloat16")  # see `pushsum.codec`
 IDENTITY = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
 
 
 def _address(value: str) -> str:
-    found = ADDRESS.fullmatch(value)
-    if found is None or not 0 < int(found["port"]) < 65536:
+    match = ADDRESS.fullmatch(value)
+    if match is None or not 0 < int(match["port"]) < 65536:
         raise ValueError("must be HOST:PORT, as 10.0.0.7:7100 or [::1]:7100")
     return value
 
@@ -27,8 +28,15 @@ def _identity(value: str) -> str:
     return value
 
 
+def _codec(value: str) -> str:
+    if value not in CODEC_NAMES and ":" not in value:
+        raise ValueError(f"must be one of {', '.join(CODEC_NAMES)}, or a class of your own, as package.module:Name")
+    return value
+
+
 Address = Annotated[str, AfterValidator(_address)]
 Identity = Annotated[str, AfterValidator(_identity)]
+CodecName = Annotated[str, AfterValidator(_codec)]
 
 
 def is_loopback(address: str) -> bool:
@@ -59,6 +67,8 @@ class NetworkSection(Section):
         mode: asynchronous, where a peer goes on without those who do not come in time; or synchronous, where everybody
             waits for its neighbours in every exchange, which gives the numbers of a simulation.
         peers: one for each peer, in the order of their numbers; left out, all are on this machine.
+        codec: how rows look on the wire: exact, as they are; float32 or bfloat16, where push-sum shares are sent, whose
+            rounding stays in the sender's mass; or a class of your own, `package.module:Name`. All peers use one.
         start: seconds that a peer waits for its first neighbours, which may have to be started yet.
         deadline: seconds that it waits for them later where it has to (synchronous: in each exchange; asynchronous:
             after its last round); what takes half as long to send is given up and sent again.
@@ -70,6 +80,7 @@ class NetworkSection(Section):
     """
 
     mode: Literal["asynchronous", "synchronous"] = "asynchronous"
+    codec: CodecName = "exact"
     peers: list[NetworkPeer] | None = None
     start: Positive = 60.0
     deadline: Positive = 10.0
@@ -101,6 +112,6 @@ class NetworkSection(Section):
             name: of the scenario.
             n_peers: how many there are.
         """
-        given = [None] * n_peers if self.peers is None else [peer.identity for peer in self.peers]
+        identities = [None] * n_peers if self.peers is None else [peer.identity for peer in self.peers]
         plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60].strip("-") or "scenario"
-        return [identity or f"peer-{peer}.{plain}" for peer, identity in enumerate(given)]
+        return [identity or f"peer-{peer}.{plain}" for peer, identity in enumerate(identities)]

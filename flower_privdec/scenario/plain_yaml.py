@@ -138,8 +138,10 @@ class _Reading:
     def _keys(self, node: MappingNode, path: Location) -> Any:
         for key, part in node.value:
             if not isinstance(key, ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-                said = f"the key {shown(key.value)}" if isinstance(key, ScalarNode) else "a list or mapping as key"
-                raise self._error(key, f"{said} must be a word; quote it")
+                description = (
+                    f"the key {shown(key.value)}" if isinstance(key, ScalarNode) else "a list or mapping as key"
+                )
+                raise self._error(key, f"{description} must be a word; quote it")
             here = (*path, self._text(key))
             if here in self._lines:
                 raise self._error(key, f"key {shown(key.value)} stands twice; keep one")

@@ -12,8 +12,7 @@ from flower_privdec import catalogue
 from flower_privdec.common.user_code import Given, find_given, is_given, raised_at
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.scenario.algorithm_sections import AlgorithmSection, DynSection, PDSLSection, VRSection
-from flower_privdec.scenario.data_section import DataSection
-from flower_privdec.scenario.features_section import FeaturesSection
+from flower_privdec.scenario.data_section import DataSection, FeaturesSection
 from flower_privdec.scenario.fields import (
     Count,
     Fraction,
@@ -202,8 +201,8 @@ class Scenario(LocatedFile):
 
     def model_post_init(self, context: Any) -> None:
         """Keep the parts that were given as Python objects."""
-        found = (find_given(module) for _, module in own_modules(self))
-        self._given = tuple(part for part in found if part is not None)
+        objects = (find_given(module) for _, module in own_modules(self))
+        self._given = tuple(part for part in objects if part is not None)
 
     @property
     def given(self) -> tuple[Given, ...]:
@@ -292,7 +291,7 @@ class Scenario(LocatedFile):
         if self.n_peers == 1 and not alone:
             raise ValueError(
                 f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
-                "one peer has nobody to exchange with; use algorithm local, or more peers"
+                "one peer has no neighbor to exchange with; use algorithm local, or more peers"
             )
         return self
 
@@ -314,7 +313,7 @@ class Scenario(LocatedFile):
 def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Put the place before what a function finds to be wrong with the scenario that its first argument is or has.
 
-    What a user's own part raises in it is told in a line, without what it said, which may tell of data.
+    An error raised by a user's part is reported in one line, without its message, which may reveal data.
     """
 
     @wraps(function)

@@ -21,11 +21,11 @@ def shipped(kind: str = ".") -> dict[str, Path]:
         kind: `.` for scenarios, `studies` for studies.
     """
     package = Path(__file__).resolve().parents[1]
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for root in (Path(), package, package.parent):
         for path in sorted((root / FOLDER / kind).glob("*.yaml")):
-            found.setdefault(path.stem, path)
-    return found
+            paths.setdefault(path.stem, path)
+    return paths
 
 
 def find_scenario(path: Path | str) -> Path:
@@ -35,14 +35,14 @@ def find_scenario(path: Path | str) -> Path:
         ScenarioError: a name that is neither a file's nor known.
     """
     path = Path(path)
-    with suppress(OSError):  # too long a name: whoever reads it says so
+    with suppress(OSError):  # too long a name: the reader reports it
         if path.exists():
             return path
     if path.suffix or path.parent != Path():
         return path
-    known = shipped()
-    if path.name not in known:
+    paths = shipped()
+    if path.name not in paths:
         raise ScenarioError(
-            f"{shown(str(path))[1:-1]}: is no file, nor a scenario that comes along ({', '.join(known)}); give a path"
+            f"{shown(str(path))[1:-1]}: is no file, nor a scenario that comes along ({', '.join(paths)}); give a path"
         )
-    return known[path.name]
+    return paths[path.name]

@@ -92,8 +92,8 @@ class TaskSection(Section):
         if not isinstance(data, dict) or data.get("metrics") is not None:
             return data
         loss = data.get("loss", "cross-entropy")
-        known = LOSS_KINDS.get(loss) if isinstance(loss, str) else None
-        targets = known.targets if known else loss.get("targets") if isinstance(loss, dict) else None
+        kinds = LOSS_KINDS.get(loss) if isinstance(loss, str) else None
+        targets = kinds.targets if kinds else loss.get("targets") if isinstance(loss, dict) else None
         return {**data, "metrics": list(USUAL_METRICS.get(targets or "classes", ("accuracy",)))}
 
     @model_validator(mode="after")

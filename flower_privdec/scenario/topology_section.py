@@ -20,7 +20,7 @@ Weights = Annotated[str, catalogue.WEIGHTS]
 
 
 class TopologySection(Section):
-    """Who can send to whom, and with which weights it is mixed.
+    """The communication graph and its mixing weights.
 
     Attributes:
         name: of the graph; `privdec list` describes each, `server` is an average over the active peers.

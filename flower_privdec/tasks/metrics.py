@@ -38,8 +38,8 @@ def _counts(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     """Count by class or label what is right, what is predicted and what is there, each [..., C]."""
     if loss.targets == "labels":
         there = targets.double()
-        said = loss.predict(outputs).double()
-        return (said * there).sum(-2), said.sum(-2), there.sum(-2).expand(*outputs.shape[:-2], -1)
+        predicted = loss.predict(outputs).double()
+        return (predicted * there).sum(-2), predicted.sum(-2), there.sum(-2).expand(*outputs.shape[:-2], -1)
     n_classes = 2 if loss.single else outputs.shape[-1]
     predicted = loss.predict(outputs)
     empty = torch.zeros(*predicted.shape[:-1], n_classes, dtype=torch.float64, device=outputs.device)
@@ -52,9 +52,9 @@ def _counts(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     )
 
 
-def _mean_over(values: Tensor, known: Tensor) -> Tensor:
+def _mean_over(values: Tensor, present: Tensor) -> Tensor:
     """Return the mean of values [..., C] where they are known; 0 where none is."""
-    return torch.where(known, values, 0).sum(-1) / known.sum(-1).clamp_min(1)
+    return torch.where(present, values, 0).sum(-1) / present.sum(-1).clamp_min(1)
 
 
 def _balanced_accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -64,14 +64,14 @@ def _balanced_accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _macro_f1(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     """Classes that are neither there nor predicted do not count; labels count as 0 then."""
-    right, said, there = _counts(loss, outputs, targets)
-    known = torch.ones_like(there, dtype=torch.bool) if loss.targets == "labels" else said + there > 0
-    return _mean_over(2 * right / (said + there).clamp_min(1), known)
+    right, predicted, there = _counts(loss, outputs, targets)
+    present = torch.ones_like(there, dtype=torch.bool) if loss.targets == "labels" else predicted + there > 0
+    return _mean_over(2 * right / (predicted + there).clamp_min(1), present)
 
 
 def _micro_f1(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    right, said, there = (count.sum(-1) for count in _counts(loss, outputs, targets))
-    return 2 * right / (said + there).clamp_min(1)
+    right, predicted, there = (count.sum(-1) for count in _counts(loss, outputs, targets))
+    return 2 * right / (predicted + there).clamp_min(1)
 
 
 def _subset_accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -60,8 +60,8 @@ def _each(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Ten
         flat = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1, *wide)
         if len(flat[0]) == 0:
             return torch.zeros_like(outputs)
-        found: Tensor = vmap(function)(*flat)
-        return found.reshape(*lead, *found.shape[1:])
+        values: Tensor = vmap(function)(*flat)
+        return values.reshape(*lead, *values.shape[1:])
 
     return call
 
@@ -70,22 +70,22 @@ def _withheld(target: str, call: Callable[[Tensor, Tensor], Tensor]) -> Callable
     """Let no error tell of the examples that it was raised on."""
 
     def guarded(outputs: Tensor, targets: Tensor) -> Tensor:
-        found, failure = outputs, None
+        value, failure = outputs, None
         try:
-            found = call(outputs, targets)
+            value = call(outputs, targets)
         except RAISED_BY_USERS as error:  # a user's own function may raise anything
             failure = type(error).__name__
         if failure is not None:  # raised here, an error that does not carry the other one along
             raise RunError(
                 f"task.loss.module={target!r} raised {failure}: what it said is withheld, for it may tell of data"
             )
-        return found
+        return value
 
     return guarded
 
 
 def try_loss(loss: Loss, outputs: int) -> None:
-    """Try a user's own loss on random outputs, which tell of nobody.
+    """Try a user's own loss on random outputs, which reveal no example.
 
     Raises:
         ScenarioError: it fails, returns no number, or would see examples together.

@@ -69,8 +69,8 @@ class ClippedSum:
     def loss(self, outputs: Tensor, targets: Sequence[Any]) -> Tensor:
         """Return the loss of a batch, without a gradient and without a change to the criterion."""
         with torch.no_grad():
-            found: Tensor = without_telling("the criterion", _fresh(self._criterion), [outputs.detach(), *targets])
-            return found
+            loss: Tensor = without_telling("the criterion", _fresh(self._criterion), [outputs.detach(), *targets])
+            return loss
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[Tensor, int]:
         """Return the sum [d] for a batch, and how many examples it has.
@@ -111,20 +111,20 @@ class ClippedSum:
     def _settle(self, rebuild: _Rebuild, tensors: list[Tensor]) -> str:
         """Return the way that works on zeros of the examples' shapes: what these raise tells nothing of the data."""
         zeros = [torch.zeros_like(tensor[:1]).expand(2, *tensor.shape[1:]).clone() for tensor in tensors]
-        said = []
+        reasons = []
         for way in self._ways:
             try:
                 with torch.random.fork_rng(devices=[]), no_own_rules() if way == "vmap" else nullcontext():
                     self._gradients(way, rebuild, zeros)
             except RAISED_BY_USERS as error:  # the user's forward may raise anything
-                said.append(reason(error))
+                reasons.append(reason(error))
                 continue
-            if said:
-                _log.warning("the model is called on one example after the other, which is slow: %s", said[0])
+            if reasons:
+                _log.warning("the model is called on one example after the other, which is slow: %s", reasons[0])
             return way
         raise ScenarioError(
-            f"the model and the criterion cannot take one example alone, as a batch of one: {said[-1]}; let the model "
-            "turn [1, ...] into one tensor [1, ...], and the criterion that and its targets into a number"
+            f"the model and the criterion cannot take one example alone, as a batch of one: {reasons[-1]}; let the "
+            "model turn [1, ...] into one tensor [1, ...], and the criterion that and its targets into a number"
         )
 
     def _gradients(self, way: str, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Tensor:
@@ -139,17 +139,17 @@ class ClippedSum:
     def _by_vmap(self, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Values:
         value = self._value(rebuild)
         dims = (None, *(0 for _ in tensors))
-        found: Values = vmap(grad(value), in_dims=dims, randomness="different")(self._values(), *tensors)
-        return found
+        gradients: Values = vmap(grad(value), in_dims=dims, randomness="different")(self._values(), *tensors)
+        return gradients
 
     def _by_loop(self, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Values:
-        found: list[tuple[Tensor, ...]] = []
+        rows: list[tuple[Tensor, ...]] = []
         for example in zip(*tensors, strict=True):
             values = {name: value.requires_grad_() for name, value in self._values().items()}
             loss = self._value(rebuild)(values, *example)
             gradient = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
-            found.append(tuple(each.to_dense() if each.is_sparse else each for each in gradient))
-        columns = zip(*found, strict=True)
+            rows.append(tuple(part.to_dense() if part.is_sparse else part for part in gradient))
+        columns = zip(*rows, strict=True)
         return {name: torch.stack(column) for name, column in zip(self._parameters, columns, strict=True)}
 
     def _value(self, rebuild: _Rebuild) -> Callable[..., Tensor]:
@@ -220,7 +220,7 @@ def without_telling(what: str, call: Callable[..., Any], arguments: Sequence[Any
         ScenarioError: it fails on zeros too; with what it said of them.
         RunError: it fails on the examples alone; with the error's kind.
     """
-    failure = said = None
+    failure = explanation = None
     try:
         return call(*arguments)
     except RAISED_BY_USERS as error:
@@ -228,9 +228,9 @@ def without_telling(what: str, call: Callable[..., Any], arguments: Sequence[Any
     try:
         call(*tree_map(_zeros, list(arguments)))
     except RAISED_BY_USERS as error:
-        said = reason(error)
-    if said is not None:  # raised here, errors that do not carry the other ones along
-        raise ScenarioError(f"{what} fails on zeros of the batch's shapes too: {said}")
+        explanation = reason(error)
+    if explanation is not None:  # raised here, errors that do not carry the other ones along
+        raise ScenarioError(f"{what} fails on zeros of the batch's shapes too: {explanation}")
     raise RunError(
         f"{what} raised {failure} on private examples (what it said is withheld, for it may tell of them); try it on "
         "made-up ones, of every size and class"

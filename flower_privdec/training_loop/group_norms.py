@@ -61,12 +61,12 @@ def _grouped(norm: nn.Module, groups: int) -> nn.Module:
         raise ScenarioError(f"{type(norm).__name__} does not know its channels yet: call the model on one batch first")
     channels = int(norm.num_features)
     count = max(n for n in range(1, groups + 1) if channels % n == 0 and (n == 1 or channels // n > 1))
-    made = nn.GroupNorm(count, channels, eps=norm.eps, affine=norm.affine).train(norm.training)
+    replacement = nn.GroupNorm(count, channels, eps=norm.eps, affine=norm.affine).train(norm.training)
     if norm.affine:
-        made = made.to(norm.weight)
+        replacement = replacement.to(norm.weight)
         with torch.no_grad():
-            made.weight.copy_(norm.weight)
-            made.bias.copy_(norm.bias)
-        made.weight.requires_grad_(norm.weight.requires_grad)
-        made.bias.requires_grad_(norm.bias.requires_grad)
-    return made
+            replacement.weight.copy_(norm.weight)
+            replacement.bias.copy_(norm.bias)
+        replacement.weight.requires_grad_(norm.weight.requires_grad)
+        replacement.bias.requires_grad_(norm.bias.requires_grad)
+    return replacement

@@ -90,7 +90,7 @@ class ExamplePrivacy:
         return self._budget.statement(self._budget.entries())
 
     def close(self) -> None:
-        """Leave optimizer and parameters to whoever uses them next, without privacy."""
+        """Detach from the optimizer and the parameters, which continue without privacy."""
         self._steps.close()
 
 
@@ -116,8 +116,8 @@ def private(
     """Make a training loop differentially private for each example (DP-SGD, Abadi et al. 2016, Alg. 1).
 
     The loop stays as it is, with what this returns in the place of its own: for each batch of the loader one call of
-    the model, of the criterion on what that returned, `backward()` and `step()`. Call it anew in each round, in the
-    same process or another, with the same ledger: that goes on counting where it was.
+    the model, of the criterion on what that returned, `backward()` and `step()`. Call it again in each round, in the
+    same process or another, with the same ledger: it continues the count.
 
     Args:
         model: called on batches [examples, ...]; returns one tensor [examples, ...]. Not one that mixes examples.
@@ -147,8 +147,8 @@ def private(
         BudgetError: from the loader, before a batch is read, when the budget is spent; `allowed` says so before.
 
     Privacy: unit one example, adjacency zero-out (an example's clipped gradient against 0; the number of examples is
-        public), towards whoever sees the model after every step. Not covered: losses, accuracies and counts on private
-        examples that the loop itself reports; what it does to a batch as a whole before the model sees it
+        public), against an adversary who sees the model after every step. Not covered: losses, accuracies and counts on
+        private examples that the loop itself reports; what it does to a batch as a whole before the model sees it
         (normalising by its own mean, mixing its examples); what reached the model or the optimizer's state before;
         the same person behind several examples.
 
@@ -261,27 +261,27 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """
     if not isinstance(optimizer, Optimizer):
         raise ScenarioError(f"optimizer is a {type(optimizer).__name__}: it must be a torch.optim.Optimizer")
-    held = {id(each): each for group in optimizer.param_groups for each in group["params"] if each.requires_grad}
-    found: dict[str, Tensor] = {name: each for name, each in model.named_parameters() if id(each) in held}
-    if not found or len(found) != len(held):
+    of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    trained: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in of_optimizer}
+    if not trained or len(trained) != len(of_optimizer):
         raise ScenarioError(
-            f"the optimizer trains {len(held)} parameters, of which {len(found)} are the model's: it must train some "
-            "of the model's and no others (make it after the model is changed or moved)"
+            f"the optimizer trains {len(of_optimizer)} parameters, of which {len(trained)} are the model's: it must "
+            "train some of the model's and no others (make it after the model is changed or moved)"
         )
-    kinds = {(each.dtype, each.device) for each in found.values()}
+    kinds = {(parameter.dtype, parameter.device) for parameter in trained.values()}
     if len(kinds) > 1 or next(iter(kinds))[0] not in DTYPES:
-        said = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+        listing = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
         raise ScenarioError(
-            f"the trained parameters are {said}: they must be all float32 or all float64 on one device (for half "
+            f"the trained parameters are {listing}: they must be all float32 or all float64 on one device (for half "
             "precision use torch.autocast)"
         )
-    return found
+    return trained
 
 
 class PrivateLoader:
     """The user's loader with Poisson batches: each example is in each with chance batch_size / examples.
 
-    It has as many batches as the user's. One into which nobody is drawn is not shown: its step, on noise
+    It has as many batches as the user's. An empty batch is not yielded: its step, on noise
     alone, is taken here. The ledger is locked while the loader is being iterated over.
     """
 
@@ -300,7 +300,7 @@ class PrivateLoader:
         Args:
             reserve: how many steps a line in the ledger pays for; None is a sixteenth of a pass, or a whole one where
                 workers read ahead.
-            seed: a key to draw from, INSECURE; None is the operating system's entropy, anew each time.
+            seed: a key to draw from, INSECURE; None is fresh entropy from the operating system.
             report: what is called with a line on what was spent, after each pass.
         """
         self._loader, self._steps, self._budget, self._seed, self._report = loader, steps, budget, seed, report
@@ -329,8 +329,8 @@ class PrivateLoader:
     def _batches(self, count: int, first: int) -> Iterator[Any]:
         """Yield the batches of some steps that are paid."""
         sizes, places = self._draw(count, first)
-        drawn = np.split(places, np.cumsum(sizes)[:-1])
-        batches = iter(self._read([each.tolist() for each in drawn if len(each)]))
+        members = np.split(places, np.cumsum(sizes)[:-1])
+        batches = iter(self._read([batch_members.tolist() for batch_members in members if len(batch_members)]))
         for number, size in enumerate(sizes.tolist(), start=first):
             if size == 0:
                 self._steps.step_on_noise(number)
@@ -346,8 +346,8 @@ class PrivateLoader:
         return draw_poisson(keyed_generator(key, "sampling", first), count, release.dataset_size, release.sampling_rate)
 
     def _read(self, batches: list[list[int]]) -> DataLoader[Any]:
-        kept: Mapping[str, Any] = {name: getattr(self._loader, name) for name in KEPT}
-        return DataLoader(self._loader.dataset, batch_sampler=batches, **kept)
+        options: Mapping[str, Any] = {name: getattr(self._loader, name) for name in KEPT}
+        return DataLoader(self._loader.dataset, batch_sampler=batches, **options)
 
 
 def _next(batches: Iterator[Any]) -> Any:
@@ -427,8 +427,10 @@ class PrivateModel(nn.Module):
             ScenarioError: where gradients are on and these are not one tensor.
         """
         if not torch.is_grad_enabled():
-            kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            return functional_call(self.module, kept, args, kwargs)  # what they became of these examples is forgotten
+            buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            return functional_call(
+                self.module, buffers, args, kwargs
+            )  # what they became of these examples is forgotten
         output = self._clipped_sum.outputs(args, kwargs)
         if not isinstance(output, Tensor):
             raise ScenarioError(
@@ -570,7 +572,7 @@ class NoisedSteps:
     Attributes:
         drawn: the batch that awaits its step, or None.
 
-    Privacy: one release of the step's mechanism, paid by whoever calls `draw`.
+    Privacy: one release of the step's mechanism, charged by the caller of `draw`.
     """
 
     def __init__(
@@ -644,12 +646,12 @@ class NoisedSteps:
         self.drawn.total = total
 
     def step_on_noise(self, number: int) -> None:
-        """Take the step of a batch into which nobody was drawn: noise alone."""
+        """Take the step of an empty batch: noise alone."""
         self.draw(0, number)
         self._optimizer.step()
 
     def close(self) -> None:
-        """Leave the optimizer and its parameters to whoever uses them next, without privacy."""
+        """Detach from the optimizer and its parameters, which continue without privacy."""
         self._handle.remove()
         if getattr(self._optimizer, MARK, None) is self:
             delattr(self._optimizer, MARK)
@@ -665,10 +667,9 @@ class NoisedSteps:
                 "optimizer.step(closure) evaluates a batch more than once, and one release was paid: call "
                 "loss.backward() and step() without a closure (LBFGS cannot be private)"
             )
-        known = {id(parameter) for parameter in self._parameters.values()}
-        if not all(
-            id(each) in known for group in optimizer.param_groups for each in group["params"] if each.requires_grad
-        ):
+        trained = {id(parameter) for parameter in self._parameters.values()}
+        of_optimizer = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(parameter.requires_grad and id(parameter) not in trained for parameter in of_optimizer):
             raise RunError(
                 "the optimizer was given more parameters after private(), whose gradients are not clipped: give it all "
                 "before"

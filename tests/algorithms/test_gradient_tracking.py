@@ -164,6 +164,7 @@ def test_its_directed_form_follows_the_equations(tmp_path: Path, monkeypatch: py
     torch.testing.assert_close(step, -0.2 * gradient)
 
 
+@pytest.mark.slow
 def test_it_finds_the_optimum_where_gossip_stays_beside_it(label_partitions: None) -> None:
     """What it is for: with one class a peer and all examples, its peers agree, and plain gossip's do not."""
     data = {**FULL["data"], "partition": {"kind": "pathological", "classes_per_peer": 3}}  # type: ignore[dict-item]

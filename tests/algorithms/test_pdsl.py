@@ -285,6 +285,7 @@ def test_a_neighbour_whose_budget_is_spent_answers_zero_and_others_go_on(build: 
     assert max(plan.epsilons(6)) <= 3.0
 
 
+@pytest.mark.slow
 def test_what_each_neighbour_adds_is_drawn(build: Build, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from flower_privdec.reporting.page import write_report
@@ -451,6 +452,6 @@ def test_absent_peers_keep_what_they_have_and_cost_nothing(build: Build) -> None
     Engine(experiment.algorithm, cohort, state).round()
     moved = (state.rows["x"] != before).any(1).numpy()
     np.testing.assert_array_equal(moved, experiment.participation.active(0))
-    told = PDSL.told(experiment.algorithm, state.rows, range(1), experiment.mixing)["shapley"]["1"]
+    told = PDSL.extra_metrics(experiment.algorithm, state.rows, range(1), experiment.mixing)["shapley"]["1"]
     active = np.flatnonzero(experiment.participation.active(0)).tolist()
     assert {int(i): [int(j) for j in phi] for i, phi in told.items()} == dict.fromkeys(active, active)

@@ -289,6 +289,7 @@ def test_sgp_stalls_at_its_noise_floor_on_the_same_problem(build, two_classes):
     assert found[-10:].mean() > 0.3 * found[-20:-10].mean()  # and gets no better
 
 
+@pytest.mark.slow
 def test_over_a_sparse_graph_it_converges_where_peers_agree_and_else_up_to_their_disagreement(build, two_classes):
     path, best, _ = two_classes
     sparse = logistic(build, path, vr("factored", RATE), "topology.name=directed-exponential")

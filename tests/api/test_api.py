@@ -195,6 +195,7 @@ def test_a_scenarios_file_is_run_and_a_thread_count_of_ones_own_is_kept(tiny_tex
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_a_run_without_a_folder_has_one_as_long_as_its_result() -> None:
     result = fp.run(fp.make_scenario(SECTIONS, rounds=2))
     folder = result.folder
@@ -300,6 +301,7 @@ def test_a_model_fills_a_module_of_ones_own() -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_model_with_buffers_and_tied_parameters_comes_back_whole(tmp_path: Path) -> None:
     model = {"module": "user_models:tied"}
     result = fp.run(fp.make_scenario(SECTIONS, model=model), out=tmp_path / "run")

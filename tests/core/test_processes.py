@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import gloo_peers
+import pytest
 import torch
-from paths import TESTS
+from command_line import forked, status_of
 from safetensors.torch import load_file
 from variants import VARIANTS, settings_for
 
@@ -33,16 +32,14 @@ OWN = [
 
 
 def test_processes_that_hold_one_peer_each_do_what_the_engine_does(
-    tiny: Callable[..., Scenario], tmp_path: Path
+    tiny: Callable[..., Scenario], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, some: Callable[..., list[list[str]]]
 ) -> None:
-    several = [settings_for(*variant) for variant in VARIANTS if "algorithm.name=dp-sgd" not in variant]
+    several = [settings_for(*variant) for variant in some(VARIANTS) if "algorithm.name=dp-sgd" not in variant]
     scenarios = [tiny(*SHORT, *settings) for settings in [*several, *OWN]]
     cases = {"peers": 4, "scenarios": [to_yaml(scenario) for scenario in scenarios]}
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, str(TESTS / "support" / "gloo_peers.py"), str(tmp_path)]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert status_of(forked(gloo_peers.main, tmp_path)) == 0
     for number, scenario in enumerate(scenarios):
         experiment = Experiment.build(scenario)
         expected = experiment.algorithm.debiased(testing.run_rounds(experiment, scenario.rounds).state.rows)

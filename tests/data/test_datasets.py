@@ -161,6 +161,7 @@ def cifar_folder(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.nd
     return made
 
 
+@pytest.mark.slow
 def test_cifar10_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = cifar_folder(tmp_path, monkeypatch)
     data = load_dataset("cifar10", str(tmp_path))

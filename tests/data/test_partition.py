@@ -160,6 +160,7 @@ def test_pathological_leaves_out_a_class_that_nobody_drew() -> None:
     assert len(np.unique(LABELS[np.concatenate(parts)])) <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("label_partitions")
 @given(least=st.integers(1, 20), seed=st.integers(0, 2**40), alpha=st.sampled_from([0.02, 0.1, 1.0]))
 @settings(max_examples=25)
@@ -258,6 +259,7 @@ for kind, options in (("dirichlet", {"alpha": 1.0}), ("shards", {"shards_per_pee
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("label_partitions")
 def test_label_partitions_touch_neither_network_nor_disk_and_print_nothing(tmp_path: Path) -> None:
     home, plots = (

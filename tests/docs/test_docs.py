@@ -244,6 +244,7 @@ def test_every_command_and_algorithm_is_in_its_table() -> None:
     assert all(f"| `{name}` | {said} |" in table for name, said in parts()["algorithms"].items())
 
 
+@pytest.mark.slow
 def test_the_picture_follows_the_imports_and_the_floors() -> None:
     drawing = ET.fromstring(house.picture())
     boxes = {box.get("data-room"): int(box.get("data-floor", "")) for box in drawing.iter() if box.get("data-room")}

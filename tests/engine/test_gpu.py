@@ -150,6 +150,7 @@ def test_noise_brings_its_keys_once() -> None:
     assert launched == [((5, 2), {"DOUBLE": False, "enable_fp_fusion": True})] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="GPU NOISE NOT COMPILED: Triton is not installed")
 def test_noise_compiles_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.backends.compiler import GPUTarget

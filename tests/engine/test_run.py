@@ -132,6 +132,7 @@ def test_a_folder_with_a_run_is_not_overwritten_and_resume_needs_its_scenario(sc
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_in", [0, 5])
 def test_a_killed_run_resumes_to_the_same_summary_and_never_undercounts(scenario, tmp_path, monkeypatch, killed_in):
     whole, parted = tmp_path / "whole", tmp_path / "parted"

@@ -26,7 +26,7 @@ from flower_privdec import testing
 from flower_privdec.core import Exchange, State
 from flower_privdec.engine.shards import process_group as wires_module
 from flower_privdec.engine.shards.communication_plan import Shards, Traffic, mix_plan
-from flower_privdec.engine.shards.process_group import LostShardError, Wires
+from flower_privdec.engine.shards.process_group import LostShardError, ProcessGroup
 from flower_privdec.engine.shards.rendezvous import THIS_MACHINE, MeetingPlace
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.errors import RunError
@@ -57,7 +57,7 @@ def run_in_shards(scenario: Scenario, folder: Path, count: int) -> tuple[list[St
     shards = Shards.deal(scenario.n_peers, count)
     make = engines_of(scenario, shards)
 
-    def work(wires: Wires) -> tuple[State, dict[str, Tensor] | None]:
+    def work(wires: ProcessGroup) -> tuple[State, dict[str, Tensor] | None]:
         engine = make(wires)
         for _ in range(scenario.rounds):
             engine.round()
@@ -161,19 +161,19 @@ def test_a_row_crosses_once_and_nothing_else_does(tiny: Tiny, tmp_path: Path, mo
     scenario = tiny("n_peers=8", "topology.name=directed-exponential-full", "rounds=1", "algorithm.name=privsgp-vr")
     sent: dict[int, list[tuple[int, list[int]]]] = {0: [], 1: []}
     engines: dict[int, ShardEngine] = {}
-    begin = Wires.begin
+    begin = ProcessGroup.begin
 
-    def watched(wires: Wires, rows: list[Tensor], traffic: Traffic, *rest: object) -> object:
+    def watched(wires: ProcessGroup, rows: list[Tensor], traffic: Traffic, *rest: object) -> object:
         state = engines[wires.shard].state
         assert all(torch.equal(each, state.rows[name]) for each, name in zip(rows, ("x", "w"), strict=True))
         sent[wires.shard] += [(shard, which.tolist()) for shard, which in traffic.sends.items()]
         return begin(wires, rows, traffic, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Wires, "begin", watched)
+    monkeypatch.setattr(ProcessGroup, "begin", watched)
     shards = Shards.deal(8, 2)
     make = engines_of(scenario, shards)
 
-    def work(wires: Wires) -> None:
+    def work(wires: ProcessGroup) -> None:
         engines[wires.shard] = make(wires)
         engines[wires.shard].round()
         wires.part()
@@ -184,7 +184,7 @@ def test_a_row_crosses_once_and_nothing_else_does(tiny: Tiny, tmp_path: Path, mo
 
 def test_a_mean_sends_sums_and_no_row(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = tiny("n_peers=8", "topology.name=server", "rounds=1", "algorithm.name=fedavg")
-    monkeypatch.setattr(Wires, "begin", None)
+    monkeypatch.setattr(ProcessGroup, "begin", None)
     shards = Shards.deal(8, 2)
     make = engines_of(scenario, shards)
     in_shards(tmp_path, shards, lambda wires: make(wires).round())
@@ -196,7 +196,7 @@ def test_rows_that_are_not_finite_are_refused(tiny: Tiny, tmp_path: Path, bad: f
     shards = Shards.deal(4, 2)
     make = engines_of(tiny(f"topology.name={topology}"), shards)
 
-    def work(wires: Wires) -> None:
+    def work(wires: ProcessGroup) -> None:
         engine = make(wires)
         if wires.shard == 1:
             engine.state.rows["x"][-1, 7] = bad
@@ -215,7 +215,7 @@ def test_rows_as_large_as_they_can_be_pass(tiny: Tiny, tmp_path: Path) -> None:
     shards = Shards.deal(4, 2)
     make = engines_of(scenario, shards)
 
-    def work(wires: Wires) -> Tensor:
+    def work(wires: ProcessGroup) -> Tensor:
         engine = make(wires)
         engine.state.rows["x"].fill_(3e38)
         engine.perform(engine.algorithm.program[1])  # type: ignore[arg-type]
@@ -229,7 +229,7 @@ def test_a_message_of_another_place_is_refused(tiny: Tiny, tmp_path: Path) -> No
     shards = Shards.deal(4, 2)
     make = engines_of(tiny(), shards)
 
-    def work(wires: Wires) -> None:
+    def work(wires: ProcessGroup) -> None:
         engine = make(wires)
         if wires.shard == 1:
             send = wires.group.send
@@ -249,7 +249,7 @@ def test_a_shard_that_leaves_is_named_by_all_that_wait_for_it(tiny: Tiny, tmp_pa
     shards = Shards.deal(6, 3)
     make = engines_of(tiny("n_peers=6", "topology.name=directed-exponential-full", "rounds=50"), shards)
 
-    def work(wires: Wires) -> None:
+    def work(wires: ProcessGroup) -> None:
         engine = make(wires)
         for _ in range(3 if wires.shard == 2 else 50):
             engine.round()
@@ -263,18 +263,19 @@ def test_a_shard_that_leaves_is_named_by_all_that_wait_for_it(tiny: Tiny, tmp_pa
     assert any("peers 4-5" in str(end) for end in ends[:2])
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_killed_ends_the_others_at_once(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("rounds=50")
     meeting, shards = tmp_path / "meeting", Shards.deal(4, 2)
     make = engines_of(scenario, shards)
 
     def dying() -> None:
-        make(Wires.meet(FileStore(str(meeting), 2), 1, shards, THIS_MACHINE)).round()
+        make(ProcessGroup.meet(FileStore(str(meeting), 2), 1, shards, THIS_MACHINE)).round()
         os.kill(os.getpid(), signal.SIGKILL)
 
     child = forked(dying)
     try:
-        wires = Wires.meet(FileStore(str(meeting), 2), 0, shards, THIS_MACHINE, 300)
+        wires = ProcessGroup.meet(FileStore(str(meeting), 2), 0, shards, THIS_MACHINE, 300)
         engine = make(wires)
         with pytest.raises(LostShardError, match=r"lost touch with the shard of peers 2-3 in round [12]"):
             [engine.round() for _ in range(50)]
@@ -286,9 +287,9 @@ def test_a_shard_that_is_killed_ends_the_others_at_once(tiny: Tiny, tmp_path: Pa
 def test_a_silent_shard_is_waited_for_only_so_long(tiny: Tiny, tmp_path: Path) -> None:
     shards = Shards.deal(4, 2)
     make = engines_of(tiny(), shards)
-    silent: list[Wires] = []
+    silent: list[ProcessGroup] = []
 
-    def work(wires: Wires) -> None:
+    def work(wires: ProcessGroup) -> None:
         if wires.shard == 1:
             silent.append(wires)
             wires.close = lambda: None  # type: ignore[method-assign]
@@ -333,7 +334,7 @@ def test_shards_meet_at_the_address_that_is_named_and_at_no_other(tmp_path: Path
 
     def meet(shard: int) -> None:
         with place.store(shard, shards, "token") as store:
-            wires = Wires.meet(store, shard, shards, place.address, 60)
+            wires = ProcessGroup.meet(store, shard, shards, place.address, 60)
             wires.agree(b"a" * 32)
             if shard == 0:
                 with socket.create_connection((THIS_MACHINE, port), timeout=60):

@@ -23,7 +23,7 @@ from flower_privdec.common import machine
 from flower_privdec.core import Edges
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import Run
-from flower_privdec.engine.workers import Crew, partitioning
+from flower_privdec.engine.workers import WorkerPool, partitioning
 from flower_privdec.engine.workers.forked import EdgeBox, shared_copy
 from flower_privdec.engine.workers.worker_pool import PaidLedger
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
@@ -220,6 +220,7 @@ def command(tmp_path: Path, *more: str) -> subprocess.Popen:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_lingers_when_the_run_is_ended(tmp_path, how):
     process = command(tmp_path)
@@ -239,7 +240,7 @@ def test_nothing_lingers_when_the_run_is_ended(tmp_path, how):
 
 def test_a_small_model_stays_in_one_process(build, tmp_path):
     experiment = build()
-    assert partitioning.deal(experiment) == partitioning.Dealing((0, 4), 1)
+    assert partitioning.deal(experiment) == partitioning.Partitioning((0, 4), 1)
     under_way = Run(experiment, tmp_path / "run")
     assert isinstance(under_way.engine, Engine)
     under_way.close()
@@ -250,7 +251,7 @@ def test_auto_takes_the_cores_that_there_are_and_no_more_than_pay(build, monkeyp
     with smallest_blocks():
         for cores, workers in ((1, 1), (2, 2), (3, 3), (64, 4)):
             monkeypatch.setattr(partitioning, "available_cores", lambda cores=cores: cores)
-            assert partitioning.deal(experiment) == partitioning.Dealing((0, 1, 2, 3, 4), workers)
+            assert partitioning.deal(experiment) == partitioning.Partitioning((0, 1, 2, 3, 4), workers)
 
 
 def test_the_blocks_depend_on_the_scenario_alone(build, monkeypatch):
@@ -266,7 +267,7 @@ def test_the_blocks_depend_on_the_scenario_alone(build, monkeypatch):
 def test_every_block_has_one_worker():
     for blocks in range(1, 17):
         for workers in range(1, blocks + 1):
-            dealt = partitioning.Dealing(tuple(range(blocks + 1)), workers)
+            dealt = partitioning.Partitioning(tuple(range(blocks + 1)), workers)
             hosted = [dealt.of(worker) for worker in range(workers)]
             assert [block for blocks_of_one in hosted for block in blocks_of_one] == list(range(blocks))
             assert max(map(len, hosted)) - min(map(len, hosted)) <= 1
@@ -301,7 +302,7 @@ def test_where_nothing_can_be_forked_one_process_takes_all_blocks(build, monkeyp
     monkeypatch.setattr(partitioning, "available_cores", lambda: 8)
     experiment = build()
     with smallest_blocks():
-        assert partitioning.deal(experiment) == partitioning.Dealing((0, 1, 2, 3, 4), 1)
+        assert partitioning.deal(experiment) == partitioning.Partitioning((0, 1, 2, 3, 4), 1)
         with pytest.raises(ScenarioError, match=r"compute.workers=2 needs Linux"):
             partitioning.deal(experiment, 2)
 
@@ -364,7 +365,7 @@ def test_rounds_are_paid_before_any_block_begins_with_them(build, tmp_path, monk
     with smallest_blocks():
         under_way = Run(experiment, tmp_path / "run", workers=2)
     engine, seen = under_way.engine, []
-    assert isinstance(engine, Crew)
+    assert isinstance(engine, WorkerPool)
     order = engine._order
     monkeypatch.setattr(engine, "_order", lambda what: (seen.append((what, paid_steps(tmp_path / "run"))), order(what)))
     under_way.advance()

@@ -63,6 +63,7 @@ METRIC = "def part(outputs, targets):\n    return (outputs.argmax(-1) == targets
 # --- every kind of part ---
 
 
+@pytest.mark.slow
 def test_objects_of_every_kind_make_a_run_and_its_result() -> None:
     scenario = given(
         model=inside(NET),
@@ -445,6 +446,7 @@ class part(Base):
 """
 
 
+@pytest.mark.slow
 def test_a_hash_is_the_same_in_another_process() -> None:
     code = f"from test_objects import inside, tell; print(tell(inside({SETS!r})).hex())"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # another one than this process has

@@ -93,6 +93,7 @@ def test_the_readme_shows_the_lines_that_change(folder, to, most):
     assert all(f"+{line}" in readme for line in changed_lines(folder, to))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rounds"), [("sklearn", 8), pytest.param("pytorch", 12, marks=pytest.mark.slow)])
 def test_without_noise_a_quickstart_is_as_good_as_fedavg(name, rounds, accuracy, tmp_path):
     before = accuracy(QUICKSTARTS[name] / "before", rounds)
@@ -119,6 +120,7 @@ def test_a_network_in_torch_keeps_its_names_and_is_saved(monkeypatch, tmp_path):
     assert all(value.dtype == torch.float32 for value in saved.values())
 
 
+@pytest.mark.slow
 def test_examples_are_protected_over_all_rounds_and_no_loss_of_theirs_leaves(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     strategies, start = [], PushSum.start

@@ -14,15 +14,16 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, 
 from flwr.clientapp import ClientApp
 from paths import ROOT
 from raising import raises
-from routing_peers import LossyGrid, ReadingGrid
+from routing_peers import LossyGrid, ReadingGrid, client, first, zeros
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.flower import FedDeper, LocalGrid, PeerMod, peer_folder, personalized, train_two_models
-from flower_privdec.flower.mods.peer_file import load_state, state_path
+from flower_privdec.flower import FedDeper, LocalGrid, PeerMod, PushSum, peer_folder, personalized, train_two_models
+from flower_privdec.flower.mods import private_update
+from flower_privdec.flower.mods.peer_state import load_state, state_path
 from flower_privdec.models import flatten
 from flower_privdec.privacy.ledger.ledger import read_chain
 
@@ -204,8 +205,6 @@ def test_every_round_is_charged_and_noised_before_anything_leaves(tmp_path, topo
 @pytest.mark.parametrize("topology", ["server", "directed-exponential"])
 def test_what_leaves_a_peer_moves_by_no_more_than_the_clip_norm(tmp_path, topology, monkeypatch):
     """Sensitivity: the update before noise has at most norm C, whatever data and v are, in every round."""
-    from flower_privdec.flower.mods import private_update
-
     norms, noised = [], private_update.noised
 
     def recorded(update, std):
@@ -286,6 +285,44 @@ def test_one_example_moves_the_pair_of_gradients_by_no_more_than_c(tmp_path):
     for scale in (1.0, 1e3):
         total, _ = summed((torch.full((1, 3), scale),), {}, (torch.tensor([1]),))
         assert float(total.norm()) <= 0.1 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
+def test_a_servers_mean_is_over_the_peers_that_took_a_step(seal, tmp_path, monkeypatch):
+    """Also after a restart; a peer whose budget is spent neither moves the mean nor draws it back to x."""
+    monkeypatch.setattr(private_update, "noised", lambda update, std: update)
+    options = {"seal": seal, "clip_norm": 9.0, "noise_multiplier": 1.0}
+    budgets = ({}, {}, {"epsilon": 1e-3})
+    apps = [client(lambda arrays, *_: [arrays[0] + 0.1], **options, **budget) for budget in budgets]
+
+    def app(message, context):
+        return apps[context.node_config["partition-id"]](message, context)
+
+    for rounds in (1, 2, 3):
+        strategy = FedDeper(name="run", fraction_evaluate=0.0)
+        result = strategy.start(LocalGrid(app, 3, folder=tmp_path), zeros(), rounds)
+        np.testing.assert_allclose(first(result.arrays), 0.1 * rounds, rtol=1e-9)
+    assert strategy.told[2].exhausted
+
+
+@pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
+def test_a_run_whose_budgets_are_all_spent_keeps_its_model_after_a_restart(seal, tmp_path):
+    app = client(lambda arrays, *_: [arrays[0] + 0.1], seal=seal, clip_norm=9.0, noise_multiplier=2.0, epsilon=3.0)
+    models = []
+    for rounds in (4, 6):
+        strategy = FedDeper(name="run", fraction_evaluate=0.0)
+        models.append(first(strategy.start(LocalGrid(app, 2, folder=tmp_path), zeros(), rounds).arrays))
+    assert all(told.exhausted for told in strategy.told.values())
+    np.testing.assert_allclose(*models, rtol=1e-12)
+    assert np.abs(models[0]).max() > 0
+
+
+def test_no_message_replaces_the_mass_of_a_peer_over_a_graph(tmp_path):
+    grid = LocalGrid(client(lambda arrays, *_: arrays), 2, folder=tmp_path)
+    PushSum(name="run", fraction_evaluate=0.0).start(grid, zeros(), 1)
+    state = state_of(tmp_path, 0)
+    with raises(RunError, "flower.model-in-a-graph", names="peer 0"):
+        state.adopt({name: np.zeros(shape) for name, _, shape in state.layout.parts})
 
 
 # Refusals.

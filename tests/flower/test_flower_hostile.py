@@ -18,18 +18,17 @@ from routing_peers import ReadingGrid, client, first, zeros
 from torch import nn
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
-from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum, group_norm, public_key, run_in_process
+from flower_privdec.flower import FedDeper, Gossip, LocalGrid, PeerMod, PushSum, group_norm, public_key, run_in_process
 from flower_privdec.flower.mods import peer_mod, private_update
-from flower_privdec.flower.mods.orders import Asked, Told, pack_bytes, unpack_bytes
-from flower_privdec.flower.mods.peer_file import load_state, state_path
-from flower_privdec.flower.mods.share_frame import unpack_body
+from flower_privdec.flower.mods.peer_mod import Asked, Told, pack_bytes, unpack_bytes
+from flower_privdec.flower.mods.peer_state import load_state, state_path, unpack_body
 from flower_privdec.flower.strategies.push_sum import comparable
 from flower_privdec.privacy.ledger import ledger as ledger_module
-from flower_privdec.pushsum.share_protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 APP = ROOT / "simulations" / "adapted-quickstart-sklearn" / "before"
 PROTECTED: dict[str, Any] = {"clip_norm": 1.0, "noise_multiplier": 5.0}
-both = pytest.mark.parametrize("strategy", [PushSum, Gossip])
+every = pytest.mark.parametrize("strategy", [PushSum, Gossip, FedDeper])
 
 
 def moves(arrays: list[np.ndarray], peer: int, server_round: int) -> list[np.ndarray]:
@@ -108,6 +107,7 @@ CALLS: list[Callable[[], object]] = [
     [
         *(lambda given=given: PeerMod(**given) for given in MODS),
         *(lambda given=given: PushSum(**given) for given in STRATEGIES),
+        *(lambda given=given: FedDeper(**given) for given in STRATEGIES),
         *(lambda given=given: Gossip(**({"topology": "ring"} | given)) for given in STRATEGIES),
         *CALLS,
     ],
@@ -193,14 +193,14 @@ class InspectingGrid(ReadingGrid):
             self.replies.append(message.content)
 
 
-@both
+@every
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
 def test_nothing_leaves_a_protected_peer_but_what_is_noised_and_what_is_public(
     strategy: type[PushSum], seal: bool, tmp_path: Path
 ) -> None:
     grid = InspectingGrid(telling(seal), 4, folder=tmp_path)
     initial = ArrayRecord([np.zeros(3), np.zeros(2, int)])
-    topology = "ring" if strategy is Gossip else "directed-exponential"
+    topology = {PushSum: "directed-exponential", Gossip: "ring", FedDeper: "server"}[strategy]
     result = strategy(topology).start(grid, initial, 2, evaluate_fn=lambda *_: None)
     assert len(grid.replies) > 20
     for content in grid.replies:
@@ -523,7 +523,7 @@ class TamperingGrid(LocalGrid):
         return mixed
 
 
-@both
+@every
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_a_relay_does_to_sealed_shares_no_mass_is_made_or_lost(
     strategy: type[PushSum], seed: int, tmp_path: Path

@@ -15,10 +15,10 @@ from routing_peers import client, first, sets_its_values_once, values_of, zeros
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, Mesh, PeerMod
-from flower_privdec.flower.mods.orders import MESH, Asked
-from flower_privdec.flower.node_settings import PeerPlace
+from flower_privdec.flower.mods.peer_mod import MESH, Asked
+from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless.mesh import _agreed, run_mesh
-from flower_privdec.network.transport.certificates import make_certificates
+from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario.app_scenario import parse_app_scenario
 
 
@@ -33,7 +33,7 @@ class TogetherGrid(LocalGrid):
 def grid_of(folder: Path, n_peers: int, *, without: tuple[int, ...] = (), **options) -> TogetherGrid:
     """Return nodes with an address and certificates each, but for some."""
     scenario = parse_app_scenario(f"{{name: mesh, n_peers: {n_peers}, rounds: 1, privacy: none}}")
-    make_certificates(scenario.as_scenario, folder / "certs")
+    make_certificates(scenario, folder / "certs")
     config = {
         peer: {"address": address, "certificates": str(folder / "certs")}
         for peer, address in enumerate(own_addresses(n_peers))
@@ -108,13 +108,13 @@ def asked_of(**changes) -> Asked:
     ],
 )
 def test_a_server_may_not_say_more_than_who_is_where(changes, wrong, tmp_path):
-    place = PeerPlace(0, 2, tmp_path, False, float("inf"), None, None, "127.0.0.1:7100", tmp_path)
+    place = PeerSettings(0, 2, tmp_path, False, float("inf"), None, None, "127.0.0.1:7100", tmp_path)
     with pytest.raises((RunError, ScenarioError), match=wrong):
         _agreed(asked_of(**changes), place)
 
 
 def test_a_node_without_an_address_or_certificates_says_what_to_give(tmp_path):
-    place = PeerPlace(0, 2, tmp_path, False, float("inf"), None, None)
+    place = PeerSettings(0, 2, tmp_path, False, float("inf"), None, None)
     with pytest.raises(RunError, match="--node-config"):
         run_mesh(asked_of(), place, PeerMod().privacy, zeros(), None)
 
@@ -123,7 +123,7 @@ def test_a_stranger_that_the_server_introduces_gets_nowhere(tmp_path):
     """Whoever introduces the nodes may put its own address in the place of another: it has no certificate for it."""
     grid = grid_of(tmp_path, 2)
     scenario = parse_app_scenario("{name: mesh, n_peers: 2, rounds: 1, privacy: none}")
-    make_certificates(scenario.as_scenario, tmp_path / "strangers")
+    make_certificates(scenario, tmp_path / "strangers")
     grid.contexts[101].node_config["certificates"] = str(tmp_path / "strangers")
     with pytest.raises(RunError, match="could be greeted"):
         Mesh(name="mesh", start=1.0).start(grid, zeros(), 2)

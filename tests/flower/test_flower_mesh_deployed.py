@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 
 from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
-from flower_privdec.network.transport.certificates import make_certificates
+from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario import parse_scenario
 from flower_privdec.scenario.app_scenario import parse_app_scenario
 
@@ -195,7 +195,7 @@ def deployment(folder: Path) -> Iterator[Deployment]:
         f'root-certificates = "{folder / "link.pem"}"\n'
     )
     scenario = parse_app_scenario(f"{{name: deployed, n_peers: {N}, rounds: 1, privacy: none}}")
-    make_certificates(scenario.as_scenario, folder / "certs")
+    make_certificates(scenario, folder / "certs")
     try:
         tls = "--ssl-ca-certfile link.pem --ssl-certfile link.pem --ssl-keyfile link.key"
         port = link.rpartition(":")[2]

@@ -21,15 +21,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
-from flower_privdec.flower.mods.orders import Asked
-from flower_privdec.flower.mods.peer_file import load_state, state_path
-from flower_privdec.flower.mods.peer_ledger import PeerLedger, solved_noise, spent_so_far
-from flower_privdec.flower.mods.peer_state import PeerState
-from flower_privdec.flower.mods.private_update import clipped, norm
+from flower_privdec.flower.mods.peer_mod import Asked
+from flower_privdec.flower.mods.peer_state import PeerState, load_state, state_path
+from flower_privdec.flower.mods.private_update import PeerLedger, clipped, norm, solved_noise, spent_so_far
 from flower_privdec.flower.mods.sealing import Identity, KnownPeers
 from flower_privdec.flower.strategies.masking import masked, unmasked_sum
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
-from flower_privdec.pushsum.share_protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 DELTA = 1e-5
 
@@ -51,6 +49,7 @@ def composed(noise, rounds):
     return accountant.get_epsilon(DELTA)
 
 
+@pytest.mark.slow
 def test_the_ledger_over_100_rounds_and_a_restart_is_dp_accountings_composition(tmp_path):
     options = {"clip_norm": 1.0, "noise_multiplier": 12.0, "delta": DELTA}
     half = start(tmp_path, 50, **options).told[0].epsilon

@@ -289,9 +289,9 @@ def test_a_deployed_nodes_own_budget_ends_its_steps_whatever_the_scenario_says(t
 @pytest.mark.parametrize(
     ("config", "fields", "settings", "rule"),
     [
-        ({"ledger": None}, {}, [], "own ledger must be given, whatever a server says"),
+        ({"ledger": None}, {}, [], "own ledger must be given, whatever a server sends"),
         ({"epsilon": None, "delta": None}, {}, [], "own epsilon, delta must be given"),
-        ({"epsilon": "much"}, {}, [], "epsilon='much' must be a number"),
+        ({"epsilon": "much"}, {}, [], "epsilon='much' of the node-config must be a number"),
         ({"epsilon": -1.0}, {}, [], "epsilon=-1.0 must be > 0"),
         ({"delta": 2.0}, {}, [], r"delta=2.0 in \(0, 1\)"),
         ({}, {"peers": [2]}, [], r"this SuperNode is peer 0, not \[2\]"),

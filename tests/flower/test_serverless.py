@@ -28,13 +28,13 @@ from torch.nn import functional
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower.launch.local_grid import opened_app
-from flower_privdec.flower.mods.peer_ledger import SOURCE, PeerLedger, PeerSpent, update_release
+from flower_privdec.flower.mods.private_update import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.flower.serverless.app_foreground import node_config_of
-from flower_privdec.flower.serverless.app_peer import AppPeer, app_peer
+from flower_privdec.flower.serverless.app_peer import app_peer
 from flower_privdec.flower.serverless.driven_app import DrivenApp
 from flower_privdec.flower.serverless.first_message import first_train_message
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays, load_initial, save_initial
-from flower_privdec.network.peer.durable_mass import mass_on_disk
+from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
 from flower_privdec.privacy.ledger.ledger import ledger_path
 from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
 
@@ -78,7 +78,7 @@ def zeros(size: int = 3, dtype: type = np.float64) -> InitialArrays:
     return InitialArrays({"0": np.zeros(size, dtype)})
 
 
-def peers_of(scenario, places, step, initial=None, resume=False) -> list[AppPeer]:
+def peers_of(scenario, places, step, initial=None, resume=False) -> list[RunningPeer]:
     initial = initial or zeros()
     app = client(step)
     return [
@@ -93,7 +93,7 @@ def peers_of(scenario, places, step, initial=None, resume=False) -> list[AppPeer
     ]
 
 
-def run_all(peers: list[AppPeer]) -> None:
+def run_all(peers: list[RunningPeer]) -> None:
     with ThreadPoolExecutor(len(peers)) as pool:
         list(pool.map(finish, peers))
 
@@ -105,7 +105,7 @@ def models(places) -> list[dict[str, np.ndarray]]:
 @pytest.mark.parametrize("mode", ["synchronous", "asynchronous"])
 def test_an_unmodified_app_reaches_the_exact_mean_in_log2_n_rounds(mode, tmp_path):
     scenario = scenario_of(f"network.mode={mode}")
-    places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    places = devices(scenario, tmp_path, insecure_seeds=False)
     run_all(peers_of(scenario, places, sets_its_values_once))
     mean = np.mean([values_of(peer) for peer in range(4)], axis=0)
     if mode == "synchronous":
@@ -134,11 +134,11 @@ def killing(step, deaths: dict[int, int]):
     return dying
 
 
-def run_through_deaths(scenario, places, step, initial=None) -> list[AppPeer]:
+def run_through_deaths(scenario, places, step, initial=None) -> list[RunningPeer]:
     """Run all peers to the end, each started again where it died, and return them."""
     app, begun = client(step), initial or zeros()
 
-    def live(place) -> AppPeer:
+    def live(place) -> RunningPeer:
         resume = False
         while True:
             driven = DrivenApp(app, begun, place.peer, scenario.n_peers, place.folder)
@@ -155,7 +155,7 @@ def run_through_deaths(scenario, places, step, initial=None) -> list[AppPeer]:
 
 def test_no_kill_takes_mass_or_adds_any(tmp_path):
     scenario = scenario_of("rounds=12")
-    places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    places = devices(scenario, tmp_path, insecure_seeds=False)
     step = killing(sets_its_values_once, {0: 3, 1: 5, 2: 8, 3: 11})
     run_through_deaths(scenario, places, step)
     total = mass_on_disk([place.folder for place in places])
@@ -163,6 +163,7 @@ def test_no_kill_takes_mass_or_adds_any(tmp_path):
     assert np.abs(total["x"].numpy() - sum(values_of(peer) for peer in range(4))).max() < 1e-11
 
 
+@pytest.mark.slow
 def test_a_ledger_over_a_hundred_rounds_and_a_kill_is_what_dp_accounting_composes(tmp_path):
     scenario = scenario_of(
         "n_peers=2",
@@ -170,7 +171,7 @@ def test_a_ledger_over_a_hundred_rounds_and_a_kill_is_what_dp_accounting_compose
         "network.mode=synchronous",
         "privacy={clip_norm: 1, noise_multiplier: 5, delta: 1e-3}",
     )
-    places, seen = devices(scenario.as_scenario, tmp_path, insecure_seeds=False), []
+    places, seen = devices(scenario, tmp_path, insecure_seeds=False), []
 
     def step(arrays, peer, done):
         if peer == 0:
@@ -192,7 +193,7 @@ def test_a_peer_whose_budget_ends_trains_no_more_and_goes_on_relaying(tmp_path):
     budget = PeerSpent((update_release(2.0, 3),), 1e-3).epsilon
     settings = f"privacy={{clip_norm: 1, noise_multiplier: 2, epsilon: {budget * 1.0001}, delta: 1e-3}}"
     scenario = scenario_of("rounds=8", "network.mode=synchronous", settings)
-    places, trained = devices(scenario.as_scenario, tmp_path, insecure_seeds=False), []
+    places, trained = devices(scenario, tmp_path, insecure_seeds=False), []
 
     def step(arrays, peer, done):
         trained.append((peer, done))
@@ -204,7 +205,7 @@ def test_a_peer_whose_budget_ends_trains_no_more_and_goes_on_relaying(tmp_path):
     for peer in peers:
         assert "trains no more, and goes on relaying" in peer.status()["idle"]
         assert peer.status()["epsilon"] <= peer.status()["budget"]
-        assert not peer.cohort.active(3).any()
+        assert not peer.trainer.is_active(3)
     rows = [peer.state.rows["x"] / peer.state.rows["w"] for peer in peers]
     assert max(float((row - rows[0]).abs().max()) for row in rows) < 1e-12, "five rounds of relaying make a mean"
 
@@ -212,7 +213,7 @@ def test_a_peer_whose_budget_ends_trains_no_more_and_goes_on_relaying(tmp_path):
 def test_an_app_whose_own_budget_ends_trains_no_more_and_its_peer_goes_on_relaying(tmp_path):
     settings = ("n_peers=2", "rounds=4", "network.mode=synchronous")
     scenario = scenario_of(*settings, "privacy={clip_norm: 1, noise_multiplier: 1, delta: 1e-3}")
-    places, asked = devices(scenario.as_scenario, tmp_path, insecure_seeds=False), []
+    places, asked = devices(scenario, tmp_path, insecure_seeds=False), []
 
     def step(arrays, peer, done):
         asked.append((peer, done))
@@ -225,12 +226,12 @@ def test_an_app_whose_own_budget_ends_trains_no_more_and_its_peer_goes_on_relayi
     assert sorted(asked) == [(0, 1), (0, 2), (1, 1), (1, 2), (1, 3), (1, 4)]
     assert peers[0].status()["idle"] == "its app's own budget allows no more training; it goes on relaying"
     assert "2 Gaussian updates" in peers[0].status()["privacy"], "that of the round in which it ended was paid for"
-    assert not peers[0].cohort.active(3).any()
+    assert not peers[0].trainer.is_active(3)
 
 
 def test_updates_without_protection_are_said_when_their_run_goes_on_with_it(tmp_path):
     scenario = scenario_of("n_peers=2", "rounds=3")
-    places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    places = devices(scenario, tmp_path, insecure_seeds=False)
     run_all(peers_of(scenario, places, sets_its_values_once))
     own = AppPrivacySection(clip_norm=1.0, noise_multiplier=1.0, delta=1e-3)
     app = DrivenApp(client(sets_its_values_once), zeros(), 0, 2, places[0].folder)
@@ -260,7 +261,7 @@ def test_an_app_that_returns_another_model_is_named(returned, wrong, tmp_path):
 
 def test_an_update_of_any_size_moves_the_model_by_its_clip_norm_and_noise(tmp_path):
     scenario = scenario_of("rounds=1", "privacy={clip_norm: 1e-3, noise_multiplier: 1, delta: 1e-3}")
-    places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    places = devices(scenario, tmp_path, insecure_seeds=False)
     huge = {0: 1e25, 1: np.nan, 2: np.inf, 3: 0.0}
     run_all(peers_of(scenario, places, lambda arrays, peer, done: [arrays[0] + huge[peer]]))
     for model in models(places):
@@ -269,7 +270,7 @@ def test_an_update_of_any_size_moves_the_model_by_its_clip_norm_and_noise(tmp_pa
 
 def test_counters_stay_with_their_peer_and_survive_a_kill(tmp_path):
     scenario = scenario_of("n_peers=2", "rounds=6", "network.mode=synchronous")
-    places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    places = devices(scenario, tmp_path, insecure_seeds=False)
     begun = InitialArrays(
         {"weight": np.zeros((2, 3), np.float32), "seen": np.zeros((), np.int64), "mask": np.array([True, False])}
     )
@@ -317,7 +318,7 @@ def test_in_synchronous_mode_the_numbers_are_the_engines(build, tmp_path):
     for _ in range(rounds):
         engine.round()
     scenario = scenario_of(f"rounds={rounds}", "network.mode=synchronous")
-    places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    places = devices(scenario, tmp_path, insecure_seeds=False)
     named = {str(n): value.numpy() for n, value in enumerate(experiment.module.state_dict().values())}
     run_all(peers_of(scenario, places, stepping(experiment), InitialArrays(named)))
     rows = engine.state.rows["x"] / engine.state.rows["w"][:, None]
@@ -345,10 +346,11 @@ def stepping(experiment):
 # --- what all begin with ---
 
 
+@pytest.mark.slow
 @quickstarts
 def test_a_quickstart_runs_unmodified_and_learns(folder, tmp_path):
     scenario = scenario_of("rounds=4", "evaluation.every=4")
-    places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    places = devices(scenario, tmp_path, insecure_seeds=False)
     with opened_app(folder / "before", {}) as app:
         begun = first_train_message(app, 4, 7)
         assert begun.digest == first_train_message(app, 4, 7).digest
@@ -421,7 +423,7 @@ def test_a_file_that_holds_no_initial_arrays_is_named(content, tmp_path):
 
 def test_peers_that_begin_differently_refuse_each_other(tmp_path):
     scenario = scenario_of("n_peers=2", "network.start=0.2")
-    places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    places = devices(scenario, tmp_path, insecure_seeds=False)
     one, other = InitialArrays({"0": np.zeros(3)}), InitialArrays({"0": np.ones(3)})
     peers = peers_of(scenario, places[:1], lambda *given: given[0], one)
     peers += peers_of(scenario, places[1:], lambda *given: given[0], other)
@@ -430,7 +432,7 @@ def test_peers_that_begin_differently_refuse_each_other(tmp_path):
         for peer in peers:
             peer.open()
         for peer in peers:
-            wait_until(lambda peer=peer: "scenario" in peer.courier.refused.get(1 - peer.device.peer, ""))
+            wait_until(lambda peer=peer: "scenario" in peer.connections.refused.get(1 - peer.device.peer, ""))
         for peer in peers:
             with pytest.raises(RunError, match="scenario"):
                 peer.run()
@@ -441,26 +443,26 @@ def test_peers_that_begin_differently_refuse_each_other(tmp_path):
 
 def test_a_scenario_that_names_its_initial_arrays_takes_no_others(tmp_path):
     scenario = scenario_of(f"initial={'a' * 64}")
-    (place, *_) = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    (place, *_) = devices(scenario, tmp_path, insecure_seeds=False)
     with pytest.raises(ScenarioError, match="is of other arrays"):
         peers_of(scenario, [place], sets_its_values_once)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_initial_arrays_that_are_not_finite_are_refused(value, tmp_path):
-    (place, *_) = devices(scenario_of().as_scenario, tmp_path, insecure_seeds=False)
+    (place, *_) = devices(scenario_of(), tmp_path, insecure_seeds=False)
     with pytest.raises(ScenarioError, match="initial arrays are not finite"):
         peers_of(scenario_of(), [place], sets_its_values_once, InitialArrays({"0": np.array([value])}))
 
 
 def test_seeds_of_a_test_are_refused(tmp_path):
     with pytest.raises(ScenarioError, match="--insecure-seeds"):
-        peers_of(scenario_of(), devices(scenario_of().as_scenario, tmp_path)[:1], sets_its_values_once)
+        peers_of(scenario_of(), devices(scenario_of(), tmp_path)[:1], sets_its_values_once)
 
 
 def test_an_app_that_fails_ends_its_peer_with_a_word_and_can_go_on(tmp_path):
     scenario = scenario_of("n_peers=2", "rounds=3")
-    places, broken = devices(scenario.as_scenario, tmp_path, insecure_seeds=False), [True]
+    places, broken = devices(scenario, tmp_path, insecure_seeds=False), [True]
 
     def step(arrays, peer, done):
         if peer == 0 and done == 2 and broken:
@@ -515,7 +517,7 @@ def test_a_node_config_has_values_of_yaml():
 
 def test_a_ledger_that_was_cut_is_refused(tmp_path):
     scenario = scenario_of("n_peers=2", "rounds=2", "privacy={clip_norm: 1, noise_multiplier: 5, delta: 1e-3}")
-    places = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    places = devices(scenario, tmp_path, insecure_seeds=False)
     run_all(peers_of(scenario, places, sets_its_values_once))
     path = ledger_path(places[0].folder / "ledger", SOURCE)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
@@ -530,7 +532,7 @@ def test_a_run_that_its_ledger_allows_no_update_is_refused(tmp_path):
     shared = scenario.model_copy(
         update={"privacy": scenario.private.model_copy(update={"ledger": str(tmp_path / "ledger")})}
     )
-    (place, *_) = devices(scenario.as_scenario, tmp_path, insecure_seeds=False)
+    (place, *_) = devices(scenario, tmp_path, insecure_seeds=False)
     with PeerLedger(tmp_path / "ledger", "before", 1, 0, 1e-3) as ledger:
         for round_index in range(1, 5):
             ledger.charge(round_index, 5.0)

@@ -83,7 +83,7 @@ def kernel_of(name: str, kind: str, loss: str = "cross-entropy") -> tuple[nn.Mod
     """A model and its kernel, which keeps nothing of what it is given."""
     module = module_of(name, 1 if LOSSES[loss].single else CLASSES)
     if kind == "lone":
-        return module, build_kernel(module, loss, SHAPE, lone=True)
+        return module, build_kernel(module, loss, SHAPE, single_example=True)
     return module, build_kernel(module, loss, SHAPE, kind=kind)
 
 
@@ -162,7 +162,7 @@ def test_one_example_by_itself_adds_what_it_does_in_stacks(
     )
     scale, share = (fill("usual", (5,), torch.float64, seed + 3 + k).abs() + 0.1 for k in range(2))
     rest = (None if clip is None else torch.full((5,), clip).double(), scale, share)
-    assert type(lone).__name__ == "LoneKernel"
+    assert type(lone).__name__ == "SingleExampleKernel"
     (sums, norms), (expected, bounds) = added(lone, params, batch, *rest), added(stacked, params, batch, *rest)
     torch.testing.assert_close(sums, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(norms[:4], bounds[:4], rtol=1e-9, atol=0)
@@ -237,6 +237,7 @@ def test_a_divisor_of_zero_moves_nothing(kind: str) -> None:
 # --- norms ---
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     n=st.sampled_from([1, 2, 3, 10, 100, BLOCK, LONGEST, LONGEST + 1, 9 * BLOCK, 10 * BLOCK + 7]),

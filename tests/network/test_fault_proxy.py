@@ -24,7 +24,7 @@ from networked import devices, finish
 from flower_privdec import testing
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.local.fault_proxy import PIECE, FaultProxy, Faults
-from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.scenario import Scenario
 
 LINK = (0, 1)

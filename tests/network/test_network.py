@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from command_line import privdec
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
 
 pytest.importorskip("grpc")
 
-from networked import LONG, Killed, devices, finish, mortal, run_network, wait_until
+from networked import LONG, Killed, devices, finish, mortal, run_network, trainer_of, wait_until
 
 from flower_privdec import testing
 from flower_privdec.common.formatting import number
@@ -30,16 +27,14 @@ from flower_privdec.errors import BudgetError, RunError, ScenarioError, StoppedE
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.network.local.up import Up
-from flower_privdec.network.peer.modes import running_peer
-from flower_privdec.network.peer.peer import rows_path
-from flower_privdec.network.peer.status_text import status_line
-from flower_privdec.network.transport.certificates import credentials_of, make_certificates
-from flower_privdec.network.transport.channel import Link, RefusedError
-from flower_privdec.network.transport.connection_manager import ASKING
+from flower_privdec.network.peer.connections import STATUS_REQUEST
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.status import status_line
+from flower_privdec.network.peer.trainer import rows_path
+from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError
+from flower_privdec.network.transport.tls import credentials_of, make_certificates
 from flower_privdec.privacy.ledger.ledger import read_chain
-from flower_privdec.pushsum.letters import CARRYING, HEADER, PLACE, Letter, packed, sealed, unpacked
-from flower_privdec.pushsum.parts import Parts
-from flower_privdec.scenario import numbers_hash
+from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage
 
 QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 NEEDS_A_SERVER = ("scaffold",)
@@ -77,8 +72,8 @@ POINTS = {  # before and after everything that is saved, sent or used
     "after a commit": ("_save", "after"),
     "after it began to send": ("_arrive", "after"),
     "when all was heard": ("_await", "after"),
-    "before it hands in": ("_look", "before"),
-    "after it handed in": ("_look", "after"),
+    "before it hands in": ("trainer.evaluate", "before"),
+    "after it handed in": ("trainer.evaluate", "after"),
     "at the end": ("_leave", "before"),
 }
 
@@ -106,88 +101,19 @@ def test_a_peer_that_dies_goes_on_from_its_disk(name: str, point: str, moment: i
 # --- who and what is not let in ---
 
 
-RUN = bytes(range(32))
-LIKE = {"x": torch.zeros(3), "w": torch.zeros(1)}
-
-
-def letter(**changes: Any) -> bytes:
-    """Return a letter of peer 1, or one that differs from it in something."""
-    facts = {"kind": CARRYING, "sender": 1, "run": RUN, "place": 2, "sender_place": 2, "content": packed(LIKE)}
-    return bytes(sealed(**(facts | changes)))
-
-
-HOSTILE = {
-    "another program": (b"GET / HTTP/1.1", "is no letter of a peer"),
-    "nothing": (b"", "is no letter of a peer"),
-    "a header alone": (letter()[: HEADER.size], "0 bytes; it is damaged"),
-    "half a header": (letter()[: HEADER.size - 1], "is no letter of a peer"),
-    "another version": (letter()[:8] + b"\x07\x00" + letter()[10:], "has version 7 of the protocol, and here is 1"),
-    "another scenario": (letter(run=bytes(32)), f"is of the scenario {'0' * 16}, and here is 000102030405"),
-    "another sender": (letter(sender=2), "is signed as peer 2's"),
-    "an unknown kind": (letter(kind=9), "has kind 9"),
-    "a byte more": (letter() + b"\x00", "it is damaged"),
-    "a byte less": (letter()[:-1], "it is damaged"),
-    "a place with rows": (letter(kind=PLACE), "it is damaged"),
-}
-
-
-@pytest.mark.parametrize("case", HOSTILE)
-def test_a_letter_that_is_none_is_refused_by_name(case: str) -> None:
-    content, said = HOSTILE[case]
-    with pytest.raises(RunError, match=f"^what peer 1 sent .*{re.escape(said)}"):
-        Letter.opened(content, RUN, 1)
-    assert Letter.opened(letter(), RUN, 1).content == bytes(packed(LIKE))
-
-
-def numbers(*values: float, w: float = 1.0) -> bytes:
-    return bytes(packed({"x": torch.tensor(values, dtype=torch.float32), "w": torch.tensor([w])}))
-
-
-BAD_ROWS = {
-    "too few": (numbers(1, 2), "holds 12 bytes, not 16"),
-    "too many": (numbers(1, 2, 3, 4), "holds 20 bytes, not 16"),
-    "NaN": (numbers(1, float("nan"), 3), "'x' is not finite"),
-    "infinite": (numbers(1, float("-inf"), 3), "'x' is not finite"),
-    "a negative weight": (numbers(1, 2, 3, w=-1e-30), "its push-sum weight is negative"),
-    "a weight that is no number": (numbers(1, 2, 3, w=float("nan")), "'w' is not finite"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_rows_that_do_not_fit_are_refused(case: str) -> None:
-    content, said = BAD_ROWS[case]
-    with pytest.raises(RunError, match=re.escape(said)):
-        unpacked(content, LIKE, "it")
-
-
-@given(st.binary(max_size=200), st.integers(0, 200), st.integers(0, 255))
-@settings(max_examples=300)
-def test_no_bytes_do_more_than_be_refused(noise: bytes, place: int, value: int) -> None:
-    changed = bytearray(letter())
-    changed[place % len(changed)] = value
-    for content in (noise, bytes(changed), letter()[:place] + noise):
-        try:
-            opened = Letter.opened(content, RUN, 1)
-            rows = unpacked(opened.content, LIKE, "it") if opened.kind == CARRYING else {}
-        except RunError:
-            continue
-        assert all(torch.isfinite(row).all() for row in rows.values())
-        assert len(opened.content) in (0, 16)
-
-
 def test_a_peer_with_another_scenario_is_refused_on_both_sides(tiny: Tiny, tmp_path: Path) -> None:
     one, other = tiny(QUICK, "rounds=3"), tiny(QUICK, "rounds=3", "algorithm.learning_rate=0.4")
     theirs = devices(one, tmp_path)
     peers = [running_peer(other if device.peer == 2 else one, device) for device in theirs]
-    ours, others = (numbers_hash(each)[:16] for each in (one, other))
-    named = f"is of the scenario {ours}, and here is {others}", f"is of the scenario {others}, and here is {ours}"
+    ours, others = (peers[j].session.frames.run.hex() for j in (0, 2))
+    named = f"is of run {ours}, not {others}", f"is of run {others}, not {ours}"
 
     with ThreadPoolExecutor(len(peers)) as pool:
         ends = [pool.submit(finish, peer) for peer in peers]
 
         def knows(j: int) -> bool:
             """Return whether a peer was refused, and ended, or refuses another, which it will name when it ends."""
-            said = [str(ends[j].exception())] if ends[j].done() else [*peers[j].courier.refused.values()]
+            said = [str(ends[j].exception())] if ends[j].done() else [*peers[j].connections.refused.values()]
             return any(words in each for words in named for each in said)
 
         wait_until(lambda: knows(2) and any(knows(j) for j in (0, 1, 3)))
@@ -199,31 +125,40 @@ def test_a_peer_with_another_scenario_is_refused_on_both_sides(tiny: Tiny, tmp_p
 def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=3")
     theirs = devices(scenario, tmp_path)
-    peer, run = running_peer(scenario, theirs[0]), bytes.fromhex(numbers_hash(scenario))
+    peer = running_peer(scenario, theirs[0])
+    frames = peer.session.frames
     port = peer.open()
     peer._save(0, peer.state, {})
     peer._arrive(peer.state, 0)
     before = {name: row.clone() for name, row in peer.state.rows.items()}
-    link = Link(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
-    whole = bytes(packed({"x": before["x"][0], "w": before["w"][0]}))
+    link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    right = RowMessage(3, 0, 0, 1, {"x": before["x"][0], "w": before["w"][0]})
+
+    def call(message: Any, codec: FrameCodec = frames) -> bytes:
+        return bytes(codec.encode(message)) + bytes(codec.encode(Progress(3, 0, 1)))
+
     try:
         for content, said in {
-            sealed(CARRYING, 3, run, 0, 0, Parts((whole[:-1],))): "holds",
-            sealed(CARRYING, 3, run, 0, 0, Parts((b"\xff" * len(whole),))): "is not finite",
-            sealed(CARRYING, 3, run, 0, 0, Parts((whole + b"\x00" * (1 << 20),))): "sent more than",
-            sealed(CARRYING, 3, run, 1 << 62, 0, Parts((whole,))): "speaks of place",
-            sealed(CARRYING, 2, run, 0, 0, Parts((whole,))): "is signed as peer 2's",
-            sealed(PLACE, 3, bytes(32), 0, 0): "is of the scenario",
+            call(right)[:-1]: "must have a header",
+            call(replace(right, values={"x": before["x"][0] * float("nan"), "w": before["w"][0]})): "must be finite",
+            call(right) + b"\x00" * (1 << 20): "sent more than",
+            call(replace(right, round_index=4)): "is of round 4, and the run has 3",
+            call(replace(right, at=0)): "for exchange 0, which this algorithm does not have",
+            call(replace(right, sender=2)): "a peer may send its own frames alone",
+            call(right, FrameCodec(bytes(32))): "is of run",
+            bytes(frames.encode(Progress(3, 0, 99))): "reports place 98",
         }.items():
             with pytest.raises(RefusedError, match=said):
                 link.call(content, LONG)
-        assert not peer.mail.machine.received()
+        assert not peer.machine.received()
         assert all(torch.equal(before[name], row) for name, row in peer.state.rows.items())
-        link.call(sealed(CARRYING, 3, run, 0, 0, Parts((whole,))), LONG)
-        link.call(sealed(CARRYING, 3, run, 0, 0, Parts((bytes(len(whole)),))), LONG)  # a second time, and another
-        ((sender, rows),) = peer.mail.machine.received().items()
-        assert (sender, bytes(packed(rows))) == (3, whole)
-        assert json.loads(bytes(link.call(ASKING, LONG)))["round"] == 0
+        peer.session.fatal = None
+        link.call(call(right), LONG)
+        link.call(call(replace(right, values={name: row * 0 for name, row in right.values.items()})), LONG)
+        ((sender, rows),) = peer.machine.received().items()  # a second time, and other rows, change nothing
+        assert sender == 3
+        assert all(torch.equal(rows[name], row) for name, row in right.values.items())
+        assert json.loads(bytes(link.call(STATUS_REQUEST, LONG)))["round"] == 0
     finally:
         link.close()
         peer.close()
@@ -278,9 +213,9 @@ def test_every_step_that_was_ever_taken_is_paid_for(
 def test_a_step_that_was_taken_is_in_the_status_before_its_round_is_over(tiny: Tiny, tmp_path: Path) -> None:
     peer = running_peer(tiny(QUICK, "rounds=4"), devices(tiny(), tmp_path)[0])
     assert peer.status()["epsilon"] == 0
-    assert advance(peer.experiment.algorithm, peer.cohort, peer.state) is not None
+    assert advance(trainer_of(peer).experiment.algorithm, trainer_of(peer).cohort, peer.state) is not None
     assert peer.status()["round"] == 0
-    assert peer.status()["epsilon"] == epsilons(peer.cohort, 1)[0] > 0
+    assert peer.status()["epsilon"] == epsilons(trainer_of(peer).cohort, 1)[0] > 0
     peer.close()
 
 
@@ -329,7 +264,7 @@ def test_a_peer_that_is_asked_to_stop_goes_on_later(moment: str, tiny: Tiny, tmp
         peers[1]._exchange = lambda item: (peers[1].stop() if peers[1].state.round_index else None, exchange(item))  # type: ignore[method-assign]
     with ThreadPoolExecutor(len(peers)) as pool:
         running = [pool.submit(finish, peer) for peer in peers]
-        with pytest.raises(StoppedError, match="with --resume goes on from"):
+        with pytest.raises(StoppedError, match="with --resume continues from"):
             running[1].result(LONG)
         rows = [
             finish(running_peer(scenario, theirs[1], resume=True)),
@@ -342,9 +277,9 @@ def test_who_is_not_heard_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) ->
     scenario = tiny("network={mode: synchronous, retry: 0.1, start: 0.5, deadline: 0.5}", "rounds=2")
     peer = running_peer(scenario, devices(scenario, tmp_path)[0])
     said = peer._silence  # type: ignore[attr-defined]
-    peer._silence = lambda seconds: (wait_until(lambda: 3 in peer.courier.trouble), said(seconds))[1]  # type: ignore[attr-defined]
+    peer._silence = lambda seconds: (wait_until(lambda: 3 in peer.connections.trouble), said(seconds))[1]  # type: ignore[attr-defined]
     with pytest.raises(
-        RunError, match=r"round 0: nothing was heard of peers \[3\] for 0\.5 s \(peer-3\.tiny at .* refused"
+        RunError, match=r"round 0: nothing came from peers \[3\] for 0\.5 s \(peer-3\.tiny at .* refused"
     ):
         finish(peer)
 
@@ -411,8 +346,8 @@ def test_a_ledger_that_is_named_counts_all_runs_of_a_peer_and_is_not_for_several
 def test_a_status_tells_the_loss_on_public_examples_and_which_neighbours_are_up(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=3", "evaluation.every=2")
     peers, said = [running_peer(scenario, device) for device in devices(scenario, tmp_path)], []
-    look = peers[1]._look
-    peers[1]._look = lambda: (look(), said.append(peers[1].status()))  # type: ignore[method-assign]
+    evaluate = peers[1].trainer.evaluate
+    peers[1].trainer.evaluate = lambda state: (evaluate(state), said.append(peers[1].status()))  # type: ignore[method-assign]
     assert peers[1].status()["loss"] is None
     with ThreadPoolExecutor(len(peers)) as pool:
         list(pool.map(finish, peers))

@@ -18,13 +18,12 @@ from variants import settings_for
 
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.errors import BudgetError
-from flower_privdec.network.peer.durable_mass import mass_on_disk
-from flower_privdec.network.peer.modes import running_peer
-from flower_privdec.network.peer.peer import RunningPeer
-from flower_privdec.network.transport.channel import Link, UnreachableError
+from flower_privdec.network.peer.asynchronous import LOST
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
+from flower_privdec.network.transport.grpc_transport import GrpcConnection, UnreachableError
 from flower_privdec.privacy.ledger.ledger import read_chain
-from flower_privdec.pushsum.send_queue import GIVEN_UP
-from flower_privdec.pushsum.share_protocol import FIRST, RefusedError
+from flower_privdec.pushsum.exactly_once import FIRST, RefusedError
 
 HASTY = f"network={{retry: 0.1, start: {LONG}, deadline: 0.5}}"
 
@@ -66,7 +65,7 @@ def test_who_is_gone_for_good_ends_nobody_elses_run(name: str, tiny: Tiny, tmp_p
     scenario = tiny(*settings_for(setting), "topology.name=complete", "rounds=8", HASTY)
     peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
     for peer in peers:
-        peer.courier._patience = LONG  # with each other
+        peer.connections._patience = LONG  # with each other
     dying, left = peers[3]._exchange, [3]
 
     def exchange(*arguments: Any) -> None:
@@ -94,7 +93,7 @@ def test_who_joins_late_brings_no_mass_and_takes_over_a_neighbours_model(tiny: T
     peers[3].state.rows["x"] += 5.0  # what it would begin with
     join_late(peers)
     last = peers[3].state.rows
-    assert peers[3].machine.incarnation > FIRST  # type: ignore[attr-defined]
+    assert peers[3].protocol.incarnation > FIRST  # type: ignore[attr-defined]
     assert float(last["w"]) > 0
     torch.testing.assert_close(last["x"][0] / last["w"], start)
     found = mass_on_disk([tmp_path / name for name in FOLDERS])
@@ -121,7 +120,7 @@ def test_who_joins_late_adopts_a_neighbours_model_in_gossip_too(tiny: Tiny, tmp_
 
 def taken_from(peer: RunningPeer) -> int:
     """Return how many shares of a peer its neighbours have taken."""
-    return sum(link.acknowledged for link in peer.machine._links.values())  # type: ignore[attr-defined]
+    return sum(link.acknowledged for link in peer.protocol.edges.values())  # type: ignore[attr-defined]
 
 
 def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_twice(tiny: Tiny, tmp_path: Path) -> None:
@@ -142,7 +141,7 @@ def test_a_checkpoint_that_was_put_back_is_found_out_and_its_mass_not_counted_tw
         shutil.copy(older, theirs[1].folder / "checkpoint-0")
         third = again(scenario, theirs[1])
         with running([third]) as (future,):
-            wait_until(lambda: third.machine.incarnation > FIRST and float(third.machine.mass["w"]) > 0)  # type: ignore[attr-defined]
+            wait_until(lambda: third.protocol.incarnation > FIRST and float(third.protocol.mass["w"]) > 0)  # type: ignore[attr-defined]
             stop_all([third, peers[0], *peers[2:]], [future, futures[0], *futures[2:]])
     found = mass_on_disk([device.folder for device in theirs])
     assert float(found["w"]) < 4.0
@@ -179,10 +178,10 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
         third = again(scenario, theirs[1])
         with running([third]) as (future,):
             if also == "ledger":
-                with pytest.raises(BudgetError, match="its ledger knows of no step since its checkpoint"):
+                with pytest.raises(BudgetError, match="its ledger records no step since its checkpoint"):
                     future.result(LONG)
             else:
-                wait_until(lambda: third.machine.incarnation > FIRST)  # type: ignore[attr-defined]
+                wait_until(lambda: third.protocol.incarnation > FIRST)  # type: ignore[attr-defined]
                 stop_all([third], [future])
         stop_all([peers[0], *peers[2:]], [futures[0], *futures[2:]])
 
@@ -192,7 +191,7 @@ def has_gone_on(peer: RunningPeer, others: Iterable[RunningPeer]) -> Callable[[]
     if "w" in peer.state.rows:
         before = taken_from(peer)
         return lambda: taken_from(peer) >= before + 3
-    seen, wanted = [other.mail.places for other in others], peer.mail.begun + 3  # type: ignore[attr-defined]
+    seen, wanted = [other.session.places for other in others], peer.session.resumed_at + 3  # type: ignore[attr-defined]
     return lambda: any(places.get(peer.device.peer, (-1, 0))[0] >= wanted for places in seen)
 
 
@@ -206,7 +205,7 @@ def test_a_peer_that_is_sent_nothing_soon_sends_nothing(
     peer = running_peer(tiny(STILL, QUICK), devices(tiny(STILL, QUICK), tmp_path)[0])
     peer.state.rows["w"].fill_(held)  # of the 1 that it had when something was added last
     asked: list[dict[int, float]] = []
-    monkeypatch.setattr(peer.machine, "split", lambda round_index, weights: asked.append(weights))  # type: ignore[attr-defined]
+    monkeypatch.setattr(peer.protocol, "split", lambda round_index, weights: asked.append(weights))  # type: ignore[attr-defined]
     peer._split(0, {1: 0.5})  # type: ignore[attr-defined]
     peer.close()
     assert asked == [{1: 0.5} if sends else {}]
@@ -214,10 +213,10 @@ def test_a_peer_that_is_sent_nothing_soon_sends_nothing(
 
 def test_a_call_that_is_lost_loses_no_neighbour_and_several_do(tiny: Tiny, tmp_path: Path) -> None:
     peer = running_peer(tiny(STILL, QUICK), devices(tiny(STILL, QUICK), tmp_path)[0])
-    machine, mail = peer.machine, peer.mail  # type: ignore[attr-defined]
+    machine, mail = peer.protocol, peer.session  # type: ignore[attr-defined]
     neighbor = peer.timetable.neighbours(0)[0]
     machine._open.add(neighbor)
-    for _ in range(GIVEN_UP - 1):
+    for _ in range(LOST - 1):
         mail.failed(neighbor, UnreachableError("cut"), 0.0)
         assert machine.is_open(neighbor)
     mail.failed(neighbor, UnreachableError("cut"), 0.0)
@@ -236,14 +235,14 @@ def before_its_end(tiny: Tiny, tmp_path: Path) -> tuple[RunningPeer, list[int]]:
     peer._commit = lambda *arguments: None  # type: ignore[method-assign]
     neighbors = peer.timetable.neighbours(0)
     for neighbor in neighbors:
-        peer.machine._open.add(neighbor)
-        peer.mail.rounds[neighbor] = peer.mail._told[neighbor] = scenario.rounds  # type: ignore[attr-defined]
+        peer.protocol._open.add(neighbor)
+        peer.session.rounds[neighbor] = peer.session._informed[neighbor] = scenario.rounds  # type: ignore[attr-defined]
     return peer, list(neighbors)
 
 
 def test_who_is_owed_a_share_at_the_end_is_not_left_whether_its_edge_is_open_or_not(tiny: Tiny, tmp_path: Path) -> None:
     peer, (first, *others) = before_its_end(tiny, tmp_path)
-    machine = peer.machine
+    machine = peer.protocol
     assert all(map(peer._is_over, [first, *others]))  # type: ignore[attr-defined]
     machine.split(0, {first: 0.5})  # type: ignore[attr-defined]
     assert not peer._is_over(first)  # type: ignore[attr-defined]
@@ -257,8 +256,8 @@ def test_who_is_done_and_cannot_be_told_is_waited_for_as_long_as_a_deadline_howe
     tiny: Tiny, tmp_path: Path
 ) -> None:
     peer, (first, *_) = before_its_end(tiny, tmp_path)
-    del peer.mail._told[first]  # type: ignore[attr-defined]
-    assert peer.machine.is_open(first)
+    del peer.session._informed[first]  # type: ignore[attr-defined]
+    assert peer.protocol.is_open(first)
     with ThreadPoolExecutor(1) as pool:
         left = pool.submit(peer._leave)
         try:
@@ -275,21 +274,21 @@ class Cut:
     """Links that are down: calls over them do not arrive, or their answers are lost."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, sides: dict[str, int]) -> None:
-        self.down, self.sides, call = False, sides, Link.call
+        self.down, self.sides, call = False, sides, GrpcConnection.call
 
-        def cut(link: Link, content: bytes, seconds: float) -> bytearray:
+        def cut(link: GrpcConnection, content: bytes, seconds: float) -> bytearray:
             said = None if self._lost(link) else call(link, content, seconds)
             if said is None or self._lost(link):
                 raise UnreachableError(f"{link.identity} at {link.address}: cut")
             return said
 
-        monkeypatch.setattr(Link, "call", cut)
+        monkeypatch.setattr(GrpcConnection, "call", cut)
 
-    def _lost(self, link: Link) -> bool:
+    def _lost(self, link: GrpcConnection) -> bool:
         return self.down and self.sides[link.address] != self.sides[_own_address(link)]
 
 
-def _own_address(link: Link) -> str:
+def _own_address(link: GrpcConnection) -> str:
     return link.own  # type: ignore[attr-defined, no-any-return]
 
 
@@ -300,14 +299,14 @@ def test_both_sides_of_a_partition_go_on_and_merge(tiny: Tiny, tmp_path: Path, m
     for peer, shift in zip(peers, (0.0, 0.0, 1.0, 1.0), strict=True):
         peer.state.rows["x"] += shift  # what the two sides differ in
     sides = {address: number // 2 for number, address in enumerate(theirs[0].addresses)}
-    opened = Link.__init__
+    opened = GrpcConnection.__init__
 
-    def knowing(link: Link, address: str, identity: str, credentials: Any, cap: int) -> None:
+    def knowing(link: GrpcConnection, address: str, identity: str, credentials: Any, cap: int) -> None:
         opened(link, address, identity, credentials, cap)
         numbers = [number for number, device in enumerate(theirs) if device.credentials is credentials]
         link.own = theirs[0].addresses[numbers[0]]  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Link, "__init__", knowing)
+    monkeypatch.setattr(GrpcConnection, "__init__", knowing)
     cut, met = Cut(monkeypatch, sides), Barrier(5)
     for peer in peers:
         begin = peer._before

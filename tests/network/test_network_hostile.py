@@ -19,15 +19,14 @@ from tiny_scenario import Tiny
 from torch import Tensor
 from variants import settings_for
 
-from flower_privdec.network.peer.asynchronous_peer import AsynchronousPeer
-from flower_privdec.network.peer.asynchronous_session import MANY, AsynchronousMail
-from flower_privdec.network.peer.durable_mass import mass_on_disk
-from flower_privdec.network.peer.modes import running_peer
-from flower_privdec.network.peer.peer import RunningPeer
-from flower_privdec.network.transport.channel import Link, RefusedError, UnreachableError
-from flower_privdec.network.transport.connection_manager import ASKING
-from flower_privdec.pushsum.frames import Framed, RowMessage, decode, encode
-from flower_privdec.pushsum.share_protocol import FIRST, Acknowledgement, FrozenShare, Hello
+from flower_privdec.core import Exchange
+from flower_privdec.network.peer.asynchronous import MANY, AsynchronousPeer, AsynchronousSession
+from flower_privdec.network.peer.connections import STATUS_REQUEST
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
+from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError, UnreachableError
+from flower_privdec.pushsum.exactly_once import FIRST, Acknowledgement, FrozenShare, Hello
+from flower_privdec.pushsum.frames import FrameCodec, Message, RowMessage
 
 NAMES = ["privsgp", "d-psgd"]
 ROUNDS = 60
@@ -39,12 +38,16 @@ class Hostile:
 
     target: AsynchronousPeer
     own: AsynchronousPeer
-    link: Link
+    link: GrpcConnection
     said: list[bytes]
 
-    def say(self, *messages: Framed | bytes) -> bytes:
+    def encode(self, message: Message) -> bytes:
+        """Return the frame of a message."""
+        return bytes(self.own.session.frames.encode(message))
+
+    def say(self, *messages: Message | bytes) -> bytes:
         """Say something in one call; return the answer."""
-        content = b"".join(each if isinstance(each, bytes | bytearray) else bytes(encode(each)) for each in messages)
+        content = b"".join(each if isinstance(each, bytes | bytearray) else self.encode(each) for each in messages)
         answer = bytes(self.link.call(content, LONG))
         self.said.append(content)
         return answer
@@ -52,54 +55,68 @@ class Hostile:
     def greet(self, **changes: Any) -> None:
         """Shake hands, with some words other than they should be."""
         for _ in range(3):
-            answer = self.say(replace(self.own.machine.hello(0), **changes))
-            for word in [decode(bytearray(answer), {})] if answer else []:
+            answer = self.say(replace(self.own.protocol.hello(0), **changes))
+            for word in [self.own.session.frames.decode(bytearray(answer))] if answer else []:
                 assert isinstance(word, Hello)
-                self.own.machine.receive_hello(word)
-        assert changes or self.target.machine.is_open(3)
+                self.own.protocol.receive_hello(word)
+        assert changes or self.target.protocol.is_open(3)
 
     @property
     def rows(self) -> dict[str, Tensor]:
         """Return rows as an exchange has them."""
         (exchange, *_) = self.target.timetable.exchanges.values()
-        return {name: row + 1 for name, row in self.target._rows_of(exchange).items()}
+        return {name: row + 1 for name, row in exchange_rows(self.target, exchange).items()}
 
     def share(self, **changes: Any) -> FrozenShare[Tensor]:
         """Return a share as it should be, or one that differs from it in something."""
-        ours, theirs = self.own.machine, self.target.machine
-        right = FrozenShare(3, 0, ours.incarnation, theirs.incarnation, 1, ours.life, 0, self.rows)
+        ours, theirs = self.own.protocol, self.target.protocol
+        right = FrozenShare(3, 0, ours.incarnation, theirs.incarnation, 1, ours.boot, 0, self.rows)
         return replace(right, **changes)
 
     def acknowledgement(self, **changes: Any) -> Acknowledgement:
         """Return an acknowledgement that is not due."""
-        ours, theirs = self.own.machine, self.target.machine
-        right = Acknowledgement(3, 0, ours.incarnation, theirs.incarnation, ours.life, 1, theirs.life)
+        ours, theirs = self.own.protocol, self.target.protocol
+        right = Acknowledgement(3, 0, ours.incarnation, theirs.incarnation, ours.boot, 1, theirs.boot)
         return replace(right, **changes)
 
     def message(self, **changes: Any) -> RowMessage:
         """Return rows as they should be, or some that differ in something."""
         return replace(RowMessage(3, 0, 0, next(iter(self.target.timetable.exchanges)), self.rows), **changes)
 
-    def good(self) -> Framed:
+    def good(self) -> Message:
         """Return rows that the algorithm has, as they should be."""
-        return self.share() if self.target.machine.mass else self.message()
+        return self.share() if self.target.protocol.mass else self.message()
 
-    def bad_rows(self, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Framed:
+    def bad_rows(self, change: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]) -> Message:
         """Return rows with other values."""
         return replace(self.good(), values=change(self.rows))  # type: ignore[arg-type]
 
 
+def exchange_rows(peer: RunningPeer, exchange: Exchange) -> dict[str, Tensor]:
+    """Return a peer's rows that an exchange sends."""
+    return {name: peer.state.rows[exchange.shaped(name)][0] for name in exchange.names}
+
+
 def known(peer: RunningPeer) -> dict[str, Any]:
     """Return all that a neighbour's words may change, the numbers as bytes."""
-    mail: Any = peer.mail  # type: ignore[attr-defined]
-    machine: Any = mail.machine
+    mail: Any = peer.session  # type: ignore[attr-defined]
+    protocol: Any = mail.protocol
     rows = {name: value.numpy().tobytes() for name, value in peer.state.rows.items()}
-    links = {j: astuple(replace(link, frozen=None)) for j, link in machine._links.items()}
-    frozen = {j: id(link.frozen) for j, link in machine._links.items()}
+    edges = {j: astuple(replace(edge, frozen=())) for j, edge in protocol.edges.items()}
+    frozen = {j: [id(share) for share in edge.frozen] for j, edge in protocol.edges.items()}
     waiting = {at: {j: _content(message) for j, message in found.items()} for at, found in mail._rows.items()}
-    held = {j: _content(share) for j, share in machine._held.items()}
-    rounds = dict(mail.rounds), dict(mail.places), mail.rolled_back, mail.fresh, mail.joins, mail.fatal
-    facts = (links, frozen, waiting, held, rounds, machine.incarnation, dict(machine.spoiled), dict(machine.stranded))
+    held = {j: [_content(share) for share in shares] for j, shares in protocol._inbox.items() if shares}
+    rounds = dict(mail.rounds), dict(mail.places), mail.stale, mail.is_new, mail.joins, mail.fatal
+    facts = (
+        edges,
+        frozen,
+        waiting,
+        held,
+        rounds,
+        protocol.incarnation,
+        dict(protocol.rejected),
+        dict(protocol.orphaned),
+    )
     return {"rows": rows, "facts": facts}
 
 
@@ -109,7 +126,7 @@ def _content(message: Any) -> tuple[Any, ...]:
 
 def listening(peer: RunningPeer) -> int:
     """Let a peer listen, and call nobody: who cannot be called is given up, whatever it says; return the port."""
-    peer.courier._serve_on = lambda other: None  # type: ignore[method-assign]
+    peer.connections._call_neighbor = lambda other: None  # type: ignore[method-assign]
     return peer.open()
 
 
@@ -122,8 +139,8 @@ def hostile(request: pytest.FixtureRequest, tiny: Tiny, tmp_path: Path) -> Itera
     assert isinstance(own, AsynchronousPeer)
     port = listening(target)
     own._begin()
-    target.mail.fresh = False  # it has met the others
-    link = Link(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    target.session.is_new = False  # it has met the others
+    link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[3].credentials, 1 << 20)
     try:
         yield Hostile(target, own, link, [])
     finally:
@@ -140,62 +157,65 @@ def first_is(value: float) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return with_x(lambda x: torch.cat([torch.tensor([value], dtype=x.dtype), x[1:]]))
 
 
-Says = Callable[[Hostile], list[Framed | bytes]]
+Says = Callable[[Hostile], list[Message | bytes]]
 FOR_ALL: dict[str, tuple[Says, str]] = {
     "a number less": (lambda h: [h.bad_rows(with_x(lambda x: x[1:]))], "bytes, which must be"),
     "another type": (lambda h: [h.bad_rows(with_x(lambda x: x.float()))], "bytes, which must be"),
     "another shape": (lambda h: [h.bad_rows(with_x(lambda x: x[None]))], "is described as 2 axes"),
-    "half as many bytes": (lambda h: [bytes(encode(h.good()))[:-8]], "bytes and says"),
+    "half as many bytes": (lambda h: [h.encode(h.good())[:-8]], "bytes and claims"),
     "NaN": (lambda h: [h.bad_rows(first_is(float("nan")))], r"'x'\[0\] is nan, which must be finite"),
     "infinity": (lambda h: [h.bad_rows(first_is(float("-inf")))], r"'x'\[0\] is -inf, which must be finite"),
     "a byte more": (lambda h: [h.good(), b"\0"], "a frame of 1 bytes must have a header"),
-    "zeros after it": (lambda h: [h.good(), bytes(80)], "must begin with"),
+    "zeros after it": (lambda h: [h.good(), bytes(100)], "must begin with"),
     "another's name": (lambda h: [replace(h.good(), sender=1)], "brought a frame from peer 1 to 0"),
     "to somebody else": (lambda h: [replace(h.good(), receiver=2)], "brought a frame from peer 3 to 2"),
     "a round that never comes": (lambda h: [replace(h.good(), round_index=2**62)], f"and the run has {ROUNDS}"),
     "a hello from beyond the end": (
-        lambda h: [replace(h.own.machine.hello(0), round_index=2**62)],
+        lambda h: [replace(h.own.protocol.hello(0), round_index=2**62)],
         f"is of round {2**62}, and the run has {ROUNDS}",
     ),
     "no frame at all": (lambda h: [b"how do you do?"], "must have a header"),
-    "many frames": (lambda h: [h.acknowledgement()] * (MANY + 3), "has more than"),
+    "many frames": (lambda h: [h.acknowledgement()] * (MANY + 3), "has more frames than any peer has to send"),
     "an acknowledgement that is not due": (lambda h: [h.acknowledgement()], "acknowledged share 1, and the last"),
     "one of number 2^63": (lambda h: [h.acknowledgement(number=2**63)], "acknowledged share 9223372036854775808"),
-    "one of another life": (lambda h: [h.acknowledgement(life=1)], "acknowledged something before its last start"),
+    "one of another life": (lambda h: [h.acknowledgement(boot=1)], "acknowledged something before its last start"),
     "one of another incarnation": (lambda h: [h.acknowledgement(incarnation=FIRST + 1)], "from incarnation 0x"),
-    "another scenario": (lambda h: [replace(h.own.machine.hello(0), scenario=bytes(32))], "runs the scenario 0000"),
-    "another version": (lambda h: [replace(h.own.machine.hello(0), version=9)], "is of version 9 of the protocol"),
-    "counters that cannot be": (lambda h: [replace(h.own.machine.hello(0), sent=9)], "which cannot be"),
-    "more taken than seen": (lambda h: [replace(h.own.machine.hello(0), received=9)], "0 taken, which cannot be"),
+    "another scenario": (lambda h: [bytes(FrameCodec(bytes(32)).encode(h.own.protocol.hello(0)))], "is of run"),
+    "another version": (
+        lambda h: [h.encode(h.own.protocol.hello(0))[:4] + b"\t" + h.encode(h.own.protocol.hello(0))[5:]],
+        "has version 9 of the",
+    ),
+    "counters that cannot be": (lambda h: [replace(h.own.protocol.hello(0), sent=9)], "which cannot be"),
+    "more taken than seen": (lambda h: [replace(h.own.protocol.hello(0), received=9)], "0 absorbed, which cannot be"),
 }
 OF_SHARES: dict[str, tuple[Says, str]] = {
-    "rows of an exchange": (lambda h: [h.message()], "is none that this algorithm has"),
+    "rows of an exchange": (lambda h: [h.message()], "which this algorithm does not have"),
     "a negative weight": (
         lambda h: [h.bad_rows(lambda rows: rows | {"w": torch.full_like(rows["w"], -1e-300)})],
         r"'w'\[0\] is -1e-300, which must be >= 0",
     ),
     "a share of another incarnation": (lambda h: [h.share(incarnation=FIRST + 2**32)], "from incarnation 0x"),
     "a share for another incarnation": (lambda h: [h.share(addressed=FIRST + 2**32)], "to 0x200000000"),
-    "a share of another life": (lambda h: [h.share(life=h.own.machine.life + 1)], "of a life of which it does not"),
-    "a share before the first": (lambda h: [h.share(number=0)], "sent share 0 of a life"),
+    "a share of another life": (lambda h: [h.share(boot=h.own.protocol.boot + 1)], "of a boot that it does not"),
+    "a share before the first": (lambda h: [h.share(number=0)], "sent share 0 of a boot"),
 }
 OF_ROWS: dict[str, tuple[Says, str]] = {
-    "a share": (lambda h: [h.share()], "is none that this algorithm has"),
-    "rows of no exchange": (lambda h: [h.message(place=99)], "for place 99 of the program, is none"),
+    "a share": (lambda h: [h.share()], "which this algorithm does not have"),
+    "rows of no exchange": (lambda h: [h.message(at=99)], "for exchange 99, which this algorithm does not have"),
 }
 THEN_GREET_ANEW: dict[str, tuple[Says, str]] = {  # what ends the handshake, and no more
     "a share after a gap": (lambda h: [h.share(number=3)], "sent share 3, and 1 has to come first"),
     "a rollback that is none": (
-        lambda h: [replace(h.own.machine.hello(0), seen=7, seen_life=h.target.machine.life)],
-        "lies, or was rolled back itself",
+        lambda h: [replace(h.own.protocol.hello(0), seen=7, seen_boot=h.target.protocol.boot)],
+        "lies, or has a stale state itself",
     ),
-    "an incarnation to come": (lambda h: [replace(h.own.machine.hello(0), knows=FIRST + 2**32)], "lies, or was"),
-    "the last incarnation": (lambda h: [replace(h.own.machine.hello(0), knows=2**64 - 1)], "lies, or was"),
+    "an incarnation to come": (lambda h: [replace(h.own.protocol.hello(0), knows=FIRST + 2**32)], "lies, or has"),
+    "the last incarnation": (lambda h: [replace(h.own.protocol.hello(0), knows=2**64 - 1)], "lies, or has"),
 }
 
 
 def cases(hostile: Hostile) -> dict[str, tuple[Says, str]]:
-    of_shares = bool(hostile.target.machine.mass)
+    of_shares = bool(hostile.target.protocol.mass)
     found = FOR_ALL | (OF_SHARES if of_shares else OF_ROWS)
     return found | {case: each for case, each in THEN_GREET_ANEW.items() if of_shares or "share" not in case}
 
@@ -207,11 +227,11 @@ def test_what_breaks_a_rule_is_refused_by_name_and_changes_nothing(hostile: Host
         with pytest.raises(RefusedError) as refused:
             hostile.say(*says(hostile))
         assert re.search(why, str(refused.value)), f"{case}: {refused.value}"
-        assert hostile.target.courier.refused[3] in str(refused.value)
+        assert hostile.target.connections.refused[3] in str(refused.value)
         assert known(hostile.target) == before, case
-        assert hostile.target.machine.is_open(3) == (case not in THEN_GREET_ANEW), case
+        assert hostile.target.protocol.is_open(3) == (case not in THEN_GREET_ANEW), case
         hostile.greet()
-    assert json.loads(bytes(hostile.link.call(ASKING, LONG)))["round"] == 0
+    assert json.loads(bytes(hostile.link.call(STATUS_REQUEST, LONG)))["round"] == 0
     hostile.say(hostile.good())
     assert known(hostile.target) != before  # what is right is taken
 
@@ -226,17 +246,17 @@ def say_again(hostile: Hostile) -> None:
 
 def test_whatever_is_said_again_changes_nothing(hostile: Hostile) -> None:
     hostile.greet()
-    if hostile.own.machine.mass:
+    if hostile.own.protocol.mass:
         hostile.own._split(0, {0: 0.5})
         hostile.own._commit(1)
-        hostile.say(*hostile.own.machine.shares_to_send())
+        hostile.say(*hostile.own.protocol.shares_to_send())
     else:
         hostile.say(hostile.good())
     hostile.greet()
     before = known(hostile.target)
     say_again(hostile)
     assert known(hostile.target) == before
-    if hostile.target.machine.mass:
+    if hostile.target.protocol.mass:
         hostile.target._absorb()
         hostile.target._commit(1)
         before = known(hostile.target)
@@ -248,25 +268,25 @@ def test_whatever_is_said_again_changes_nothing(hostile: Hostile) -> None:
 def test_what_was_under_way_for_a_while_sets_no_neighbour_back_and_a_new_life_does(hostile: Hostile) -> None:
     """The last hello may overtake a share, or rows: who took its sender to be under way still would wait for nobody."""
     hostile.greet()
-    late: Framed = hostile.message()
-    if hostile.own.machine.mass:
+    late: Message = hostile.message()
+    if hostile.own.protocol.mass:
         hostile.own._split(0, {0: 0.5})
         hostile.own._commit(1)
-        (late,) = hostile.own.machine.shares_to_send()
-    last = replace(hostile.own.machine.hello(0), round_index=ROUNDS)
+        (late,) = hostile.own.protocol.shares_to_send()
+    last = replace(hostile.own.protocol.hello(0), round_index=ROUNDS)
     hostile.say(last, late)
     hostile.say(replace(last, round_index=2))
-    assert hostile.target.mail.rounds[3] == ROUNDS
-    hostile.say(replace(last, round_index=2, life=last.life + 1, opened=False))
-    assert hostile.target.mail.rounds[3] == 2
+    assert hostile.target.session.rounds[3] == ROUNDS
+    hostile.say(replace(last, round_index=2, boot=last.boot + 1, opened=False))
+    assert hostile.target.session.rounds[3] == 2
 
 
-@pytest.mark.parametrize("change", [{"scenario": bytes(32)}, {"sent": 5}, {"sender": 2}])
+@pytest.mark.parametrize("change", [{"sent": 5}, {"sender": 2}])
 def test_a_word_that_is_refused_makes_nobody_join_late(change: dict[str, Any], hostile: Hostile) -> None:
-    hostile.target.mail.fresh = True
+    hostile.target.session.is_new = True
     before = known(hostile.target)
     with pytest.raises(RefusedError):
-        hostile.say(replace(hostile.own.machine.hello(0), round_index=9, knows=0, **change))
+        hostile.say(replace(hostile.own.protocol.hello(0), round_index=9, knows=0, **change))
     assert known(hostile.target) == before
 
 
@@ -275,18 +295,18 @@ def test_who_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     theirs = devices(scenario, tmp_path)
     target, own = running_peer(scenario, theirs[0]), running_peer(scenario, theirs[2])
     port = listening(target)
-    link = Link(f"127.0.0.1:{port}", "peer-0.tiny", theirs[2].credentials, 1 << 20)
+    link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", theirs[2].credentials, 1 << 20)
     assert isinstance(own, AsynchronousPeer)
     own._begin()
     before = known(target)
     try:
         for message in (
-            replace(own.machine.hello(1), receiver=0, round_index=9),
+            replace(own.protocol.hello(1), receiver=0, round_index=9),
             Acknowledgement(2, 0, FIRST, FIRST, 1, 1, 1),
             FrozenShare(2, 0, FIRST, FIRST, 1, 1, 0, {name: row[0] for name, row in target.state.rows.items()}),
         ):
             with pytest.raises(RefusedError, match="who are no neighbours here"):
-                link.call(encode(message), LONG)
+                link.call(own.session.frames.encode(message), LONG)
         assert known(target) == before
     finally:
         link.close()
@@ -303,12 +323,12 @@ def test_a_run_beside_a_hostile_neighbour_ends_with_all_its_mass(tiny: Tiny, tmp
     start, own = peers[0].state.rows["x"][0].clone(), peers[3]
     assert isinstance(own, AsynchronousPeer)
     own._begin()
-    refused, link = 0, Link(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
+    refused, link = 0, GrpcConnection(theirs[0].addresses[0], "peer-0.tiny", theirs[3].credentials, 1 << 20)
     evil = Hostile(peers[0], own, link, [])  # type: ignore[arg-type]
     try:
         with running(peers[:3]) as futures:
             while not any(future.done() for future in futures) and (refused < 50 or peers[0].state.round_index < 10):
-                for says in [*(each for each, _ in cases(evil).values()), lambda h: [h.own.machine.hello(0)]]:
+                for says in [*(each for each, _ in cases(evil).values()), lambda h: [h.own.protocol.hello(0)]]:
                     try:
                         evil.say(*says(evil))
                     except RefusedError:
@@ -325,24 +345,24 @@ def test_a_run_beside_a_hostile_neighbour_ends_with_all_its_mass(tiny: Tiny, tmp
 
 
 def test_nothing_is_said_of_an_incarnation_before_it_is_on_disk(hostile: Hostile) -> None:
-    """A courier that asks for words between the two would end, and its neighbour would never be heard again."""
-    machine, mail = hostile.target.machine, hostile.target.mail
+    """A thread that asks for calls between the two would end, and its neighbour would never be heard again."""
+    protocol, mail = hostile.target.protocol, hostile.target.session
     assert mail.has_news(3, float("inf"))
-    with hostile.target.courier.changed:
-        machine.begin_anew()
+    with hostile.target.connections.changed:
+        protocol.reset()
         assert not mail.has_news(3, float("inf"))
     hostile.target._commit(0)
     assert mail.has_news(3, float("inf"))
-    assert isinstance(mail, AsynchronousMail)
+    assert isinstance(mail, AsynchronousSession)
 
 
-def test_a_courier_that_fails_ends_the_run_and_says_why(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_thread_that_fails_ends_the_run_and_says_why(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=2")
     peer = running_peer(scenario, devices(scenario, tmp_path)[0])
 
     def broken(*_: Any) -> Any:
         raise KeyError("nobody thought of this")
 
-    peer.mail.news = broken  # type: ignore[attr-defined]
-    with pytest.raises(Exception, match=r"nothing can be said to peer 3 any more .KeyError: 'nobody thought"):
+    peer.session.calls = broken  # type: ignore[attr-defined]
+    with pytest.raises(Exception, match=r"nothing can be sent to peer 3 any more .KeyError: 'nobody thought"):
         finish(peer)

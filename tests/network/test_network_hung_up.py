@@ -19,8 +19,8 @@ pytest.importorskip("grpc")
 
 from networked import LONG
 
-from flower_privdec.network.transport.channel import Link, UnreachableError
-from flower_privdec.network.transport.identity import Authority, Credentials
+from flower_privdec.network.transport.grpc_transport import GrpcConnection, UnreachableError
+from flower_privdec.network.transport.tls import Authority, Credentials
 
 DATA, RESET, SETTINGS, GOAWAY = 0, 3, 4, 7  # RFC 9113, section 6
 INTERNAL, REFUSED_STREAM = 2, 7
@@ -34,7 +34,7 @@ def frame(kind: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def goaway(last: int, code: int = INTERNAL) -> bytes:
-    return frame(GOAWAY, 0, last.to_bytes(4) + code.to_bytes(4) + b"Server shutdown")
+    return frame(GOAWAY, 0, last.to_bytes(4) + code.to_bytes(4) + b"GrpcServer shutdown")
 
 
 HELD = frame(SETTINGS, 0)
@@ -100,7 +100,7 @@ def test_a_call_comes_back_however_the_other_side_hangs_up(manner: str, size: in
     authority = Authority.create("tiny")
     with (
         rude(authority.issue("peer-0.tiny"), tmp_path, *MANNERS[manner]) as address,
-        closing(Link(address, "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)) as link,
+        closing(GrpcConnection(address, "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)) as link,
     ):
         for _ in range(CALLS):
             with pytest.raises(UnreachableError, match=r": (unavailable|internal|unknown|cancelled)"):

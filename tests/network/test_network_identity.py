@@ -17,9 +17,15 @@ pytest.importorskip("grpc")
 from networked import LONG
 
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.network.transport.certificates import credentials_of
-from flower_privdec.network.transport.channel import Link, RefusedError, Server, UnreachableError, assembled, pieces
-from flower_privdec.network.transport.identity import Authority, Credentials, certificate_problem
+from flower_privdec.network.transport.grpc_transport import (
+    GrpcConnection,
+    GrpcServer,
+    RefusedError,
+    UnreachableError,
+    assembled,
+    pieces,
+)
+from flower_privdec.network.transport.tls import Authority, Credentials, certificate_problem, credentials_of
 from flower_privdec.scenario import load_scenario
 
 NOW = datetime.now(UTC)
@@ -34,9 +40,9 @@ def authority() -> Authority:
 @contextmanager
 def served(
     credentials: Credentials, cap: int = 1 << 22, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
-) -> Iterator[Server]:
+) -> Iterator[GrpcServer]:
     """Serve an echo that says who called."""
-    server = Server("127.0.0.1:0", credentials, MEMBERS, lambda who, said: b"%d:" % who + said, cap, 4, clock)
+    server = GrpcServer("127.0.0.1:0", credentials, MEMBERS, lambda who, said: b"%d:" % who + said, cap, 4, clock)
     try:
         yield server
     finally:
@@ -44,8 +50,8 @@ def served(
 
 
 @contextmanager
-def linked(server: Server, credentials: Credentials, identity: str = "peer-0.tiny") -> Iterator[Link]:
-    link = Link(f"127.0.0.1:{server.port}", identity, credentials, 1 << 22)
+def linked(server: GrpcServer, credentials: Credentials, identity: str = "peer-0.tiny") -> Iterator[GrpcConnection]:
+    link = GrpcConnection(f"127.0.0.1:{server.port}", identity, credentials, 1 << 22)
     try:
         yield link
     finally:
@@ -131,7 +137,7 @@ def test_a_certificate_that_expires_while_connected_ends_the_talk(authority: Aut
 def test_nobody_is_there(authority: Authority) -> None:
     with served(authority.issue("peer-0.tiny")) as server:
         port = server.port
-    link = Link(f"127.0.0.1:{port}", "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)
+    link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)
     with pytest.raises(UnreachableError, match=r"peer-0\.tiny at 127.0.0.1"):
         link.call(b"hello", 0.5)
     assert link.diagnosis(LONG).endswith("Connection refused")
@@ -140,7 +146,7 @@ def test_nobody_is_there(authority: Authority) -> None:
 
 def test_an_address_is_listened_on_once(authority: Authority) -> None:
     with served(authority.issue("peer-0.tiny")) as server, pytest.raises(RunError, match="cannot be listened on"):
-        Server(f"127.0.0.1:{server.port}", authority.issue("peer-1.tiny"), MEMBERS, lambda *_: b"", 10, 1)
+        GrpcServer(f"127.0.0.1:{server.port}", authority.issue("peer-1.tiny"), MEMBERS, lambda *_: b"", 10, 1)
 
 
 def test_files_are_read_and_checked(authority: Authority, tmp_path: Path) -> None:

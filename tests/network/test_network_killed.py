@@ -13,13 +13,12 @@ from tiny_scenario import Tiny
 from variants import settings_for
 
 from flower_privdec.core.cohort import Cohort
-from flower_privdec.network.peer.durable_mass import mass_on_disk
-from flower_privdec.network.peer.modes import running_peer
-from flower_privdec.network.peer.peer import RunningPeer
-from flower_privdec.network.transport.channel import UnreachableError
+from flower_privdec.network.peer.asynchronous import LOST
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
+from flower_privdec.network.transport.grpc_transport import UnreachableError
 from flower_privdec.privacy.ledger.ledger import read_chain
-from flower_privdec.pushsum.send_queue import GIVEN_UP
-from flower_privdec.pushsum.share_protocol import FIRST, RefusedError
+from flower_privdec.pushsum.exactly_once import FIRST, RefusedError
 
 POINTS = {  # around everything that is put on disk, sent or used
     "before a commit": ("_save", "before"),
@@ -30,7 +29,7 @@ POINTS = {  # around everything that is put on disk, sent or used
     "after it mixed": ("_mix", "after"),
     "after it split": ("_split", "after"),
     "after it added what came": ("_absorb", "after"),
-    "before it hands in": ("_look", "before"),
+    "before it hands in": ("trainer.evaluate", "before"),
     "in the last commit": ("_is_over", "before"),
     "when a round is settled": ("_settle", "after"),
 }
@@ -169,32 +168,32 @@ def test_who_is_done_and_may_not_know_of_the_end_is_waited_for(name: str, tiny: 
     scenario = tiny(f"algorithm.name={name}", "topology.name=ring", "rounds=4", QUICK)
     peer: Any = running_peer(scenario, devices(scenario, tmp_path)[0])
     peer._begin()
-    peer.mail.rounds[1] = 3
-    for _ in range(GIVEN_UP):
-        peer.mail.failed(1, UnreachableError("nobody is there"), 0.0)
+    peer.session.rounds[1] = 3
+    for _ in range(LOST):
+        peer.session.failed(1, UnreachableError("nobody is there"), 0.0)
     assert not peer._is_over(1)  # it may come back, and has rounds to do
-    peer.mail.rounds[1] = 4
+    peer.session.rounds[1] = 4
     assert peer._is_over(1)
-    peer.mail.failed(1, RefusedError("greet me first"), 0.0)
-    assert not peer.machine.is_open(1)
+    peer.session.failed(1, RefusedError("greet me first"), 0.0)
+    assert not peer.protocol.is_open(1)
     assert not peer._is_over(1)
-    for count in range(1, GIVEN_UP + 1):
-        peer.mail.failed(1, UnreachableError("nobody is there"), 0.0)
-        assert peer._is_over(1) == (count == GIVEN_UP)
+    for count in range(1, LOST + 1):
+        peer.session.failed(1, UnreachableError("nobody is there"), 0.0)
+        assert peer._is_over(1) == (count == LOST)
     peer.close()
 
 
 def cut_off(peer: RunningPeer, neighbors: set[int]) -> None:
     """Let a peer neither call some neighbours nor hear them, as long as they are in the set."""
-    mail: Any = peer.mail
-    has_news, take = mail.has_news, mail.take
+    mail: Any = peer.session
+    has_news, take = mail.has_news, mail.receive
 
     def taking(caller: int, said: Any) -> Any:
         if caller in neighbors:
             raise RefusedError("cut off")
         return take(caller, said)
 
-    mail.has_news, mail.take = lambda to, now: to not in neighbors and has_news(to, now), taking
+    mail.has_news, mail.receive = lambda to, now: to not in neighbors and has_news(to, now), taking
 
 
 @pytest.mark.parametrize("when", ["before it begins anew", "after it began anew", "once a share is under way to it"])
@@ -209,16 +208,16 @@ def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: 
     peers = [running_peer(scenario, device) for device in theirs]
     begin_without(peers[:3], 3)
     cut_off(peers[3], {1, 2})
-    begin_anew = peers[3]._begin_anew  # type: ignore[attr-defined]
+    begin_anew = peers[3]._reset  # type: ignore[attr-defined]
 
     def dying() -> None:
         if when != "before it begins anew":
             begin_anew()
         if when == "once a share is under way to it":
-            wait_until(lambda: 3 in [share.receiver for share in peers[0].machine.shares_to_send()])  # type: ignore[attr-defined]
+            wait_until(lambda: 3 in [share.receiver for share in peers[0].protocol.shares_to_send()])  # type: ignore[attr-defined]
         raise Killed
 
-    peers[3]._begin_anew = dying  # type: ignore[attr-defined]
+    peers[3]._reset = dying  # type: ignore[attr-defined]
     with running(peers[:3]) as futures:
         for peer in peers[:3]:
             await_round(peer, 2)
@@ -227,11 +226,11 @@ def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: 
         last, silent = again(scenario, theirs[3]), {0}
         cut_off(last, silent)
         with running([last]) as (joining,):
-            wait_until(lambda: last.machine.is_open(1))
+            wait_until(lambda: last.protocol.is_open(1))
             silent.clear()
             await_round(last, 3)
             stop_all([*peers[:3], last], [*futures, joining])
-    assert last.machine.incarnation > FIRST  # type: ignore[attr-defined]
+    assert last.protocol.incarnation > FIRST  # type: ignore[attr-defined]
     check_weight(tmp_path, 3.0)
 
 
@@ -259,9 +258,9 @@ def await_round(peer: RunningPeer, round_index: int) -> None:
 
 def await_without(peer: RunningPeer, neighbor: int) -> None:
     """Wait until a peer has found out that a neighbour does not come, and goes on for a while."""
-    wait_until(lambda: not peer._pace.is_awaited(neighbor))  # type: ignore[attr-defined]
+    wait_until(lambda: not peer.policy.is_awaited(neighbor))  # type: ignore[attr-defined]
     await_round(peer, peer.state.round_index + 20)
-    assert not peer._pace.is_awaited(neighbor)  # type: ignore[attr-defined]
+    assert not peer.policy.is_awaited(neighbor)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("graph", ["directed-ring", "ring"])

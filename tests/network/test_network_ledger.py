@@ -22,13 +22,13 @@ from variants import VARIANTS, settings_for
 
 pytest.importorskip("grpc")
 
-from networked import LONG, Killed, devices, finish, go_on, mortal, running
+from networked import LONG, Killed, devices, finish, go_on, mortal, running, trainer_of
 
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.errors import BudgetError
-from flower_privdec.network.peer.durable_mass import mass_on_disk
-from flower_privdec.network.peer.modes import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, mass_on_disk
+from flower_privdec.network.peer.trainer import rows_path
 from flower_privdec.privacy.ledger.ledger import EMPTY_HASH, Entry, chained, header, read_chain
 from flower_privdec.scenario import Scenario
 
@@ -89,7 +89,7 @@ def observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Observ
     assert not watching.unpaid
 
 
-POINTS = [(name, when) for name in ("_save", "_await", "_look") for when in ("before", "after")]
+POINTS = [(name, when) for name in ("_save", "_await", "trainer.evaluate") for when in ("before", "after")]
 POINTS.append(("_leave", "before"))
 
 
@@ -116,16 +116,19 @@ def run_with_a_death(
 
 def check_ends(peers: list[RunningPeer], theirs: list[PeerDevice]) -> None:
     """Check models, ε and weights of peers that are done, of which peer 1 died once."""
-    rounds, algorithm = peers[0].experiment.scenario.rounds, peers[0].experiment.algorithm
+    rounds, algorithm = trainer_of(peers[0]).experiment.scenario.rounds, trainer_of(peers[0]).experiment.algorithm
     for peer in peers:
         assert peer.state.round_index == rounds
         assert bool(algorithm.debiased(peer.state.rows).isfinite().all())
     for peer in peers[:1] + peers[2:]:
-        planned = peer.experiment.own.protection
-        if peer.cohort.ledger is not None and planned is not None:
+        planned = trainer_of(peer).experiment.own.protection
+        if trainer_of(peer).cohort.ledger is not None and planned is not None:
             assert peer.status()["epsilon"] == pytest.approx(planned.epsilons(rounds)[0])
-    if "w" in peers[0].state.rows and peers[0].experiment.scenario.network.mode == "asynchronous":
-        first = [peer.experiment.initial_state(peer.cohort).rows["w"].double().sum() for peer in peers]
+    if "w" in peers[0].state.rows and trainer_of(peers[0]).experiment.scenario.network.mode == "asynchronous":
+        first = [
+            trainer_of(peer).experiment.initial_state(trainer_of(peer).cohort).rows["w"].double().sum()
+            for peer in peers
+        ]
         total = mass_on_disk([device.folder for device in theirs])["w"]
         assert float(total) == pytest.approx(float(sum(first)), rel=1e-12)
 
@@ -261,7 +264,7 @@ def test_at_the_end_of_a_budget_gradients_stop_and_relaying_goes_on(
     models = [load_file(rows_path(theirs[1].folder, each))["x"] for each in range(taken[1] + 1, 7)]
     assert not all(torch.equal(one, other) for one, other in pairwise(models))
     peers_of_one = running_peer(scenario, theirs[1], resume=True)  # and it may be started again, and takes no step
-    assert not peers_of_one.cohort.active(5).any()
+    assert not peers_of_one.trainer.is_active(5)
     peers_of_one.close()
 
 

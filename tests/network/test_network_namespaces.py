@@ -19,8 +19,8 @@ import pytest
 
 pytest.importorskip("grpc")
 
-from flower_privdec.network.transport.certificates import make_certificates
-from flower_privdec.network.transport.channel import ALIVE, CALLING
+from flower_privdec.network.transport.grpc_transport import ALIVE, CALLING
+from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario import parse_scenario, to_yaml
 
 PEERS = 3
@@ -40,18 +40,18 @@ import sys, time
 from pathlib import Path
 from flower_privdec.errors import RunError
 from flower_privdec.common.files import write_atomically
-from flower_privdec.network.transport.channel import Link
-from flower_privdec.network.transport.connection_manager import ASKING
+from flower_privdec.network.transport.grpc_transport import GrpcConnection
+from flower_privdec.network.peer.connections import STATUS_REQUEST
 from flower_privdec.network.peer.foreground import files_of
-from flower_privdec.network.transport.identity import Credentials, identities_of
+from flower_privdec.network.transport.tls import Credentials, identities_of
 
 address, certificates, peer, path = sys.argv[1:]
 paths = files_of(Path(certificates), int(peer))
 (name,) = identities_of(paths[0].read_bytes())
-link = Link(address, name, Credentials.read(*paths, name), 1 << 20)
+link = GrpcConnection(address, name, Credentials.read(*paths, name), 1 << 20)
 while True:
     try:
-        write_atomically(Path(path), bytes(link.call(ASKING, 5.0)))
+        write_atomically(Path(path), bytes(link.call(STATUS_REQUEST, 5.0)))
     except RunError:
         pass
     time.sleep(0.1)
@@ -193,6 +193,7 @@ def started(lan: Lan, tiny_text: str, tmp_path: Path) -> Iterator[Run]:
         run.stop()
 
 
+@pytest.mark.slow
 def test_a_black_hole_is_noticed_and_healed_and_the_others_go_on(lan: Lan, started: Run) -> None:
     lan.swallow(2)
     noticed = started.when(lambda: started.is_down(2, seen_by=0), 200)

@@ -21,9 +21,16 @@ pytest.importorskip("grpc")
 import grpc
 from networked import LONG, wait_until
 
-from flower_privdec.network.transport import channel
-from flower_privdec.network.transport.channel import CALLING, METHOD, Link, RefusedError, Server, UnreachableError
-from flower_privdec.network.transport.identity import NO_USAGE, Authority, Credentials, certificate_problem
+from flower_privdec.network.transport import grpc_transport
+from flower_privdec.network.transport.grpc_transport import (
+    CALLING,
+    METHOD,
+    GrpcConnection,
+    GrpcServer,
+    RefusedError,
+    UnreachableError,
+)
+from flower_privdec.network.transport.tls import NO_USAGE, Authority, Credentials, certificate_problem
 
 NOW = datetime.now(UTC)
 MEMBERS = {f"peer-{peer}.tiny": peer for peer in range(4)}
@@ -35,9 +42,11 @@ def authority() -> Authority:
 
 
 @contextmanager
-def served(credentials: Credentials, cap: int = 1 << 22, threads: int = 4, **more: Any) -> Iterator[Server]:
+def served(credentials: Credentials, cap: int = 1 << 22, threads: int = 4, **more: Any) -> Iterator[GrpcServer]:
     """Serve an echo that says who called."""
-    server = Server("127.0.0.1:0", credentials, MEMBERS, lambda who, said: b"%d:" % who + said, cap, threads, **more)
+    server = GrpcServer(
+        "127.0.0.1:0", credentials, MEMBERS, lambda who, said: b"%d:" % who + said, cap, threads, **more
+    )
     try:
         yield server
     finally:
@@ -45,8 +54,8 @@ def served(credentials: Credentials, cap: int = 1 << 22, threads: int = 4, **mor
 
 
 @contextmanager
-def linked(server: Server, credentials: Credentials) -> Iterator[Link]:
-    link = Link(f"127.0.0.1:{server.port}", "peer-0.tiny", credentials, 1 << 22)
+def linked(server: GrpcServer, credentials: Credentials) -> Iterator[GrpcConnection]:
+    link = GrpcConnection(f"127.0.0.1:{server.port}", "peer-0.tiny", credentials, 1 << 22)
     try:
         yield link
     finally:
@@ -105,8 +114,8 @@ def test_a_refusal_is_the_answer_to_a_call_and_named_on_both_sides(
     authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the end of its time, nor of several attempts."""
-    refusals, note = list[str](), Server._note
-    monkeypatch.setattr(Server, "_note", lambda server, said: (refusals.append(said), note(server, said))[1])
+    refusals, note = list[str](), GrpcServer._note
+    monkeypatch.setattr(GrpcServer, "_note", lambda server, said: (refusals.append(said), note(server, said))[1])
     expired = [NOW + timedelta(days=3 * 365)]
     with (
         caplog.at_level(logging.WARNING),
@@ -149,7 +158,7 @@ def test_nothing_is_said_in_plain_text(authority: Authority) -> None:
 # --- a member that takes what it can get
 
 
-def stream(server: Server, credentials: Credentials, parts: Iterator[bytes], stack: ExitStack) -> Any:
+def stream(server: GrpcServer, credentials: Credentials, parts: Iterator[bytes], stack: ExitStack) -> Any:
     """Begin a call and leave it open."""
     shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
     options = [*CALLING, ("grpc.ssl_target_name_override", "peer-0.tiny")]
@@ -179,10 +188,10 @@ def test_a_member_has_few_streams_and_the_others_are_answered(authority: Authori
         over = threading.Event()
         stack.callback(over.set)
         hostile = authority.issue("peer-1.tiny")
-        calls = [stream(server, hostile, trickle(over, 0.2), stack) for _ in range(3 * channel.CALLS_EACH)]
-        wait_until(lambda: sum(call.done() for call in calls) == 2 * channel.CALLS_EACH)
+        calls = [stream(server, hostile, trickle(over, 0.2), stack) for _ in range(3 * grpc_transport.CALLS_EACH)]
+        wait_until(lambda: sum(call.done() for call in calls) == 2 * grpc_transport.CALLS_EACH)
         said = {call.details() for call in calls if call.done()}
-        assert said == {f"peer 1 has {channel.CALLS_EACH} calls under way, which is the most; end one"}
+        assert said == {f"peer 1 has {grpc_transport.CALLS_EACH} calls under way, which is the most; end one"}
         with linked(server, authority.issue("peer-2.tiny")) as link:
             assert link.call(b"hello", LONG) == b"2:hello"
 
@@ -205,11 +214,11 @@ def test_oversize_streams_take_no_more_memory_than_a_model_each(authority: Autho
 
         watching = threading.Thread(target=watch)
         watching.start()
-        calls = [stream(server, hostile, (piece for _ in range(800)), stack) for _ in range(channel.CALLS_EACH)]
+        calls = [stream(server, hostile, (piece for _ in range(800)), stack) for _ in range(grpc_transport.CALLS_EACH)]
         for call in calls:
             with pytest.raises(grpc.RpcError) as refused:
                 b"".join(call)
             assert "sent more than" in refused.value.details()
         over.set()
         watching.join()
-    assert most[0] < channel.CALLS_EACH * (cap + (16 << 20)) * 2  # this process is both sides of each stream
+    assert most[0] < grpc_transport.CALLS_EACH * (cap + (16 << 20)) * 2  # this process is both sides of each stream

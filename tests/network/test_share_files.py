@@ -12,21 +12,19 @@ from asynchronous_network import FOLDERS, POINTS, QUICK, STILL, again, check_mas
 from networked import LONG, Killed, devices, finish, mortal, running
 from safetensors import safe_open
 from share_machines import commit, shake
-from share_schedules import SCENARIO
 from tiny_scenario import Tiny
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.network.peer import share_files
-from flower_privdec.network.peer.modes import running_peer
-from flower_privdec.network.peer.row_mass import TensorArithmetic
-from flower_privdec.network.peer.share_files import ShareFiles
-from flower_privdec.pushsum.packing import pack
-from flower_privdec.pushsum.shares import Shares
+from flower_privdec.network.peer import peer as peer_module
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import ShareFiles
+from flower_privdec.pushsum.codec import TensorArithmetic, pack
+from flower_privdec.pushsum.exactly_once import PushSumProtocol
 
 
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(share_files, "LARGE", 1)
+    monkeypatch.setattr(peer_module, "LARGE", 1)
 
 
 def kept_beside(checkpoint: Path) -> dict[str, list[str]]:
@@ -41,22 +39,22 @@ def test_each_is_written_once_and_removed_when_no_checkpoint_holds_it(tmp_path: 
     files = ShareFiles(tmp_path)
     for tensors in (old, old, {f"old.{name}": each for name, each in old.items()} | new, new, {}):
         before = set(tmp_path.iterdir())
-        files.keep(tensors)
+        files.write(tensors)
         assert len(set(tmp_path.iterdir()) - before) == (tensors is old and not before) + ("old.x" in tensors)
         for each in tensors.values():
             file, name = files.place(each) or ("", "")
             with safe_open(tmp_path / file, framework="pt") as opened:
                 torch.testing.assert_close(opened.get_tensor(name).reshape(each.shape), each, rtol=0, atol=0)
-        files.tidy()
+        files.remove_unused()
     assert not list(tmp_path.iterdir())
 
 
 def test_what_a_crash_left_beside_a_checkpoint_goes_with_the_next_one(tmp_path: Path) -> None:
-    ShareFiles(tmp_path).keep({"x": torch.ones(3)})
+    ShareFiles(tmp_path).write({"x": torch.ones(3)})
     (tmp_path / "rows-3.safetensors").write_bytes(b"handed in")
     files = ShareFiles(tmp_path)
-    files.keep({})
-    files.tidy()
+    files.write({})
+    files.remove_unused()
     assert [path.name for path in tmp_path.iterdir()] == ["rows-3.safetensors"]
 
 
@@ -86,13 +84,12 @@ def test_whoever_dies_goes_on_and_no_mass_is_lost(graph: str, point: str, tiny: 
 def test_half_of_a_mass_is_its_share_which_is_written_once(
     weight: float, start: float, same: bool, tmp_path: Path
 ) -> None:
-    arithmetic = TensorArithmetic(torch.float32)
-    a, b = (Shares(i, [0, 1], SCENARIO, 5 + i, {"x": torch.full((4,), start)}, arithmetic) for i in range(2))
+    a, b = (PushSumProtocol(i, [0, 1], 5 + i, {"x": torch.full((4,), start)}, TensorArithmetic()) for i in range(2))
     commit(a, b)
     shake(a, b)
     a.split(0, {1: weight})
     durable, files = a.snapshot(1), ShareFiles(tmp_path)
-    files.keep(pack(durable)[1])
+    files.write(pack(durable)[1])
     assert (files.place(durable.mass["x"]) is not None) == same
     before = durable.mass["x"].clone()
     a.mass["x"].add_(1)

@@ -23,8 +23,8 @@ from flower_privdec.engine.checkpoint import Checkpoint, save_checkpoint
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.local.peer_processes import on_this_machine
-from flower_privdec.pushsum.packing import pack
-from flower_privdec.pushsum.share_protocol import FIRST, Durable, FrozenShare, PeerLink
+from flower_privdec.pushsum.codec import pack
+from flower_privdec.pushsum.exactly_once import FIRST, Durable, Edge, FrozenShare
 from tools.soak import Soak, SoakedRun, Tally
 from tools.soak.checks import Paid, ledger_problem, look_at_ledger, weight_on_disk
 from tools.soak.fault_schedule import KINDS, ON_PEERS, Fault, faults
@@ -168,7 +168,7 @@ def test_the_disks_of_peers_that_do_not_wait_tell_their_weight_at_any_time(
         state.rows["w"].fill_(weight)
         values = {"x": state.rows["x"][0], "w": weight}
         share = FrozenShare(0, 1, FIRST, FIRST, 1, 7, 0, {"x": values["x"].clone(), "w": weight.clone()})
-        link = PeerLink(FIRST, 1, 7, share) if peer == 0 else PeerLink(FIRST)
+        link = Edge(FIRST, 1, 7, (share,)) if peer == 0 else Edge(FIRST)
         facts, carried = pack(Durable(FIRST, 1, values, {1 - peer: link}))
         transport = {"shares": facts, "place": 1}
         save_checkpoint(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from flower_privdec.network.transport.time_limit import TimeLimit
+from flower_privdec.network.transport.grpc_transport import TimeLimit
 
 LIMIT = 1000.0
 

@@ -74,6 +74,7 @@ def test_smoothness_is_the_largest_eigenvalue_of_the_hessian(build: Build) -> No
     assert smoothness(experiment, objective) == pytest.approx(largest, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("label_partitions")
 def test_heterogeneity_sees_skew_and_not_the_noise_of_small_shares(build: Build) -> None:
     def of(*settings: str) -> float:

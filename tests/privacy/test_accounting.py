@@ -70,6 +70,7 @@ def test_rdp_accountant_doubles_no_sensitivity(relation):
     np.testing.assert_allclose(accountant.rdp, [2 / 8, 8 / 8])
 
 
+@pytest.mark.slow
 def test_pld_accountant_takes_poisson_sampling_under_zero_out_as_under_add_or_remove():
     step = dp_accounting.PoissonSampledDpEvent(0.05, dp_accounting.GaussianDpEvent(1.1))
     many = dp_accounting.SelfComposedDpEvent(step, 100)
@@ -250,6 +251,7 @@ def test_epsilon_grows_with_steps_and_rate_and_falls_with_noise_and_delta(q, noi
     assert base <= epsilon([full(noise, steps)], 1e-5) * 1.001 + 1e-6
 
 
+@pytest.mark.slow
 @laws
 @given(rates, noises, st.integers(1, 300), st.sampled_from([1e-3, 1e-5, 1e-8]))
 def test_delta_is_the_inverse_of_epsilon(q, noise, steps, target):

@@ -37,6 +37,7 @@ def test_an_example_is_charged_what_the_dearest_peers_paid(several):
     assert epsilon_of_runs(several, DELTA) == pytest.approx(dearest(several), rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(runs.filter(bool))
 def test_where_choices_are_too_many_the_bound_is_above_them_and_not_far(several):

@@ -97,6 +97,7 @@ def test_googles_own_accountant_confirms_the_budget():
     assert 0.995 * 3 <= accountant.get_epsilon(1e-5) <= 3
 
 
+@pytest.mark.slow
 def test_a_schedule_of_many_distinct_steps_is_scaled_to_the_budget():
     shape = 2.0 ** (np.arange(1000) / 1000)
 

@@ -99,6 +99,7 @@ def assert_close_above(found: float, exact: float) -> None:
     assert exact * (1 - 1e-9) <= found <= exact * HALF_A_PERCENT
 
 
+@pytest.mark.slow
 @laws
 @given(mechanisms, st.floats(-9, -3))
 def test_a_mechanism_many_times_is_never_below_and_half_a_percent_above_the_truth(mechanism, log_delta):
@@ -108,6 +109,7 @@ def test_a_mechanism_many_times_is_never_below_and_half_a_percent_above_the_trut
         assert_close_above(found, exact_epsilon([mechanism], 10.0**log_delta, found))
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.lists(mechanisms, min_size=2, max_size=4), st.floats(-9, -3))
 def test_different_mechanisms_together_are_never_below_and_half_a_percent_above_the_truth(several, log_delta):
@@ -132,6 +134,7 @@ def test_a_schedule_of_distinct_noise_is_half_a_percent_above_the_truth(q, noise
     assert_close_above(found, exact_epsilon([(q, s, 0.0, 3) for s in noises], target, found))
 
 
+@pytest.mark.slow
 def test_three_thousand_distinct_noises_cost_what_they_do_and_not_what_their_neighbours_do():
     noises = 4.0 ** (1 - np.arange(3000) / 3000)
     found = epsilon([poisson(0.01, s) for s in noises], 1e-5)
@@ -188,6 +191,7 @@ def test_more_steps_than_a_window_holds_get_a_bound_of_their_own(monkeypatch):
 # --- small rates: what once took minutes and gigabytes ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q", [1e-2, 1e-4, 1e-6, 1e-8])
 @pytest.mark.parametrize("noise", [0.3, 0.5, 2.0, 10.0])
 def test_rare_sampling_is_between_its_own_lower_and_upper_bounds(q, noise):
@@ -277,6 +281,7 @@ uniform = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(st.lists(st.one_of(releases, plain, uniform), min_size=1, max_size=3), st.sampled_from(DELTAS))
 def test_extremes_are_answered_quietly_and_not_below_their_parts(several, target):

@@ -21,7 +21,7 @@ pytest.importorskip("cryptography.hazmat.primitives.ciphers")
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment, OwnParts
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.hardening import headroom
+from flower_privdec.experiment.hardening import noise_inflation
 from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.noise import ExactNoise, exact
 from flower_privdec.privacy.noise.system import SystemNormals
@@ -256,13 +256,12 @@ def test_deployed_peers_draw_it_and_simulations_do_not(tiny: Tiny) -> None:
     cohort = Experiment.joined(agreement, own).cohort()
     assert isinstance(cohort.noise, ExactNoise)
     assert cohort.apart
-    assert 1e-13 < cohort.headroom - 2.0**-20 < 1e-11  # some 40 examples, in float64
+    assert 1e-13 < cohort.noise_inflation - 2.0**-20 < 1e-11  # some 40 examples, in float64
     assert own.run.environment.startswith("exact, ")
     simulated = Experiment.build(scenario).cohort()
-    assert simulated.headroom == 0
+    assert simulated.noise_inflation == 0
     assert not isinstance(simulated.noise, ExactNoise)
     plain = OwnParts.of(Agreement.of(tiny()), np.array([1]), bytes(32))
-    assert plain.generator == "system"
     assert plain.run.environment.startswith("system, ")
 
 
@@ -274,28 +273,28 @@ def test_a_scenario_without_it_is_called_as_before(tiny: Tiny) -> None:
 def test_noise_pays_for_the_rounding_of_a_sum(tiny: Tiny) -> None:
     """The bound against sums as float32 makes them, and where float32 is too short for a sum."""
     algorithm = Agreement.of(tiny()).algorithm
-    full = headroom(algorithm, [Drawing("full", 1.0, 300, 300)], 10, torch.float32)
+    full = noise_inflation(algorithm, [Drawing("full", 1.0, 300, 300)], 10, torch.float32)
     g = torch.Generator().manual_seed(1)
     vectors = torch.randn(300, 2000, generator=g)
     vectors /= vectors.norm(dim=1, keepdim=True)
     off = (vectors.sum(0).double() - vectors.double().sum(0)).norm().item()
     assert off < full / 2 < 0.01
-    sizes = [headroom(algorithm, [Drawing("poisson", 0.01, 6000, 60)], 10, dtype) for dtype in DTYPES]
+    sizes = [noise_inflation(algorithm, [Drawing("poisson", 0.01, 6000, 60)], 10, dtype) for dtype in DTYPES]
     assert 1e-3 < sizes[0] < 4e-3
     assert sizes[1] < 1.1e-6
     with pytest.raises(ScenarioError, match=r"a sum of 3000 examples in float32 .* set compute\.dtype=float64"):
-        headroom(algorithm, [Drawing("full", 1.0, 3000, 3000)], 10, torch.float32)
+        noise_inflation(algorithm, [Drawing("full", 1.0, 3000, 3000)], 10, torch.float32)
 
 
 def test_noise_of_a_step_is_that_of_the_plan_and_the_headroom(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     agreement = Agreement.of(tiny("privacy.hardened=true", "compute.dtype=float32"))
     cohort = Experiment.joined(agreement, OwnParts.of(agreement, np.array([1]), bytes(32))).cohort()
-    assert cohort.headroom > 1e-4
+    assert cohort.noise_inflation > 1e-4
     monkeypatch.setattr(cohort.noise, "add_", lambda out, std, *rest: seen.append(std.item()))
     params = cohort.initial.repeat(1, 1)
     cohort.add_step_(torch.zeros_like(params), params, 0)
     plan = cohort.protection
     assert plan is not None
     scale = 0.5 / cohort.data.sampler.normalizer[0] * plan.clip_norm(0)[0] * plan.noise_multiplier(0)[0]
-    assert seen == pytest.approx([scale * (1 + cohort.headroom)], rel=1e-6)
+    assert seen == pytest.approx([scale * (1 + cohort.noise_inflation)], rel=1e-6)

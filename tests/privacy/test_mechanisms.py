@@ -425,6 +425,7 @@ def test_a_table_with_full_batches_pays_for_a_plain_gaussian_and_a_snapshot_does
     assert snapshot.own.protection.noise_multiplier(1)[0] > 1.5 * table.own.protection.noise_multiplier(1)[0]
 
 
+@pytest.mark.slow
 def test_three_thousand_distinct_steps_are_solved_for(build):
     name = "algorithm={name: dyn-d2p, learning_rate: 0.1, rho_c: 2.0, rho_mu: 3.0}"
     experiment = build("rounds=3000", "n_peers=2", name, "data.samples=1200", "privacy={epsilon: 1.0, delta: 1.0e-4}")

@@ -466,6 +466,7 @@ def test_steps_whose_numbers_overflow_or_vanish_are_refused(build: Build, dtype:
         build(f"compute.dtype={dtype}", setting)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_refused_would_show_the_signs_of_the_sums(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

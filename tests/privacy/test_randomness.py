@@ -254,6 +254,7 @@ def test_noise_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="GPU NOISE NOT TESTED: Triton is not installed")
 def test_what_is_compiled_for_a_gpu_draws_what_a_cpu_draws() -> None:
     """Triton interprets the kernel where there is no GPU; an interpreter of its own, for that is decided at import."""

@@ -121,6 +121,7 @@ HETEROGENEOUS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("label_partitions")
 @pytest.mark.parametrize("least", [None, 10])
 def test_the_usual_heterogeneous_job_runs(tiny: Tiny, tmp_path: Path, least: int | None) -> None:

@@ -17,42 +17,62 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flower_privdec.pushsum import frames
-from flower_privdec.pushsum.frames import HEADER, FrameHeader, RowMessage, decode, read_header
-from flower_privdec.pushsum.parts import Parts
-from flower_privdec.pushsum.share_protocol import LAST, FrozenShare, RefusedError
-from flower_privdec.pushsum.wire_rows import BEGIN, WireRow, frame_size, layout_of
+from flower_privdec.pushsum.exactly_once import LAST, FrozenShare, RefusedError
+from flower_privdec.pushsum.frames import (
+    HEADER,
+    BufferList,
+    FrameCodec,
+    FrameHeader,
+    Message,
+    RowFormat,
+    RowMessage,
+    formats_of,
+    frame_size,
+)
 from tools import fuzz
 
+RUN = bytes(range(32))
 
-def encode(message: frames.Framed) -> bytes:
+
+def encode(message: Message) -> bytes:
     """Return a frame in one piece."""
-    return bytes(frames.encode(message))
+    return bytes(FrameCodec(RUN).encode(message))
+
+
+def decode(data: Any, formats: Any, cap: int | None = None) -> Any:
+    """Return the message of a frame whose rows have some formats, in a share and in exchange 2^32 - 1."""
+    return FrameCodec(RUN, formats, {2**32 - 1: formats}).decode(data, cap)
+
+
+def read_header(data: bytes, cap: int) -> FrameHeader:
+    return FrameCodec(RUN).read_header(data, cap)
 
 
 SHARE = FrozenShare(1, 2, 2**32, 2**33, 5, 77, 4, {"x": torch.tensor([1.0, -2.0]), "w": torch.tensor(0.5)})
-LAYOUT = layout_of(SHARE.values, torch.float32)
+FORMATS = formats_of(SHARE.values)
 X_AT, W_AT = 192, 200  # where the two rows begin
 
 GOLDEN = (
-    "70727664 0100 03 00 01000000 02000000 0400000000000000 00000000 02000000"
+    "70727664 0200 03 00 01000000 02000000 0400000000000000 00000000 02000000"
     "0000000001000000 0000000002000000 4d00000000000000 0500000000000000 d000000000000000"
+    "630dcd2966c4336691125448bbb25b4f"
     "02 01 000000000000 0200000000000000 0000000000000000 0000000000000000 0000000000000000"
     "02 00 000000000000 0000000000000000 0000000000000000 0000000000000000 0000000000000000"
-    + "00" * (192 - 152)
+    + "00" * (192 - 168)
     + "0000803f 000000c0 0000003f 00000000"
 ).replace(" ", "")
 GOLDEN_WORDS = {
     "hello": (
-        "70727664 0100 01 01 01000000 02000000 0400000000000000 00000000 00000000"
-        "0000000001000000 0000000000000000 4d00000000000000 0000000000000000 b000000000000000"
-        "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+        "70727664 0200 01 01 01000000 02000000 0400000000000000 00000000 00000000"
+        "0000000001000000 0000000000000000 4d00000000000000 0000000000000000 a000000000000000"
+        "630dcd2966c4336691125448bbb25b4f"
         "4e00000000000000 4f00000000000000 0000000001000000 0900000000000000 4d00000000000000"
         "0800000000000000 0600000000000000 0700000000000000 3700000000000000"
     ),
     "acknowledgement": (
-        "70727664 0100 02 00 01000000 02000000 0000000000000000 00000000 00000000"
-        "0000000001000000 0000000002000000 4d00000000000000 0500000000000000 5000000000000000"
+        "70727664 0200 02 00 01000000 02000000 0000000000000000 00000000 00000000"
+        "0000000001000000 0000000002000000 4d00000000000000 0500000000000000 6000000000000000"
+        "630dcd2966c4336691125448bbb25b4f"
         "4200000000000000"
     ),
 }
@@ -93,20 +113,20 @@ def test_the_bytes_of_words_without_rows_are_fixed(name: str, place: int) -> Non
 
 @pytest.mark.parametrize("message", fuzz.examples(), ids=lambda message: type(message).__name__)
 def test_what_is_encoded_is_decoded_to_the_same(message: Any) -> None:
-    assert same(decode(encode(message), fuzz.LAYOUT), message)
+    assert same(fuzz.FRAMES.decode(encode(message)), message)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (2, 1, 2, 2)])
 def test_rows_of_any_shape_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     rows = {"a": torch.randn(3, dtype=dtype), "b": torch.randn(shape, dtype=dtype), "c": torch.randn(2, dtype=dtype)}
     message = RowMessage(3, 4, 2**63 - 1, 2**32 - 1, rows)
-    assert same(decode(encode(message), layout_of(rows, dtype)), message)
+    assert same(decode(encode(message), formats_of(rows)), message)
 
 
 def test_decoded_rows_are_views_of_the_frame_and_can_be_written() -> None:
     data = bytearray(encode(SHARE))
-    message = decode(data, LAYOUT)
+    message = decode(data, FORMATS)
     assert isinstance(message, FrozenShare)
     data[X_AT : X_AT + 4] = struct.pack("<f", 9.0)
     assert message.values["x"][0] == 9
@@ -115,34 +135,39 @@ def test_decoded_rows_are_views_of_the_frame_and_can_be_written() -> None:
 
 def test_the_largest_numbers_travel() -> None:
     share = FrozenShare(2**32 - 1, 2**32 - 2, LAST, LAST, LAST, LAST, 2**63 - 1, SHARE.values)
-    assert same(decode(encode(share), LAYOUT), share)
+    assert same(decode(encode(share), FORMATS), share)
 
 
 WRONG = {
-    "nothing": (b"", "a frame of 0 bytes must have a header of 72"),
+    "nothing": (b"", "a frame of 0 bytes must have a header of 88"),
     "magic": (changed(magic=b"PK\3\4"), r"a frame that begins with b'PK\\x03\\x04' must begin with b'prvd'"),
-    "version": (changed(version=2), "a frame of peer 1 is of version 2 of the protocol, not 1"),
-    "kind": (changed(kind=9), "a frame of peer 1 is of kind 9, which must be one of 1 to 4"),
+    "version": (changed(version=3), "a frame of peer 1 has version 3 of the protocol, not 2"),
+    "another run": (
+        changed(run=b"x" * 16),
+        "a frame of peer 1 is of run 7878.*, not 630d.*; give all peers one scenario",
+    ),
+    "sealed": (changed(flags=2), "a frame of peer 1 is sealed; seal at all peers, or at none"),
+    "kind": (changed(kind=9), "a frame of peer 1 is of kind 9, which must be one of 1 to 5"),
     "kind 0": (changed(kind=0), "a frame of peer 1 is of kind 0"),
-    "another kind": (changed(kind=1), "a frame of peer 1 of kind 1 has 208 bytes, which must be 176"),
+    "another kind": (changed(kind=1), "a frame of peer 1 of kind 1 has 208 bytes, which must be 160"),
     "flags": (changed(flags=1), "a frame of peer 1 of kind 3 must have zeros where it has no field"),
-    "place": (changed(place=1), "must have zeros where it has no field"),
+    "place": (changed(at=1), "must have zeros where it has no field"),
     "round": (changed(round_index=2**63), r"of round 9223372036854775808, which must be < 2\^63"),
-    "length": (changed(length=2**62), "says that it has 4611686018427387904 bytes, which must be 72 to 208"),
-    "short length": (changed(length=207), "a frame of peer 1 has 208 bytes and says 207"),
+    "length": (changed(length=2**62), "claims 4611686018427387904 bytes, which must be 88 to 256"),
+    "short length": (changed(length=207), "a frame of peer 1 has 208 bytes and claims 207"),
     "rows": (changed(rows=2**32 - 1), "a frame of peer 1 has 4294967295 rows, not 2; all peers must run one scenario"),
-    "trailing": (encode(SHARE) + b"\0", "a frame of peer 1 has 209 bytes and says 208"),
-    "cut": (encode(SHARE)[:-1], "a frame of peer 1 has 207 bytes and says 208"),
+    "trailing": (encode(SHARE) + b"\0", "a frame of peer 1 has 209 bytes and claims 208"),
+    "cut": (encode(SHARE)[:-1], "a frame of peer 1 has 207 bytes and claims 208"),
     "dtype": (
-        patched(72, b"\3"),
+        patched(88, b"\3"),
         r"'x' is described as 1 axes of \[2, 0, 0, 0\] float64, which must be 1 of \[2\] float32",
     ),
-    "unknown dtype": (patched(72, b"\x80"), r"'x' is described as 1 axes of \[2, 0, 0, 0\] type 128, which must be"),
-    "axes": (patched(73, b"\xff"), r"'x' is described as 255 axes of \[2, 0, 0, 0\] float32, which must be"),
-    "shape": (patched(80, struct.pack("<Q", 2**63)), r"'x' is described as 1 axes of \[9223372036854775808, 0, 0, 0\]"),
-    "hidden axis": (patched(88, b"\1"), r"'x' is described as 1 axes of \[2, 1, 0, 0\]"),
-    "filler": (patched(75, b"\1"), "'x' is described as"),
-    "gap": (patched(160, b"\1"), "a frame of peer 1 must have zeros between its rows"),
+    "unknown dtype": (patched(88, b"\x80"), r"'x' is described as 1 axes of \[2, 0, 0, 0\] type 128, which must be"),
+    "axes": (patched(89, b"\xff"), r"'x' is described as 255 axes of \[2, 0, 0, 0\] float32, which must be"),
+    "shape": (patched(96, struct.pack("<Q", 2**63)), r"'x' is described as 1 axes of \[9223372036854775808, 0, 0, 0\]"),
+    "hidden axis": (patched(104, b"\1"), r"'x' is described as 1 axes of \[2, 1, 0, 0\]"),
+    "filler": (patched(91, b"\1"), "'x' is described as"),
+    "gap": (patched(176, b"\1"), "a frame of peer 1 must have zeros between its rows"),
     "gap at the end": (patched(207, b"\1"), "a frame of peer 1 must have zeros between its rows"),
     "NaN": (patched(X_AT + 4, struct.pack("<f", math.nan)), r"'x'\[1\] is nan, which must be finite"),
     "infinity": (patched(X_AT, struct.pack("<f", -math.inf)), r"'x'\[0\] is -inf, which must be finite"),
@@ -156,19 +181,19 @@ def test_what_is_wrong_is_refused_in_one_line(name: str) -> None:
     data, says = WRONG[name]
     before = bytes(data)
     with pytest.raises(RefusedError, match=says) as caught:
-        decode(data, LAYOUT)
+        decode(data, FORMATS)
     assert len(str(caught.value).splitlines()) == 1
     assert data == before
 
 
 def test_a_cap_holds_below_what_the_layout_takes() -> None:
-    with pytest.raises(RefusedError, match="which must be 72 to 100"):
-        decode(encode(SHARE), LAYOUT, cap=100)
+    with pytest.raises(RefusedError, match="which must be 88 to 100"):
+        decode(encode(SHARE), FORMATS, cap=100)
 
 
 def test_a_large_frame_costs_no_copy_of_its_own() -> None:
     rows = {"x": torch.randn(2**20), "w": torch.tensor(0.25)}
-    frame, layout = bytearray(encode(replace(SHARE, values=rows))), layout_of(rows, torch.float32)
+    frame, layout = bytearray(encode(replace(SHARE, values=rows))), formats_of(rows)
     tracemalloc.start()
     message = decode(frame, layout)
     _, peak = tracemalloc.get_traced_memory()
@@ -181,7 +206,7 @@ def test_a_large_frame_costs_no_copy_of_its_own() -> None:
 def test_a_header_that_claims_much_costs_nothing() -> None:
     tracemalloc.start()
     with pytest.raises(RefusedError):
-        decode(changed(length=2**40)[:72], {}, 2**20)
+        decode(changed(length=2**40)[:88], {}, 2**20)
     assert tracemalloc.get_traced_memory()[1] < 2**17
     tracemalloc.stop()
 
@@ -214,23 +239,23 @@ def test_the_command_that_fuzzes_for_longer(
 
 
 def test_frames_and_shares_need_no_grpc() -> None:
-    names = ("frames", "shares", "row_mass", "fuzz")
+    names = ("flower_privdec.pushsum.frames", "flower_privdec.pushsum.codec", "tools.fuzz")
     lines = ["import sys", "sys.modules['grpc'] = None"]
-    lines += [f"import flower_privdec.network.{name}" for name in names]
+    lines += [f"import {name}" for name in names]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
 def test_a_layout_of_no_rows_is_a_header() -> None:
-    assert frame_size({}) == BEGIN == HEADER.size == len(encode(RowMessage(0, 1, 0, 0, {})))
-    assert frame_size({"x": WireRow((0,), torch.float32)}) == 128
+    assert frame_size({}) == HEADER.size == len(encode(RowMessage(0, 1, 0, 0, {})))
+    assert frame_size({"x": RowFormat((0,), torch.float32)}) == 128
     assert isinstance(read_header(encode(SHARE), 208), FrameHeader)
 
 
 def test_what_is_sent_is_the_rows_themselves_and_no_copy() -> None:
     rows = {"x": torch.arange(1000.0), "w": torch.tensor(0.5)}
-    parts = frames.encode(replace(SHARE, values=rows))
+    parts = FrameCodec(RUN).encode(replace(SHARE, values=rows))
     before = bytes(parts)
-    assert len(parts) == len(before) == frame_size(layout_of(rows, torch.float32))
+    assert len(parts) == len(before) == frame_size(formats_of(rows))
     rows["x"][999] = -1
     after = bytes(parts)
     assert before != after == encode(replace(SHARE, values=rows))
@@ -239,8 +264,8 @@ def test_what_is_sent_is_the_rows_themselves_and_no_copy() -> None:
 @pytest.mark.parametrize("size", [1, 7, 100, 10**6])
 def test_parts_are_cut_into_pieces_of_one_size(size: int) -> None:
     for held in ((), (b"",), (b"abc", b"", bytearray(range(200)), memoryview(b"xyz" * 99)), (bytes(14),)):
-        found = list(Parts(held).pieces(size))
-        assert b"".join(found) == b"".join(held) == bytes(Parts(held))
-        assert all(len(piece) == size for piece in found[:-1])
-        assert len(found[-1]) <= size
-        assert len(found) == max(1, -(-len(Parts(held)) // size))
+        pieces = list(BufferList(held).pieces(size))
+        assert b"".join(pieces) == b"".join(held) == bytes(BufferList(held))
+        assert all(len(piece) == size for piece in pieces[:-1])
+        assert len(pieces[-1]) <= size
+        assert len(pieces) == max(1, -(-len(BufferList(held)) // size))

@@ -178,7 +178,7 @@ STATUS = {
     "neighbours": [0, 2],
     "down": {"2": "connection refused"},
     "bytes_sent": 2048,
-    "bytes_heard": 0,
+    "bytes_received": 0,
     "noise": "of the operating system's generator",
 }
 

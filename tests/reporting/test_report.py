@@ -60,6 +60,7 @@ def _page(runs: list[Path], out: Path) -> tuple[str, _Page]:
     return text, _Page(text)
 
 
+@pytest.mark.slow
 def test_page_of_one_run_shows_its_result_curves_graph_and_scenario(tmp_path: Path) -> None:
     text, page = _page([make_run(tmp_path / "a")], tmp_path / "new" / "page.html")
     shown = " ".join(page.text)
@@ -315,6 +316,7 @@ def test_a_run_without_exchange_has_its_peers_accuracy_and_no_loss(tmp_path: Pat
         assert plots.draw_curve(loss, groups) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS[: len(ALGORITHMS)], ids=" ".join)
 def test_a_run_of_every_algorithm_can_be_reported(variant: list[str], tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(*settings_for(*variant), "rounds=2")

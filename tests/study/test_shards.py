@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flower_privdec.algorithms.penalty import growth
+from flower_privdec.algorithms.feddeper import growth
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.recorder import traffic
 from flower_privdec.engine.run import run
@@ -44,6 +44,7 @@ def predictions(experiment, model):
     return (x @ model[:640].reshape(10, 64).T + model[640:]).argmax(1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("label_partitions")
 def test_shard_accuracy_is_that_of_the_test_examples_with_the_peers_labels(build):
     experiment = build(*DEPER, *OWN_LABELS)

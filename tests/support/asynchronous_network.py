@@ -12,9 +12,8 @@ from networked import LONG, begin_without, running, wait_until
 
 from flower_privdec.errors import StoppedError
 from flower_privdec.experiment import Experiment
-from flower_privdec.network.peer.durable_mass import mass_on_disk
-from flower_privdec.network.peer.modes import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, mass_on_disk
 from flower_privdec.scenario import Scenario
 
 QUICK = f"network={{retry: 0.1, start: {LONG}, deadline: {LONG}}}"
@@ -45,7 +44,7 @@ POINTS = {  # before and after everything that is put on disk, sent or used
     "after it took its shares from itself": ("_split", "after"),
     "before it adds what came": ("_absorb", "before"),
     "after it added what came": ("_absorb", "after"),
-    "before it hands in": ("_look", "before"),
+    "before it hands in": ("trainer.evaluate", "before"),
     "at the end": ("_leave", "before"),
     "in the last commit": ("_is_over", "before"),
 }

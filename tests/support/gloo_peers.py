@@ -1,9 +1,8 @@
-"""Peers in processes that share nothing but a scenario, and talk over gloo: `python gloo_peers.py FOLDER`."""
+"""Peers in processes that share nothing but a scenario, and exchange rows over gloo."""
 
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +36,3 @@ def _run(experiment: Experiment) -> Tensor:
     for _ in range(experiment.scenario.rounds):
         peer.round()
     return experiment.algorithm.debiased(peer.state.rows)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

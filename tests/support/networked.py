@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 from ports import own_addresses
 from torch import Tensor
 
-from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import OnRound, PeerDevice, RunningPeer
-from flower_privdec.network.transport.certificates import identities
-from flower_privdec.network.transport.identity import Authority
+from flower_privdec.network.peer.trainer import ScenarioTrainer
+from flower_privdec.network.transport.tls import Authority, identities
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.app_scenario import AppScenario
 
 LONG = 100.0  # seconds that nothing takes, however busy the machine is
 
@@ -35,10 +37,16 @@ def begin_without(peers: Iterable[RunningPeer], absent: int) -> None:
     """Let peers that nobody waits for begin once they have greeted all others but one, however long that takes."""
     for peer in peers:
         others = [j for j in peer.timetable.neighbours(peer.device.peer) if j != absent]
-        peer._greeted = lambda since, peer=peer, others=others: all(map(peer.machine.is_open, others))  # type: ignore[attr-defined]
+        peer._has_greeted = lambda since, peer=peer, others=others: all(map(peer.protocol.is_open, others))  # type: ignore[attr-defined]
 
 
-def devices(scenario: Scenario, folder: Path, *, insecure_seeds: bool = True) -> list[PeerDevice]:
+def trainer_of(peer: RunningPeer) -> ScenarioTrainer:
+    """Return what a peer of a scenario trains."""
+    assert isinstance(peer.trainer, ScenarioTrainer)
+    return peer.trainer
+
+
+def devices(scenario: Scenario | AppScenario, folder: Path, *, insecure_seeds: bool = True) -> list[PeerDevice]:
     """Return a device for each peer, with a certificate of a new authority."""
     authority, addresses = Authority.create(scenario.name), tuple(own_addresses(scenario.n_peers))
     return [
@@ -73,9 +81,11 @@ class Killed(BaseException):
 
 
 def mortal(peer: RunningPeer, point: tuple[str, str], moment: int) -> None:
-    """Make a peer die "before" or "after" a method of its own, when that is called for the so many-th time."""
-    name, when = point
-    method, left = getattr(peer, name), [moment]
+    """Make a peer die "before" or "after" a method of its own or of its parts, at the moment-th call."""
+    path, when = point
+    *owners, name = path.split(".")
+    owner = reduce(getattr, owners, peer)
+    method, left = getattr(owner, name), [moment]
 
     def dying(*arguments: Any, **options: Any) -> Any:
         left[0] -= 1
@@ -86,7 +96,7 @@ def mortal(peer: RunningPeer, point: tuple[str, str], moment: int) -> None:
             raise Killed
         return found
 
-    setattr(peer, name, dying)
+    setattr(owner, name, dying)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.engine.shards.communication_plan import Shards
-from flower_privdec.engine.shards.process_group import Wires
+from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.engine.shards.rendezvous import MeetingPlace
 
 MINUTE = 60.0
@@ -34,7 +34,7 @@ class Turns:
     here: set[int] = field(default_factory=set)
     whose: int = 0
     changed: Condition = field(default_factory=Condition)
-    mail: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
+    in_transit: dict[tuple[int, int, int], list[Tensor]] = field(default_factory=dict)
     shared: dict[tuple[str, int], dict[int, Tensor]] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
 
@@ -84,7 +84,7 @@ class InTurn:
         turns.join(shard, count)
 
     def send(self, tensors: list[Tensor], shard: int, tag: int) -> _Done:
-        self.turns.mail.setdefault((self.shard, shard, tag), []).append(tensors[0].clone())
+        self.turns.in_transit.setdefault((self.shard, shard, tag), []).append(tensors[0].clone())
         self.turns.say(f"{self.shard} to {shard}", tensors[0])
         return _Done(lambda: None)
 
@@ -92,8 +92,8 @@ class InTurn:
         key = (shard, self.shard, tag)
 
         def arrive() -> None:
-            self.turns.until(self.shard, lambda: bool(self.turns.mail.get(key)))
-            tensors[0].copy_(self.turns.mail[key].pop(0))
+            self.turns.until(self.shard, lambda: bool(self.turns.in_transit.get(key)))
+            tensors[0].copy_(self.turns.in_transit[key].pop(0))
 
         return _Done(arrive)
 
@@ -128,19 +128,19 @@ def in_turn() -> Iterator[Turns]:
     def nowhere(*_: object) -> Iterator[None]:
         yield None
 
-    def meet(store: object, shard: int, shards: Shards, address: str) -> Wires:
+    def meet(store: object, shard: int, shards: Shards, address: str) -> ProcessGroup:
         turns.shared.clear() if not turns.here else None
-        return Wires(InTurn(turns, shard, len(shards)), shard, shards)  # type: ignore[arg-type]
+        return ProcessGroup(InTurn(turns, shard, len(shards)), shard, shards)  # type: ignore[arg-type]
 
-    close = Wires.close
+    close = ProcessGroup.close
 
-    def leave(wires: Wires) -> None:
+    def leave(wires: ProcessGroup) -> None:
         turns.leave(wires.shard)
         close(wires)
 
     with (
         patch.object(MeetingPlace, "store", nowhere),
-        patch.object(Wires, "meet", meet),
-        patch.object(Wires, "close", leave),
+        patch.object(ProcessGroup, "meet", meet),
+        patch.object(ProcessGroup, "close", leave),
     ):
         yield turns

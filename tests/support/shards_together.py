@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch.distributed import FileStore
 
 from flower_privdec.engine.shards.communication_plan import Shards
-from flower_privdec.engine.shards.process_group import Wires
+from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.engine.shards.rendezvous import THIS_MACHINE
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.experiment import Experiment
@@ -20,18 +20,22 @@ Found = TypeVar("Found")
 MINUTE = 60.0
 
 
-def in_shards(folder: Path, shards: Shards, work: Callable[[Wires], Found], patience: float = MINUTE) -> list[Found]:
+def in_shards(
+    folder: Path, shards: Shards, work: Callable[[ProcessGroup], Found], patience: float = MINUTE
+) -> list[Found]:
     """Do some work with each shard's wires at once, and return what each found; the first error is raised."""
     return [future.result() for future in in_futures(folder, shards, work, patience)]
 
 
 def in_futures(
-    folder: Path, shards: Shards, work: Callable[[Wires], Found], patience: float = MINUTE
+    folder: Path, shards: Shards, work: Callable[[ProcessGroup], Found], patience: float = MINUTE
 ) -> list[Future[Found]]:
     """Do the same, and return each shard's end, whatever it is."""
 
     def one(shard: int) -> Found:
-        wires = Wires.meet(FileStore(str(folder / "meeting"), len(shards)), shard, shards, THIS_MACHINE, patience)
+        wires = ProcessGroup.meet(
+            FileStore(str(folder / "meeting"), len(shards)), shard, shards, THIS_MACHINE, patience
+        )
         try:
             return work(wires)
         finally:
@@ -42,11 +46,11 @@ def in_futures(
         return [threads.submit(one, shard) for shard in range(len(shards))]
 
 
-def engines_of(scenario: Scenario, shards: Shards) -> Callable[[Wires], ShardEngine]:
+def engines_of(scenario: Scenario, shards: Shards) -> Callable[[ProcessGroup], ShardEngine]:
     """Return what makes each shard's engine; what it is made of is made here, for threads draw from one generator."""
     views: Sequence[Experiment] = [Experiment.build(scenario, shards.peers(shard)) for shard in range(len(shards))]
 
-    def engine(wires: Wires) -> ShardEngine:
+    def engine(wires: ProcessGroup) -> ShardEngine:
         view = views[wires.shard]
         cohort = view.cohort()
         return ShardEngine(view.algorithm, cohort, view.initial_state(cohort), wires)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from flower_privdec.pushsum.shares import Shares
+from flower_privdec.pushsum.exactly_once import PushSumProtocol
 
 
-def shake(one: Shares[Any], other: Shares[Any]) -> None:
+def shake(one: PushSumProtocol[Any], other: PushSumProtocol[Any]) -> None:
     """Carry a handshake to its end, without faults."""
     word, listener, speaker = one.hello(other.peer), other, one
     for _ in range(9):
@@ -17,6 +17,6 @@ def shake(one: Shares[Any], other: Shares[Any]) -> None:
     raise AssertionError("the handshake does not end")
 
 
-def commit(*machines: Shares[Any]) -> None:
+def commit(*machines: PushSumProtocol[Any]) -> None:
     for each in machines:
         each.committed(each.snapshot(1))

@@ -14,9 +14,8 @@ from random import Random
 from typing import Any
 
 from flower_privdec.errors import RunError
-from flower_privdec.pushsum import share_protocol, shares
+from flower_privdec.pushsum import exactly_once
 
-SCENARIO = bytes(range(32))
 WIRE = 1024  # a share is a multiple of 1/WIRE; a mass is finer
 FINE = 4096
 Mass = dict[str, Fraction]
@@ -55,6 +54,10 @@ def minus(a: Mass, b: Mass) -> Mass:
     return {name: a[name] - b[name] for name in a}
 
 
+def frozen(durable: Any) -> list[Any]:
+    return [share for edge in durable.edges.values() for share in edge.frozen]
+
+
 def zero() -> Mass:
     return {"x": Fraction(0), "w": Fraction(0)}
 
@@ -82,7 +85,7 @@ class Schedule:
         lost_disks: whether old checkpoints come back; in a quarter of the schedules when not given.
     """
 
-    def __init__(self, draw: Random, code: Any = shares, lost_disks: bool | None = None) -> None:
+    def __init__(self, draw: Random, code: Any = exactly_once, lost_disks: bool | None = None) -> None:
         self.draw, self.code = draw, code
         n = draw.randint(2, 4)
         self.graph = {
@@ -110,8 +113,8 @@ class Schedule:
     # What a device does.
 
     def process(self, i: int, mass: Mass) -> Any:
-        life = self.draw.getrandbits(64) or 1
-        return self.code.Shares(i, self.near[i], SCENARIO, life, mass, Exact())
+        boot = self.draw.getrandbits(64) or 1
+        return self.code.PushSumProtocol(i, self.near[i], boot, mass, Exact())
 
     def begin(self, i: int, mass: Mass) -> None:
         host = self.hosts[i]
@@ -179,7 +182,7 @@ class Schedule:
         self.expected = plus(self.expected, updates)
         for share in absorbed:
             assert share.addressed == durable.incarnation, "taken by another incarnation than it was for"
-            assert share.incarnation >= (0 if old is None else old.links[share.sender].incarnation), "of a dead one"
+            assert share.incarnation >= (0 if old is None else old.edges[share.sender].incarnation), "of a dead one"
 
     def account(self, i: int, ghosts: list[Any]) -> None:
         """Count shares that their sender no longer has under way; only one that was rolled back has such."""
@@ -192,15 +195,14 @@ class Schedule:
 
         One that was never sent may be back in the peer's mass, where its receiver's incarnation is over.
         """
-        kept = [link.frozen for link in durable.links.values()]
-        shares = [link.frozen for link in old.links.values() if link.frozen is not None and link.frozen not in kept]
+        kept = frozen(durable)
+        shares = [share for share in frozen(old) if share not in kept]
         return [share for share in shares if self.in_flight(share) or share not in self.sent]
 
     def stillborn(self, old: Any, durable: Any) -> list[Any]:
         """Return the new shares that their receiver will not take, for either disk is not what it was."""
-        before = [] if old is None else [link.frozen for link in old.links.values()]
-        shares = [link.frozen for link in durable.links.values() if link.frozen is not None]
-        return [share for share in shares if share not in before and not self.in_flight(share)]
+        before = [] if old is None else frozen(old)
+        return [share for share in frozen(durable) if share not in before and not self.in_flight(share)]
 
     def tell(self, i: int) -> None:
         host = self.hosts[i]
@@ -214,7 +216,7 @@ class Schedule:
     def send(self, i: int) -> None:
         host = self.hosts[i]
         for share in host.machine.shares_to_send():
-            assert share is host.disk[-1].links[share.receiver].frozen, "leaves before it is on disk"
+            assert share in host.disk[-1].edges[share.receiver].frozen, "leaves before it is on disk"
             self.post(share)
         for word in host.machine.acknowledgements():
             self.post(word)
@@ -223,7 +225,7 @@ class Schedule:
         on_disk = self.hosts[message.sender].disk[-1]
         if not hasattr(message, "values"):
             taken = message.received if hasattr(message, "received") else message.number
-            link = on_disk.links[message.receiver]
+            link = on_disk.edges[message.receiver]
             assert taken <= link.received or on_disk.incarnation != message.incarnation, "acknowledged too early"
         else:
             self.sent.append(message)
@@ -259,9 +261,9 @@ class Schedule:
         host = self.hosts[i]
         if type(error).__name__ == "RefusedError":
             return self.greet(i, sender)
-        assert type(error).__name__ == "RolledBackError", error
+        assert type(error).__name__ == "StaleStateError", error
         assert self.rollbacks[i], f"{i} was told that it forgot something: {error}"
-        host.machine.begin_anew()
+        host.machine.reset()
         host.updates, host.absorbed = zero(), []
         if host.writing is not None and not host.writing[3]:
             host.writing = None
@@ -275,12 +277,12 @@ class Schedule:
     def in_flight(self, share: Any) -> bool:
         """Return whether a share is on its sender's disk, and its receiver's has yet to take it."""
         sender, receiver = self.durable(share.sender), self.durable(share.receiver)
-        if sender is None or sender.links[share.receiver].frozen is not share:
+        if sender is None or share not in sender.edges[share.receiver].frozen:
             return False
         return receiver is not None and self.will_be_taken(share, receiver)
 
     def will_be_taken(self, share: Any, receiver: Any) -> bool:
-        known = receiver.links[share.sender]
+        known = receiver.edges[share.sender]
         if receiver.incarnation != share.addressed or known.incarnation > share.incarnation:
             return False
         return known.incarnation < share.incarnation or known.received < share.number
@@ -291,17 +293,15 @@ class Schedule:
         if durable is None:
             return zero()
         total = {name: durable.mass[name] for name in ("x", "w")}
-        own = [
-            link.frozen for link in durable.links.values() if link.frozen is not None and self.in_flight(link.frozen)
-        ]
+        own = [share for share in frozen(durable) if self.in_flight(share)]
         for share in own + self.coming(i):
             total = plus(total, share.values)
         return total
 
     def coming(self, i: int) -> list[Any]:
         """Return the shares in flight to a peer."""
-        shares = [other.links[i].frozen for j in self.near[i] if (other := self.durable(j)) is not None]
-        return [share for share in shares if share is not None and self.in_flight(share)]
+        others = [other for j in self.near[i] if (other := self.durable(j)) is not None]
+        return [share for other in others for share in other.edges[i].frozen if self.in_flight(share)]
 
     # What goes wrong.
 
@@ -379,17 +379,17 @@ class Schedule:
         if not self.can_talk(i) or not host.machine.is_open(liar):
             return
         durable, them = host.disk[-1], self.hosts[liar].disk[-1]
-        link = durable.links[liar]
+        link = durable.edges[liar]
         if them.incarnation == link.incarnation and self.draw.random() < 0.5:
-            life = self.hosts[liar].machine.life
-            word = share_protocol.Acknowledgement(liar, i, them.incarnation, durable.incarnation, life, link.sent, 0)
+            boot = self.hosts[liar].machine.boot
+            word = exactly_once.Acknowledgement(liar, i, them.incarnation, durable.incarnation, boot, link.sent, 0)
             self.hear(replace(word, number=link.sent + self.draw.randint(1, 3)) if self.draw.random() < 0.5 else word)
-            if them.links[i].frozen is not None:
-                self.hear(replace(them.links[i].frozen, number=link.received + 9, life=life))
+            for share in them.edges[i].frozen:
+                self.hear(replace(share, number=link.received + 9, boot=boot))
         elif host.machine.is_open(liar):
             hello = replace(host.machine.hello(liar), sender=liar, receiver=i, incarnation=link.incarnation)
             hello = replace(
-                hello, life=self.hosts[liar].machine.life, answers=hello.challenge, knows=durable.incarnation
+                hello, boot=self.hosts[liar].machine.boot, answers=hello.challenge, knows=durable.incarnation
             )
             lie = replace(hello, received=link.sent + 1, seen=link.sent + 1)
             before, rolled = host.machine.incarnation, self.rollbacks[i]
@@ -431,8 +431,8 @@ class Schedule:
         total = zero()
         for i, host in self.hosts.items():
             total = plus(total, host.disk[-1].mass)
-            for share in (link.frozen for j, link in host.disk[-1].links.items()):
-                if share is not None and self.in_flight(share):
+            for share in frozen(host.disk[-1]):
+                if self.in_flight(share):
                     total = plus(total, share.values)
             if sum(self.rollbacks.values()) <= 1:
                 assert all(self.remembers(i, j) for j in self.near[i]), (
@@ -443,12 +443,12 @@ class Schedule:
     def remembers(self, i: int, j: int) -> bool:
         """Return whether a peer's disk has of a neighbour what that one has of it, with no share between them left."""
         mine, theirs = self.durable(i), self.durable(j)
-        link, other = mine.links[j], theirs.links[i]
+        link, other = mine.edges[j], theirs.edges[i]
         met = (link.incarnation, other.incarnation) == (theirs.incarnation, mine.incarnation)
-        return met and link.frozen is None and other.received == link.sent
+        return met and not link.frozen and other.received == link.sent
 
 
-def run_schedule(draw: Random, code: Any = shares, events: int = 60, lost_disks: bool | None = None) -> Schedule:
+def run_schedule(draw: Random, code: Any = exactly_once, events: int = 60, lost_disks: bool | None = None) -> Schedule:
     """Run one schedule to its end and check it throughout."""
     schedule = Schedule(draw, code, lost_disks)
     for _ in range(events):

@@ -83,6 +83,7 @@ def test_a_loss_of_several_outputs_is_learned(build: Build, tmp_path: Path) -> N
     assert {"near", "rmse", "loss"} <= lines[-1].keys()
 
 
+@pytest.mark.slow
 def test_runs_of_own_metrics_are_reported(tiny_text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scenario = tmp_path / "s.yaml"
     scenario.write_text(tiny_text)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flower_privdec.data import PublicSet
-from flower_privdec.data.synthetic import draw_labels, draw_words
+from flower_privdec.data.readers import draw_labels, draw_words
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError, ScenarioError

@@ -614,6 +614,7 @@ def spent(rate: float, noise: float, steps: int, delta: float) -> float:
     return float(accountant.get_epsilon(delta))
 
 
+@pytest.mark.slow
 def test_a_hundred_rounds_cost_what_dp_accounting_says_and_then_it_is_over(tmp_path: Path) -> None:
     loader = DataLoader(data(), batch_size=20)
     budget = {"epsilon": 4.0, "noise_multiplier": None, "rounds": 100, "reserve": 2}
@@ -709,6 +710,7 @@ def test_a_step_is_on_disk_before_its_batch_is_drawn(tmp_path: Path, monkeypatch
     assert set(paid) == {1, 2, 3, 4}
 
 
+@pytest.mark.slow
 def test_leaving_a_pass_early_lets_go_of_the_ledger_and_keeps_what_was_taken(tmp_path: Path) -> None:
     parts = setup(tmp_path, loader=DataLoader(data(400), batch_size=100))
     assert loop(parts, most=2) == 2
@@ -736,6 +738,7 @@ def test_a_long_pass_writes_few_lines_and_loses_little_when_it_is_left(tmp_path:
     assert len((tmp_path / "a.jsonl").read_text().splitlines()) in (1 + 9, 1 + 10)
 
 
+@pytest.mark.slow
 def test_the_released_mean_has_the_distribution_that_is_accounted_for(tmp_path: Path) -> None:
     """With one example alone, a step is (1 - q) N(0, σ²C²) + q N(C, σ²C²), over the expected batch."""
     rate, noise, size = 0.25, 0.3, 4
@@ -790,6 +793,7 @@ for number in range(100):
 """
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_a_round_it_goes_on_from_there(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "a.jsonl"], capture_output=True, text=True)
     assert killed.returncode == 9, killed.stderr

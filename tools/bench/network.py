@@ -21,10 +21,10 @@ import numpy as np
 from flower_privdec.core import advance
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.network.local.peer_processes import on_this_machine
-from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice
-from flower_privdec.network.transport.certificates import credentials_of, make_certificates
-from flower_privdec.pushsum.timetable import Timetable
+from flower_privdec.network.transport.tls import credentials_of, make_certificates
+from flower_privdec.pushsum.timetable import Timetable, network_mixing
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario, to_yaml
 from tools.bench import transport_baseline
 from tools.bench.timing import quiet
@@ -144,7 +144,8 @@ def _computing(scenario: Scenario) -> float:
 
 def _receivers(scenario: Scenario) -> list[list[list[int]]]:
     """Return the receivers of every peer at every place of the timetable."""
-    table = Timetable(Agreement.of(scenario))
+    agreement = Agreement.of(scenario)
+    table = Timetable(agreement.algorithm, network_mixing(agreement), scenario.rounds)
     return [[sorted(table.receivers(peer, at)) for peer in range(scenario.n_peers)] for at in range(table.places)]
 
 

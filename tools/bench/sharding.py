@@ -21,7 +21,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from flower_privdec.core import Mix, State
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.shards.communication_plan import Shards
-from flower_privdec.engine.shards.process_group import Wires
+from flower_privdec.engine.shards.process_group import ProcessGroup
 from flower_privdec.engine.shards.rendezvous import THIS_MACHINE
 from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.graph.mixing import Mixing
@@ -193,7 +193,7 @@ def run_shard(folder: str, shard: int, request: Mapping[str, Any]) -> dict[str, 
     """
     torch.set_num_threads(1)
     store = FileStore(str(Path(folder) / "meeting"), SHARDS)
-    wires = Wires.meet(store, shard, Shards.deal(SHARDS, SHARDS), THIS_MACHINE)
+    wires = ProcessGroup.meet(store, shard, Shards.deal(SHARDS, SHARDS), THIS_MACHINE)
     repeats, times = request["repeats"], dict[str, Any]()
     for name, rounds in request["rounds"].items():
         times[name] = _time_rounds(_again(wires, WORKLOADS[name].n_peers), WORKLOADS[name], rounds, repeats)
@@ -206,12 +206,12 @@ def run_shard(folder: str, shard: int, request: Mapping[str, Any]) -> dict[str, 
     return times
 
 
-def _again(wires: Wires, n_peers: int) -> Wires:
+def _again(wires: ProcessGroup, n_peers: int) -> ProcessGroup:
     """Return the same connections for other peers."""
-    return Wires(wires.group, wires.shard, Shards.deal(n_peers, SHARDS))
+    return ProcessGroup(wires.group, wires.shard, Shards.deal(n_peers, SHARDS))
 
 
-def _time_rounds(wires: Wires, workload: Workload, rounds: int, repeats: int) -> Times:
+def _time_rounds(wires: ProcessGroup, workload: Workload, rounds: int, repeats: int) -> Times:
     """Time a round of one process, while the other waits, and of both."""
     setup, shard = Setup.build(workload), wires.shard
     whole = setup.engine()
@@ -220,7 +220,7 @@ def _time_rounds(wires: Wires, workload: Workload, rounds: int, repeats: int) ->
     return _side_by_side(wires, works, rounds, repeats)
 
 
-def _time_exchanges(wires: Wires, d: int, periods: int, repeats: int) -> Times:
+def _time_exchanges(wires: ProcessGroup, d: int, periods: int, repeats: int) -> Times:
     """Time an exchange of rows, and what it is made of: as many bytes over gloo alone, and mixing as many in memory."""
     n_peers, peers = int(wires.shards.ends[-1]), wires.shards.peers(wires.shard)
     mixing = Mixing(build_topology("directed-exponential", n_peers), "column-stochastic")
@@ -242,7 +242,7 @@ def _time_exchanges(wires: Wires, d: int, periods: int, repeats: int) -> Times:
     return {name: [ms / phases for ms in took] for name, took in _side_by_side(wires, works, periods, repeats).items()}
 
 
-def _bare(wires: Wires, d: int, rows: list[int]) -> Work:
+def _bare(wires: ProcessGroup, d: int, rows: list[int]) -> Work:
     """Return what sends and receives so many rows one after the other, from and to the same memory."""
     ours, theirs = torch.randn(max(rows), d), torch.empty(max(rows), d)
     other, group = 1 - wires.shard, wires.group
@@ -257,7 +257,7 @@ def _bare(wires: Wires, d: int, rows: list[int]) -> Work:
     return swap
 
 
-def _side_by_side(wires: Wires, works: Mapping[str, Work], rounds: int, repeats: int) -> Times:
+def _side_by_side(wires: ProcessGroup, works: Mapping[str, Work], rounds: int, repeats: int) -> Times:
     """Return milliseconds of each work, and of CPU, in turns; no shard begins before the other has come to the end."""
     times: Times = {f"{name}{kind}": [] for name in works for kind in ("", CPU)}
     for repeat in range(repeats + 1):

@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 
-from flower_privdec.network.transport.certificates import files_of
-from flower_privdec.network.transport.channel import CALLING, METHOD, PIECE, SERVING
+from flower_privdec.network.transport.grpc_transport import CALLING, METHOD, PIECE, SERVING
+from flower_privdec.network.transport.tls import files_of
 
 PATIENCE = 60.0  # seconds for a message, and for the others to be there
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from flower_privdec.common.machine import available_cores
-from flower_privdec.engine.workers import Crew, Dealing
+from flower_privdec.engine.workers import Partitioning, WorkerPool
 from flower_privdec.engine.workers.partitioning import block_count, can_fork, multiplications, round_seconds
 from flower_privdec.errors import ScenarioError
 from tools.bench.timing import LONGEST, WARM_UP
@@ -50,7 +50,7 @@ def compare_workers(workload: Workload, rounds: int) -> dict[str, Any]:
     if blocks == 1:
         return {"blocks": 1}
     cuts = tuple(number * workload.n_peers // blocks for number in range(blocks + 1))
-    crews = [_crew(setup, Dealing(cuts, workers)) for workers in (1, WORKERS)]
+    crews = [_crew(setup, Partitioning(cuts, workers)) for workers in (1, WORKERS)]
     try:
         with _one_thread():
             result = {"blocks": blocks, "alone": _turns(crews, rounds)}
@@ -61,12 +61,12 @@ def compare_workers(workload: Workload, rounds: int) -> dict[str, Any]:
             crew.close()
 
 
-def _crew(setup: Setup, dealing: Dealing) -> Crew:
+def _crew(setup: Setup, dealing: Partitioning) -> WorkerPool:
     engine = setup.engine()
-    return Crew(engine.algorithm, engine.cohort, engine.state, dealing)
+    return WorkerPool(engine.algorithm, engine.cohort, engine.state, dealing)
 
 
-def _turns(crews: list[Crew], rounds: int) -> dict[str, float]:
+def _turns(crews: list[WorkerPool], rounds: int) -> dict[str, float]:
     least = min(_seconds(crew, 1) for crew in crews for _ in range(WARM_UP))
     repeat = min(LONGEST, max(1, round(STRETCH / least)))
     taken = np.empty((rounds, len(crews)))
@@ -82,7 +82,7 @@ def _turns(crews: list[Crew], rounds: int) -> dict[str, float]:
     }
 
 
-def _seconds(crew: Crew, count: int) -> float:
+def _seconds(crew: WorkerPool, count: int) -> float:
     began = time.perf_counter()
     crew.rounds(count)
     crew.collected()  # which waits for everybody

@@ -138,7 +138,9 @@ class Setup:
             peers=np.arange(n),
             n_peers=n,
             initial=flatten(self.module),
-            kernel=build_kernel(self.module, self.workload.loss, self.workload.shape, lone=self.workload.batch == 1),
+            kernel=build_kernel(
+                self.module, self.workload.loss, self.workload.shape, single_example=self.workload.batch == 1
+            ),
             data=self.data,
             mixing=mixing,
             participation=participation,

@@ -29,7 +29,7 @@ from flower_privdec.experiment import Agreement
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import PeerProcesses, on_this_machine
 from flower_privdec.network.local.watch import Watch
-from flower_privdec.pushsum.timetable import Timetable
+from flower_privdec.pushsum.timetable import Timetable, network_mixing
 from flower_privdec.scenario import Scenario
 from tools.soak.checks import Paid, Weight, look_at_ledger, resident_bytes, weight_on_disk
 from tools.soak.fault_schedule import KINDS, Fault, Pair, check_kinds, faults
@@ -318,7 +318,7 @@ class Soak:
         self.seed = SystemRandom().getrandbits(32) if seed is None else seed
         self.tally = Tally()
         agreement = Agreement.of(self.scenario)
-        timetable = Timetable(agreement)
+        timetable = Timetable(agreement.algorithm, network_mixing(agreement), agreement.scenario.rounds)
         self._weighed = agreement.mixing is not None and agreement.mixing.sends_shares
         links = [(peer, other) for peer in range(scenario.n_peers) for other in timetable.neighbours(peer)]
         self._links, self._faults = links, faults(self.seed, links, kinds, every, longest)

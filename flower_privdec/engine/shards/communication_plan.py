@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.formatting import peer_ranges
-from flower_privdec.graph.mixing.matrix import MixingMatrix, SparseMatrix
+from flower_privdec.graph.mixing import MixingMatrix, SparseMatrix
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class MixPlan:
 
     Attributes:
         traffic: the rows that cross.
-        parts: which rows here hear nobody elsewhere, and then which do, each with its weights over the rows here and,
-            behind them, those from elsewhere; a part that is nobody is left out.
+        parts: which rows here have no in-neighbour elsewhere, and then which do, each with its weights over the rows
+            here and, behind them, those from elsewhere; an empty part is left out.
     """
 
     traffic: Traffic
@@ -120,7 +120,7 @@ class GatherPlan:
     """How a shard gathers its peers' in-neighbours.
 
     Attributes:
-        own, other: int64 [E], who hears whom: edges as `Gather` makes them.
+        own, other: int64 [E], receiver and sender: edges as `Gather` makes them.
         place: int64 [E], where each edge's row stands among the rows here and, behind them, those from elsewhere.
     """
 
@@ -169,13 +169,13 @@ def gather_plan(links: np.ndarray, shards: Shards, shard: int) -> GatherPlan:
 
 
 def reply_plan(links: np.ndarray, shards: Shards, shard: int) -> GatherPlan:
-    """Work out what a shard sends and receives where each edge (own, other) goes back to whom it was heard from.
+    """Work out what a shard sends and receives where each edge (own, other) goes back to the peer it was heard from.
 
     Args:
         links: of all peers, [m, 2]: who sent, and who heard, which now answers.
     """
-    asked, answers = links[np.lexsort((links[:, 0], links[:, 1]))].T  # the order of edges: by own, who answers
-    to, by = shards.of(asked), shards.of(answers)
+    askers, answers = links[np.lexsort((links[:, 0], links[:, 1]))].T  # the order of edges: by own, who answers
+    to, by = shards.of(askers), shards.of(answers)
     at, coming = np.flatnonzero(by == shard), np.flatnonzero(to == shard)
     others = [other for other in range(len(shards)) if other != shard]
     sends = {other: np.flatnonzero(to[at] == other) for other in others}
@@ -185,8 +185,8 @@ def reply_plan(links: np.ndarray, shards: Shards, shard: int) -> GatherPlan:
     place[at] = np.arange(len(at))
     for other, part in traffic.receives.items():
         place[coming[by[coming] == other]] = len(at) + np.arange(part.start, part.stop)
-    order = coming[np.lexsort((answers[coming], asked[coming]))]
-    return GatherPlan(traffic, asked[order], answers[order], torch.from_numpy(place[order]))
+    order = coming[np.lexsort((answers[coming], askers[coming]))]
+    return GatherPlan(traffic, askers[order], answers[order], torch.from_numpy(place[order]))
 
 
 def collecting(shards: Shards, shard: int) -> Traffic:

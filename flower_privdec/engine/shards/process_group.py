@@ -1,9 +1,9 @@
 """Direct connections between shards: torch.distributed's gloo, with rows in flat buffers and nothing pickled.
 
-What gloo is: TCP between every two shards, without encryption and without authentication. Whoever reaches the ports
-can read rows, take a shard's place or send it any rows; see `meeting` for where they listen. What comes in is checked
-all the same: that it is of this place of the run, and that it is finite. A shard that is gone is known by its closed
-connections, at once, and one whose machine is gone by its silence, after PATIENCE.
+What gloo is: TCP between every two shards, without encryption and without authentication. A process that reaches the
+ports can read rows, take a shard's place or send it any rows; see `meeting` for where they listen. What comes in is
+checked all the same: that it is of this place of the run, and that it is finite. A shard that is gone is known by its
+closed connections, at once, and one whose machine is gone by its silence, after PATIENCE.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # type and shape of ea
 
 
 @dataclass(frozen=True)
-class Parcel:
+class MessageBuffer:
     """Views of a buffer.
 
     Attributes:
@@ -44,8 +44,8 @@ class Parcel:
     stamp: Tensor
 
     @classmethod
-    def within(cls, buffer: Tensor, layout: Layout) -> Parcel:
-        """Return the views for a layout, which `size_of` says has room in a buffer."""
+    def within(cls, buffer: Tensor, layout: Layout) -> MessageBuffer:
+        """Return the views for a layout of at most `size_of` bytes."""
         begins, end = _places(layout)
         parts = tuple(
             buffer[begin : begin + torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
@@ -100,7 +100,7 @@ class ShardGroup(Protocol):
         """Add a tensor up over all shards, in place."""
 
     def allgather(self, found: list[list[Tensor]], tensors: list[Tensor]) -> Work:
-        """Tell all shards a tensor."""
+        """Send all shards a tensor."""
 
     def barrier(self) -> Work:
         """Wait for all shards."""
@@ -112,7 +112,7 @@ class LostShardError(RunError):
 
 @dataclass
 class Pending:
-    """Rows on their way, see `Wires.begin`.
+    """Rows on their way, see `ProcessGroup.begin`.
 
     Attributes:
         here: where the run is, for errors.
@@ -128,7 +128,7 @@ class Pending:
     tag: int = 0
     arriving: list[tuple[int, Work]] = field(default_factory=list)
     leaving: list[tuple[int, Work]] = field(default_factory=list)
-    parcels: list[tuple[int, Parcel, list[Tensor]]] = field(default_factory=list)
+    parcels: list[tuple[int, MessageBuffer, list[Tensor]]] = field(default_factory=list)
     alone: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -166,19 +166,19 @@ class Pending:
         self.leaving.clear()
 
 
-def lost(whom: str, here: str, error: RuntimeError) -> LostShardError:
+def lost(shard: str, here: str, error: RuntimeError) -> LostShardError:
     """Return the error of a shard that is gone."""
-    said = one_line(error).partition("] ")[2] or one_line(error)
-    return LostShardError(f"{LOST} {whom} in {here} ({said.split('. This is')[0][:160]})")
+    message = one_line(error).partition("] ")[2] or one_line(error)
+    return LostShardError(f"{LOST} {shard} in {here} ({message.split('. This is')[0][:160]})")
 
 
-class Wires:
+class ProcessGroup:
     """The connections of one shard to all others.
 
     Args:
         group: gloo's.
         shard: this one's number.
-        shards: who hosts whom.
+        shards: which shard hosts which peers.
     """
 
     def __init__(self, group: ShardGroup, shard: int, shards: Shards) -> None:
@@ -186,10 +186,10 @@ class Wires:
         self.shard, self.shards = shard, shards
         self._tag, self._pending = 0, Pending(shards, "")
         self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._parcels: dict[tuple[str, int, Layout], Parcel] = {}
+        self._parcels: dict[tuple[str, int, Layout], MessageBuffer] = {}
 
     @classmethod
-    def meet(cls, store: Store, shard: int, shards: Shards, address: str, patience: float = PATIENCE) -> Wires:
+    def meet(cls, store: Store, shard: int, shards: Shards, address: str, patience: float = PATIENCE) -> ProcessGroup:
         """Connect with all other shards, which have to do so too.
 
         Args:
@@ -221,7 +221,7 @@ class Wires:
         return self._group
 
     def close(self) -> None:
-        """Close all connections, which tells the others at once."""
+        """Close all connections, which the others notice at once."""
         self._pending.forget()
         self._group = None
         self._buffers.clear()
@@ -231,15 +231,15 @@ class Wires:
         """Check that all shards have the same 32 bytes to say of what they are about to do.
 
         Raises:
-            RunError: naming one that says something else.
+            RunError: naming one that disagrees.
         """
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        said = [torch.empty_like(mine) for _ in range(len(self.shards))]
+        answers = [torch.empty_like(mine) for _ in range(len(self.shards))]
         try:
-            self.group.allgather([said], [mine]).wait()
+            self.group.allgather([answers], [mine]).wait()
         except RuntimeError as error:
             raise lost("another shard", "their meeting", error) from error
-        for shard, theirs in enumerate(said):
+        for shard, theirs in enumerate(answers):
             if not torch.equal(theirs, mine):
                 raise RunError(
                     f"{self.shards.name(shard)} is about to run something else than {self.shards.name(self.shard)}: "
@@ -324,7 +324,7 @@ class Wires:
         except RuntimeError as error:
             raise lost(self.shards.name(shard), pending.here, error) from error
 
-    def _parcel(self, way: str, shard: int, layout: Layout) -> Parcel:
+    def _parcel(self, way: str, shard: int, layout: Layout) -> MessageBuffer:
         """Return a parcel to or from a shard; all that go one way between two shards lie in one buffer."""
         key = (way, shard, layout)
         if key not in self._parcels:
@@ -332,11 +332,11 @@ class Wires:
             if kept is None or len(kept) < size:
                 kept = self._buffers[way, shard] = torch.zeros(size, dtype=torch.uint8)
                 self._parcels = {known: each for known, each in self._parcels.items() if known[:2] != key[:2]}
-            self._parcels[key] = Parcel.within(kept, layout)
+            self._parcels[key] = MessageBuffer.within(kept, layout)
         return self._parcels[key]
 
 
-def _fill(parcel: Parcel, rows: Sequence[Tensor], which: Tensor, tag: int) -> None:
+def _fill(parcel: MessageBuffer, rows: Sequence[Tensor], which: Tensor, tag: int) -> None:
     """Put the chosen rows of all names into a parcel, and which message it is."""
     for each, part in zip(rows, parcel.parts, strict=True):
         if each.device.type == "cpu":

@@ -1,7 +1,7 @@
 """Where shards meet: a file on one machine, or a port of the first shard's, whose address its owner names.
 
-Through the meeting point shards tell each other at which ports they listen. It knows no passwords, as the connections
-themselves do not: whoever can reach it can disturb a run, and whoever can reach a shard's ports can read and change
+Through the meeting point shards exchange the ports at which they listen. It knows no passwords, as the connections
+themselves do not: a process that reaches it can disturb a run, and one that reaches a shard's ports can read and change
 rows. So nothing but this machine is ever listened to unless the owner of a shard names an address.
 """
 
@@ -45,7 +45,7 @@ class MeetingPlace:
 
     @classmethod
     def given(cls, address: str, meeting: str) -> MeetingPlace:
-        """Read what an owner says.
+        """Parse an owner's setting.
 
         Raises:
             RunError: it is no address of one machine.
@@ -66,14 +66,14 @@ class MeetingPlace:
 
     @contextmanager
     def store(self, shard: int, shards: Shards, token: str, patience: float = PUNCTUAL) -> Iterator[Store]:
-        """Yield where the shards of one message tell each other where they are, when all of them are there.
+        """Yield the store through which the shards of one message find each other, once all have joined.
 
         Args:
             token: of the message, which keeps apart what is left of another.
             patience: seconds to wait for the others.
 
         Raises:
-            RunError: naming those that did not come, or why nobody can meet here.
+            RunError: naming those that did not come, or why none can meet here.
         """
         deadline = time.monotonic() + patience
         try:
@@ -111,7 +111,7 @@ class MeetingPlace:
         )
 
     def _wait(self, store: Store, shards: Shards, deadline: float, patience: float) -> None:
-        """Wait until all have said that they are here."""
+        """Wait until all have registered."""
         missing = set(range(len(shards)))
         while missing := {shard for shard in missing if not store.check([str(shard)])}:
             if time.monotonic() > deadline:

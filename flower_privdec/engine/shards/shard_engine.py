@@ -20,10 +20,9 @@ from flower_privdec.engine.shards.communication_plan import (
     mix_plan,
     reply_plan,
 )
-from flower_privdec.engine.shards.process_group import Wires, clean_rows
+from flower_privdec.engine.shards.process_group import ProcessGroup, clean_rows
 from flower_privdec.errors import RunError
-from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.mixing.matrix import AverageMatrix, SparseMatrix, sum_rows
+from flower_privdec.graph.mixing import AverageMatrix, Mixing, SparseMatrix, sum_rows
 from flower_privdec.rows.tensors import all_finite, empty_rows
 
 
@@ -34,7 +33,7 @@ class ShardEngine(Engine):
     declares open where they are collected.
     """
 
-    def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State, wires: Wires) -> None:
+    def __init__(self, algorithm: Algorithm, cohort: Cohort, state: State, wires: ProcessGroup) -> None:
         super().__init__(algorithm, cohort, state)
         self.wires = wires
         self._plans, self._tables = Plans(), Tables()
@@ -136,7 +135,7 @@ class ShardEngine(Engine):
 class Tables:
     """Two buffers for each name, the rows here and behind them those from elsewhere, between which mixing alternates.
 
-    So rows that nobody has put elsewhere since are not copied to be mixed.
+    So rows that were not moved since are not copied to be mixed.
     """
 
     def __init__(self) -> None:

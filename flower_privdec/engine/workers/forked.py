@@ -29,10 +29,10 @@ from flower_privdec.errors import PrivdecError, RunError
 from flower_privdec.rows.tensors import BOUNDARY, aligned
 
 SPIN = 50e-6  # seconds of looking before a process sleeps until it is called
-TURNS = 2  # a process may be one meeting ahead of another, and no more
+TURNS = 2  # a process may be one wait ahead of another, and no more
 
 
-class Meeting:
+class Barrier:
     """Where all members wait for one another, again and again.
 
     A member calls the others through a counter that each of them has for every other turn. Who comes last finds all
@@ -64,7 +64,7 @@ class Meeting:
                 sleep.register(file, event)
             self._sleeps.append(sleep)
 
-    def meet(self) -> None:
+    def wait(self) -> None:
         """Wait until all members are here."""
         turn, self._turn = self._turn, (self._turn + 1) % TURNS
         for number, calls in enumerate(self._calls):
@@ -127,7 +127,7 @@ class EdgeBox:
         self._file = os.memfd_create("edges", os.MFD_CLOEXEC)
 
     def put(self, edges: Sequence[Mapping[str, Edges]]) -> None:
-        """Put in the edges of some blocks, in place of what was there, which nobody may be reading."""
+        """Put in the edges of some blocks, in place of what was there, which no process may be reading."""
         buffers: list[pickle.PickleBuffer] = []
         parts = [{name: (e.own, e.other, e.values.numpy()) for name, e in block.items()} for block in edges]
         payload = pickle.dumps(parts, protocol=5, buffer_callback=buffers.append)
@@ -169,11 +169,11 @@ def _write(file: int, content: bytes | memoryview, place: int) -> None:
 
 
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-WORK_FAILED = 3  # the status of a worker whose error was told
+WORK_FAILED = 3  # the status of a worker whose error was sent
 
 
 class GoneError(RunError):
-    """A process of a run ended before the run did; says which, and how."""
+    """A process of a run ended before the run did; names which, and how."""
 
 
 class Forked:
@@ -207,7 +207,7 @@ class Forked:
         self._process: int | None = os.pidfd_open(pid)
 
     def order(self, order: object) -> None:
-        """Tell the process what to do.
+        """Send the process an order.
 
         Raises:
             PrivdecError, RaisedElsewhere: what it has raised since the last order.
@@ -234,7 +234,7 @@ class Forked:
         return found
 
     def fail(self) -> None:
-        """Raise why the process does no more, which it has told or its end tells."""
+        """Raise why the process stopped: by the error that it sent, or by its exit status."""
         while True:
             self.answer()
 
@@ -250,7 +250,7 @@ class Forked:
         return GoneError(f"the process of {self.name} {how}")
 
     def _reaped(self) -> int | None:
-        """Wait for the end of the process, and return its status; None where somebody else has taken it."""
+        """Wait for the end of the process, and return its status; None where another waiter has taken it."""
         if self._process is None:
             return None
         with suppress(ChildProcessError):
@@ -295,7 +295,7 @@ def _be_a_worker(
 
 
 def _settle() -> None:
-    """Leave Ctrl-C to the run, and what it has made to memory that nobody copies."""
+    """Leave Ctrl-C to the run, and freeze its objects, so that their pages are not copied."""
     gc.freeze()
     torch.set_num_threads(1)
     with suppress(ValueError):  # of a thread that is not the main one

@@ -1,6 +1,6 @@
 """Into how many blocks a cohort falls, and how many processes take them: by an estimate, never by timing.
 
-The blocks are what decides the bits: the peers of a block are computed together, whoever hosts it, and how a product is
+The blocks decide the bits: the peers of a block are computed together in any process, and how a product is
 rounded depends on where its operands lie. So they follow from the scenario alone, and the number of workers from the
 machine.
 """
@@ -32,8 +32,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Dealing:
-    """How a cohort is dealt out.
+class Partitioning:
+    """How a cohort is partitioned.
 
     Attributes:
         cuts: where the blocks begin, and the last ends, among the rows.
@@ -54,8 +54,8 @@ class Dealing:
         return list(range(worker * count // self.workers, (worker + 1) * count // self.workers))
 
 
-def deal(experiment: Experiment, workers: int | None = None) -> Dealing:
-    """Deal out the peers of an experiment, which are all of its network's, as the scenario says.
+def deal(experiment: Experiment, workers: int | None = None) -> Partitioning:
+    """Partition the peers of an experiment, which are all of its network's, into blocks and workers.
 
     Args:
         workers: how many processes, in place of the scenario's.
@@ -66,7 +66,7 @@ def deal(experiment: Experiment, workers: int | None = None) -> Dealing:
     wanted = experiment.scenario.compute.workers if workers is None else workers
     blocks = _blocks(experiment)
     if wanted == "auto":
-        return Dealing(_cuts(experiment, blocks), min(blocks, affordable(experiment)))
+        return Partitioning(_cuts(experiment, blocks), min(blocks, affordable(experiment)))
     if wanted > 1 and not can_fork():
         raise ScenarioError(f"compute.workers={wanted} needs Linux, where a process can be forked safely; use auto")
     if wanted > blocks:
@@ -76,7 +76,7 @@ def deal(experiment: Experiment, workers: int | None = None) -> Dealing:
         )
     elif wanted > available_cores():
         _log.warning("compute.workers=%d take turns on %d cores; use auto", wanted, available_cores())
-    return Dealing(_cuts(experiment, blocks), min(blocks, wanted))
+    return Partitioning(_cuts(experiment, blocks), min(blocks, wanted))
 
 
 def affordable(experiment: Experiment) -> int:

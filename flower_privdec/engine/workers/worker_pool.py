@@ -21,13 +21,12 @@ from flower_privdec.core import Algorithm, Edges, Exchange, Gather, Mix, Reply, 
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Changed, InReach
 from flower_privdec.engine.engine import Engine
-from flower_privdec.engine.workers.forked import SPIN, EdgeBox, Forked, Meeting, shared_copy
-from flower_privdec.engine.workers.partitioning import Dealing, deal
+from flower_privdec.engine.workers.forked import SPIN, Barrier, EdgeBox, Forked, shared_copy
+from flower_privdec.engine.workers.partitioning import Partitioning, deal
 from flower_privdec.errors import BudgetError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import try_models
-from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.mixing.matrix import MixingMatrix
+from flower_privdec.graph.mixing import Mixing, MixingMatrix
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 
 
@@ -114,7 +113,7 @@ COLLECT, TRY = "collect", "try"  # orders, beside the number of rounds to run
 Kept = tuple[dict[str, np.ndarray], dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]
 
 
-class Crew:
+class WorkerPool:
     """Runs rounds of an algorithm on a cohort that hosts the whole network, in blocks, by one process or several.
 
     Attributes:
@@ -126,7 +125,7 @@ class Crew:
         algorithm: Algorithm,
         cohort: Cohort,
         state: State,
-        dealing: Dealing,
+        partitioning: Partitioning,
         attempt: Attempt | None = None,
         leave: Iterable[Callable[[], None]] = (),
     ) -> None:
@@ -137,13 +136,13 @@ class Crew:
             attempt: tries the models of a block.
             leave: lets go, in a forked process, of what this one alone holds: locks.
         """
-        self.algorithm, self.cohort, self.state, self._dealing = algorithm, cohort, state, dealing
+        self.algorithm, self.cohort, self.state, self._partitioning = algorithm, cohort, state, partitioning
         self._attempt, self._me = attempt, 0
-        self._others, self._boxes, self._meeting = list[Forked](), list[EdgeBox](), Meeting(dealing.workers)
+        self._others, self._boxes, self._barrier = list[Forked](), list[EdgeBox](), Barrier(partitioning.workers)
         self._parts: WeakKeyDictionary[MixingMatrix, MixingMatrix] = WeakKeyDictionary()
         self._share(state)
         self._mine = self._blocks(state)
-        if dealing.workers > 1:
+        if partitioning.workers > 1:
             try:
                 self._fork(self._mine, list(leave))
             except BaseException:
@@ -154,7 +153,7 @@ class Crew:
         """Put rows where all processes find them, with a second buffer of those that are mixed."""
         self._paid, self._whole = torch.zeros(1, dtype=torch.int64), state.rows
         self._spare: dict[str, Tensor | None] = {}
-        if self._dealing.workers > 1:
+        if self._partitioning.workers > 1:
             self._paid = shared_copy(self._paid)
             for name in list(state.rows):
                 state.rows[name] = shared_copy(state.rows[name])
@@ -163,7 +162,7 @@ class Crew:
 
     def _blocks(self, state: State) -> list[Block]:
         """Return all blocks, with views of the rows and copies of the edges."""
-        blocks = [Block.of(self.cohort, *cut, state.round_index, self._paid) for cut in self._dealing.blocks]
+        blocks = [Block.of(self.cohort, *cut, state.round_index, self._paid) for cut in self._partitioning.blocks]
         for block in blocks:
             for name, rows in self._whole.items():
                 block.see(name, rows)
@@ -171,14 +170,14 @@ class Crew:
         return blocks
 
     def _fork(self, blocks: list[Block], leave: list[Callable[[], None]]) -> None:
-        self._boxes = [EdgeBox() for _ in range(self._dealing.workers)]
-        for number in range(1, self._dealing.workers):
-            hosted = [blocks[block] for block in self._dealing.of(number)]
+        self._boxes = [EdgeBox() for _ in range(self._partitioning.workers)]
+        for number in range(1, self._partitioning.workers):
+            hosted = [blocks[block] for block in self._partitioning.of(number)]
             name = f"peers {peer_ranges(range(hosted[0].start, hosted[-1].stop))}"
             lines = [other.line.close for other in self._others]
             self._others.append(Forked(name, partial(self._serve, number, hosted), [*leave, *lines]))
-        self._mine = [blocks[block] for block in self._dealing.of(0)]
-        self._meeting.join(0, [other.line.fileno() for other in self._others], select.POLLIN, self._alarm)
+        self._mine = [blocks[block] for block in self._partitioning.of(0)]
+        self._barrier.join(0, [other.line.fileno() for other in self._others], select.POLLIN, self._alarm)
 
     def _alarm(self, line: int) -> None:
         """Raise why a process that should be at work has something to say, or is gone."""
@@ -189,7 +188,7 @@ class Crew:
     def _serve(self, number: int, hosted: list[Block], line: Connection) -> None:
         """Do what the run orders, in a forked process, until the run is gone."""
         self._me, self._mine, self._others = number, hosted, []
-        self._meeting.join(number, [line.fileno()], 0, _gone)
+        self._barrier.join(number, [line.fileno()], 0, _gone)
         calls = select.poll()
         calls.register(line.fileno(), select.POLLIN)
         while True:
@@ -260,7 +259,7 @@ class Crew:
         self._heard(exchange, mixing)
 
     def _mix(self, exchange: Mix, matrix: MixingMatrix) -> None:
-        if self._dealing.workers == 1:
+        if self._partitioning.workers == 1:
             for name in exchange.names:
                 self._whole[name], self._spare[name] = matrix.replace(self._whole[name], self._spare.get(name))
         elif matrix.moved is None:
@@ -277,7 +276,7 @@ class Crew:
         start, stop = self._mine[0].start, self._mine[-1].stop
         if matrix not in self._parts:
             self._parts[matrix] = matrix.rows(self.cohort.peers[start:stop])
-        self._meeting.meet()
+        self._barrier.wait()
         for name in exchange.names:
             spare = self._spare[name]
             if spare is None:
@@ -286,27 +285,27 @@ class Crew:
             self._whole[name], self._spare[name] = spare, self._whole[name]
 
     def _mix_some(self, exchange: Mix, matrix: MixingMatrix, moved: np.ndarray) -> None:
-        """Mix the rows of the few receivers here that hear somebody, in place, once all have read what they hear."""
+        """Mix the rows of the few receivers here that have in-neighbours, in place, once all have read theirs."""
         mine = moved[(moved >= self._mine[0].start) & (moved < self._mine[-1].stop)]
-        self._meeting.meet()
+        self._barrier.wait()
         part = matrix.rows(mine) if len(mine) else None
         mixed = {name: part.apply(self._whole[name]) for name in exchange.names} if part is not None else {}
-        self._meeting.meet()
+        self._barrier.wait()
         for name, rows in mixed.items():
             self._whole[name][torch.from_numpy(mine)] = rows
 
     def _heard(self, exchange: Exchange, mixing: Mixing) -> None:
         """Gather or answer: read what the others have, and go on once all have read it."""
-        if self._dealing.workers == 1:
+        if self._partitioning.workers == 1:
             changes = self._changes(exchange, mixing, [block.state.edges for block in self._mine])
         else:
             if isinstance(exchange, Reply):
                 self._boxes[self._me].put([_named(block.state.edges, exchange.names) for block in self._mine])
-            self._meeting.meet()
+            self._barrier.wait()
             replies = isinstance(exchange, Reply)
             edges = [kept for box in self._boxes for kept in box.look()] if replies else []
             changes = self._changes(exchange, mixing, edges)
-            self._meeting.meet()
+            self._barrier.wait()
         for block, changed in zip(self._mine, changes, strict=True):
             changed.apply_(block.state)
 
@@ -346,14 +345,14 @@ class Crew:
 
     def _tried(self) -> list[Any]:
         if self._attempt is None:
-            raise TypeError("nothing says how models are tried")
+            raise TypeError("trial models need `attempt`, and none was given")
         return [self._attempt(block.state.rows) for block in self._mine]
 
     def close(self) -> None:
         """End the other processes, and let go of what was shared with them."""
         for other in self._others:
             other.close()
-        self._meeting.close()
+        self._barrier.close()
         for box in self._boxes:
             box.close()
         self._others, self._boxes = [], []
@@ -384,7 +383,7 @@ def start_engine(
     state: State,
     leave: Iterable[Callable[[], None]] = (),
     workers: int | None = None,
-) -> Engine | Crew:
+) -> Engine | WorkerPool:
     """Return the engine that goes on from a state.
 
     Args:
@@ -395,8 +394,8 @@ def start_engine(
     Raises:
         ScenarioError: so many cannot be had here.
     """
-    dealing = deal(experiment, workers)
+    partitioning = deal(experiment, workers)
     crossing = {name for item in experiment.algorithm.program if isinstance(item, Mix | Gather) for name in item.names}
-    if len(dealing.blocks) == 1 or not crossing <= state.rows.keys():
+    if len(partitioning.blocks) == 1 or not crossing <= state.rows.keys():
         return Engine(experiment.algorithm, cohort, state)
-    return Crew(experiment.algorithm, cohort, state, dealing, partial(try_models, experiment), leave)
+    return WorkerPool(experiment.algorithm, cohort, state, partitioning, partial(try_models, experiment), leave)

@@ -1,13 +1,14 @@
-"""The mod that makes a Flower ClientApp a peer, `ClientApp(mods=[PeerMod(...)])`, and how it answers a message."""
+"""The mod that makes a Flower ClientApp a peer, and the messages between it and a strategy."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -15,50 +16,197 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flower_privdec.common.arguments import check_kinds, check_paths
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError
 from flower_privdec.flower.launch.error_formatting import CLIENT_APP_RAISED, MENDABLE, reason, said
-from flower_privdec.flower.mods.layout import Layout, numpy_arrays
-from flower_privdec.flower.mods.orders import (
-    DELIVER,
-    EVALUATE,
-    INBOX,
-    INITIAL,
-    INTRODUCE,
-    JOIN,
-    MASS,
-    MESH,
-    MODEL,
-    OUTBOX,
-    ROUND,
-    SAYS,
-    Asked,
-    Told,
-    pack_bytes,
-    unpack_bytes,
+from flower_privdec.flower.mods.peer_state import (
+    Layout,
+    PeerState,
+    alone_in,
+    check_shares,
+    load_state,
+    numpy_arrays,
+    save_state,
+    state_path,
 )
-from flower_privdec.flower.mods.peer_file import alone_in, load_state, save_state, state_path
-from flower_privdec.flower.mods.peer_ledger import PeerLedger, PeerSpent, bare_words, spent_so_far
-from flower_privdec.flower.mods.peer_state import PeerState, check_shares
 from flower_privdec.flower.mods.private_update import (
     APP_SPENT,
     LEAST_WEIGHT,
+    PeerLedger,
     PeerPrivacy,
+    PeerSpent,
     Train,
     UnfitAnswerError,
+    bare_words,
     keep_metrics,
     protected,
     returned_arrays,
+    spent_so_far,
     take_step,
     working_in,
 )
 from flower_privdec.flower.mods.sealing import Identity, KnownPeers
-from flower_privdec.flower.node_settings import PeerPlace
+from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless.mesh import MeshApp, run_mesh
 from flower_privdec.flower.strategies.masking import masked
-from flower_privdec.pushsum.share_protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 log = logging.getLogger("flwr.privdec")
 
+SAYS, INITIAL, MODEL, INBOX, OUTBOX, MASS = (
+    f"privdec.{name}" for name in ("says", "initial", "model", "inbox", "outbox", "mass")
+)
+INTRODUCE, JOIN, ROUND, DELIVER, EVALUATE, MESH = "introduce", "join", "round", "deliver", "evaluate", "mesh"
 
-class Desk:
+
+class _Said:
+    """A record of plain fields.
+
+    Attributes:
+        together: fields that are lists of one length.
+    """
+
+    together: ClassVar[tuple[tuple[str, ...], ...]] = ()
+
+    def record(self) -> ConfigRecord:
+        """Return the fields as a record."""
+        return ConfigRecord({name: getattr(self, name) for name in self.__dataclass_fields__})  # type: ignore[attr-defined]
+
+    @classmethod
+    def of(cls, content: RecordDict, remedy: str) -> Self:
+        """Read what a message says.
+
+        Raises:
+            RunError: it says nothing of the kind; the remedy says what to do.
+        """
+        given: Mapping[str, Any] = content.config_records.get(SAYS, {})
+        kinds = {name: each.type for name, each in cls.__dataclass_fields__.items()}  # type: ignore[attr-defined]
+        if given.keys() != kinds.keys() or not all(_is(given[name], kind) for name, kind in kinds.items()):
+            raise RunError(remedy)
+        for together in cls.together:
+            if len({len(given[name]) for name in together}) > 1:
+                raise RunError(f"a message whose {', '.join(together)} are not of one length is none of ours: {remedy}")
+        return cls(**given)
+
+
+def _is(value: object, kind: str) -> bool:
+    """Return whether a value is of a field's type, as the type is written here."""
+    if kind.startswith("list["):
+        return isinstance(value, list) and all(_is(each, kind[5:-1]) for each in value)
+    return type(value) is {"int": int, "float": float, "str": str, "bool": bool, "bytes": bytes}[kind]
+
+
+@dataclass(frozen=True)
+class Asked(_Said):
+    """What the strategy asks of a peer. It names no key, no ledger and, outside a simulation, no path.
+
+    Attributes:
+        kind: introduce, join, round, deliver, evaluate or mesh.
+        run: the run's name.
+        peer: who is asked.
+        folder: where a simulation's peers keep what is theirs.
+        arrays: the key of the ArrayRecord that the app's functions look for.
+        local_record: the name of an ArrayRecord that never leaves the peer: the initial arrays at first, then what the
+            app's train function last answered under that name; it is given to both of the app's functions. Empty: none.
+        round_index, rounds: the round, from 1, and how many there will be.
+        founding: join: whether the initial arrays are this peer's mass, or only say what a model looks like.
+        receivers, weights: round: to whom W[j, peer] of the mass goes.
+        wants_mass: whether to hand in (x, w), for the mean of the network.
+        mean_of: of which peers that mean is, when their masses are masked.
+        serial: deliver: rises from one mean to the next.
+        neighbors, epochs, keys: of all peers that are known: the epoch of each one's state and its public key.
+        held_by, held: which shares need not be handed in again: receivers and numbers.
+        taken_by, taken_epochs, taken: who has which share of this peer's in its mass: receiver, epoch, number.
+        scenario: mesh: what the peers agree on, and where they are, as YAML.
+    """
+
+    together = (
+        ("receivers", "weights"),
+        ("neighbors", "epochs", "keys"),
+        ("held_by", "held"),
+        ("taken_by", "taken_epochs", "taken"),
+    )
+
+    kind: str
+    run: str = ""
+    peer: int = -1
+    folder: str = ""
+    arrays: str = "arrays"
+    local_record: str = ""
+    round_index: int = 0
+    rounds: int = 0
+    founding: bool = False
+    receivers: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    wants_mass: bool = False
+    mean_of: list[int] = field(default_factory=list)
+    serial: int = 0
+    neighbors: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    held_by: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    taken_by: list[int] = field(default_factory=list)
+    taken_epochs: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+    scenario: str = ""
+
+
+@dataclass(frozen=True)
+class Told(_Said):
+    """What a peer says of itself.
+
+    Attributes:
+        peer, n_peers: which it is, of how many.
+        epoch: of its state of this run; 0 where it has none.
+        round_index: the last round in which it took part.
+        key: its public key.
+        sealed: whether it seals what it sends.
+        trained: whether it trained now.
+        idle: over a server, whether it took no step in the last round that it took part in.
+        stopped: why it did not train; empty where it did.
+        exhausted: whether that is for good, its budget being spent.
+        spent: its ε in words, with unit, adjacency and what was charged; empty where nothing is protected.
+        epsilon: its ε; ∞ where nothing is protected.
+        senders, sender_epochs, taken: which shares are in its mass: sender, epoch, number.
+        refused_keys, refused: the shares that it refused, and why.
+        stranded: how many of its shares went to states that were lost.
+        address: HOST:PORT at which other peers can reach it; empty where they cannot.
+    """
+
+    together = (("senders", "sender_epochs", "taken"), ("refused_keys", "refused"))
+
+    peer: int
+    n_peers: int
+    epoch: int = 0
+    round_index: int = 0
+    key: bytes = b""
+    sealed: bool = False
+    trained: bool = False
+    idle: bool = False
+    stopped: str = ""
+    exhausted: bool = False
+    spent: str = ""
+    epsilon: float = 0.0
+    senders: list[int] = field(default_factory=list)
+    sender_epochs: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
+    refused_keys: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    stranded: int = 0
+    address: str = ""
+
+
+def pack_bytes(shares: Mapping[str, bytes]) -> ArrayRecord:
+    """Return shares as a record that Flower carries in pieces, whatever they hold."""
+    return ArrayRecord(
+        {name: Array("uint8", (len(content),), "privdec.share", content) for name, content in shares.items()}
+    )
+
+
+def unpack_bytes(record: ArrayRecord | None) -> Iterable[tuple[str, bytes]]:
+    """Return the shares of a record, in their order."""
+    return [(name, array.data) for name, array in (record or {}).items()]
+
+
+class RequestHandler:
     """One message's work at one peer, whose folder is held meanwhile.
 
     Args:
@@ -68,7 +216,7 @@ class Desk:
         seal: whether it seals what it sends, and takes sealed shares alone.
     """
 
-    def __init__(self, asked: Asked, place: PeerPlace, privacy: PeerPrivacy, seal: bool) -> None:
+    def __init__(self, asked: Asked, place: PeerSettings, privacy: PeerPrivacy, seal: bool) -> None:
         self.asked, self.place, self.privacy, self.seals = asked, place, privacy, seal
         self.path = state_path(place.folder, asked.run)
         self.identity = Identity(place.folder)
@@ -130,6 +278,7 @@ class Desk:
             state.adopt(numpy_arrays(content.array_records[MODEL]))
         weights = self._receivers()
         self.told["trained"] = self._may_train(state) and self._train(state, train)
+        state.idle = MODEL in content.array_records and not self.told["trained"]
         state.round_index = asked.round_index
         self._hand_in(state)
         seal = self._seal if self.seals else None
@@ -192,6 +341,8 @@ class Desk:
         if not self.asked.wants_mass:
             return
         mass = np.append(state.x.astype(np.float64), state.w)
+        if state.idle and self.asked.kind == ROUND:
+            mass[:] = 0.0  # a server's mean is over the peers that took a step
         if not self.seals:
             self.records[MASS] = ArrayRecord({"mass": Array(mass)})
             return
@@ -245,6 +396,7 @@ class Desk:
             self.place.n_peers,
             epoch=0 if state is None else state.epoch,
             round_index=0 if state is None else state.round_index,
+            idle=state is not None and state.idle,
             key=self.identity.public,
             sealed=self.seals,
             spent="" if spent is None else bare_words(bare) if bare else str(spent),
@@ -339,51 +491,51 @@ class PeerMod:
 
     def _answer(self, message: Message, context: Context, app: App) -> Message:
         asked = Asked.of(message.content, NO_STRATEGY)
-        place = PeerPlace.of(context, asked, self.folder)
+        place = PeerSettings.of(context, asked.peer, asked.folder, self.folder)
         with alone_in(place.folder):
-            desk = Desk(asked, place, self.privacy, not place.simulated if self.seal is None else self.seal)
-            theirs = self._work(desk, message, context, app)
-            return Message(RecordDict({**theirs, **desk.answer()}), reply_to=message)
+            peer = RequestHandler(asked, place, self.privacy, not place.simulated if self.seal is None else self.seal)
+            theirs = self._work(peer, message, context, app)
+            return Message(RecordDict({**theirs, **peer.answer()}), reply_to=message)
 
-    def _work(self, desk: Desk, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
+    def _work(self, peer: RequestHandler, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
         """Do what is asked, and return what of the app's own answer goes along."""
-        kind, content, theirs = desk.asked.kind, message.content, RecordDict()
+        kind, content, theirs = peer.asked.kind, message.content, RecordDict()
         if kind == INTRODUCE:
             return {}
         if kind == JOIN:
-            desk.join(content)
+            peer.join(content)
             return {}
         if kind == MESH:
-            self._mesh(desk, message, context, app)
+            self._mesh(peer, message, context, app)
             return {}
-        state = desk.take_mail(content)
+        state = peer.take_mail(content)
 
         def call(arrays: ArrayRecord) -> RecordDict:
-            theirs.update(self._call(desk, arrays, message, context, app))
+            theirs.update(self._call(peer, arrays, message, context, app))
             return theirs
 
         if kind == ROUND:
-            desk.take_part(content, lambda arrays: self._trained(desk, call(arrays), state.layout))
-            self._renew_local_arrays(desk, state, theirs)
+            peer.take_part(content, lambda arrays: self._trained(peer, call(arrays), state.layout))
+            self._renew_local_arrays(peer, state, theirs)
         elif kind == EVALUATE and MODEL in content.array_records:
             call(content.array_records[MODEL])
         elif kind == EVALUATE and state.w > 0:
             call(state.layout.record(state.model(), state.kept))
         elif kind == DELIVER:
-            desk.deliver()
-        return self._leaving(desk, theirs)
+            peer.deliver()
+        return self._leaving(peer, theirs)
 
-    def _mesh(self, desk: Desk, message: Message, context: Context, app: App) -> None:
+    def _mesh(self, peer: RequestHandler, message: Message, context: Context, app: App) -> None:
         """Run all rounds with the other peers directly, and keep what they come to, unless that was done before.
 
         Raises:
             RunError: the message has no initial arrays, or the rounds cannot be run.
         """
-        content, asked = message.content, desk.asked
-        if desk.state is not None:
-            if desk.state.round_index != asked.rounds:
+        content, asked = message.content, peer.asked
+        if peer.state is not None:
+            if peer.state.round_index != asked.rounds:
                 raise RunError(
-                    f"peer {desk.place.peer} has a state of run {asked.run!r} after round {desk.state.round_index} of "
+                    f"peer {peer.place.peer} has a state of run {asked.run!r} after round {peer.state.round_index} of "
                     f"{asked.rounds}, which a mesh cannot go on from: give the run another name"
                 )
             return
@@ -395,13 +547,15 @@ class PeerMod:
         def train(arrays: ArrayRecord, server_round: int) -> ArrayRecord:
             configs = {name: ConfigRecord({**config, "server-round": server_round}) for name, config in told.items()}
             message.content = RecordDict({**configs})
-            answer = self._call(desk, arrays, message, context, app)
-            keep_metrics(desk.place.folder, server_round, "train", answer.metric_records)
-            return self._trained(desk, answer, layout)
+            answer = self._call(peer, arrays, message, context, app)
+            keep_metrics(peer.place.folder, server_round, "train", answer.metric_records)
+            return self._trained(peer, answer, layout)
 
-        desk.state = run_mesh(asked, desk.place, self.privacy, content.array_records[INITIAL], MeshApp(train))
+        peer.state = run_mesh(asked, peer.place, self.privacy, content.array_records[INITIAL], MeshApp(train))
 
-    def _call(self, desk: Desk, arrays: ArrayRecord, message: Message, context: Context, app: App) -> RecordDict:
+    def _call(
+        self, peer: RequestHandler, arrays: ArrayRecord, message: Message, context: Context, app: App
+    ) -> RecordDict:
         """Let the app's own function answer, with the peer's model where it looks for the global one.
 
         Raises:
@@ -409,63 +563,63 @@ class PeerMod:
         """
         own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, MODEL, INBOX)}
         copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
-        message.content = RecordDict({desk.asked.arrays: arrays, **copies})
-        if desk.state is not None and desk.state.local_arrays:
-            local = {name: Array(value) for name, value in desk.state.local_arrays.items()}
-            message.content[desk.asked.local_record] = ArrayRecord(local)
+        message.content = RecordDict({peer.asked.arrays: arrays, **copies})
+        if peer.state is not None and peer.state.local_arrays:
+            local = {name: Array(value) for name, value in peer.state.local_arrays.items()}
+            message.content[peer.asked.local_record] = ArrayRecord(local)
         try:
-            with working_in(desk.place.folder):
+            with working_in(peer.place.folder):
                 reply = app(message, context)
         except BudgetError:
-            log.exception("peer %s: the app's own budget", desk.place.peer)
+            log.exception("peer %s: the app's own budget", peer.place.peer)
             raise
         except RAISED_BY_USERS as error:
             if not self.withholds:
                 raise
-            log.exception("peer %s: the app's function failed", desk.place.peer)
-            raise self._failed(desk, f"raised {type(error).__name__}", "") from None
+            log.exception("peer %s: the app's function failed", peer.place.peer)
+            raise self._failed(peer, f"raised {type(error).__name__}", "") from None
         if not isinstance(reply, Message):
-            raise self._failed(desk, f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
+            raise self._failed(peer, f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
         if reply.has_error():
-            raise self._failed(desk, "answered with an error", reason(reply.error.reason))
+            raise self._failed(peer, "answered with an error", reason(reply.error.reason))
         return reply.content
 
-    def _trained(self, desk: Desk, content: RecordDict, layout: Layout) -> ArrayRecord:
+    def _trained(self, peer: RequestHandler, content: RecordDict, layout: Layout) -> ArrayRecord:
         """Return the arrays of the train function's answer.
 
         Raises:
             RunError: there are none, or several and none under the key, or others than were given.
         """
         try:
-            return returned_arrays(content, desk.asked.arrays, layout)
+            return returned_arrays(content, peer.asked.arrays, layout)
         except UnfitAnswerError as error:
-            raise self._failed(desk, error.what, error.details) from None
+            raise self._failed(peer, error.what, error.details) from None
 
-    def _renew_local_arrays(self, desk: Desk, state: PeerState, answer: RecordDict) -> None:
+    def _renew_local_arrays(self, peer: RequestHandler, state: PeerState, answer: RecordDict) -> None:
         """Keep the record of a train function's answer that never leaves, where it is the model's and finite.
 
         Raises:
             RunError: it is of other arrays.
         """
-        name = desk.asked.local_record
+        name = peer.asked.local_record
         if not state.local_arrays or name not in answer.array_records:
             return
         arrays = numpy_arrays(answer.array_records[name])
         if difference := state.layout.misfit(arrays):
-            raise self._failed(desk, f"returned another {name} than the model's", difference)
+            raise self._failed(peer, f"returned another {name} than the model's", difference)
         if np.isfinite(state.layout.vector(arrays)).all():
             state.local_arrays = arrays
 
-    def _failed(self, desk: Desk, what: str, details: str) -> RunError:
+    def _failed(self, peer: RequestHandler, what: str, details: str) -> RunError:
         """Return an error that says what an app did; details may tell of its data, and stay where all such does."""
         if details and self.withholds:
-            log.warning("peer %s: its app %s: %s", desk.place.peer, what, details)
+            log.warning("peer %s: its app %s: %s", peer.place.peer, what, details)
         words = "see its own log" if self.withholds else details
-        return RunError(f"the app of peer {desk.place.peer} {what}; {words}")
+        return RunError(f"the app of peer {peer.place.peer} {what}; {words}")
 
-    def _leaving(self, desk: Desk, theirs: RecordDict) -> dict[str, MetricRecord]:
+    def _leaving(self, peer: RequestHandler, theirs: RecordDict) -> dict[str, MetricRecord]:
         """Return what of the app's answer leaves: its metrics, unless they are of private data."""
         if self.keeps_metrics:
-            keep_metrics(desk.place.folder, desk.asked.round_index, desk.asked.kind, theirs.metric_records)
+            keep_metrics(peer.place.folder, peer.asked.round_index, peer.asked.kind, theirs.metric_records)
             return {}
         return dict(theirs.metric_records)

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from flower_privdec.common.arguments import check_paths
 from flower_privdec.common.files import write_atomically
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.pushsum.share_protocol import RefusedError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 IDENTITY, PUBLIC, KNOWN = "identity.key", "identity.pub", "known-peers.json"
 SALT, KEY = 16, 32  # bytes

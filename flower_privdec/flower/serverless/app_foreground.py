@@ -45,7 +45,7 @@ def run_app_peer(
         RunError: the run could not go on, or the app failed; all is on disk.
         StoppedError: it was asked to stop.
     """
-    device, config = device_of(scenario.as_scenario, peer, folder, certificates), node_config_of(node_config)
+    device, config = device_of(scenario, peer, folder, certificates), node_config_of(node_config)
     with opened_app(app, scenario.run_config) as opened:
         begun = _initial(opened, scenario, folder, initial, resume)
         driven = DrivenApp(

@@ -1,259 +1,293 @@
-"""A peer of a network that trains a Flower app's model, with no server: the transport is that of every other peer."""
+"""A peer of a network that trains a Flower app's model, with no server: its transport is that of every other peer."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import secrets
+from collections.abc import Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord
 from safetensors.numpy import save
 from torch import Tensor
 
 from flower_privdec.common.files import write_atomically
-from flower_privdec.core import State
-from flower_privdec.core.cohort import Cohort
-from flower_privdec.engine.checkpoint import Checkpoint
+from flower_privdec.core import Algorithm, Exchange, Mix, State
+from flower_privdec.core.algorithm import Step
 from flower_privdec.engine.spent import json_number
 from flower_privdec.errors import ScenarioError
-from flower_privdec.experiment import Agreement, Experiment
-from flower_privdec.flower.mods.layout import numpy_arrays
-from flower_privdec.flower.mods.peer_ledger import UNPROTECTED, PeerLedger, bare_words, solved_noise
-from flower_privdec.flower.mods.peer_state import PeerState
-from flower_privdec.flower.mods.private_update import APP_SPENT, LEAST_WEIGHT, keep_metrics, protected, take_step
-from flower_privdec.flower.serverless.app_parts import KEPT, AppCohort, AppExperiment
+from flower_privdec.experiment.agreement import build_exchange
+from flower_privdec.flower.mods.peer_state import PeerState, numpy_arrays
+from flower_privdec.flower.mods.private_update import (
+    APP_SPENT,
+    LEAST_WEIGHT,
+    UNPROTECTED,
+    PeerLedger,
+    bare_words,
+    keep_metrics,
+    protected,
+    solved_noise,
+    take_step,
+)
 from flower_privdec.flower.serverless.driven_app import TrainedApp
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays, save_initial
-from flower_privdec.network.peer.asynchronous_peer import AsynchronousPeer
-from flower_privdec.network.peer.peer import OnRound, PeerDevice, RunningPeer, rows_path
-from flower_privdec.network.peer.synchronous_peer import SynchronousPeer
-from flower_privdec.scenario import Scenario
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.network.peer.foreground import peer_of
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.network.peer.trainer import Head, noise_source, rows_path
+from flower_privdec.privacy.ledger.ledger import RunName
+from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario
 
 log = logging.getLogger("flwr.privdec")
 
 INITIAL, MODEL = "initial.safetensors", "model.safetensors"
+KEPT = "kept."  # before the number of an array that is not mixed
+ENVIRONMENT = "a Flower app, system entropy"
 
 
-class AppPeer(RunningPeer):
-    """One peer of a run, whose step is an app's training; see RunningPeer.
+class AppTraining(Algorithm):
+    """Stochastic Gradient Push, with an app's training in the place of a gradient step; see `PeerMod`."""
+
+    weights = "column-stochastic"
+    open_rows = ("x", "w")
+
+    def __init__(self, train: Step, mix: Mix) -> None:
+        self.program = (train, mix)
+
+    @property
+    def name(self) -> str:
+        """Return its name in errors."""
+        return "app"
+
+
+class AppTrainer:
+    """Trains an app's model as a peer's step; see Trainer.
 
         x ← x + w · (u · min(1, C / ‖u‖) + N(0, σ² C² I)),  u = train(z) - z,  z = x / w
 
     Folder: what a peer's has, and initial.safetensors (what all begin with, public), model.safetensors (z and the
-    arrays that are not mixed, at the last evaluation) and metrics.jsonl (what the app's evaluate function says, which
-    does not leave).
+    arrays that are not mixed, at the last evaluation) and metrics.jsonl (the metrics of the app's evaluate function,
+    which do not leave).
 
     Args:
         scenario: with the digest of the initial arrays.
-        device: as of every peer; its data and batches are the app's.
+        peer: its number.
+        folder: the peer's own.
         initial: what all peers begin with.
         app: what trains.
-        resume: go on from the folder's checkpoint.
-        own: what protects this peer, in place of the scenario's.
+        private: what protects this peer; None for no protection.
+
+    Attributes:
+        idle: why it does not train, or not now; empty where it does.
 
     Raises:
-        ScenarioError, BudgetError: see RunningPeer.
+        ScenarioError: a part of the scenario cannot be had.
 
     Privacy: that of `PeerMod`: unit one peer with all its data; adjacency: its update of every round replaced by zero;
-    one Gaussian release a round, charged on disk before the app trains, and anew where a round is taken again after a
-    crash. It holds against all neighbours together, and whoever has their traffic.
+    one Gaussian release a round, charged on disk before the app trains, and again where a round is taken again after a
+    crash. It holds against all neighbours together, and against whatever sees their traffic.
     """
+
+    paid, steps_per_round, device = 0, 1, torch.device("cpu")
 
     def __init__(
         self,
         scenario: AppScenario,
-        device: PeerDevice,
+        peer: int,
+        folder: Path,
         initial: InitialArrays,
         app: TrainedApp,
-        resume: bool = False,
-        own: AppPrivacySection | None = None,
+        private: AppPrivacySection | None,
     ) -> None:
-        if device.insecure_seeds:
-            raise ScenarioError("--insecure-seeds draws batches, and an app draws its own: leave it out")
-        self._initial, self._app, self._arrays = initial, app, initial.layout
-        self._private = own or scenario.private
-        self.idle = ""  # why it trains no more, or not now
-        super().__init__(scenario.as_scenario, device, resume)
+        torch.set_num_threads(scenario.compute.threads)
+        self.scenario, self.idle = scenario, ""
+        self.ledger: PeerLedger | None = None
+        self._peer, self._folder, self._initial, self._app = peer, folder, initial, app
+        self._private, self._arrays, self._exhausted = private, initial.layout, False
+        self._mix = Mix(("x", "w"))
+        self.algorithm = AppTraining(lambda _, state: self._train(state), self._mix)
+        mixing, self.participation = build_exchange(scenario, self.algorithm)
+        assert mixing is not None
+        self.mixing: Mixing = mixing
+        digest = numbers_hash(scenario)
+        self.run = RunName(digest[:32], digest, ENVIRONMENT)
+        own = None if private is None else private.ledger
+        self.ledger_folder = folder / "ledger" if own is None else Path(own)
 
-    # --- what it is built of ---
+    @property
+    def head(self) -> Head | None:
+        """See Trainer."""
+        return None if self.ledger is None else self.ledger.head
 
-    def _agreement(self, scenario: Scenario) -> Agreement:
-        agreed = cast(AppScenario, scenario)
-        found = AppExperiment.of(
-            agreed, self._private, self.device.peer, self._train, lambda: self._noise, self._first_rows()
-        )
-        return cast(Agreement, found)
+    def open(self, state: State | None, paid: int, head: Head | None) -> State:
+        """See Trainer."""
+        if (private := self._private) is not None:
+            budget = private.epsilon or math.inf
+            boot = secrets.randbits(62)
+            self.ledger = PeerLedger(self.ledger_folder, self.scenario.name, boot, self._peer, private.delta, budget)
+        try:
+            if self.ledger is not None and state is None:
+                self.ledger.check_budget(self._noise)
+            elif self.ledger is not None:
+                self.ledger.check_head(head)
+            if not (self._folder / INITIAL).exists():
+                save_initial(self._folder / INITIAL, self._initial)
+        except BaseException:
+            self.close()
+            raise
+        return self._first_state() if state is None else state
 
-    def _joined(self, agreement: Agreement) -> Experiment:
-        return cast(Experiment, agreement)
+    def _first_state(self) -> State:
+        """Return the state before round 0: x [1, d], w [1], bare [1], and the bytes of each array that is not mixed.
 
-    def _prepare(self, scenario: Scenario, kept: list[Checkpoint]) -> None:
-        super()._prepare(scenario, kept)
-        if not (self.device.folder / INITIAL).exists():
-            save_initial(self.device.folder / INITIAL, self._initial)
-
-    def _first_rows(self) -> dict[str, Tensor]:
-        """Return the rows before round 0: x [1, d], w [1], bare [1], and the bytes of each array that is not mixed.
-
-        `bare` counts the updates without protection, whatever protects the peer when it goes on.
+        `bare` counts the updates without protection, whatever protects the peer when it continues.
         """
         layout, arrays = self._arrays, self._initial.arrays
         x = torch.from_numpy(layout.vector(arrays).astype(layout.dtype))[None]
         own = {"bare": torch.zeros(1, dtype=torch.int64), **_kept_rows(layout.kept(arrays))}
-        return {"x": x, "w": torch.ones(1, dtype=x.dtype), **own}
+        return State(np.array([self._peer]), rows={"x": x, "w": torch.ones(1, dtype=x.dtype), **own})
 
-    @property
-    def _ledger(self) -> PeerLedger | None:
-        return cast("PeerLedger | None", self.cohort.ledger)
+    def use_mixing(self, mixing: Mixing) -> None:
+        """See Trainer; no step depends on it."""
+
+    def is_active(self, round_index: int) -> bool:
+        """See Trainer: it participates, within its budget."""
+        if self._exhausted or not self.participation.active(round_index)[self._peer]:
+            return False
+        return self.ledger is None or self.ledger.allows(self._noise)
 
     @cached_property
     def _noise(self) -> float:
-        """Return the noise multiplier: what was given, or what keeps the budget over this peer's rounds."""
-        scenario, private = self.experiment.scenario, self._private
+        """Return the noise multiplier: the scenario's, or what keeps the budget over this peer's rounds."""
+        scenario, private = self.scenario, self._private
         assert private is not None
         if private.noise_multiplier is not None:
             return private.noise_multiplier
-        active = self.experiment.participation.active
-        everybody = scenario.participation.kind == "all"
-        rounds = (
-            scenario.rounds if everybody else sum(bool(active(k)[self.device.peer]) for k in range(scenario.rounds))
-        )
-        return solved_noise(cast(float, private.epsilon), private.delta, max(1, rounds))
-
-    def _check_budget(self, ledger: Path) -> None:
-        if self._ledger is not None:
-            self._ledger.check_budget(self._noise)
+        assert private.epsilon is not None
+        active = self.participation.active
+        takes_all = scenario.participation.kind == "all"
+        rounds = scenario.rounds if takes_all else sum(bool(active(k)[self._peer]) for k in range(scenario.rounds))
+        return solved_noise(private.epsilon, private.delta, max(1, rounds))
 
     # --- a round ---
 
-    def _train(self, cohort: Cohort, state: State) -> None:
+    def advance(self, state: State) -> Exchange | None:
+        """See Trainer."""
+        if state.at == 0:
+            self._train(state)
+            state.at = 1
+        if state.at == 1:
+            state.waiting = True
+            return self._mix
+        state.at, state.round_index = 0, state.round_index + 1
+        return None
+
+    def _train(self, state: State) -> None:
         """Take a round's step, where this peer is active, has some mass, and can pay for it."""
-        k, held = state.round_index, float(state.rows["w"][0])
-        if cast(AppCohort, cohort).exhausted or not cohort.participation.active(k)[self.device.peer]:
-            return
-        if held < LEAST_WEIGHT:
-            self.idle = f"it holds {held:.2g} of the mass, and waits for a share before it trains"
-            return
-        self.idle, private, noise = "", self._private, 0.0
+        k, weight = state.round_index, float(state.rows["w"][0])
+        if self._exhausted or not self.participation.active(k)[self._peer]:
+            return None
+        if weight < LEAST_WEIGHT:
+            self.idle = f"it holds {weight:.2g} of the mass, and waits for a share before it trains"
+            return None
+        self.idle, private, protect = "", self._private, None
         if private is not None:
-            noise = self._noise
-            if not self._pays(k + 1, noise):
-                return
+            assert self.ledger is not None
+            if not self.ledger.charge(k + 1, self._noise):
+                budget = self.ledger.budget
+                why = f"its next update would exceed epsilon = {budget:g}; it trains no more, and goes on relaying"
+                return self._exhaust(k + 1, why)
+            protect = partial(protected, private.clip_norm, self._noise)
         mass = self._mass(state)
-        protect = None if private is None else partial(protected, private.clip_norm, noise)
         if not take_step(mass, lambda arrays: self._app.train(arrays, k + 1), protect, k + 1):
-            self._exhaust(k + 1, APP_SPENT)
-            return
+            return self._exhaust(k + 1, APP_SPENT)
         state.rows["x"][0].copy_(torch.from_numpy(mass.x))
         state.rows["bare"].fill_(mass.bare)
         state.rows.update(_kept_rows(mass.kept))
-
-    def _pays(self, server_round: int, noise: float) -> bool:
-        ledger = self._ledger
-        assert ledger is not None
-        if ledger.charge(server_round, noise):
-            return True
-        why = f"its next update would exceed epsilon = {ledger.budget:g}; it trains no more, and goes on relaying"
-        self._exhaust(server_round, why)
-        return False
+        return None
 
     def _exhaust(self, server_round: int, why: str) -> None:
-        cast(AppCohort, self.cohort).exhausted, self.idle = True, why
-        log.warning("peer %s, round %s: %s", self.device.peer, server_round, why)
+        self._exhausted, self.idle = True, why
+        log.warning("peer %s, round %s: %s", self._peer, server_round, why)
 
     def _mass(self, state: State) -> PeerState:
         """Return the mass and what is not mixed, as arrays that may be changed."""
         x, w = state.rows["x"][0].numpy().copy(), float(state.rows["w"][0])
-        kept, bare = self._kept_arrays(state), self._bare(state)
-        return PeerState(self.experiment.scenario.name, self.device.peer, self._arrays, x, w, kept, bare=bare)
-
-    def _bare(self, state: State) -> int:
-        return int(state.rows["bare"][0])
-
-    def _kept_arrays(self, state: State) -> dict[str, np.ndarray]:
+        kept = {}
         whole = [part for part in self._arrays.parts if np.dtype(part[1]).kind != "f"]
-        found = {}
         for number, (name, kind, shape) in enumerate(whole):
-            found[name] = state.rows[f"{KEPT}{number}"][0].numpy().view(kind).reshape(shape).copy()
-        return found
+            kept[name] = state.rows[f"{KEPT}{number}"][0].numpy().view(kind).reshape(shape).copy()
+        return PeerState(self.scenario.name, self._peer, self._arrays, x, w, kept, bare=int(state.rows["bare"][0]))
 
     # --- what others and its owner see ---
 
-    def run(self, on_round: OnRound | None = None) -> None:
-        """See RunningPeer; at the end the model is that of the last round, with what came while others finished."""
-        super().run(on_round)
-        self._keep_model(self._mass(self.state))
-
-    def result(self) -> PeerState:
+    def result(self, state: State) -> PeerState:
         """Return the mass as it is now, and the arrays that are not mixed."""
-        mass = self._mass(self.state)
-        mass.round_index, mass.paid = self.state.round_index, 0 if self._ledger is None else self._ledger.n_entries
+        mass = self._mass(state)
+        mass.round_index, mass.paid = state.round_index, 0 if self.ledger is None else self.ledger.n_entries
         return mass
 
-    def _look(self) -> None:
-        """Keep the model, let the app try it, and hand it in where the scenario allows that.
+    def evaluate(self, state: State) -> None:
+        """See Trainer: keep the model, let the app evaluate it, and hand it in where the scenario allows that.
 
-        Privacy: what the app says is of private examples, and stays in the folder; no loss is told.
+        Privacy: the app's metrics are of private examples, and stay in the folder; no loss is reported.
         """
-        mass = self._mass(self.state)
+        mass = self._mass(state)
         if mass.w > 0:
-            self._keep_model(mass)
+            self.finish(state)
             record = mass.layout.record(mass.model(), mass.kept)
-            keep_metrics(self.device.folder, self.state.round_index, "evaluate", self._tried(record))
-        if self.experiment.scenario.network.hands_in:
-            self._hand_in({name: self.state.rows[name] for name in ("x", "w")})
+            metrics = self._app.evaluate(record, state.round_index)
+            records = {name: dict(metric) for name, metric in metrics.items()}
+            keep_metrics(self._folder, state.round_index, "evaluate", records)
+        if self.scenario.network.hands_in:
+            facts = {"epsilon": json_number(self._epsilon(state)), "privacy": self._privacy(state)}
+            rows = {name: state.rows[name].numpy() for name in ("x", "w")}
+            write_atomically(rows_path(self._folder, state.round_index), save(rows, {"privdec": json.dumps(facts)}))
 
-    def _tried(self, record: ArrayRecord) -> dict[str, dict[str, Any]]:
-        found = self._app.evaluate(record, self.state.round_index)
-        return {name: dict(metrics) for name, metrics in found.items()}
-
-    def _keep_model(self, mass: PeerState) -> None:
+    def finish(self, state: State) -> None:
+        """See Trainer; the model is that of the last round, with what came while others finished."""
+        mass = self._mass(state)
         if mass.w > 0:
             arrays = numpy_arrays(mass.layout.record(mass.model(), mass.kept))
             content = save({name: np.array(value, order="C") for name, value in arrays.items()})
-            write_atomically(self.device.folder / MODEL, content, private=True)
+            write_atomically(self._folder / MODEL, content, private=True)
 
-    def _hand_in(self, rows: dict[str, Tensor]) -> None:
-        facts = {"epsilon": json_number(self._epsilon()), "privacy": self._privacy()}
-        content = save({name: row.numpy() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
-        write_atomically(rows_path(self.device.folder, self.state.round_index), content)
+    def status(self, state: State) -> dict[str, Any]:
+        """See Trainer; with the unit of ε, and why the peer does not train where it does not."""
+        return {
+            "loss": None,
+            "epsilon": json_number(self._epsilon(state)),
+            "budget": None if self._private is None else self._private.epsilon,
+            "noise": noise_source(insecure_seeds=False),
+            "privacy": self._privacy(state),
+            "idle": self.idle,
+        }
 
-    def status(self) -> dict[str, Any]:
-        """See RunningPeer; with what ε is of, and why the peer does not train where it does not."""
-        budget = None if self._private is None else self._private.epsilon
-        return {**super().status(), "budget": budget, "privacy": self._privacy(), "idle": self.idle}
-
-    def _privacy(self) -> str:
-        if self._ledger is None:
+    def _privacy(self, state: State) -> str:
+        if self.ledger is None:
             return UNPROTECTED
-        bare = self._bare(self.state)
-        return bare_words(bare) if bare else str(self._ledger.spent)
+        bare = int(state.rows["bare"][0])
+        return bare_words(bare) if bare else str(self.ledger.spent)
 
-    def _epsilon(self) -> float:
-        return math.inf if self._ledger is None or self._bare(self.state) else self._ledger.spent.epsilon
+    def _epsilon(self, state: State) -> float:
+        return math.inf if self.ledger is None or int(state.rows["bare"][0]) else self.ledger.spent.epsilon
+
+    def close(self) -> None:
+        """See Trainer."""
+        if self.ledger is not None:
+            self.ledger.close()
 
 
-def _kept_rows(kept: dict[str, np.ndarray]) -> dict[str, Tensor]:
+def _kept_rows(kept: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     """Return arrays that are not mixed as rows of bytes, [1, n] each, whatever their types."""
     flat = [np.array(value, order="C").reshape(-1).view(np.uint8) for value in kept.values()]
-    return {f"{KEPT}{number}": torch.from_numpy(each)[None] for number, each in enumerate(flat)}
-
-
-class AsynchronousAppPeer(AppPeer, AsynchronousPeer):
-    """An app's peer that goes on without those who do not come."""
-
-
-class SynchronousAppPeer(AppPeer, SynchronousPeer):
-    """An app's peer that waits for its neighbours in every round."""
-
-
-APP_MODES: dict[str, type[AppPeer]] = {"asynchronous": AsynchronousAppPeer, "synchronous": SynchronousAppPeer}
+    return {f"{KEPT}{number}": torch.from_numpy(row)[None] for number, row in enumerate(flat)}
 
 
 def app_peer(
@@ -263,12 +297,18 @@ def app_peer(
     app: TrainedApp,
     resume: bool = False,
     own: AppPrivacySection | None = None,
-) -> AppPeer:
-    """Return a peer of an app that runs as the scenario's network says; see AppPeer.
+) -> RunningPeer:
+    """Return a peer of an app that runs in the mode of the scenario's network; see RunningPeer and AppTrainer.
+
+    Args:
+        own: what protects this peer, in place of the scenario's.
 
     Raises:
-        ScenarioError: the initial arrays are not those that the scenario names.
+        ScenarioError: the initial arrays are not those that the scenario names, or see RunningPeer.
+        BudgetError: see RunningPeer.
     """
+    if device.insecure_seeds:
+        raise ScenarioError("--insecure-seeds draws batches, and an app draws its own: leave it out")
     initial.check()
     digest = initial.digest
     if scenario.initial not in (None, digest):
@@ -277,9 +317,10 @@ def app_peer(
             f"{INITIAL} of another peer's folder"
         )
     named = scenario.model_copy(update={"initial": digest})
-    return APP_MODES[scenario.network.mode](named, device, initial, app, resume, own)
+    trainer = AppTrainer(named, device.peer, device.folder, initial, app, own or scenario.private)
+    return peer_of(trainer, device, resume)
 
 
 def initial_path(folder: Path) -> Path:
-    """Return where a peer's folder has what it began with."""
+    """Return where a peer's folder has the arrays that it began with."""
     return folder / INITIAL

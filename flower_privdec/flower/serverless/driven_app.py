@@ -14,7 +14,7 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.flower.launch.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, message_to
-from flower_privdec.flower.mods.layout import Layout, numpy_arrays
+from flower_privdec.flower.mods.peer_state import Layout, numpy_arrays
 from flower_privdec.flower.mods.private_update import UnfitAnswerError, returned_arrays, working_in
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays
 

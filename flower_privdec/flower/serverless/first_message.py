@@ -13,7 +13,7 @@ from flwr.app import Context, Message, RecordDict
 
 from flower_privdec.errors import RunError
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp
-from flower_privdec.flower.mods.layout import numpy_arrays
+from flower_privdec.flower.mods.peer_state import numpy_arrays
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays
 
 REMEDY = "or give --initial FILE, the initial.safetensors of another peer's folder"

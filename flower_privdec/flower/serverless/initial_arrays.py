@@ -17,7 +17,7 @@ from safetensors.numpy import save
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import ScenarioError
-from flower_privdec.flower.mods.layout import Layout
+from flower_privdec.flower.mods.peer_state import Layout
 
 FORMAT = "flower-privdec-initial-1"
 Config = dict[str, Any]

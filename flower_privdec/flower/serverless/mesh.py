@@ -12,21 +12,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flwr.app import ArrayRecord, MetricRecord
 
 from flower_privdec.errors import RunError
-from flower_privdec.flower.mods.layout import numpy_arrays
-from flower_privdec.flower.mods.orders import Asked
-from flower_privdec.flower.mods.peer_state import PeerState
+from flower_privdec.flower.mods.peer_state import PeerState, numpy_arrays
 from flower_privdec.flower.mods.private_update import PeerPrivacy
-from flower_privdec.flower.node_settings import PeerPlace
-from flower_privdec.flower.serverless.app_peer import app_peer
+from flower_privdec.flower.node_settings import PeerSettings
+from flower_privdec.flower.serverless.app_peer import AppTrainer, app_peer
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays
 from flower_privdec.network.peer.peer import PeerDevice
-from flower_privdec.network.transport.certificates import credentials_of
+from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
 from flower_privdec.scenario.topology_section import TopologySection
+
+if TYPE_CHECKING:
+    from flower_privdec.flower.mods.peer_mod import Asked
 
 NEEDS = 'start the SuperNode with --node-config \'address="HOST:PORT" certificates="FOLDER" ...\''
 LEAST_RETRY = 0.05  # seconds: no message makes a node call others as fast as it can
@@ -51,7 +53,7 @@ class MeshApp:
         return {}
 
 
-def run_mesh(asked: Asked, place: PeerPlace, privacy: PeerPrivacy, initial: ArrayRecord, app: MeshApp) -> PeerState:
+def run_mesh(asked: Asked, place: PeerSettings, privacy: PeerPrivacy, initial: ArrayRecord, app: MeshApp) -> PeerState:
     """Run a peer until its rounds are done, or on from where it was, and return its mass.
 
     Raises:
@@ -63,7 +65,7 @@ def run_mesh(asked: Asked, place: PeerPlace, privacy: PeerPrivacy, initial: Arra
     assert scenario.network.peers is not None
     assert place.certificates is not None
     folder = mesh_folder(place, asked.run)
-    credentials = credentials_of(scenario.as_scenario, place.certificates, place.peer)
+    credentials = credentials_of(scenario, place.certificates, place.peer)
     addresses = tuple(each.address for each in scenario.network.peers)
     device = PeerDevice(place.peer, folder, credentials, addresses)
     begun = InitialArrays(numpy_arrays(initial), asked.arrays)
@@ -72,17 +74,18 @@ def run_mesh(asked: Asked, place: PeerPlace, privacy: PeerPrivacy, initial: Arra
     try:
         running.open()
         running.run()
-        return running.result()
+        assert isinstance(running.trainer, AppTrainer)
+        return running.trainer.result(running.state)
     finally:
         running.close()
 
 
-def mesh_folder(place: PeerPlace, run: str) -> Path:
+def mesh_folder(place: PeerSettings, run: str) -> Path:
     """Return where a node keeps a mesh run's checkpoints."""
     return place.folder / f"mesh-{run}"
 
 
-def _agreed(asked: Asked, place: PeerPlace) -> AppScenario:
+def _agreed(asked: Asked, place: PeerSettings) -> AppScenario:
     """Return the scenario that a message brings, where it says no more than it may.
 
     Raises:
@@ -108,7 +111,7 @@ def _agreed(asked: Asked, place: PeerPlace) -> AppScenario:
     return scenario
 
 
-def _own_privacy(place: PeerPlace, privacy: PeerPrivacy) -> AppPrivacySection | None:
+def _own_privacy(place: PeerSettings, privacy: PeerPrivacy) -> AppPrivacySection | None:
     """Return what protects this peer: as the app says, held to its owner's budget, in its own ledger."""
     if privacy.clip_norm is None:
         privacy.budget(place)  # which refuses an owner's budget that nothing keeps

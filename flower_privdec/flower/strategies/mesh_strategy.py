@@ -10,7 +10,7 @@ from flwr.serverapp.strategy import Result
 
 from flower_privdec.common.arguments import check_numbers
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.flower.mods.orders import INITIAL, MESH
+from flower_privdec.flower.mods.peer_mod import INITIAL, MESH
 from flower_privdec.flower.strategies.push_sum import EvaluateMean, PushSum
 from flower_privdec.scenario import to_yaml
 from flower_privdec.scenario.app_scenario import AppScenario
@@ -77,7 +77,7 @@ class Mesh(PushSum):
             "network": {**self._network, "hand_in": False, "peers": [{"address": each} for each in addresses]},
         }
         try:
-            return to_yaml(AppScenario.model_validate(said).as_scenario)
+            return to_yaml(AppScenario.model_validate(said))
         except ValueError as error:
             raise ScenarioError(f"a mesh cannot be: {' '.join(str(error).split())}") from error
 
@@ -90,7 +90,7 @@ class Mesh(PushSum):
     ) -> Result:
         """Let the peers run all rounds among themselves; relay them where a peer cannot be reached."""
         network, told = self.network, self.told
-        unreachable = [peer for peer in range(network.census.n_peers) if peer not in told or not told[peer].address]
+        unreachable = [peer for peer in range(network.registry.n_peers) if peer not in told or not told[peer].address]
         if unreachable:
             log.info("Peers %s have no address: all rounds are relayed by this ServerApp", unreachable)
             return super()._run(num_rounds, train_config, evaluate_config, evaluate_fn)

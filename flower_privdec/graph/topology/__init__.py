@@ -1,4 +1,4 @@
-"""Communication graphs: who sends to whom in each round."""
+"""Communication graphs: the directed edges of each round."""
 
 from flower_privdec.catalogue import TOPOLOGIES
 from flower_privdec.graph.topology.connectivity import check_topology, joint_connectivity

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flower_privdec.catalogue import TOPOLOGIES
-from flower_privdec.common.formatting import did_you_mean
-from flower_privdec.errors import ScenarioError
-from flower_privdec.graph.topology.edge_list import read_edge_list
-from flower_privdec.graph.topology.given import build_own_topology
+from flower_privdec.common.formatting import did_you_mean, one_line, shown
+from flower_privdec.common.user_code import load_own
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.graph.topology.graphs import (
     CompleteTopology,
     DirectedExponential,
@@ -102,7 +101,7 @@ def _chance(key: str, value: object, *, zero: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ScenarioError(f"topology.{key}={value!r} must be in {'[' if zero else '('}0, 1]")
     if value == 0 and not zero:
-        raise ScenarioError(f"topology.{key}={value} must be > 0: without edges nobody ever agrees")
+        raise ScenarioError(f"topology.{key}={value} must be > 0: without edges the peers never agree")
     return float(value)
 
 
@@ -158,9 +157,9 @@ def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols:
     if rows is None and cols is not None:
         sides.reverse()
     if math.prod(sides) != n_peers or min(sides) < 2:
-        given = "".join(f" {k}={v}" for k, v in (("rows", rows), ("cols", cols)) if v is not None)
+        options = "".join(f" {k}={v}" for k, v in (("rows", rows), ("cols", cols)) if v is not None)
         raise ScenarioError(
-            f"n_peers={n_peers} on topology torus{given and ' with'}{given} must be rows x cols, both >= 2; "
+            f"n_peers={n_peers} on topology torus{options and ' with'}{options} must be rows x cols, both >= 2; "
             "take an n_peers that factors so, or topology ring"
         )
     return _static(name, networkx().grid_2d_graph(*sides, periodic=True))
@@ -250,3 +249,144 @@ _BUILDERS: dict[str, Callable[..., Topology]] = TOPOLOGIES.bind(
         "server": _complete,
     }
 )
+
+
+LONGEST = 64 << 20  # bytes
+
+
+def read_edge_list(path: str | Path, n_peers: int) -> list[tuple[int, int]]:
+    """Read the pairs of an edge list.
+
+    Args:
+        path: the file; relative paths start where the command runs.
+        n_peers: the ids run from 0 to n_peers - 1.
+
+    Returns:
+        The pairs (sender, receiver) in file order; a pair may appear twice.
+
+    Raises:
+        ScenarioError: a file that cannot be read, or a malformed line, named by its number.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(LONGEST + 1)
+        lines = content.decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ScenarioError(f"topology.file={path} cannot be read ({reason}); name a text file of edges") from None
+    if len(content) > LONGEST:
+        raise ScenarioError(f"topology.file={path} has more than {LONGEST >> 20} MiB: give a sparser graph")
+    pairs = [
+        _pair(written.split(), f"topology.file={path} line {number}", n_peers)
+        for number, line in enumerate(lines, start=1)
+        if (written := line.partition("#")[0].strip())
+    ]
+    if not pairs:
+        raise ScenarioError(f"topology.file={path} has no edges; write one `sender receiver` pair per line")
+    return pairs
+
+
+def _is_id(word: str) -> bool:
+    return word.isdecimal() and word.isascii() and len(word) < 19
+
+
+def _pair(words: list[str], where: str, n_peers: int) -> tuple[int, int]:
+    if len(words) != 2 or not all(_is_id(word) for word in words):
+        raise ScenarioError(f"{where}: {shown(' '.join(words))} must be two peer ids, `sender receiver`")
+    sender, receiver = (int(word) for word in words)
+    if max(sender, receiver) >= n_peers:
+        raise ScenarioError(f"{where}: peer {max(sender, receiver)} must be < n_peers={n_peers}; ids start at 0")
+    if sender == receiver:
+        raise ScenarioError(f"{where}: peer {sender} sends to itself; leave it out, self weights are implied")
+    return sender, receiver
+
+
+def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[str, Any] | None = None) -> Topology:
+    """Call a user's function with n_peers and its arguments, and take what it gives for a graph.
+
+    Args:
+        target: where the function lies, `package.module:name`.
+        seed: given to a parameter of this name, unless the arguments have one.
+        arguments: by name.
+
+    Returns:
+        The graph that it gives: a networkx graph or digraph on the nodes 0 to n_peers - 1, for each peer those it
+        sends to (a list of lists, or a mapping), or a `Topology`, which may change from round to round.
+
+    Raises:
+        ScenarioError: the function cannot be had, fails, or gives something else.
+    """
+    arguments = arguments or {}
+    function, where = load_own(target, "topology.module"), f"topology.module={target!r}"
+    seed_option = {"seed": seed} if "seed" in _parameters(function) else {}
+    try:
+        graph = function(n_peers, **{**seed_option, **arguments})
+    except PrivdecError:
+        raise
+    except RAISED_BY_USERS as error:  # a user's own function may raise anything
+        raise ScenarioError(f"{where} could not be built with {dict(arguments)}: {one_line(error)}") from error
+    return as_topology(graph, n_peers, target, where)
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C
+        return ()
+
+
+def as_topology(graph: Any, n_peers: int, name: str, where: str) -> Topology:
+    """Return what a user's function gave as a topology.
+
+    Args:
+        made: see `build_own_topology`.
+        name: what to call the topology.
+        where: what to call the function in an error.
+
+    Raises:
+        ScenarioError: it is no graph of these peers.
+    """
+    if isinstance(graph, Topology):
+        if graph.n_peers != n_peers:
+            raise ScenarioError(f"{where} gives a graph of {graph.n_peers} peers: it must have n_peers={n_peers}")
+        return graph
+    if isinstance(graph, networkx().Graph):
+        pairs, symmetric = _pairs_of(graph, n_peers, where), not graph.is_directed()
+    else:
+        pairs, symmetric = _pairs_in(graph, n_peers, where), False
+    loops = [sender for sender, receiver in pairs if sender == receiver]
+    if loops:
+        raise ScenarioError(f"{where}: peer {loops[0]} sends to itself; leave it out, self weights are implied")
+    edges = edge_array(np.array(pairs, dtype=np.int64).reshape(-1, 2), n_peers, symmetric=symmetric)
+    directed = len(edge_array(edges, n_peers, symmetric=True)) > len(edges)
+    return StaticTopology(name, n_peers, directed, edges)
+
+
+def _pairs_of(graph: Any, n_peers: int, where: str) -> list[tuple[int, int]]:
+    nodes = list(graph.nodes)
+    if len(nodes) != n_peers or not all(_is_peer(node, n_peers) for node in nodes):
+        some = ", ".join(map(repr, nodes[:3]))
+        raise ScenarioError(
+            f"{where} gives a graph of {len(nodes)} nodes ({some}, ...): they must be 0 to {n_peers - 1}; "
+            "networkx.convert_node_labels_to_integers numbers them"
+        )
+    return [(int(sender), int(receiver)) for sender, receiver in graph.edges()]
+
+
+def _pairs_in(made: Any, n_peers: int, where: str) -> list[tuple[int, int]]:
+    """Return the pairs (sender, receiver) of out-neighbour lists, in order of the peers or by peer."""
+    rule = "it must be a networkx graph, or for each peer a list of those it sends to"
+    if isinstance(made, Mapping):
+        made = [made.get(peer) for peer in range(n_peers)] if set(made) == set(range(n_peers)) else None
+    if not isinstance(made, Sequence) or len(made) != n_peers:
+        raise ScenarioError(f"{where} gives no lists for {n_peers} peers: {rule}")
+    for peer, receivers in enumerate(made):
+        right = isinstance(receivers, Sequence | set | frozenset | np.ndarray) and not isinstance(receivers, str)
+        if not right or not all(_is_peer(receiver, n_peers) for receiver in receivers):
+            raise ScenarioError(f"{where}: peer {peer} sends to {receivers!r}, not peers of 0 to {n_peers - 1}: {rule}")
+    return [(peer, int(receiver)) for peer, receivers in enumerate(made) for receiver in receivers]
+
+
+def _is_peer(value: object, n_peers: int) -> bool:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and 0 <= int(value) < n_peers  # type: ignore[call-overload]

@@ -20,7 +20,7 @@ from typing import Any, Self
 from flower_privdec.common.files import write_atomically
 from flower_privdec.errors import ScenarioError
 from flower_privdec.network.local.fault_proxy import FaultProxy
-from flower_privdec.network.transport.certificates import make_certificates
+from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.scenario.network_section import NetworkPeer, is_loopback
 

@@ -24,8 +24,8 @@ from flower_privdec.network.local.fault_injection import Mishap, mishaps
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import PeerProcesses, on_this_machine
 from flower_privdec.network.local.watch import OnStatus, Watch
-from flower_privdec.network.peer.peer import noise_said, rows_path
-from flower_privdec.pushsum.timetable import Timetable
+from flower_privdec.network.peer.trainer import noise_source, rows_path
+from flower_privdec.pushsum.timetable import network_mixing
 from flower_privdec.scenario import Scenario
 
 _log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Up:
                 "it to true, or start each peer by `privdec peer`, whose own loss `privdec status` tells"
             )
         self.agreement = Agreement.of(self.scenario)
-        Timetable(self.agreement)
+        network_mixing(self.agreement)
         self.recorder = Recorder(self.agreement, None, out, "network", resume)
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, proxy=proxy)
         self._spent = Spent([], [], [], [])
@@ -126,10 +126,17 @@ class Up:
                         on_metrics(metrics)
                     self._do_mishaps(round_index)
                 self._wait()
-            facts = {"noise": noise_said(self.scenario, self._insecure), "numbers": NUMBERS[self.scenario.network.mode]}
+            facts = {
+                "noise": noise_source(self._insecure, self._is_hardened()),
+                "numbers": NUMBERS[self.scenario.network.mode],
+            }
             return self.recorder.finish(self._rows(self.scenario.rounds), self._spent, **facts, **self._casualties())
         finally:
             self.recorder.close()
+
+    def _is_hardened(self) -> bool:
+        private = self.scenario.private
+        return private is not None and bool(private.hardened)
 
     # --- processes ---
 

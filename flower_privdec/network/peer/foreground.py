@@ -1,4 +1,4 @@
-"""A peer in the foreground of a terminal or a service: a status line, a clean stop, and an answer to who asks."""
+"""A peer in the foreground of a terminal or a service: a status line, a clean stop, and its status on request."""
 
 from __future__ import annotations
 
@@ -16,18 +16,31 @@ from typing import Any
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import printable, shown
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.network.peer.modes import running_peer
+from flower_privdec.network.peer.asynchronous import AsynchronousPeer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
-from flower_privdec.network.peer.status_request import Asker
-from flower_privdec.network.peer.status_text import status_line
-from flower_privdec.network.transport.certificates import credentials_of, files_of
-from flower_privdec.network.transport.channel import identity_at
-from flower_privdec.network.transport.identity import Credentials, identities_of
+from flower_privdec.network.peer.status import STATUS_CAP, request_status, status_line
+from flower_privdec.network.peer.synchronous import SynchronousPeer
+from flower_privdec.network.peer.trainer import ScenarioTrainer, Trainer
+from flower_privdec.network.transport.grpc_transport import GrpcConnection, identity_at
+from flower_privdec.network.transport.tls import Credentials, credentials_of, files_of, identities_of
 from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.app_scenario import AppScenario
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
-ASK_SECONDS = 5.0
+REQUEST_SECONDS = 5.0
 PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG
+MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}
+
+
+def peer_of(trainer: Trainer, device: PeerDevice, resume: bool = False) -> RunningPeer:
+    """Return a peer that trains, in the mode of its scenario's network; see RunningPeer."""
+    return MODES[trainer.scenario.network.mode](trainer, device, resume)
+
+
+def running_peer(scenario: Scenario, device: PeerDevice, resume: bool = False) -> RunningPeer:
+    """Return a peer of a scenario; see ScenarioTrainer and RunningPeer."""
+    trainer = ScenarioTrainer(scenario, device.peer, device.folder, device.data, device.insecure_seeds)
+    return peer_of(trainer, device, resume)
 
 
 def run_peer(
@@ -48,7 +61,7 @@ def run_peer(
         certificates: a folder with its certificate, its key and the authority's certificate.
         data: where its data lie, in place of the scenario's.
         insecure_seeds: draw noise and batches from the scenario's seed.
-        with_parent: stop when stdin ends, as it does when whoever started this process ends.
+        with_parent: stop when stdin ends, as it does when the parent process ends.
 
     Raises:
         ScenarioError: what is given does not fit, before any work.
@@ -60,20 +73,20 @@ def run_peer(
 
 
 def device_of(
-    scenario: Scenario,
+    scenario: Scenario | AppScenario,
     peer: int,
     folder: Path,
     certificates: Path,
     data: str | None = None,
     insecure_seeds: bool = False,
 ) -> PeerDevice:
-    """Return what a device says of itself; see `run_peer`."""
+    """Return the device of a peer; see `run_peer`."""
     credentials = _credentials(scenario, peer, certificates)
     return PeerDevice(peer, folder, credentials, _addresses(scenario), data, insecure_seeds)
 
 
 def run_in_foreground(running: RunningPeer, every: int, with_parent: bool) -> None:
-    """Run a peer until its rounds are done, SIGTERM or Ctrl-C, and leave its last words in summary.json.
+    """Run a peer until its rounds are done, SIGTERM or Ctrl-C, and write its last status to summary.json.
 
     Args:
         every: how many rounds lie between two status lines where there is no terminal.
@@ -94,13 +107,13 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool) -> No
         running.close()
 
 
-def _credentials(scenario: Scenario, peer: int, certificates: Path) -> Credentials:
+def _credentials(scenario: Scenario | AppScenario, peer: int, certificates: Path) -> Credentials:
     if peer >= scenario.n_peers:
         raise ScenarioError(f"--id {peer} must be 0 to {scenario.n_peers - 1}: n_peers={scenario.n_peers}")
     return credentials_of(scenario, certificates, peer)
 
 
-def _addresses(scenario: Scenario) -> tuple[str, ...]:
+def _addresses(scenario: Scenario | AppScenario) -> tuple[str, ...]:
     if scenario.network.peers is None:
         raise ScenarioError(
             "network.peers is missing: list the address of every peer, as {address: 10.0.0.7:7100}; `privdec up` runs "
@@ -142,8 +155,8 @@ class _StatusLine:
             print(file=sys.stderr)
 
 
-def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
-    """Ask a running peer how it does.
+def status_of(address: str, certificates: Path, peer: int, as_json: bool) -> str:
+    """Return the status of a running peer.
 
     Args:
         address: HOST:PORT where it listens.
@@ -151,26 +164,26 @@ def ask(address: str, certificates: Path, peer: int, as_json: bool) -> str:
         peer: whose certificate to show.
 
     Returns:
-        What it says, in lines or as JSON.
+        In lines or as JSON.
 
     Raises:
         ScenarioError: the certificate cannot be read.
-        RunError: nobody answers there, or somebody who is no peer.
+        RunError: nothing answers there, or something that is no peer.
     """
     paths = files_of(certificates, peer)
     names = identities_of(paths[0].read_bytes()) if paths[0].is_file() else []
     credentials = Credentials.read(*paths, names[0] if names else f"peer-{peer}")
-    asker = Asker(address, identity_at(address, credentials), credentials)
+    connection = GrpcConnection(address, identity_at(address, credentials), credentials, STATUS_CAP)
     try:
-        status = asker.ask(ASK_SECONDS)
-        return json.dumps(status, indent=2) if as_json else _told(status)
+        status = request_status(connection, REQUEST_SECONDS)
+        return json.dumps(status, indent=2) if as_json else _status_text(status)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise RunError(f"{address} answers {shown(status, 60)}, which is no status; is it another version?") from error
     finally:
-        asker.close()
+        connection.close()
 
 
-def _told(status: Mapping[str, Any]) -> str:
+def _status_text(status: Mapping[str, Any]) -> str:
     down = [f"down: {why}" for why in status["down"].values()]
     lines = [f"{status['name']}: {status_line(status)}", *down, f"noise: {status['noise']}"]
-    return "\n".join(map(printable, lines))  # somebody else's words
+    return "\n".join(map(printable, lines))  # of another process

@@ -1,45 +1,52 @@
-"""One peer of a network: its own data, its own ledger, its own folder, and what it says to its neighbours."""
+"""One peer of a network: its own data, its own ledger, its own folder, and its exchanges with its neighbours."""
 
 from __future__ import annotations
 
-import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.folder_lock import FolderLock
-from flower_privdec.core import Exchange, State, advance
-from flower_privdec.engine.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint
+from flower_privdec.common.tensor_file import write_tensors
+from flower_privdec.core import Exchange, State
+from flower_privdec.engine.checkpoint import (
+    BESIDE,
+    Checkpoint,
+    Place,
+    check_state,
+    load_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+)
 from flower_privdec.engine.recorder import evaluation_rounds
-from flower_privdec.engine.spent import Spent, check_budget, epsilons, json_number, ledger_folder
 from flower_privdec.errors import ScenarioError, StoppedError
-from flower_privdec.experiment import Agreement, Experiment, OwnParts
-from flower_privdec.experiment.evaluation import public_losses
-from flower_privdec.network.peer.share_files import ShareFiles
-from flower_privdec.network.transport.certificates import identities
-from flower_privdec.network.transport.connection_manager import Courier, Mail
-from flower_privdec.network.transport.identity import Credentials
+from flower_privdec.network.peer.connections import Connections, Session
+from flower_privdec.network.peer.trainer import Trainer
+from flower_privdec.network.transport.grpc_transport import GrpcTransport
+from flower_privdec.network.transport.tls import Credentials, identities
+from flower_privdec.network.transport.transport import Transport
+from flower_privdec.pushsum.codec import TensorArithmetic, unpack, wire_codec
+from flower_privdec.pushsum.frames import RowFormats, formats_of
 from flower_privdec.pushsum.timetable import Timetable
-from flower_privdec.scenario import Scenario, scenario_hash, to_yaml
+from flower_privdec.scenario import numbers_hash, scenario_hash, to_yaml
 
-SECRET_BYTES = 32
 POLL = 0.2  # seconds between two looks at whether to stop
+LARGE = 2**20  # bytes of a share from which a file of its own costs less than to write it again
 OnRound = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class PeerDevice:
-    """What a device says of itself.
+    """The device that a peer runs on.
 
     Attributes:
         peer: which peer it is.
@@ -48,123 +55,101 @@ class PeerDevice:
         addresses: HOST:PORT of every peer.
         data: where its data lie, in place of the scenario's `data.root`; None where the scenario is right.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
+        transport: in place of gRPC over TLS, which needs credentials and addresses.
     """
 
     peer: int
     folder: Path
-    credentials: Credentials
-    addresses: tuple[str, ...]
+    credentials: Credentials | None = None
+    addresses: tuple[str, ...] = ()
     data: str | None = None
     insecure_seeds: bool = False
+    transport: Transport | None = None
 
 
 class RunningPeer(ABC):
     """One peer of a run, from its beginning or its last checkpoint to the end of the rounds.
 
-    Before it sends anything, what it will need to send it again is on its disk; so whatever ends its process, it goes
-    on from there, and its neighbours with it.
+    Before it sends anything, all that it needs to send it again is on its disk; so whatever ends its process, it
+    continues from there, and its neighbours with it.
 
-    Privacy: noise and batches come from the operating system, and a step that is taken again after a crash is drawn,
-    and paid for, anew. With insecure_seeds they follow from the scenario, and whoever has that can take the noise off.
+    Args:
+        trainer: what it trains.
+        device: where it runs.
+        resume: continue from the folder's checkpoints.
 
     Attributes:
         generations: how many checkpoints are kept.
+
+    Raises:
+        ScenarioError: the folder holds another run, or nothing to resume, or the network cannot carry the algorithm.
+        BudgetError: the ledger cannot be trusted, is in use, or allows no step.
+
+    Privacy: that of its trainer; what it sends beside are counters.
     """
 
     generations: ClassVar[int]
 
-    def __init__(self, scenario: Scenario, device: PeerDevice, resume: bool = False) -> None:
-        """Read what is this peer's own; send nothing yet.
-
-        Raises:
-            ScenarioError: a part of the scenario cannot be had, or the folder holds another run, or nothing to resume.
-            BudgetError: the ledger cannot be trusted, is in use, or allows no step.
-        """
-        torch.set_num_threads(scenario.compute.threads)
-        self.device = device
-        agreement = self._agreement(scenario)
-        self.timetable = Timetable(agreement)
+    def __init__(self, trainer: Trainer, device: PeerDevice, resume: bool = False) -> None:
+        self.trainer, self.device, scenario = trainer, device, trainer.scenario
+        self.rounds, self.network, self.mixing = scenario.rounds, scenario.network, trainer.mixing
+        self.timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds)
+        self.arithmetic = TensorArithmetic(wire_codec(self.network.codec))
+        if not (self.mixing.sends_shares or self.arithmetic.is_exact):
+            raise ScenarioError(
+                f"network.codec={self.network.codec} rounds rows, and algorithm.name={trainer.algorithm.name} sends "
+                "rows whose rounding no sender's mass takes back: use exact, or an algorithm of push-sum",
+                code="network.codec-without-shares",
+            )
+        codec = "" if self.arithmetic.is_exact else f", {self.network.codec}"
+        self._digest = scenario_hash(scenario) + codec
+        self._run_id, self._stopped = (numbers_hash(scenario) + codec).encode(), Event()
         device.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(device.folder)
         self._lock.take()
         try:
-            self._own(scenario, agreement, resume)
+            self._open(resume)
         except BaseException:
             self._lock.release()
             raise
 
-    def _agreement(self, scenario: Scenario) -> Agreement:
-        """Return what all peers know."""
-        return Agreement.of(scenario)
-
-    def _joined(self, agreement: Agreement) -> Experiment:
-        """Return that and this peer's own parts."""
-        device = self.device
-        secret = None if device.insecure_seeds else self._secret()
-        return Experiment.joined(agreement, OwnParts.of(agreement, np.array([device.peer]), secret, root=device.data))
-
-    def _own(self, scenario: Scenario, agreement: Agreement, resume: bool) -> None:
-        self.experiment, self._hash = self._joined(agreement), scenario_hash(scenario)
-        self._shares_on_disk = ShareFiles(self.device.folder)
-        kept = self._kept(resume)
-        last = kept[-1] if kept else None
-        start = last.transport["paid"] if last else 0
-        self.cohort = self.experiment.cohort(ledger_folder(scenario, self.device.folder), start=start)
+    def _open(self, resume: bool) -> None:
+        trainer, folder = self.trainer, self.device.folder
+        self._share_files = ShareFiles(folder)
+        checkpoints = self._checkpoints(resume)
+        last = checkpoints[-1] if checkpoints else None
+        state = (None, 0, None) if last is None else (last.state, last.transport["paid"], last.head)
+        self.state = trainer.open(*state)
         try:
-            if last is None:
-                self._check_budget(ledger_folder(scenario, self.device.folder))
-            elif self.cohort.ledger is not None:
-                self.cohort.ledger.check_head(last.head)
-            self.state = last.state if last else self.experiment.initial_state(self.cohort)
-            self._prepare(scenario, kept)
+            session = self._make_session(checkpoints)
+            self.connections = Connections(session, self.status, self.network.retry, self.network.deadline / 2)
+            if not (folder / "scenario.yaml").exists():
+                write_atomically(folder / "scenario.yaml", to_yaml(trainer.scenario).encode())
         except BaseException:
-            self._close_ledger()
+            trainer.close()
             raise
 
-    def _check_budget(self, ledger: Path) -> None:
-        """Refuse a new run that the ledger in a folder allows no step."""
-        check_budget(self.cohort, ledger)
-
-    def _close_ledger(self) -> None:
-        if self.cohort.ledger is not None:
-            self.cohort.ledger.close()
-
-    def _prepare(self, scenario: Scenario, kept: list[Checkpoint]) -> None:
-        network = scenario.network
-        self.courier = Courier(self._mail(kept), self.status, network.retry, network.deadline / 2)
-        self._stopped = Event()
-        self._loss: float | None = None
-        if not (self.device.folder / "scenario.yaml").exists():
-            write_atomically(self.device.folder / "scenario.yaml", to_yaml(scenario).encode())
-
     @abstractmethod
-    def _mail(self, kept: list[Checkpoint]) -> Mail:
-        """Return what the courier is to carry, going on from the checkpoints kept, the older first."""
+    def _make_session(self, checkpoints: list[Checkpoint]) -> Session:
+        """Return the session, continued from the checkpoints, the older first."""
 
     # --- what is on disk ---
-
-    def _secret(self) -> bytes:
-        path = self.device.folder / "secret"
-        if not path.exists():
-            write_atomically(path, secrets.token_bytes(SECRET_BYTES), private=True)
-        return path.read_bytes()
 
     def _paths(self) -> list[Path]:
         return [self.device.folder / f"checkpoint-{number}" for number in range(self.generations)]
 
-    def _kept(self, resume: bool) -> list[Checkpoint]:
-        """Return the checkpoints to go on from, the older first; none at the beginning of a run."""
-        folder, experiment = self.device.folder, self.experiment
-        there = [path for path in self._paths() if path.exists()]
-        if there and not resume:
-            raise ScenarioError(f"{folder} already holds a run; give --resume to go on with it, or another --out")
-        if resume and not there:
+    def _checkpoints(self, resume: bool) -> list[Checkpoint]:
+        """Return the checkpoints to continue from, the older first; none at the beginning of a run."""
+        folder, trainer = self.device.folder, self.trainer
+        paths = [path for path in self._paths() if path.exists()]
+        if paths and not resume:
+            raise ScenarioError(f"{folder} already holds a run; give --resume to continue it, or another --out")
+        if resume and not paths:
             raise ScenarioError(f"{folder} holds no checkpoint to resume from; leave --resume out")
-        scenario = experiment.scenario
-        kept = [load_checkpoint(path, self._hash, experiment.own.run, experiment.device) for path in there]
-        for path, each in zip(there, kept, strict=True):
-            check_state(path, each.state, experiment.own.peers, scenario.rounds)
-        return sorted(kept, key=lambda each: each.transport["place"])
+        checkpoints = [load_checkpoint(path, self._digest, trainer.run, trainer.device) for path in paths]
+        for path, checkpoint in zip(paths, checkpoints, strict=True):
+            check_state(path, checkpoint.state, np.array([self.device.peer]), self.rounds)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.transport["place"])
 
     def _save(
         self, place: int, state: State, transport: Mapping[str, Any], carried: Mapping[str, Tensor] | None = None
@@ -175,23 +160,25 @@ class RunningPeer(ABC):
             place: a number that grows.
             transport, carried: see Checkpoint; what is carried never changes.
         """
-        ledger, experiment = self.cohort.ledger, self.experiment
-        facts = {**transport, "place": place, "paid": 0 if ledger is None else ledger.charged}
-        head = None if ledger is None else ledger.head
-        found = Checkpoint(state, self._hash, experiment.own.run, head=head, transport=facts, carried=carried or {})
-        self._shares_on_disk.keep(found.carried)
-        save_checkpoint(self._paths()[place % self.generations], found, self._shares_on_disk.place)
-        self._shares_on_disk.tidy()
+        trainer, facts = self.trainer, {**transport, "place": place, "paid": self.trainer.paid}
+        checkpoint = Checkpoint(
+            state, self._digest, trainer.run, head=trainer.head, transport=facts, carried=carried or {}
+        )
+        self._share_files.write(checkpoint.carried)
+        save_checkpoint(self._paths()[place % self.generations], checkpoint, self._share_files.place)
+        self._share_files.remove_unused()
 
     # --- a run ---
 
     def open(self) -> int:
         """Listen and begin to call; return the port that is listened on."""
-        names, peer = identities(self.experiment.scenario), self.device.peer
-        others = {each: self.device.addresses[each] for each in self.timetable.neighbours(peer)}
-        members = {name: number for number, name in enumerate(names)}
+        device, transport = self.device, self.device.transport
+        if transport is None:
+            assert device.credentials is not None
+            names = identities(self.trainer.scenario)
+            transport = GrpcTransport(device.peer, device.addresses, names, device.credentials)
         self._begin()
-        return self.courier.open(self.device.addresses[peer], self.device.credentials, members, others, self._cap())
+        return self.connections.open(transport, self.timetable.neighbours(device.peer))
 
     def run(self, on_round: OnRound | None = None) -> None:
         """Take part until the rounds are done and the neighbours have what they need.
@@ -200,32 +187,28 @@ class RunningPeer(ABC):
             on_round: called after every round with `status`.
 
         Raises:
-            RunError: the run cannot go on, as the neighbours are.
+            RunError: the run cannot continue, as the neighbours are.
             StoppedError: `stop` was called; the state is on disk.
         """
-        rounds, algorithm = self.experiment.scenario.rounds, self.experiment.algorithm
-        looked = set(evaluation_rounds(rounds, self.experiment.scenario.evaluation.every))
+        evaluated = set(evaluation_rounds(self.rounds, self.trainer.scenario.evaluation.every))
         self._meet()
-        while self.state.round_index < rounds:
+        while self.state.round_index < self.rounds:
             if self.state.at == 0:
                 self._before(self.state.round_index)
-            exchange = advance(algorithm, self.cohort, self.state)
+            exchange = self.trainer.advance(self.state)
             if exchange is not None:
                 self._exchange(exchange)
                 continue
-            if self.state.round_index in looked:
-                self._look()
+            if self.state.round_index in evaluated:
+                self.trainer.evaluate(self.state)
             if on_round is not None:
                 on_round(self.status())
         self._leave()
+        self.trainer.finish(self.state)
 
     @abstractmethod
     def _begin(self) -> None:
-        """Make ready what is said first, before anybody calls."""
-
-    @abstractmethod
-    def _cap(self) -> int:
-        """Return the bytes that a call has at most."""
+        """Prepare what is sent first, before any neighbour calls."""
 
     @abstractmethod
     def _meet(self) -> None:
@@ -245,48 +228,37 @@ class RunningPeer(ABC):
 
     @abstractmethod
     def _is_over(self, neighbor: int) -> bool:
-        """Return whether a neighbour is done, and nothing is left to say to it."""
+        """Return whether a neighbour is done, and nothing is left to send to it."""
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
-            raise StoppedError(f"the same command with --resume goes on from {self.device.folder}")
+            raise StoppedError(f"the same command with --resume continues from {self.device.folder}")
 
     def stop(self) -> None:
         """End the run at the next wait, with its state on disk."""
         self._stopped.set()
 
     def close(self) -> None:
-        """Let go of the network, the ledger and the folder."""
-        self.courier.close()
-        self._close_ledger()
+        """Release the network, the ledger and the folder."""
+        self.connections.close()
+        self.trainer.close()
         self._lock.release()
 
+    # --- rows on the wire ---
+
+    def _formats(self, exchange: Exchange) -> RowFormats:
+        """Return how the rows of an exchange look on the wire."""
+        rows = {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
+        return formats_of({name: self.arithmetic.encode(row) for name, row in rows.items()})
+
+    def _decoded(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return rows that were received, on this peer's device."""
+        if self.arithmetic.is_exact:
+            device = self.trainer.device
+            return {name: value if value.device == device else value.to(device) for name, value in values.items()}
+        return {name: self.arithmetic.decode(value, self.state.rows[name][0]) for name, value in values.items()}
+
     # --- what others and its owner see ---
-
-    def _rows_of(self, exchange: Exchange) -> dict[str, Tensor]:
-        return {name: self.state.rows[exchange.shaped(name)][0] for name in exchange.names}
-
-    def _look(self) -> None:
-        """Try this peer's model, and hand it in where the scenario allows that.
-
-        Privacy: the loss that its status tells is of public test examples, and of rows that others may see; a loss of
-        its own examples would be a release.
-        """
-        rows = {name: self.state.rows[name] for name in self.experiment.algorithm.open_rows}
-        self._loss = public_losses(self.experiment, rows)[0]
-        if self.experiment.scenario.network.hands_in:
-            self._hand_in(rows)
-
-    def _hand_in(self, rows: dict[str, Tensor]) -> None:
-        """Leave rows that others may see, and what was spent, for whoever may read this peer's folder."""
-        round_index, spent = self.state.round_index, Spent.of(self.cohort, self.state.round_index)
-        content = save(
-            {name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(asdict(spent))}
-        )
-        write_atomically(rows_path(self.device.folder, round_index), content)
-
-    def _traffic(self) -> dict[str, int]:
-        return {"bytes_sent": self.courier.sent, "bytes_heard": self.courier.heard}
 
     def status(self) -> dict[str, Any]:
         """Return how this peer does: round, loss, ε, its neighbours, which of them are down and why, bytes.
@@ -294,38 +266,87 @@ class RunningPeer(ABC):
         The loss is of its model on public test examples at the last evaluation; None before one, or where it is not
         finite.
         """
-        scenario = self.experiment.scenario
-        budget = None if scenario.private is None else scenario.private.epsilon
+        scenario, connections = self.trainer.scenario, self.connections
+        down = {str(peer): why for peer, why in sorted(connections.trouble.items()) if not self._is_over(peer)}
         return {
             "name": scenario.name,
             "peer": self.device.peer,
             "round": self.state.round_index,
-            "rounds": scenario.rounds,
-            "loss": self._loss,
-            "epsilon": json_number(self._epsilon()),
-            "budget": budget[self.device.peer] if isinstance(budget, tuple) else budget,
+            "rounds": self.rounds,
             "neighbours": self.timetable.neighbours(self.device.peer),
-            "down": {str(peer): why for peer, why in sorted(self.courier.trouble.items()) if not self._is_over(peer)},
-            **self._traffic(),
-            "noise": noise_said(scenario, self.device.insecure_seeds),
+            "down": down,
+            "bytes_sent": connections.bytes_sent,
+            "bytes_received": connections.bytes_received,
+            **self.trainer.status(self.state),
         }
 
-    def _epsilon(self) -> float:
-        """Return what is spent by now, the steps of a round that is not over yet included."""
-        ledger, rounds = self.cohort.ledger, self.state.round_index
-        if ledger is None:
-            return epsilons(self.cohort, rounds)[0]
-        return float(ledger.spending.epsilons(max(ledger.charged, rounds * self.cohort.steps_per_round))[0])
+
+class ShareFiles:
+    """The large shares of one peer, each in a file beside the checkpoints until it is acknowledged.
+
+    A file never changes, and no two have one name: a checkpoint that was restored from a copy finds its own or none.
+
+    Args:
+        folder: of the checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._files = folder, set(folder.glob(BESIDE.format("*")))
+        self._places: dict[tuple[int, int], tuple[Tensor, Place]] = {}  # by address and size
+
+    def write(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write those that are large and in no file yet; to be called before a checkpoint.
+
+        Args:
+            tensors: all that the checkpoint has to hold; they never change.
+
+        Raises:
+            OSError: the disk is full; what was there stays.
+        """
+        large = {name: tensor for name, tensor in tensors.items() if tensor.nbytes >= LARGE}
+        new = {name: tensor for name, tensor in large.items() if self.place(tensor) is None}
+        path = self._folder / BESIDE.format(secrets.token_hex(8))
+        if new:
+            self._files.add(path)
+            write_tensors(path, new, {})
+        self._places = {
+            (tensor.data_ptr(), tensor.nbytes): (tensor, self.place(tensor) or (path.name, name))
+            for name, tensor in large.items()
+        }
+
+    def place(self, tensor: Tensor) -> Place | None:
+        """Return where the numbers of a tensor are on disk, or None."""
+        return self._places.get((tensor.data_ptr(), tensor.nbytes), (tensor, None))[1]
+
+    def remove_unused(self) -> None:
+        """Remove what the last checkpoint does not hold; to be called once that is on disk."""
+        used = {self._folder / file for _, (file, _) in self._places.values()}
+        for path in self._files - used:
+            path.unlink(missing_ok=True)
+        self._files &= used
 
 
-def rows_path(folder: Path, round_index: int) -> Path:
-    """Return where a peer leaves the rows that others may see after a round."""
-    return folder / f"rows-{round_index}.safetensors"
+def mass_on_disk(folders: Sequence[Path], names: Sequence[str] = ("x", "w")) -> dict[str, Tensor]:
+    """Return Σ mass + Σ shares in flight over all peers of a run in asynchronous mode, float64, by name.
 
+    Without gradient steps it stays what it was at the beginning, whatever was lost, repeated or killed: for w that is
+    the number of peers. A peer that was reset, or joined late, has no mass of its own: then it is less.
 
-def noise_said(scenario: Scenario, insecure_seeds: bool) -> str:
-    """Say where a peer's noise comes from, and how it is rounded where that is exactly."""
-    if insecure_seeds:
-        return "INSECURE: noise and batches follow from the scenario's seed; for tests alone"
-    hardened = getattr(scenario.private, "hardened", False)  # what an app's privacy section does not have
-    return f"of the operating system's generator{', hardened: rounded exactly' if hardened else ''}"
+    Args:
+        folders: of every peer, by number, while none of them is writing.
+        names: of the rows that are shared.
+    """
+    disks, parts = [], list[Mapping[str, Tensor]]()
+    for peer, folder in enumerate(folders):
+        checkpoint = read_checkpoint(folder / "checkpoint-0")
+        mass = {name: checkpoint.state.rows[name][0] for name in names}
+        disks.append(unpack(peer, checkpoint.transport["shares"], checkpoint.carried, mass))
+    for disk in disks:
+        parts.append(disk.mass)
+        for receiver, edge in disk.edges.items():
+            for share in edge.frozen:
+                back = disks[receiver].edges[share.sender]
+                is_new = back.incarnation != share.incarnation or back.received < share.number
+                if share.addressed == disks[receiver].incarnation and is_new:
+                    parts.append(share.values)
+    return {name: torch.stack([part[name].double() for part in parts]).sum(0) for name in names}

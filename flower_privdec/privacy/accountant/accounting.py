@@ -56,7 +56,7 @@ def epsilon(releases: Iterable[Release], delta: float) -> float:
     Raises:
         ScenarioError: when δ is not in (0, 1).
 
-    Privacy: unit one example, adjacency zero-out, whoever sees all that the peer sends.
+    Privacy: unit one example, adjacency zero-out, against an adversary who sees everything that the peer sends.
 
     Examples:
         >>> step = Release("poisson", 0.1, 600, 60, noise_multiplier=2.0)
@@ -153,10 +153,10 @@ def _delta(releases: tuple[Release, ...], epsilon: float) -> float:
     """Return about the least δ at which ε is no more than a given one."""
 
     def excess(log_delta: float) -> float:
-        found = _epsilon(releases, math.exp(log_delta)) if log_delta < 0 else 0.0
-        if 0 < found < math.inf and epsilon > 0:
-            return math.log(found / epsilon)
-        return 1.0 if found > epsilon else -1.0
+        value = _epsilon(releases, math.exp(log_delta)) if log_delta < 0 else 0.0
+        if 0 < value < math.inf and epsilon > 0:
+            return math.log(value / epsilon)
+        return 1.0 if value > epsilon else -1.0
 
     ends = bracket(excess, -5.0, 3.0, -math.log(LEAST_DELTA))
     if ends is None:

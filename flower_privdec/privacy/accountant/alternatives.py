@@ -52,21 +52,21 @@ def epsilon_of_runs(runs: Sequence[Alternatives], delta: float) -> float:
 
 def _dearest(run: Alternatives) -> Alternatives:
     """Return a run's alternatives without those that another one contains."""
-    kept: list[tuple[dict[Mechanism, int], tuple[Release, ...]]] = []
+    largest: list[tuple[dict[Mechanism, int], tuple[Release, ...]]] = []
     for releases in sorted(run, key=lambda each: sum(r.steps for r in each), reverse=True):
         steps = {r.mechanism: r.steps for r in releases}
-        if not any(all(more.get(m, 0) >= count for m, count in steps.items()) for more, _ in kept):
-            kept.append((steps, releases))
-    return tuple(releases for _, releases in kept)
+        if not any(all(more.get(m, 0) >= count for m, count in steps.items()) for more, _ in largest):
+            largest.append((steps, releases))
+    return tuple(releases for _, releases in largest)
 
 
 def _renyi_bound(runs: Sequence[Alternatives], delta: float, add: bool) -> float:
     """Return a bound on the ε of every choice, in one direction."""
-    found = [[_divergences(releases, delta, add) for releases in run] for run in runs]
-    rest = delta - together([max(each.infinite for each in run) for run in found])
+    run_divergences = [[_divergences(releases, delta, add) for releases in run] for run in runs]
+    rest = delta - together([max(d.infinite for d in run) for run in run_divergences])
     if rest <= 0:
         return math.inf
-    log_masses = np.sum([np.max([each.log_masses for each in run], axis=0) for run in found], axis=0)
+    log_masses = np.sum([np.max([d.log_masses for d in run], axis=0) for run in run_divergences], axis=0)
     bounds = (renyi_epsilon(k, t, math.log(rest)) for k, t in zip(log_masses.tolist(), ORDERS, strict=True))
     return max(0.0, min(bounds))
 

@@ -91,8 +91,8 @@ def tilt(mass: np.ndarray, lowest: int, frame: Frame) -> tuple[np.ndarray, np.nd
 
 def together(chances: np.ndarray | Sequence[float], counts: np.ndarray | float = 1.0) -> float:
     """Return the chance that some of many independent events happens."""
-    kept = np.log1p(-np.minimum(np.asarray(chances), 1 - 2.0**-53))
-    return -math.expm1(float(np.sum(counts * kept)))
+    log_kept = np.log1p(-np.minimum(np.asarray(chances), 1 - 2.0**-53))
+    return -math.expm1(float(np.sum(counts * log_kept)))
 
 
 def _ends(expected: np.ndarray) -> tuple[int, int]:
@@ -230,14 +230,14 @@ def epsilon_at(tilted: Tilted, frame: Frame, delta: float) -> tuple[float, float
     logs = np.log(sums) + tilted.log_mass - frame.order * epsilons
     enough = np.flatnonzero(logs <= log_rest)
     if not len(enough):  # only what may lie anywhere is above the window
-        found = (tilted.log_mass + math.log(slack) - log_rest) / frame.order if frame.order > 0 else math.inf
+        value = (tilted.log_mass + math.log(slack) - log_rest) / frame.order if frame.order > 0 else math.inf
     elif (j := int(enough[0])) == 0:
-        found = float(epsilons[0])
+        value = float(epsilons[0])
     else:  # straight lines in e^ε between the grid's points
         high, low = math.exp(min(logs[j - 1], 0.0)), math.exp(logs[j])
         share = min(max((high - rest) / (high - low), 0.0), 1.0) if high > low else 1.0
-        found, scale = float(epsilons[j - 1]) + _part(share, frame.interval), frame.interval / (logs[j - 1] - logs[j])
-    return max(0.0, min(found, renyi_epsilon(tilted.log_mass, frame.order, log_rest))), float(scale)
+        value, scale = float(epsilons[j - 1]) + _part(share, frame.interval), frame.interval / (logs[j - 1] - logs[j])
+    return max(0.0, min(value, renyi_epsilon(tilted.log_mass, frame.order, log_rest))), float(scale)
 
 
 def _part(share: float, interval: float) -> float:

@@ -197,10 +197,10 @@ class _Direction:
         for _ in range(TRIES):
             frame = Frame(interval, order)
             total = combine([compose(part, frame) for part in losses])
-            found, scale = epsilon_at(total, frame, self._delta)
-            harm = total.log_mass - order * found + log_harm(order)
+            value, scale = epsilon_at(total, frame, self._delta)
+            harm = total.log_mass - order * value + log_harm(order)
             share = total.slack / self._delta * math.exp(min(harm, 700.0))
-            level = _Level(frame, found, scale, total.slack, share, sum(part.mass.size for part in losses))
+            level = _Level(frame, value, scale, total.slack, share, sum(part.mass.size for part in losses))
             order = self._order(losses, interval, total.slack, level) if share > 10 * SLACK else frame.order
             if abs(order - frame.order) <= 0.05 * frame.order:
                 break

@@ -26,7 +26,7 @@ class Drawing:
         size: J, the peer's number of examples.
         batch: b, expected (poisson) or exact: what a step divides its sum by.
         answered: how many neighbours the peer answers in each round; shorter than the run, it repeats. Empty where the
-            algorithm answers nobody.
+            algorithm sends no replies.
     """
 
     sampling: str
@@ -52,8 +52,8 @@ class ReleasedSum:
         idle: how far an example that was not drawn can move it.
         noise: its noise over the step's, in standard deviations.
         over: `batch`, or `all` the peer's examples, whatever the batch.
-        to: who sees it: `everybody` who sees the peer's messages; each `neighbour` one of its own, noised by itself;
-            or `nobody`, for a sum that stays on the peer, is not noised and costs nothing.
+        to: the recipients: `all` who see the peer's messages; each `neighbour` a sum of its own, noised separately;
+            or `self`, for a sum that stays on the peer, is not noised and costs nothing.
         receivers: how many are sent one each, of a sum to each neighbour; 0 where there is none in that round.
     """
 
@@ -62,7 +62,7 @@ class ReleasedSum:
     idle: float = 0.0
     noise: float = 1.0
     over: Literal["batch", "all"] = "batch"
-    to: Literal["everybody", "neighbour", "nobody"] = "everybody"
+    to: Literal["all", "neighbour", "self"] = "all"
     receivers: int = 1
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class ReleasedSum:
     @property
     def seen(self) -> bool:
         """Whether anybody sees it."""
-        return self.to != "nobody" and self.receivers > 0
+        return self.to != "self" and self.receivers > 0
 
 
 Declaration = tuple[ReleasedSum, ...] | None
@@ -124,7 +124,7 @@ def one_sum(algorithm: object, step: int, drawing: Drawing) -> Declaration:
 
 
 def joint_release(sums: Declaration, drawing: Drawing) -> Release | None:
-    """Return what a step costs at noise multiplier 1, towards whoever sees all it publishes; None for nothing.
+    """Return the cost of a step at noise multiplier 1 if an adversary sees all that it publishes; None for nothing.
 
     The sums of a step with clip norm C and noise s_i σ C on sum i, divided by s_i, are one Gaussian vector with noise
     σ C on each coordinate. A drawn example moves it by at most sqrt(Σ r_i (drawn_i / s_i)²) C, r_i being the number of
@@ -140,21 +140,23 @@ def joint_release(sums: Declaration, drawing: Drawing) -> Release | None:
     """
     if sums is None:
         return Release("full", 1.0, drawing.size, drawing.size, 0.0)
-    if len({each.name for each in sums}) < len(sums):
-        raise ScenarioError(f"sums {[each.name for each in sums]} of one step must have a name each")
-    seen = [each for each in sums if each.seen]
-    if not seen:
+    if len({part.name for part in sums}) < len(sums):
+        raise ScenarioError(f"sums {[part.name for part in sums]} of one step must have a name each")
+    visible = [part for part in sums if part.seen]
+    if not visible:
         return None
-    if len({each.over for each in seen}) > 1:
-        raise ScenarioError(f"sums {[each.name for each in seen]} of one step must all be over the batch, or over all")
-    if drawing.sampling == "shuffle" and any(each.idle for each in seen):
+    if len({part.over for part in visible}) > 1:
+        raise ScenarioError(
+            f"sums {[part.name for part in visible]} of one step must all be over the batch, or over all"
+        )
+    if drawing.sampling == "shuffle" and any(part.idle for part in visible):
         raise ScenarioError(
             "data.batch.sampling='shuffle' has no proved privacy where a step shows examples that it does not draw, as "
             "variance reduction's table does; use poisson (or uniform)"
         )
-    drawn = _together(seen, [each.drawn for each in seen])
-    idle = _together(seen, [each.idle for each in seen])
-    if seen[0].over == "all" or drawing.sampling == "full":
+    drawn = _together(visible, [part.drawn for part in visible])
+    idle = _together(visible, [part.idle for part in visible])
+    if visible[0].over == "all" or drawing.sampling == "full":
         return Release("full", 1.0, drawing.size, drawing.size, 1 / drawn)
     return Release(
         drawing.sampling, drawing.rate, drawing.size, max(1, round(drawing.batch)), 1 / drawn, idle=idle / drawn
@@ -163,8 +165,8 @@ def joint_release(sums: Declaration, drawing: Drawing) -> Release | None:
 
 def to_one(sums: Declaration) -> Declaration:
     """Return what a single neighbour is sent of a step's sums: one of those that are for each, and what all see."""
-    return None if sums is None else tuple(replace(each, receivers=min(1, each.receivers)) for each in sums)
+    return None if sums is None else tuple(replace(part, receivers=min(1, part.receivers)) for part in sums)
 
 
 def _together(sums: Sequence[ReleasedSum], moves: Sequence[float]) -> float:
-    return math.sqrt(sum(each.receivers * (move / each.noise) ** 2 for each, move in zip(sums, moves, strict=True)))
+    return math.sqrt(sum(part.receivers * (move / part.noise) ** 2 for part, move in zip(sums, moves, strict=True)))

@@ -2,7 +2,7 @@
 
 Unit and adjacency everywhere in this package: one example of one peer, *zero-out*. Two data sets are
 neighbours when one example's clipped gradient is replaced by 0; the peer's number of examples is public.
-Whoever sees every message the peer sends sees no more than these releases (and what it computes from them).
+An adversary who sees every message of the peer sees no more than these releases (and functions of them).
 """
 
 from __future__ import annotations

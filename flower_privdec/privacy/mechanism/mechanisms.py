@@ -32,21 +32,21 @@ class Mechanism:
 
     def noise(self, scale: float) -> dict[str, np.ndarray]:
         """Return for every sum the noise multiplier of each step, over the sum of a batch, [steps]."""
-        names = dict.fromkeys(each.name for kind in self.kinds for each in kind or () if each.to != "nobody")
+        names = dict.fromkeys(part.name for kind in self.kinds for part in kind or () if part.to != "self")
         return {name: scale * self.shape * self._factors(name)[self.kind_of] for name in names}
 
     def _factors(self, name: str) -> np.ndarray:
         """Return the noise of a sum over the step's in every kind; 0 where a step does not have it."""
-        return np.array([sum(each.noise for each in kind or () if each.name == name) for kind in self.kinds])
+        return np.array([sum(part.noise for part in kind or () if part.name == name) for kind in self.kinds])
 
     @property
     def answers(self) -> bool:
         """Whether some sum goes to each neighbour by itself."""
-        return any(each.to == "neighbour" for kind in self.kinds for each in kind or ())
+        return any(part.to == "neighbour" for kind in self.kinds for part in kind or ())
 
     def receivers(self, name: str) -> np.ndarray:
         """Return to how many neighbours a sum goes in each step, one to each, int64 [steps]."""
-        counts = [sum(each.receivers for each in kind or () if each.name == name) for kind in self.kinds]
+        counts = [sum(part.receivers for part in kind or () if part.name == name) for kind in self.kinds]
         return np.asarray(np.array(counts, dtype=np.int64)[self.kind_of])
 
     def to_one(self) -> Mechanism:
@@ -68,15 +68,15 @@ class Mechanism:
         """Return the same without saying when: equal steps together."""
         if self.drawing.sampling == "shuffle":
             return [spend.release for spend in self.spends(active, scale)]
-        found = []
+        spends = []
         for kind, release in self._released():
             chosen = scale * self.shape[active & (self.kind_of == kind)] * release.noise_multiplier
             noises, counts = np.unique(chosen, return_counts=True)
-            found += [
+            spends += [
                 replace(release, noise_multiplier=float(noise), steps=int(count))
                 for noise, count in zip(noises, counts, strict=True)
             ]
-        return found
+        return spends
 
     def _released(self) -> Iterator[tuple[int, Release]]:
         """Yield each kind that costs something, with one step of it at noise multiplier 1."""

@@ -43,7 +43,7 @@ class Protection:
         claims: what the paper's formula claims, where it made the noise; else None for each peer.
         calibration: how the noise was solved for.
         kinds: for each kind of step, the sums it has, with the noise of each over the step's; None for a sum that
-            nobody sees, and for the whole kind where nothing is declared.
+            stays on the peer, and for the whole kind where nothing is declared.
         kind_of: int64 [steps].
         receivers: of each sum that goes to each neighbour, to how many in every step, int64 [steps, m].
         replies: for each peer what one neighbour is told by what it alone is sent, as an account; empty where all of a
@@ -82,7 +82,7 @@ class Protection:
 
         Where a step has several sums, that of the one with the least noise.
         """
-        factors = [each for each in (self.kinds[self.kind_of[step]] or {}).values() if each is not None]
+        factors = [factor for factor in (self.kinds[self.kind_of[step]] or {}).values() if factor is not None]
         return np.asarray(self.noise_multipliers[step] * min(factors, default=1.0))
 
     def noise(self, step: int, sums: Iterable[str], copies: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -163,7 +163,7 @@ def build_protection(
     active = np.stack([participation.active(k)[peers] for k in range(scenario.rounds)]).repeat(each_round, axis=0)
     deltas = _each(section.delta, n_peers, peers)
     budgets = [None] * len(peers) if section.epsilon is None else _each(section.epsilon, n_peers, peers)
-    mechanisms = {each: build_mechanism(algorithm, each, schedule, noised) for each in dict.fromkeys(drawings)}
+    mechanisms = {drawing: build_mechanism(algorithm, drawing, schedule, noised) for drawing in dict.fromkeys(drawings)}
     share = float(participation.chances.mean())
     solver, same = Solver(section, algorithm, schedule, weight_factor, share), _Same()
     noise, scales, accounts, claims = np.empty(active.shape), np.empty(len(peers)), [], []
@@ -182,15 +182,15 @@ def build_protection(
         kinds=kinds,
         kind_of=kind_of,
         steps_per_round=each_round,
-        receivers=_receivers([mechanisms[each] for each in drawings]),
-        replies=_replies(accounts, [mechanisms[each] for each in drawings], active, scales),
+        receivers=_receivers([mechanisms[drawing] for drawing in drawings]),
+        replies=_replies(accounts, [mechanisms[drawing] for drawing in drawings], active, scales),
     )
 
 
 def breaches(plan: Protection) -> list[str]:
     """Say which conditions of a paper's formula the peers' claims break, the first peer's of each kind."""
-    said = [claim.breach for claim in plan.claims if claim is not None and claim.breach is not None]
-    kinds = {breach.split("=")[0]: breach for breach in reversed(said)}
+    breaches = [claim.breach for claim in plan.claims if claim is not None and claim.breach is not None]
+    kinds = {breach.split("=")[0]: breach for breach in reversed(breaches)}
     remedy = "what it claims is not even claimed here; lower privacy.epsilon, take more rounds or larger batches"
     return [f"privacy.calibration=paper: {breach}: {remedy}" for breach in kinds.values()]
 
@@ -224,13 +224,13 @@ def _replies(
     """
     if not any(mechanism.answers for mechanism in mechanisms):
         return ()
-    found: dict[tuple[int, int], tuple[Spend, ...]] = {}  # accounts of peers that are alike share one tuple of spends
+    spends_of: dict[tuple[int, int], tuple[Spend, ...]] = {}  # equal accounts use one tuple of spends
     for account, mechanism, mask, scale in zip(accounts, mechanisms, active.T, scales.tolist(), strict=True):
         key, last = (id(mechanism), id(account.spends)), account.spends[-1].to_step if account.spends else 0
-        if key not in found:
-            found[key] = mechanism.to_one().spends(mask & (np.arange(len(mask)) < last), scale)
+        if key not in spends_of:
+            spends_of[key] = mechanism.to_one().spends(mask & (np.arange(len(mask)) < last), scale)
     return tuple(
-        replace(account, spends=found[id(mechanism), id(account.spends)], budget=None)
+        replace(account, spends=spends_of[id(mechanism), id(account.spends)], budget=None)
         for account, mechanism in zip(accounts, mechanisms, strict=True)
     )
 
@@ -244,28 +244,28 @@ def _kinds(mechanisms: Sequence[Mechanism]) -> tuple[tuple[Factors, ...], np.nda
         ScenarioError: where they are not alike.
     """
     numbers: dict[tuple[tuple[str, float | None], ...] | None, int] = {}
-    found = []
+    schedules = []
     for mechanism in mechanisms:
         own = np.array([numbers.setdefault(_factors(kind), len(numbers)) for kind in mechanism.kinds])
-        found.append(own[mechanism.kind_of])
-    if any(not np.array_equal(each, found[0]) for each in found):
+        schedules.append(own[mechanism.kind_of])
+    if any(not np.array_equal(schedule, schedules[0]) for schedule in schedules):
         raise ScenarioError("an algorithm must declare the same sums and relative noise for every peer")
-    return tuple(None if each is None else dict(each) for each in numbers), found[0]
+    return tuple(None if schedule is None else dict(schedule) for schedule in numbers), schedules[0]
 
 
 def _factors(kind: Declaration) -> tuple[tuple[str, float | None], ...] | None:
-    """Return the noise of every declared sum, None for one that nobody sees, in a form to be looked up."""
-    return None if kind is None else tuple((each.name, None if each.to == "nobody" else each.noise) for each in kind)
+    """Return the noise of every declared sum, None for one that stays on the peer, as a hashable key."""
+    return None if kind is None else tuple((part.name, None if part.to == "self" else part.noise) for part in kind)
 
 
 def _receivers(mechanisms: Sequence[Mechanism]) -> dict[str, np.ndarray]:
     """Return to how many neighbours each peer sends a sum of its own in every step, int64 [steps, m], by name."""
     names = {
-        each.name
+        part.name
         for mechanism in mechanisms
         for kind in mechanism.kinds
-        for each in kind or ()
-        if each.to == "neighbour"
+        for part in kind or ()
+        if part.to == "neighbour"
     }
     return {name: np.stack([mechanism.receivers(name) for mechanism in mechanisms], axis=1) for name in sorted(names)}
 
@@ -281,10 +281,10 @@ def _within_budget(account: Account, steps: int) -> Account:
     budget = account.budget
     last = last_that_fits(lambda stop: cost(account, stop) <= budget, 0, steps)
     parts = (spend.between(0, last) for spend in account.spends)
-    kept = tuple(part for part in parts if part is not None)
-    if not kept:
+    present = tuple(part for part in parts if part is not None)
+    if not present:
         raise ScenarioError(
             f"privacy.epsilon={account.budget:g} is below what a peer's first step costs, "
             f"{cost(account, account.spends[0].from_step + 1):.3g}; raise it or privacy.noise_multiplier"
         )
-    return replace(account, spends=kept)
+    return replace(account, spends=present)

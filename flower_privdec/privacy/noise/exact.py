@@ -1,4 +1,4 @@
-"""Noise whose rounding tells nothing: a real normal is added to a sum, and only then rounded, both exactly.
+"""Noise whose rounding reveals nothing: a real normal is added to a sum, and only then rounded, both exactly.
 
 A floating-point normal takes some values and skips others, and which of them it reaches from a sum shows the sum
 (Mironov, CCS 2012). Sums of several such normals (Holohan and Braghin, ESORICS 2021) make that hard to use, and prove
@@ -117,9 +117,9 @@ def add_exactly(sums: Tensor, scales: Tensor, normals: SystemNormals) -> Tensor:
     ratio = (scales / grid).expand_as(sums)
     steps = sums / grid
     over = torch.where(steps.abs() < 2.0**53, steps.frac(), 0.0)  # a larger sum is on the grid
-    found = torch.addcmul(over, ratio, normals.draw(sums.numel()).view_as(sums)).reshape(-1).numpy()
-    rounded = np.floor(found + 0.5)
-    doubtful = _doubtful(found, rounded, normals.words)
+    rounded_sums = torch.addcmul(over, ratio, normals.draw(sums.numel()).view_as(sums)).reshape(-1).numpy()
+    rounded = np.floor(rounded_sums + 0.5)
+    doubtful = _doubtful(rounded_sums, rounded, normals.words)
     if len(doubtful):
         facts = (over.reshape(-1)[doubtful].tolist(), ratio.reshape(-1)[doubtful].tolist())
         rounded[doubtful] = _resolved(doubtful, *facts, normals)
@@ -137,15 +137,15 @@ def _doubtful(found: np.ndarray, rounded: np.ndarray, words: np.ndarray) -> np.n
 
 def _resolved(doubtful: np.ndarray, over: list[float], ratio: list[float], normals: SystemNormals) -> list[float]:
     """Return to what some numbers are rounded; two normals of one pair are of the same bits."""
-    words, known, found = normals.words.tolist(), dict[int, _Pair](), []
+    words, drawn_pairs, values = normals.words.tolist(), dict[int, _Pair](), []
     pairs = len(words) // 2
     for number, offset, scale in zip(doubtful.tolist(), over, ratio, strict=True):
         half, pair = divmod(number, pairs)
-        if pair not in known:
+        if pair not in drawn_pairs:
             angle = words[pairs + pair]
-            known[pair] = _Pair(words[pair] >> 1, angle - (angle >> 63 << 64), normals)
-        found.append(float(known[pair].rounded(half, offset, scale)))
-    return found
+            drawn_pairs[pair] = _Pair(words[pair] >> 1, angle - (angle >> 63 << 64), normals)
+        values.append(float(drawn_pairs[pair].rounded(half, offset, scale)))
+    return values
 
 
 class _Pair:

@@ -104,8 +104,8 @@ class GPUNoise:
 
     def _try(self, dtype: torch.dtype) -> None:
         rows = torch.zeros(1, max(_KNOWN) + 1, dtype=dtype, device=self._device)
-        keys, nobody = torch.tensor([[_KNOWN_KEY], [NO_RECEIVER]], device=self._device).unbind(0)
-        self._launch(rows, rows.new_ones(1), keys, nobody, _KNOWN_STEP)
+        keys, receivers = torch.tensor([[_KNOWN_KEY], [NO_RECEIVER]], device=self._device).unbind(0)
+        self._launch(rows, rows.new_ones(1), keys, receivers, _KNOWN_STEP)
         drawn, expected = rows.cpu().double().numpy()[0, list(_KNOWN)], np.array(list(_KNOWN.values()))
         if not (np.abs(drawn - expected) <= _TOLERANCES[dtype]).all():
             raise RunError(

@@ -42,7 +42,7 @@ class NoiseSource(Protocol):
             std: standard deviations [m]; a row with 0 is left as it is.
             step: the number of the private step in the run, 0 <= step < 2**32.
             peers: global ids of the peers whose noise it is, int64 [m].
-            purpose: what the noise is for, in any words; two purposes never share numbers.
+            purpose: what the noise is for, any text; two purposes never share numbers.
             receivers: global ids int64 [m], 0 <= id < 2**32 - 1, where a peer draws something else for each
                 receiver; None is a stream of its own.
 
@@ -79,14 +79,14 @@ class NoisedSum:
     """What a noise mechanism knows of the sum that it adds noise to.
 
     Attributes:
-        normals: independent normals, keyed as `NoiseSource.add_` says; at a deployed peer the operating system's.
+        normals: independent normals, keyed as in `NoiseSource.add_`; at a deployed peer the operating system's.
         secrets: of pairs of peers.
         name: of the sum; it keys the noise.
         step: its number in the run.
         round_index: the round.
         peers: int64 [r], global ids of the rows.
         rows: int64 [r], where these stand in the rows of `state`.
-        receivers: int64 [r], to whom alone each row goes; None for everybody.
+        receivers: int64 [r], the only receiver of each row; None for all.
         scale: [r], what each row's sum of clipped gradients is multiplied by.
         clip_norm: [r], C; None for no clipping.
         participation: who is active in which round; public.

@@ -22,8 +22,8 @@ class SystemNoise:
     A pair of normals takes its radius from 63 bits and its angle from 64, in float64, so that they end at 9.4
     standard deviations. They are then rounded to the rows' type.
 
-    Privacy: nobody can tell the noise who does not read this process's memory during the call. What the rounding of
-    floating-point sums gives away (Mironov, CCS 2012) is guarded against by `ExactNoise`, and not here.
+    Privacy: only a reader of this process's memory during the call knows the noise. What the rounding of
+    floating-point sums reveals (Mironov, CCS 2012) is guarded against by `ExactNoise`, and not here.
     """
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from flower_privdec.common.formatting import duration, epsilon_text, memory, number
 from flower_privdec.errors import ScenarioError
-from flower_privdec.network.peer.status_text import is_insecure, neighbours_text, spent_text
+from flower_privdec.network.peer.status import is_insecure, neighbours_text, spent_text
 from flower_privdec.reporting.wording import main_value, measured
 from flower_privdec.scenario import Scenario
 
@@ -264,7 +264,7 @@ def _cells(status: dict[str, Any]) -> list[str]:
         spent_text(status),
         neighbours_text(status).replace(" neighbours", ""),
         memory(status["bytes_sent"]),
-        memory(status["bytes_heard"]),
+        memory(status["bytes_received"]),
     ]
 
 

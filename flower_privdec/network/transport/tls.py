@@ -1,4 +1,4 @@
-"""Who is who on a network: an authority signs one certificate for each peer, and nobody without one gets in.
+"""TLS certificates of peers: an authority signs one for each peer of a scenario, and no connection opens without one.
 
 A peer's identity is a DNS name in its certificate's subject alternative names, whatever machine it runs on. Both sides
 of a connection show a certificate, so each one serves for clients and servers. The scenario says which identity is
@@ -24,8 +24,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import ScenarioError
+from flower_privdec.scenario import Scenario
+from flower_privdec.scenario.app_scenario import AppScenario
 
 AUTHORITY_DAYS, PEER_DAYS = 3650, 365
+AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
+RENEWED = timedelta(days=30)  # before a certificate expires
 KNOWN_CERTIFICATES = 64  # that need not be read again
 EARLIER = timedelta(minutes=5)  # of a certificate's beginning: clocks differ
 USAGES = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
@@ -44,7 +48,7 @@ NO_USAGE = {
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a peer shows and whom it trusts, each as PEM.
+    """A peer's certificate, its key and the authorities that it trusts, each as PEM.
 
     Attributes:
         certificate: its own, and those between it and the authority, if any.
@@ -64,18 +68,18 @@ class Credentials:
             ScenarioError: a file cannot be read, they do not belong together, or the certificate is not one that
                 another peer would take for this identity now.
         """
-        found = cls(_content(certificate), _content(key), _content(authority))
-        problem = certificate_problem(found.certificate, found.authority, identity)
+        credentials = cls(_content(certificate), _content(key), _content(authority))
+        problem = certificate_problem(credentials.certificate, credentials.authority, identity)
         if problem is not None:
             raise ScenarioError(f"{certificate}: {problem}; `privdec certs` makes a new one")
-        if _private(found.key, key).public_key() != _certificates(found.certificate)[0].public_key():
+        if _private(credentials.key, key).public_key() != _certificates(credentials.certificate)[0].public_key():
             raise ScenarioError(f"{key}: is not the key of {certificate}; give the two that were made together")
-        return found
+        return credentials
 
 
 @dataclass(frozen=True)
 class Authority:
-    """Who signs the peers' certificates."""
+    """A certificate authority, which signs the peers' certificates."""
 
     certificate: x509.Certificate
     key: CertificateIssuerPrivateKeyTypes
@@ -107,11 +111,11 @@ class Authority:
         Raises:
             ScenarioError: the files cannot be read, or do not belong together.
         """
-        found = _certificates(_content(certificate), str(certificate))[0]
+        own = _certificates(_content(certificate), str(certificate))[0]
         private = _private(_content(key), key)
-        if private.public_key() != found.public_key():
+        if private.public_key() != own.public_key():
             raise ScenarioError(f"{key}: is not the key of {certificate}; give the two that were made together")
-        return cls(found, private)
+        return cls(own, private)
 
     @property
     def pem(self) -> bytes:
@@ -297,3 +301,74 @@ def _private(pem: bytes, path: Path) -> CertificateIssuerPrivateKeyTypes:
     if not hasattr(key, "sign"):
         raise ScenarioError(f"{path}: is a key that cannot sign; give one of an elliptic curve, or RSA")
     return key  # type: ignore[return-value]
+
+
+# --- the certificates of a scenario's peers ---
+
+
+def files_of(folder: Path, peer: int) -> tuple[Path, Path, Path]:
+    """Return where a peer's certificate, its key and the authority's certificate lie in a folder."""
+    return folder / f"peer-{peer}.pem", folder / f"peer-{peer}.key", folder / AUTHORITY
+
+
+def identities(scenario: Scenario | AppScenario) -> list[str]:
+    """Return the identity of every peer of a scenario."""
+    return scenario.network.identities(scenario.name, scenario.n_peers)
+
+
+def credentials_of(scenario: Scenario | AppScenario, folder: Path, peer: int) -> Credentials:
+    """Read a peer's credentials from a folder; raises what `Credentials.read` does."""
+    return Credentials.read(*files_of(folder, peer), identities(scenario)[peer])
+
+
+def make_certificates(
+    scenario: Scenario | AppScenario, folder: Path, authority: Path | None = None, authority_key: Path | None = None
+) -> dict[str, str]:
+    """Make a certificate and a key for each peer of a scenario; those that are there and good for a month are kept.
+
+    Args:
+        scenario: says the identities.
+        folder: gets authority.pem, and for each peer peer-I.pem and peer-I.key; authority.key too where the authority
+            is made here, and whoever has that can make peers.
+        authority, authority_key: of an authority of one's own; left out, the folder's, made where there is none.
+
+    Returns:
+        What was done for each identity: `made`, or `kept`.
+
+    Raises:
+        ScenarioError: the authority cannot be read, or one of its two files is missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    signing = _authority(scenario, folder, authority, authority_key)
+    write_atomically(folder / AUTHORITY, signing.pem)
+    done = {}
+    for peer, identity in enumerate(identities(scenario)):
+        certificate, key, _ = files_of(folder, peer)
+        if _good(files_of(folder, peer), identity):
+            done[identity] = "kept"
+            continue
+        made = signing.issue(identity)
+        write_atomically(key, made.key, private=True)
+        write_atomically(certificate, made.certificate)
+        done[identity] = "made"
+    return done
+
+
+def _good(files: tuple[Path, Path, Path], identity: str) -> bool:
+    """Return whether what is there is whole, and will be for a while."""
+    try:
+        own = Credentials.read(*files, identity)
+    except ScenarioError:
+        return False
+    return certificate_problem(own.certificate, own.authority, identity, datetime.now(UTC) + RENEWED) is None
+
+
+def _authority(scenario: Scenario | AppScenario, folder: Path, certificate: Path | None, key: Path | None) -> Authority:
+    if (certificate is None) != (key is None):
+        raise ScenarioError("an authority has a certificate and a key: give both --authority and --authority-key")
+    own, own_key = certificate or folder / AUTHORITY, key or folder / AUTHORITY_KEY
+    if certificate is None and not own.exists() and not own_key.exists():
+        made = Authority.create(scenario.name)
+        made.write(own, own_key)
+        return made
+    return Authority.read(own, own_key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -20,18 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 from share_machines import commit, shake
-from share_schedules import SCENARIO, Exact, Fraction, run_schedule
+from share_schedules import Exact, Fraction, run_schedule
 
 from flower_privdec.core import advance
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment
-from flower_privdec.network.peer.row_mass import RowMass, TensorArithmetic
-from flower_privdec.pushsum import neighbors, share_protocol, shares
-from flower_privdec.pushsum.frames import encode
-from flower_privdec.pushsum.packing import pack, unpack
-from flower_privdec.pushsum.share_protocol import FIRST, LAST, RefusedError, RolledBackError
-from flower_privdec.pushsum.shares import Shares
+from flower_privdec.pushsum import exactly_once
+from flower_privdec.pushsum.codec import RowMass, TensorArithmetic, pack, unpack
+from flower_privdec.pushsum.exactly_once import FIRST, LAST, PushSumProtocol, RefusedError, StaleStateError
+from flower_privdec.pushsum.frames import FrameCodec, formats_of
 from flower_privdec.scenario import Scenario
 
 CHUNK = 1_250
@@ -60,83 +58,81 @@ def test_mass_is_exact_for_schedules_that_can_be_shrunk(draw: Random) -> None:
 
 
 MUTANTS = {
-    "no dedupe": ("if number <= link.received:", "if number < 0:"),
-    "a gap is accepted": ("if number > link.received + 1:", "if False:"),
+    "no dedupe": ("if number <= edge.received:", "if number < 0:"),
+    "a gap is accepted": ("if number > following:", "if False:"),
     "acknowledged before the commit": (
-        "links = {j: self._on_disk(j) for j in due}",
-        "links = {j: self._links[j] for j in due}",
+        "edges = {j: self._on_disk(j) for j in due}",
+        "edges = {j: self.edges[j] for j in due}",
     ),
     "acknowledged when it comes in": (
-        "self._held.setdefault(share.sender, share)",
-        "self._links[share.sender] = replace(link, received=number, received_life=share.life)",
+        "held.append(share)",
+        "self.edges[share.sender] = replace(edge, received=number, received_boot=share.boot)",
     ),
     "sent before the commit": (
-        "if share is not None and share is now]",
-        "if share is not None] + [now for _, now in frozen if now]",
+        "return [share for share, now in frozen if share in now]",
+        "return [share for edge in self.edges.values() for share in edge.frozen]",
     ),
-    "counters are not restored": ("self._links.update(durable.links)", "pass"),
+    "counters are not restored": ("self.edges.update(durable.edges)", "pass"),
     "counters of what came in are not restored": (
-        "self._links.update(durable.links)",
-        "self._links.update({j: replace(link, received=0, received_life=0) for j, link in durable.links.items()})",
+        "self.edges.update(durable.edges)",
+        "self.edges.update({j: replace(edge, received=0, received_boot=0) for j, edge in durable.edges.items()})",
     ),
     "an unacknowledged share is taken back": (
-        "in self._open and link.frozen is None and link.sent < LAST",
-        "in self._open and link.sent < LAST",
+        "frozen=(*edge.frozen, share))",
+        "frozen=(share,))",
+        "and len(edge.frozen) < self._window",
+        "",
     ),
     "other values are subtracted than sent": (
         "self._arithmetic.subtract(self.mass[name], part)",
         "self._arithmetic.subtract(self.mass[name], part + part / 4096)",
     ),
-    "an acknowledgement of the future is believed": ("if word.number > disk.sent or", "if False and word.number or"),
-    "an acknowledgement of another share is believed": ("and word.share_life != disk.sent_life", "and False"),
-    "a share is made anew at each try": (
-        "return [share for share, now in frozen if share is not None and share is now]",
-        "return [replace(s, values=self._parts(0.5)) for s, now in frozen if s is not None and s is now]",
+    "an acknowledgement of the future is believed": ("if ack.number > disk.sent or", "if False and ack.number or"),
+    "an acknowledgement of another share is believed": ("and ack.share_boot != disk.sent_boot", "and False"),
+    "a share is replaced at each try": (
+        "return [share for share, now in frozen if share in now]",
+        "return [replace(s, values=self._parts(0.5)) for s, now in frozen if s in now]",
     ),
-    "a share for a dead incarnation is taken": (
-        "if (incarnation, addressed) != (link.incarnation, self.incarnation):",
-        "if incarnation != link.incarnation:",
+    "a share for a dead incarnation is absorbed": (
+        "if (incarnation, addressed) != (edge.incarnation, self.incarnation):",
+        "if incarnation != edge.incarnation:",
     ),
-    "a share of a forgotten life is taken": ("if number >= agreed.sent and", "if False and"),
-    "everything is given away": ("self._parts(weight / kept)", "self._parts(1 / max(1, len(ready)))"),
+    "a share of a forgotten boot is absorbed": ("if agreed and number >= agreed.sent and", "if False and"),
+    "everything is given away": ("self._parts(weight / rest)", "self._parts(1 / max(1, len(ready)))"),
     "a rollback is not noticed": ("if theirs.seen > mine.sent:", "if False:"),
     "forgotten shares are not noticed": ("if theirs.acknowledged > mine.received:", "if False:"),
-    "a hello tells what is not on disk": ("received=link.received,", "received=seen,"),
+    "a hello reports what is not on disk": (
+        "received=edge.received,\n            seen",
+        "received=seen,\n            seen",
+    ),
     "an old hello is believed": ("if theirs.answers != self._challenges[neighbor]:", "if False:"),
     "a new incarnation keeps its mass": ("self._arithmetic.nothing(self.mass[name])", "self.mass[name]"),
     "a new incarnation keeps its counters": (
-        "self._links = {j: PeerLink(link.incarnation) for j, link in self._links.items()}",
+        "self.edges = {j: Edge(edge.incarnation) for j, edge in self.edges.items()}",
         "pass",
     ),
-    "a share is taken back from the dead": ("if share is not None and share is not on_disk:", "if share is not None:"),
+    "a share is taken back from the dead": ("if share in on_disk:", "if False:"),
     "a liar is believed": ("if theirs.sender in self._greeted or far:", "if far:"),
 }
+SOURCE = Path(exactly_once.__file__ or "").read_text(encoding="utf-8")
 
 
-@pytest.fixture
-def mutated() -> Iterator[Callable[[str, str], ModuleType]]:
-    """Return a maker of the machine with one line changed; the line must be there once."""
-    names = ("share_protocol", "neighbors", "shares")
-
-    def make(old: str, new: str) -> ModuleType:
-        texts = [
-            Path(module.__file__ or "").read_text(encoding="utf-8") for module in (share_protocol, neighbors, shares)
-        ]
-        assert sum(text.count(old) for text in texts) == 1, f"{old!r} must be in the code once"
-        for name, text in zip(names, texts, strict=True):
-            module = sys.modules[f"mutated.{name}"] = ModuleType(f"mutated.{name}")
-            moved = text.replace("flower_privdec.network.", "mutated.").replace(old, new)
-            exec(compile(moved, name, "exec"), module.__dict__)
-        return sys.modules["mutated.shares"]
-
-    sys.modules["mutated"] = ModuleType("mutated")
-    yield make
-    for name in ("mutated", *(f"mutated.{each}" for each in names)):
-        sys.modules.pop(name, None)
+def mutated(*changes: str) -> ModuleType:
+    """Return the module with some texts replaced; each must be there once."""
+    text, module = SOURCE, ModuleType("mutated")
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert text.count(old) == 1, f"{old!r} must be in the code once"
+        text = text.replace(old, new)
+    sys.modules["mutated"] = module  # where dataclasses look their annotations up
+    try:
+        exec(compile(text, "mutated", "exec"), module.__dict__)
+    finally:
+        del sys.modules["mutated"]
+    return module
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_caught(name: str, mutated: Callable[[str, str], ModuleType]) -> None:
+def test_a_mutant_is_caught(name: str) -> None:
     code = mutated(*MUTANTS[name])
     with pytest.raises((AssertionError, RunError)):
         run_schedules(range(TRIES), code)
@@ -145,7 +141,7 @@ def test_a_mutant_is_caught(name: str, mutated: Callable[[str, str], ModuleType]
 # What the module promises, one sentence after the other.
 
 
-def peers(n: int = 2) -> list[Shares[Fraction]]:
+def peers(n: int = 2) -> list[PushSumProtocol[Fraction]]:
     """Return peers of a complete graph, each begun, on disk and open with all others."""
     made = [machine(i, n) for i in range(n)]
     for each in made:
@@ -157,18 +153,18 @@ def peers(n: int = 2) -> list[Shares[Fraction]]:
     return made
 
 
-def machine(i: int, n: int = 2, life: int | None = None, w: int = 1) -> Shares[Fraction]:
+def machine(i: int, n: int = 2, boot: int | None = None, w: int = 1) -> PushSumProtocol[Fraction]:
     mass = {"x": Fraction(8 * i), "w": Fraction(w)}
-    return Shares(i, range(n), SCENARIO, 100 + i if life is None else life, mass, Exact())
+    return PushSumProtocol(i, range(n), 100 + i if boot is None else boot, mass, Exact())
 
 
-def restarted(old: Shares[Fraction], life: int, durable: Any = None) -> Shares[Fraction]:
-    new = machine(old.peer, len(old._links) + 1, life)
+def restarted(old: PushSumProtocol[Fraction], boot: int, durable: Any = None) -> PushSumProtocol[Fraction]:
+    new = machine(old.peer, len(old.edges) + 1, boot)
     new.restore(old._durable if durable is None else durable)
     return new
 
 
-def exchange(a: Shares[Fraction], b: Shares[Fraction]) -> Any:
+def exchange(a: PushSumProtocol[Fraction], b: PushSumProtocol[Fraction]) -> Any:
     """Send a share from one to another, which takes it, commits and acknowledges it."""
     a.split(0, {b.peer: 0.5})
     commit(a)
@@ -231,11 +227,11 @@ def test_an_old_checkpoint_is_noticed_and_the_peer_begins_anew_with_nothing() ->
     old = a._durable
     exchange(a, b)
     back = restarted(a, 7, old)
-    with pytest.raises(RolledBackError, match="peer 0 was rolled back and begins anew"):
+    with pytest.raises(StaleStateError, match="the state of peer 0 is an old copy"):
         shake(b, back)
-    with pytest.raises(RunError, match="has to begin anew first"):
+    with pytest.raises(RunError, match="must be reset first"):
         back.split(0, {1: 0.5})
-    back.begin_anew()
+    back.reset()
     with pytest.raises(RunError, match="must commit incarnation"):
         back.hello(1)
     commit(back)
@@ -252,14 +248,14 @@ def test_an_incarnation_that_is_forgotten_too_is_not_used_again() -> None:
     a, b = peers()
     old = a._durable
     exchange(a, b)
-    for life, count in ((7, 2), (9, 3)):
-        back = restarted(a, life, old)
-        with pytest.raises(RolledBackError):
+    for boot, count in ((7, 2), (9, 3)):
+        back = restarted(a, boot, old)
+        with pytest.raises(StaleStateError):
             shake(b, back)
-        back.begin_anew()
+        back.reset()
         commit(back)
         shake(back, b)
-        assert back.incarnation == count << 32 | life
+        assert back.incarnation == count << 32 | boot
 
 
 def test_an_old_frame_is_a_no_op_whenever_it_comes() -> None:
@@ -297,10 +293,10 @@ def test_shares_for_a_dead_incarnation_are_stranded_and_its_own_are_refused() ->
     b.split(0, {0: 0.5})
     commit(a, b)
     (late,), (lost,) = a.shares_to_send(), b.shares_to_send()
-    a.begin_anew()
+    a.reset()
     commit(a)
     shake(a, b)
-    assert b.stranded == {0: 1}
+    assert b.orphaned == {0: 1}
     assert b.mass["w"] == Fraction(1, 2)
     with pytest.raises(RefusedError, match="from incarnation 0x100000000 to"):
         b.receive(late)
@@ -311,11 +307,11 @@ def test_shares_for_a_dead_incarnation_are_stranded_and_its_own_are_refused() ->
 def test_a_share_that_was_not_committed_comes_back_when_its_receiver_is_dead() -> None:
     a, b = peers()
     a.split(0, {1: 0.5})
-    b.begin_anew()
+    b.reset()
     commit(b)
     shake(b, a)
     assert a.mass["w"] == 1
-    assert a.stranded == {1: 0}
+    assert not a.orphaned
 
 
 def test_a_number_frozen_twice_is_noticed() -> None:
@@ -329,7 +325,7 @@ def test_a_number_frozen_twice_is_noticed() -> None:
     forked.split(0, {1: 0.5})
     commit(forked)
     b.receive(forked.shares_to_send()[0])  # b has share 1 of life 7, and a's disk is put back to share 1 of life 100
-    with pytest.raises(RolledBackError, match="which that did not freeze"):
+    with pytest.raises(StaleStateError, match="which that did not freeze"):
         shake(b, restarted(a, 9))
 
 
@@ -353,7 +349,7 @@ def test_what_was_said_before_a_start_is_not_believed_after_it() -> None:
     assert back.is_open(0)
     with pytest.raises(RunError):
         back.acknowledge(word)
-    assert stale.life == b.life
+    assert stale.boot == b.boot
 
 
 def test_a_hello_tells_what_came_in_and_is_not_on_disk_yet() -> None:
@@ -369,8 +365,8 @@ def test_who_lies_to_a_running_peer_is_refused_and_changes_nothing() -> None:
     a, b = peers()
     exchange(a, b)
     before, truth = dict(a.mass), replace(b.hello(0), answers=a.hello(1).challenge)
-    for lie in ({"seen": LAST, "received": LAST}, {"seen_life": 5}, {"sent": LAST, "acknowledged": LAST - 1}):
-        with pytest.raises(RefusedError, match="lies, or was rolled back itself"):
+    for lie in ({"seen": LAST, "received": LAST}, {"seen_boot": 5}, {"sent": LAST, "acknowledged": LAST - 1}):
+        with pytest.raises(RefusedError, match="lies, or has a stale state itself"):
             a.receive_hello(replace(truth, **lie))
         shake(a, b)
     with pytest.raises(RefusedError, match="lies"):
@@ -393,20 +389,18 @@ def test_a_claim_that_would_use_up_the_incarnations_is_refused_at_the_first_hand
 
 def test_the_last_number_of_an_edge_and_the_last_incarnation_are_the_end() -> None:
     a, _ = peers()
-    a._links[1] = replace(a._links[1], sent=LAST)
+    a.edges[1] = replace(a.edges[1], sent=LAST)
     assert not a.is_ready(1)
     assert a.split(0, {1: 0.5}) == []
     assert a.mass["w"] == 1
     a.incarnation = LAST
     with pytest.raises(RunError, match="is the last there is"):
-        a.begin_anew()
+        a.reset()
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"version": 2}, "peer 1 speaks version 2 of the protocol, not 1"),
-        ({"scenario": b"x" * 32}, "peer 1 runs the scenario 787878787878, and peer 0 000102030405"),
         ({"sender": 9}, "peer 9 greeted peer 0, who are no neighbours here"),
         ({"receiver": 1}, "peer 1 greeted peer 1, who are no neighbours here"),
     ],
@@ -427,14 +421,7 @@ def test_weights_that_leave_the_peer_nothing_are_refused(weights: dict[int, floa
 def test_a_share_that_would_make_the_mass_infinite_is_not_taken() -> None:
     largest = torch.finfo(torch.float32).max
     a, b = (
-        Shares(
-            i,
-            [0, 1],
-            SCENARIO,
-            5 + i,
-            {"x": torch.full((3,), largest), "w": torch.ones(())},
-            TensorArithmetic(torch.float32),
-        )
+        PushSumProtocol(i, [0, 1], 5 + i, {"x": torch.full((3,), largest), "w": torch.ones(())}, TensorArithmetic())
         for i in range(2)
     )
     commit(a, b)
@@ -443,18 +430,16 @@ def test_a_share_that_would_make_the_mass_infinite_is_not_taken() -> None:
     commit(a)
     b.receive(a.shares_to_send()[0])
     assert b.absorb() == []
-    assert b.spoiled == {0: 1}
+    assert b.rejected == {0: 1}
     assert torch.equal(b.mass["x"], torch.full((3,), largest))
     assert not b.is_open(0)
 
 
 def test_the_machine_has_no_sockets_clocks_or_files() -> None:
     allowed = {"__future__", "collections", "collections.abc", "dataclasses", "typing", "flower_privdec.errors"}
-    for module in (share_protocol, neighbors, shares):
-        tree = ast.parse(Path(module.__file__ or "").read_text(encoding="utf-8"))
-        names = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))
-        assert {name for name in names if name and not name.startswith("flower_privdec.network.")} <= allowed
+    tree = ast.parse(SOURCE)
+    assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))
+    assert {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)} <= allowed
 
 
 # Without faults: the engine's numbers.
@@ -468,8 +453,7 @@ class Peer:
         self.algorithm, self.cohort, self.peer = own.algorithm, own.cohort(), peer
         self.state = own.initial_state(self.cohort)
         mass = RowMass(self.state, ("x", "w"))
-        arithmetic = TensorArithmetic(self.state.rows["x"].dtype)
-        self.shares = Shares(peer, range(agreement.scenario.n_peers), SCENARIO, peer + 1, mass, arithmetic)
+        self.shares = PushSumProtocol(peer, range(agreement.scenario.n_peers), peer + 1, mass, TensorArithmetic())
         commit(self.shares)
 
     def split(self) -> None:
@@ -505,9 +489,7 @@ def network_round(network: list[Peer]) -> None:
 
 def test_what_is_on_disk_is_packed_and_unpacked_bit_for_bit() -> None:
     rows = {"x": torch.randn(5), "w": torch.tensor(1.0)}
-    a, *others = (
-        Shares(i, range(3), SCENARIO, LAST - i, dict(rows), TensorArithmetic(torch.float32)) for i in range(3)
-    )
+    a, *others = (PushSumProtocol(i, range(3), LAST - i, dict(rows), TensorArithmetic()) for i in range(3))
     commit(a, *others)
     for other in others:
         shake(a, other)
@@ -517,13 +499,15 @@ def test_what_is_on_disk_is_packed_and_unpacked_bit_for_bit() -> None:
     assert sorted(tensors) == ["frozen.0.w", "frozen.0.x"]  # two edges, one tensor
     again = unpack(0, json.loads(json.dumps(facts)), load(save(tensors)), durable.mass)
     assert (again.incarnation, again.round_index) == (durable.incarnation, 3)
-    for j, link in durable.links.items():
-        assert replace(link, frozen=None).__dict__ == replace(again.links[j], frozen=None).__dict__
-        assert bytes(encode(link.frozen)) == bytes(encode(again.links[j].frozen))
-    facts["links"]["1"]["sent"] = 2
-    with pytest.raises(ValueError, match="the share for peer 1 is not the last one sent"):
+    frames = FrameCodec(b"run", formats_of(rows))
+    for j, edge in durable.edges.items():
+        assert replace(edge, frozen=()).__dict__ == replace(again.edges[j], frozen=()).__dict__
+        (share,), (other,) = edge.frozen, again.edges[j].frozen
+        assert bytes(frames.encode(share)) == bytes(frames.encode(other))
+    facts["edges"]["1"]["sent"] = 2
+    with pytest.raises(ValueError, match="the last share for peer 1 is not the last one sent"):
         unpack(0, facts, tensors, durable.mass)
-    facts["links"]["1"]["sent"] = -1
+    facts["edges"]["1"]["sent"] = -1
     with pytest.raises(ValueError, match="sent=-1 must be a number of at most 64 bits"):
         unpack(0, facts, tensors, durable.mass)
 

@@ -118,7 +118,7 @@ def deliver(
         return
     machine = devices[receiver].machine
     if item is None:
-        machine.told(sender, place)
+        machine.learn(sender, place)
     else:
         machine.take(sender, place, item)
 
@@ -148,7 +148,7 @@ MUTANTS: dict[str, Callable[..., object]] = {
     "behind": lambda self, place: set(),
     "missing": lambda self: set(),
     "due": lambda self, receiver: [(p, i[receiver]) for p, i in self._sent.items() if receiver in i and p > self.place],
-    "told": lambda self, other, place: self._places.update({other: place + 1}),
+    "learn": lambda self, other, place: self._places.update({other: place + 1}),
 }
 
 
@@ -173,13 +173,13 @@ def test_what_nobody_sends_is_refused() -> None:
     with pytest.raises(RunError, match=r"peer 1 sends for place 7 before \[0, 5\] were used"):
         machine.take(1, 7, 7)
     for place in (9, -1, 1 << 63):
-        with pytest.raises(RunError, match=f"peer 1 speaks of place {place}, and the last is"):
-            machine.take(1, place, 7) if place >= 0 else machine.told(1, place)
+        with pytest.raises(RunError, match=f"peer 1 reports place {place}, and the last is"):
+            machine.take(1, place, 7) if place >= 0 else machine.learn(1, place)
 
 
 def test_a_peer_that_went_back_is_found_out() -> None:
     machine: Lockstep[int, int] = Lockstep(0, lambda place: {1} if place % 2 else {2}, 100)
     machine.arrive(4, {2: 1}, {1})
-    machine.told(1, 5)
-    with pytest.raises(RunError, match="the checkpoint of peer 0 is an old one"):
-        machine.told(1, 6)
+    machine.learn(1, 5)
+    with pytest.raises(RunError, match="the checkpoint of peer 0 is an old copy"):
+        machine.learn(1, 6)

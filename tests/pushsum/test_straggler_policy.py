@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from flower_privdec.pushsum.straggler_policy import Punctuality
+from flower_privdec.pushsum.straggler_policy import StragglerPolicy
 
 ROUNDS, LATENCY, RETRY = 800, 0.05, 1.0
 Graph = Callable[[int, int], tuple[set[int], set[int]]]  # of a peer and a round: to whom it sends, and whom it hears
@@ -16,7 +16,7 @@ Graph = Callable[[int, int], tuple[set[int], set[int]]]  # of a peer and a round
 
 @dataclass
 class Walker:
-    """A peer that takes `step(now)` seconds a round and waits for its neighbours as `Punctuality` says, twice.
+    """A peer that takes `step(now)` seconds a round and waits for its neighbours as `StragglerPolicy` says, twice.
 
     First until they have acknowledged its last share, which they do at the end of their round, or have sent something;
     then for theirs. Everybody says now and again in which round it is.
@@ -26,7 +26,7 @@ class Walker:
     step: Callable[[float], float]
     graph: Graph
     neighbors: set[int]
-    punctual: Punctuality = field(init=False)
+    policy: StragglerPolicy = field(init=False)
     rounds: int = 0
     began: float = 0.0
     known: dict[int, int] = field(default_factory=dict)  # the round of each neighbour
@@ -37,8 +37,8 @@ class Walker:
     ends: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.punctual = Punctuality(self.neighbors, 10.0)
-        self.punctual.start(0.0, self.neighbors)
+        self.policy = StragglerPolicy(self.neighbors, 10.0)
+        self.policy.start(0.0, self.neighbors)
 
     @property
     def receivers(self) -> set[int]:
@@ -53,10 +53,10 @@ class Walker:
         return self.senders & (self.waiting | self.new) | ahead
 
     def is_ready(self) -> bool:
-        return not any(self.punctual.is_awaited(j) for j in self.receivers & self.owing - self.waiting)
+        return not any(self.policy.is_awaited(j) for j in self.receivers & self.owing - self.waiting)
 
     def is_done(self) -> bool:
-        return not any(self.punctual.is_awaited(j) for j in self.senders - self.there() - self.late)
+        return not any(self.policy.is_awaited(j) for j in self.senders - self.there() - self.late)
 
 
 class World:
@@ -91,10 +91,10 @@ class World:
 
     def _prepare(self, walker: Walker) -> None:
         now = walker.rounds
-        walker.punctual.begin(walker.known)
+        walker.policy.begin(walker.known)
         walker.began = self.now
         self._preparing.add(walker.number)
-        self.at(self.now + walker.punctual.patience, lambda: self._send(walker, now))
+        self.at(self.now + walker.policy.patience, lambda: self._send(walker, now))
         self._look(walker)
 
     def _send(self, walker: Walker, now: int) -> None:
@@ -104,11 +104,11 @@ class World:
         self._waiting.add(walker.number)
         walker.late = walker.receivers & walker.owing
         unheard = walker.receivers - walker.senders
-        walker.punctual.note(unheard - walker.late, unheard & walker.late)
+        walker.policy.note(unheard - walker.late, unheard & walker.late)
         for j in walker.receivers - walker.owing:
             self.at(self.now + LATENCY, lambda j=j: self._arrive(walker.number, j, now))  # type: ignore[misc]
         walker.owing |= walker.receivers
-        self.at(self.now + walker.punctual.patience, lambda: self._end(walker, now))
+        self.at(self.now + walker.policy.patience, lambda: self._end(walker, now))
         self._look(walker)
 
     def _arrive(self, sender: int, receiver: int, sent: int) -> None:
@@ -132,7 +132,7 @@ class World:
             return
         self._waiting.discard(walker.number)
         there = walker.there()
-        walker.punctual.end(self.now, there, walker.senders - there, self.now - walker.began, LATENCY)
+        walker.policy.end(self.now, there, walker.senders - there, self.now - walker.began, LATENCY)
         for j in walker.waiting:
             self.at(self.now + LATENCY, lambda j=j: self._acknowledge(walker.number, j))  # type: ignore[misc]
         walker.new = (walker.new | walker.waiting) - walker.senders
@@ -175,7 +175,7 @@ def test_equal_peers_wait_for_each_other_in_every_round() -> None:
     world = complete(equal, equal, equal)
     world.run()
     for walker in world.walkers:
-        assert all(walker.punctual.is_awaited(j) for j in walker.neighbors)
+        assert all(walker.policy.is_awaited(j) for j in walker.neighbors)
         assert seconds(walker) == pytest.approx(ROUNDS * (1 + LATENCY))
 
 
@@ -191,13 +191,13 @@ def test_a_peer_that_is_ten_times_slower_or_stops_leaves_the_others_95_percent_o
         assert walker.rounds >= ROUNDS
         assert walker.ends[60] <= 45 + 60 * (1 + LATENCY)  # it takes a moment to find out who is slow
         assert seconds(walker) - walker.ends[60] <= (ROUNDS - 61) * (1 + LATENCY) / 0.95
-        assert all(walker.punctual.is_awaited(j) for j in walker.neighbors if j != n - 1)
+        assert all(walker.policy.is_awaited(j) for j in walker.neighbors if j != n - 1)
 
 
 def test_who_comes_back_is_waited_for_again() -> None:
     world = complete(equal, equal, lambda now: 100.0 if 100 < now < 150 else 1.0)
     world.run()
-    assert world.walkers[0].punctual.is_awaited(1)
+    assert world.walkers[0].policy.is_awaited(1)
     late, others = world.walkers[2], world.walkers[:2]
     assert seconds(others[0]) < ROUNDS * (1 + LATENCY) / 0.95
     assert late.rounds > ROUNDS / 2
@@ -212,6 +212,6 @@ def test_a_bad_moment_of_one_of_equal_peers_is_forgiven() -> None:
     world = complete(equal, held_up(10), held_up(40), equal)
     world.run()
     for walker in world.walkers:
-        assert all(walker.punctual.is_awaited(j) for j in walker.neighbors)
+        assert all(walker.policy.is_awaited(j) for j in walker.neighbors)
     rounds = [walker.rounds for walker in world.walkers]
     assert max(rounds) - min(rounds) <= 8, rounds

@@ -1,8 +1,8 @@
-"""Calls between peers over gRPC with TLS on both sides: bytes to a peer, bytes back, each from somebody known.
+"""The transport of networks: calls over gRPC, with TLS and a certificate on both sides.
 
-Nothing is ever sent in plain text, and each side names the other: the caller demands the identity that the scenario
-gives to the address it calls, and who is called looks the caller's certificate up among the scenario's, at every call.
-What a call carries is for those who read it to check.
+Nothing is ever sent in plain text, and each side authenticates the other: the caller demands the identity that the
+scenario gives to the address it calls, and the server looks the caller's certificate up among the scenario's, at every
+call. What a call carries is for the layer above to check.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ import ssl
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock, Thread
 from typing import Any
 
 import grpc
 import numpy as np
 
 from flower_privdec.errors import RunError
-from flower_privdec.network.transport.identity import Credentials, identities_of, standing_problem
-from flower_privdec.network.transport.time_limit import TimeLimit
-from flower_privdec.pushsum.parts import Buffer, Parts
-from flower_privdec.pushsum.share_protocol import RefusedError
-
-Content = Buffer | Parts
-Answer = Callable[[int, memoryview], Content]  # of a caller's number and what it says
+from flower_privdec.network.transport.tls import Credentials, identities_of, standing_problem
+from flower_privdec.network.transport.transport import Answer, Content, UnreachableError
+from flower_privdec.pushsum.exactly_once import RefusedError
+from flower_privdec.pushsum.frames import BufferList
 
 PIECE = 1 << 20
 ROOM = 1 << 16  # of a message beside its piece
 _log = logging.getLogger(__name__)
 
+SPARE_THREADS = 4  # of the server, beside those for callers
 METHOD = "/flower_privdec.Peer/Call"
 CALLS_EACH = 4  # of one caller at a time; an honest peer has one, and one that it gave up
-CALL_SECONDS = 120.0  # that a call may take to say what it says
+CALL_SECONDS = 120.0  # until all of a call must have come
+LOOKS = 8  # at the clock while a limit lasts
 REFUSALS = 100  # different ones that are written down
 CONNECTION_SECONDS = 600  # after which a connection is made anew, and certificates are shown anew
 ALIVE = [
@@ -69,13 +69,9 @@ CALLING = [
 ]
 
 
-class UnreachableError(RunError):
-    """A call that did not come back; the message says why."""
-
-
 def pieces(content: Content) -> Iterator[bytes]:
     """Yield what is sent, a MiB at a time; a piece at least."""
-    yield from (content if isinstance(content, Parts) else Parts((content,))).pieces(PIECE)
+    yield from (content if isinstance(content, BufferList) else BufferList((content,))).pieces(PIECE)
 
 
 def assembled(parts: Iterable[bytes], cap: int, who: str) -> memoryview:
@@ -102,7 +98,45 @@ def assembled(parts: Iterable[bytes], cap: int, who: str) -> memoryview:
     return found[:size]
 
 
-class Server:
+class GrpcTransport:
+    """Calls over gRPC and TLS; see Transport.
+
+    Args:
+        peer: its own number.
+        addresses: HOST:PORT of every peer; port 0 as its own takes a free one.
+        identities: the DNS name that each peer's certificate is for.
+        credentials: its own.
+    """
+
+    def __init__(
+        self, peer: int, addresses: Sequence[str], identities: Sequence[str], credentials: Credentials
+    ) -> None:
+        self._peer, self._addresses, self._identities, self._credentials = peer, addresses, identities, credentials
+        self._server: GrpcServer | None = None
+
+    def serve(self, answer: Answer, cap: int, callers: int) -> int:
+        """See Transport; return the port that it listens on.
+
+        Raises:
+            RunError: the address cannot be listened on.
+        """
+        members = {identity: peer for peer, identity in enumerate(self._identities)}
+        self._server = GrpcServer(
+            self._addresses[self._peer], self._credentials, members, answer, cap, callers + SPARE_THREADS
+        )
+        return self._server.port
+
+    def connect(self, peer: int, cap: int) -> GrpcConnection:
+        """See Transport."""
+        return GrpcConnection(self._addresses[peer], self._identities[peer], self._credentials, cap)
+
+    def close(self) -> None:
+        """See Transport."""
+        if self._server is not None:
+            self._server.close()
+
+
+class GrpcServer:
     """Answers the calls of the scenario's peers, and of nobody else.
 
     Args:
@@ -213,7 +247,7 @@ class Server:
         self._limit.close()
 
 
-class Link:
+class GrpcConnection:
     """A connection to one peer, made when it is first used and made again when it was lost.
 
     Args:
@@ -296,6 +330,49 @@ class Link:
     def close(self) -> None:
         """Let go of the connection."""
         self._channel.close()
+
+
+class TimeLimit:
+    """Limits how long something may take.
+
+    Args:
+        seconds: that it may; it is ended up to an eighth later.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """Begin to look at the clock."""
+        self._seconds, self._guard, self._closed = seconds, Lock(), Event()
+        self._numbers = count()
+        self._under_way: dict[int, tuple[float, Callable[[], object]]] = {}
+        Thread(target=self._watch, name="time-limit", daemon=True).start()
+
+    @contextmanager
+    def ending(self, end: Callable[[], object]) -> Iterator[None]:
+        """Call something once, where what is done inside takes too long."""
+        with self._guard:
+            number = next(self._numbers)
+            self._under_way[number] = time.monotonic() + self._seconds, end
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._under_way.pop(number, None)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._seconds / LOOKS):
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """End what takes too long at a moment."""
+        with self._guard:
+            late = [number for number, (until, _) in self._under_way.items() if now >= until]
+            ends = [self._under_way.pop(number)[1] for number in late]
+        for end in ends:
+            end()
+
+    def close(self) -> None:
+        """Look at the clock no more."""
+        self._closed.set()
 
 
 def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) -> str:

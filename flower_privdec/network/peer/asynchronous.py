@@ -1,0 +1,733 @@
+"""A peer that does not wait for neighbours that are late: a slow or lost one costs its own edges alone.
+
+Push-sum algorithms send shares that are added exactly once (`PushSumProtocol`), whatever is lost, repeated or killed.
+All others send rows, of which a neighbour uses the newest it has, once; the weight of a neighbour that was not heard in
+time returns to the peer itself for that round (`PartlyHeard`). `StragglerPolicy` decides which neighbours to wait for.
+
+A peer that has nothing of a run that others have begun without it joins them as they are: in push-sum with no mass,
+which comes with the model of its first share; else with the rows of the first neighbour that sends some. A peer whose
+checkpoint is an old copy learns it from its neighbours, and is reset the same way.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from flower_privdec.common.formatting import one_line
+from flower_privdec.core import Exchange, Mix, Reply, State
+from flower_privdec.engine.checkpoint import Checkpoint
+from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.graph.mixing import PartlyHeard
+from flower_privdec.network.peer.connections import Messages, Session
+from flower_privdec.network.peer.peer import POLL, RunningPeer
+from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.pushsum.codec import RowMass, pack, unpack
+from flower_privdec.pushsum.exactly_once import (
+    FIRST,
+    Acknowledgement,
+    FrozenShare,
+    Hello,
+    PushSumProtocol,
+    RefusedError,
+    StaleStateError,
+)
+from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMessage, frame_size
+from flower_privdec.pushsum.straggler_policy import StragglerPolicy
+
+MANY = 16  # frames in a call beside rows
+LOST = 4  # calls in a row that do not reach a neighbour, until it counts as lost
+LEAST = 0.4  # of its weight: below it a peer sends nothing until it receives a share, for steps at x / w grow
+GREETING_SECONDS = 2.0  # for the others, where they are known to be under way already
+
+
+@dataclass
+class SendQueue:
+    """What is to be sent to one neighbour.
+
+    Attributes:
+        hello_at: when the next hello is due.
+        hellos: that answer its own.
+        acknowledgements: the last one, which acknowledges all shares before it too.
+        share: the last that it was brought.
+        rows: by exchange of the program, those that it was not brought yet.
+        failures: how many calls in a row did not reach it.
+    """
+
+    hello_at: float = 0.0
+    hellos: list[Hello] = field(default_factory=list)
+    acknowledgements: list[Acknowledgement] = field(default_factory=list)
+    share: FrozenShare[Tensor] | None = None
+    rows: dict[int, RowMessage] = field(default_factory=dict)
+    failures: int = 0
+
+
+class AsynchronousSession(Session):
+    """Hellos, shares that count once, and rows of which the newest counts.
+
+    A hello is sent until an edge is open, and then now and again, which also tells the neighbour this peer's round.
+    Shares and acknowledgements are sent once they follow from what is on disk, and a share again where the neighbour
+    reports that it has not come. Rows of an exchange are replaced by newer ones until they are sent: a slow neighbour
+    gets the newest alone.
+
+    Args:
+        protocol: this peer's shares; without mass where no push-sum is done, and then for its hellos alone.
+        neighbors: of the peer.
+        frames: see Session.
+        replies: the exchanges in which a neighbour is answered, whose round the rows are then for.
+        retry: seconds between two hellos.
+        rounds: of the run.
+
+    Attributes:
+        rounds: the round of each neighbour as far as is known: that of the shares or rows that it sends next.
+        is_new: whether this peer has nothing of the run yet; then it joins late where a neighbour is under way.
+        joins: whether it does.
+        places: round and exchange of the last rows of each neighbour, but for replies.
+        stale: why this peer must be reset, until it is.
+        resumed_at: the round from which this process continues.
+        ahead: the last round of which a neighbour reports that it had rows of this peer before; -1 where none does.
+    """
+
+    def __init__(
+        self,
+        protocol: PushSumProtocol[Tensor],
+        neighbors: Iterable[int],
+        frames: FrameCodec,
+        replies: Collection[int],
+        retry: float,
+        rounds: int,
+    ) -> None:
+        sizes = [frame_size(formats) for formats in (frames.shares or {}, *frames.exchanges.values())]
+        super().__init__(protocol.peer, frames, MANY + len(sizes), sum(sizes) + MANY * SMALL, rounds)
+        self.protocol, self._replies, self._retry = protocol, replies, retry
+        self.rounds: dict[int, int] = {}
+        self._boots: dict[int, int] = {}  # in which each neighbour reported its round
+        self.is_new = self.joins = False
+        self.places: dict[int, tuple[int, int]] = {}
+        self.stale: str | None = None
+        self.resumed_at, self.ahead = 0, -1
+        self._checked: set[int] = set()  # neighbours whose first hello to this process was compared with its rows
+        self._queues = {neighbor: SendQueue() for neighbor in neighbors}
+        self._answering: Counter[int] = Counter()  # the calls of each neighbour whose answer is held back
+        self._informed: dict[int, int] = {}  # the round at which each neighbour knows this peer to be
+        self._rows: dict[int, dict[int, RowMessage]] = {at: {} for at in frames.exchanges}
+
+    # --- for the peer ---
+
+    def committed(self, wanted: Collection[int]) -> None:
+        """Send what follows from a commit.
+
+        Args:
+            wanted: neighbours that may wait for a share of this round: one that gets none is sent a hello.
+        """
+        for acknowledgement in self.protocol.acknowledgements():
+            self._queues[acknowledgement.receiver].acknowledgements = [acknowledgement]
+        due = {share.receiver for share in self.protocol.shares_to_send()}
+        for neighbor in set(wanted) - due:
+            self._queues[neighbor].hello_at = 0.0
+
+    def post(self, at: int, round_index: int, neighbor: int, values: Mapping[str, Tensor]) -> None:
+        """Send rows of an exchange to a neighbour, for a round."""
+        self._queues[neighbor].rows[at] = RowMessage(self.peer, neighbor, round_index, at, values)
+
+    def has_rows(self, at: int, neighbor: int, round_index: int) -> bool:
+        """Return whether rows of an exchange have come from a neighbour, of a round or a later one."""
+        message = self._rows[at].get(neighbor)
+        return message is not None and message.round_index >= round_index
+
+    def senders(self, at: int) -> set[int]:
+        """Return whose rows of an exchange have come and were not collected."""
+        return set(self._rows.get(at, ()))
+
+    def collect(self, at: int, senders: Collection[int]) -> dict[int, RowMessage]:
+        """Return the newest rows of an exchange from each of some neighbours, and forget them."""
+        return {neighbor: self._rows[at].pop(neighbor) for neighbor in sorted(senders) if neighbor in self._rows[at]}
+
+    def is_informed(self, neighbor: int, round_index: int) -> bool:
+        """Return whether nothing is left to send to a neighbour, which knows of a round."""
+        queue = self._queues[neighbor]
+        return not (queue.hellos or queue.acknowledgements) and self._informed.get(neighbor, -1) >= round_index
+
+    def is_lost(self, neighbor: int) -> bool:
+        """Return whether a neighbour has not been reached for some calls; one that refuses them is there."""
+        return self._queues[neighbor].failures >= LOST
+
+    # --- see Session ---
+
+    def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
+        """See Session; the answer to a share acknowledges it, where that is on disk by then."""
+        replies = self._received(caller, messages)
+        held_back = not self.is_answered(caller, messages)
+        self._answering[caller] += held_back
+
+        def answer() -> Messages:
+            self._answering[caller] -= held_back
+            if not self.protocol.is_open(caller):
+                return [*replies]
+            queue = self._queues[caller]
+            acknowledgements, queue.acknowledgements = queue.acknowledgements, []
+            return [*replies, *acknowledgements]
+
+        return answer
+
+    def is_answered(self, caller: int, messages: Messages) -> bool:
+        """See Session: the answer to a share that is held waits for the next commit, which acknowledges it."""
+        held = caller in self.protocol.waiting_rounds() or caller in self.protocol.uncommitted()
+        return not held or not any(isinstance(message, FrozenShare) for message in messages)
+
+    def _received(self, caller: int, messages: Messages) -> list[Hello]:
+        """Take messages in and return the hellos that answer them."""
+        replies: list[Hello] = []
+        for message in messages:
+            if isinstance(message, Hello):
+                reply = self._receive_hello(message)
+                replies += [] if reply is None else [reply]
+            elif isinstance(message, Acknowledgement):
+                self.protocol.acknowledge(message)
+            elif isinstance(message, FrozenShare):
+                if self.protocol.receive(message):
+                    self._is_at(caller, message.round_index + 1)
+            elif not isinstance(message, RowMessage) or not self.protocol.is_open(caller):
+                raise RefusedError(f"peer {caller} must greet peer {self.peer} first, which has started since")
+            else:
+                self._rows[message.at][caller] = message
+                if message.at not in self._replies:
+                    self._is_at(caller, message.round_index)
+                    self.places[caller] = message.round_index, message.at
+        return replies
+
+    def _receive_hello(self, hello: Hello) -> Hello | None:
+        if self.stale is not None:
+            return None
+        seen, has_shares = hello.seen, self.frames.shares is not None
+        hello = hello if has_shares else replace(hello, seen=0)
+        self.protocol.check_hello(hello)
+        neighbor, queue = hello.sender, self._queues[hello.sender]
+        if self.is_new and hello.round_index > 0 and not hello.knows:  # it began without having met this peer
+            self.is_new, self.joins = False, True
+            if self.protocol.mass:  # which has to come with the shares of others
+                self.stale = f"peer {neighbor} is in round {hello.round_index} already"
+                return None
+        try:
+            reply = self.protocol.receive_hello(hello)
+        except StaleStateError as error:
+            self.stale = str(error)
+            return None
+        if self._boots.get(neighbor) != hello.boot:
+            self._boots[neighbor] = hello.boot
+            self.rounds[neighbor] = hello.round_index
+            queue.failures = 0  # to reach the process before
+        self._is_at(neighbor, hello.round_index)
+        if queue.share is not None and queue.share.number > hello.seen:
+            queue.share = None  # it did not come
+        if not has_shares and self.protocol.is_open(neighbor) and neighbor not in self._checked:
+            self._checked.add(neighbor)
+            self._check_rows(neighbor, seen - 1)
+        return None if reply is None else self._with_rows(reply)
+
+    def _check_rows(self, neighbor: int, last: int) -> None:
+        """Find out, where no shares do, that a neighbour had rows of this peer which this peer does not remember."""
+        if last > max(self.resumed_at, self.ahead):
+            self.ahead = last
+            self.joins |= self.is_new  # it has lost all it had
+            self.stale = f"peer {neighbor} has rows of round {last} of this peer, which remembers {self.resumed_at}"
+
+    def _with_rows(self, hello: Hello) -> Hello:
+        """Return a hello that reports, where no shares do, which rows of a neighbour were the last to come."""
+        has_shares = self.frames.shares is not None
+        return hello if has_shares else replace(hello, seen=self.places.get(hello.receiver, (-1, 0))[0] + 1)
+
+    def _is_at(self, neighbor: int, round_index: int) -> None:
+        """Record a neighbour's round; a message that was under way for a while does not set it back, only a boot does.
+
+        A hello of the last round may come before a share of an earlier one, and is the last message there is.
+        """
+        self.rounds[neighbor] = max(round_index, self.rounds.get(neighbor, 0))
+
+    def has_news(self, neighbor: int, now: float) -> bool:
+        """See Session."""
+        queue = self._queues[neighbor]
+        if self.stale is not None or not self.protocol.can_greet:
+            return False
+        if now >= queue.hello_at or queue.hellos:
+            return True
+        return self.protocol.is_open(neighbor) and bool(
+            self._acknowledgements(neighbor) or queue.rows or self._shares(neighbor)
+        )
+
+    def _acknowledgements(self, neighbor: int) -> list[Acknowledgement]:
+        """Return what a call has to acknowledge, where no answer will."""
+        return [] if self._answering[neighbor] else self._queues[neighbor].acknowledgements
+
+    def _shares(self, neighbor: int) -> list[FrozenShare[Tensor]]:
+        """Return the share that is to be brought to a neighbour, if there is one."""
+        brought = self._queues[neighbor].share
+        shares = self.protocol.shares_to_send()
+        return [share for share in shares if share.receiver == neighbor and share is not brought]
+
+    def calls(self, neighbor: int, now: float) -> list[Messages]:
+        """See Session: one call with everything, hellos first, for without them the rest may be refused."""
+        queue = self._queues[neighbor]
+        messages: list[Message] = [*queue.hellos]
+        if now >= queue.hello_at:
+            messages.append(self._with_rows(self.protocol.hello(neighbor)))
+        if self.protocol.is_open(neighbor):
+            messages += [*self._acknowledgements(neighbor), *self._shares(neighbor), *queue.rows.values()]
+        if not all(isinstance(message, Acknowledgement) for message in messages):  # all others report this peer's round
+            queue.hello_at = now + self._retry
+        return [messages] if messages else []
+
+    def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
+        """See Session."""
+        queue = self._queues[neighbor]
+        queue.failures = 0
+        for message in sent:
+            if isinstance(message, FrozenShare):
+                queue.share = message
+            elif isinstance(message, Hello):
+                self._informed[neighbor] = message.round_index
+            elif isinstance(message, RowMessage) and queue.rows.get(message.at) is message:
+                del queue.rows[message.at]
+        queue.hellos = [hello for hello in queue.hellos if hello not in sent]
+        queue.acknowledgements = [each for each in queue.acknowledgements if each not in sent]
+        queue.hellos = [*queue.hellos, *self._received(neighbor, answer)][-1:]
+
+    def failed(self, neighbor: int, error: RunError, again: float) -> None:
+        """See Session: what was lost with the call is sent again, and one that is lost or refuses it is greeted."""
+        queue, unreachable = self._queues[neighbor], isinstance(error, UnreachableError)
+        queue.failures = queue.failures + 1 if unreachable else 0
+        if self.is_lost(neighbor) or not unreachable:
+            self.protocol.close(neighbor)
+            queue.acknowledgements.clear()  # the counters of a hello hold them
+        queue.hellos.clear()
+        queue.share, queue.hello_at = None, again
+
+
+class AsynchronousPeer(RunningPeer):
+    """One peer of a run that continues without neighbours that are late; see RunningPeer.
+
+    It keeps one checkpoint, with the shares that are in flight.
+    """
+
+    generations: ClassVar[int] = 1
+
+    # --- from a checkpoint to a session ---
+
+    def _make_session(self, checkpoints: list[Checkpoint]) -> AsynchronousSession:
+        peer, neighbors = self.device.peer, self.timetable.neighbours(self.device.peer)
+        self._partly = PartlyHeard(self.mixing, peer)
+        self.trainer.use_mixing(self._partly)
+        deadline = self.network.deadline
+        first = (
+            min(GREETING_SECONDS, deadline) if checkpoints else deadline
+        )  # the others may have used its rows, and left
+        self.policy, self._replied = StragglerPolicy(neighbors, first), dict[int, int]()
+        self._neighbors, self._commits, self._joining = neighbors, 0, False
+        exchanges = {at: self._formats(exchange) for at, exchange in self.timetable.exchanges.items()}
+        self._replies = [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Reply)]
+        shares = None
+        if self.mixing.sends_shares:
+            if len(exchanges) > 1:
+                raise ScenarioError(
+                    f"algorithm.name={self.trainer.algorithm.name} sends push-sum shares {len(exchanges)} times a "
+                    "round, and network.mode=asynchronous counts them once a round: use network.mode synchronous"
+                )
+            (shares,), exchanges = exchanges.values(), {}
+        mass, boot = RowMass(self.state, shares or ()), 1 + secrets.randbelow(2**63)
+        self.protocol = PushSumProtocol(peer, neighbors, boot, mass, self.arithmetic)
+        frames = FrameCodec(self._run_id, shares, exchanges)
+        self.session = AsynchronousSession(
+            self.protocol, neighbors, frames, self._replies, self.network.retry, self.rounds
+        )
+        self._resumed, self._sent, self._ledger_ends_here, self._paid = bool(checkpoints), False, False, 0
+        self.session.resumed_at = self.state.round_index
+        if checkpoints:
+            self._restore(checkpoints[-1])
+        self._full = self._weight()  # what it was when something was added last
+        self._waited = 0.0  # seconds, in the exchange under way
+        self._absorbed: set[int] = set()  # whose shares were added since the last exchange in which they are due
+        was_reset = bool(mass) and self.protocol.incarnation > FIRST  # with nothing, so that shares may come
+        self.session.is_new = not self.protocol.has_met and not was_reset
+        return self.session
+
+    def _restore(self, checkpoint: Checkpoint) -> None:
+        facts = checkpoint.transport
+        try:
+            durable = unpack(self.device.peer, facts["shares"], checkpoint.carried, dict(self.protocol.mass))
+            replied = {int(neighbor): int(k) for neighbor, k in facts["replied"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ScenarioError(
+                f"{self._paths()[0]}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or "
+                "start again with another --out: the peer then joins the others as they are"
+            ) from error
+        self.protocol.restore(durable)
+        head = self.trainer.head
+        self._ledger_ends_here = None not in (head, checkpoint.head) and head == tuple(checkpoint.head or ())
+        self._commits, self._replied, self._paid = facts["place"], replied, facts["paid"]
+        self._sent = self.state.at in self.timetable.exchanges and durable.round_index > self.state.round_index
+
+    def _begin(self) -> None:
+        if not self._resumed:
+            self._commit(0)
+
+    # --- what is on disk ---
+
+    def _commit(self, round_index: int, wanted: Collection[int] = ()) -> None:
+        """Put everything on disk, and send what follows from it.
+
+        Args:
+            wanted: neighbours that may wait for a share of this round.
+        """
+        with self.connections.changed:
+            durable = self.protocol.snapshot(round_index)
+        facts, carried = pack(durable)
+        rows = self.state.rows | {name: value[None] for name, value in durable.mass.items()}
+        self._commits += 1
+        replied = {str(neighbor): k for neighbor, k in self._replied.items()}
+        self._save(self._commits, replace(self.state, rows=rows), {"shares": facts, "replied": replied}, carried)
+        with self.connections.changed:
+            self.protocol.committed(durable)
+            self.session.committed(wanted)
+            self.connections.notify()
+
+    def _is_due(self, round_index: int) -> bool:
+        """Return whether a round is one that is committed, and in which shares are sent."""
+        return (round_index + 1) % self.network.commit_every == 0 or round_index + 1 == self.rounds
+
+    def _reset(self) -> None:
+        """Become a new incarnation without mass, which takes over the model that comes with its first share.
+
+        Raises:
+            BudgetError: the ledger is an old copy as well.
+        """
+        self._check_ledger_is_ahead(self.session.stale)
+        with self.connections.changed:
+            self.session.stale = None
+            self.protocol.reset()
+        self._commit(self.state.round_index)
+
+    def _check_ledger_is_ahead(self, why: str | None) -> None:
+        """Refuse a ledger that ends where a stale checkpoint does, while steps can be taken that it would not count.
+
+        What neighbours have had of this peer since then was paid for in a ledger that is longer.
+        """
+        if self.session.joins or self.device.insecure_seeds or not self._ledger_ends_here:
+            return  # it has taken no step yet, or pays for many at once
+        if self.mixing.sends_shares:
+            unpaid = range(self.state.round_index, self.state.round_index + 1)
+        else:  # rounds whose steps others have seen, and the checkpoint has not paid for
+            unpaid = range(self._paid // self.trainer.steps_per_round, self.session.ahead + 1)
+        if any(self.trainer.is_active(k) for k in unpaid):
+            raise BudgetError(
+                f"{self.trainer.ledger_folder}: {why}; its ledger records no step since its checkpoint, so it is an "
+                "old copy as well, and steps that were taken are missing in it: restore the newest copy of the ledger"
+            )
+
+    # --- the neighbours ---
+
+    def _meet(self) -> None:
+        """Greet the neighbours; a peer that finds them under way, and has nothing of the run, joins as they are.
+
+        Raises:
+            RunError: none of them can be reached.
+        """
+        since = time.monotonic()
+        while True:
+            self._wait(lambda: self._has_greeted(since), POLL)
+            if self._has_greeted(since):
+                break
+            if time.monotonic() - since > self.network.start:
+                raise RunError(self._unreachable(self.network.start))
+        self.session.is_new = False
+        self._joining = self.session.joins and not self.protocol.mass
+        self.policy.start(time.monotonic(), filter(self.protocol.is_open, self._neighbors))
+
+    def _has_greeted(self, since: float) -> bool:
+        """Return whether all neighbours are open, or enough of them to begin."""
+        opened = [self.protocol.is_open(neighbor) for neighbor in self._neighbors]
+        patience = GREETING_SECONDS if self._resumed or self.session.joins else self.network.start
+        is_late = time.monotonic() - since > patience
+        return all(opened) or (is_late and (any(opened) or self.protocol.round_index >= self.rounds))
+
+    def _unreachable(self, seconds: float) -> str:
+        why = "; ".join(self.connections.why(peer) for peer in self._neighbors)
+        return (
+            f"none of the peers {self._neighbors} could be greeted for {seconds:g} s ({why}); mend that, then run the "
+            "same command again, with --resume where it was used before, or raise network.start"
+        )
+
+    def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Wait for a condition, or for some seconds; meanwhile reset this peer where that has to be.
+
+        Raises:
+            StoppedError: `stop` was called.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            self._check_stopped()
+            left = min(POLL, until - time.monotonic())
+            done = self.connections.wait(lambda: self.session.stale is not None or ready(), max(0.0, left))
+            if self.session.stale is not None:
+                self._reset()
+            elif done or left <= 0:
+                return done
+
+    def _before(self, round_index: int) -> None:
+        """Wait until there is a model to take a round's steps at.
+
+        Raises:
+            RunError: no neighbour sent one.
+        """
+        self._partly.hear(None)
+        since, start = time.monotonic(), self.network.start
+        while not self._has_model(round_index):
+            self._wait(
+                lambda: bool(self.protocol.waiting_rounds()) or any(map(self.session.senders, self._mixes())), POLL
+            )
+            if time.monotonic() - since > start:
+                raise RunError(f"no neighbour sent a model for {start:g} s; {self._unreachable(start)}")
+
+    def _has_model(self, round_index: int) -> bool:
+        """Return whether steps can be taken; take over what neighbours offer where not."""
+        if self._weight() <= 0 and self.protocol.waiting_rounds():
+            self._absorb()
+            self._commit(round_index)
+        elif self._joining:
+            self._joining = not self._adopt()
+        return not self._joining and self._weight() > 0
+
+    def _mixes(self) -> list[int]:
+        return [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Mix)]
+
+    def _adopt(self) -> bool:
+        """Take over the rows of a neighbour, where some have come, before anything of this peer is sent."""
+        for at in self._mixes():
+            with self.connections.changed:
+                messages = self.session.collect(at, self.session.senders(at))
+            if messages:
+                newest = max(messages.values(), key=lambda message: message.round_index)
+                self.state.rows.update(
+                    {name: value[None].clone() for name, value in self._decoded(newest.values).items()}
+                )
+                return True
+        return False
+
+    def _absorb(self) -> None:
+        with self.connections.changed:
+            absorbed = self.protocol.absorb()
+        if absorbed:
+            self._full = self._weight()
+            self._absorbed |= {share.sender for share in absorbed}
+
+    def _weight(self) -> float:
+        """Return this peer's push-sum weight; 1 where there is none."""
+        return float(self.protocol.mass["w"]) if "w" in self.protocol.mass else 1.0
+
+    # --- exchanges ---
+
+    def _await(self, wanted: Collection[int], has_come: Callable[[int], bool], until: float) -> None:
+        """Wait for those of some neighbours that the straggler policy waits for, up to a moment."""
+        began = time.monotonic()
+        self._wait(lambda: not any(self._is_awaited(j) for j in wanted if not has_come(j)), until - began)
+        self._waited += time.monotonic() - began
+
+    def _is_awaited(self, neighbor: int) -> bool:
+        return self.protocol.is_open(neighbor) and self.policy.is_awaited(neighbor)
+
+    def _begin_exchange(self) -> None:
+        self._waited = 0.0
+        with self.connections.changed:
+            self.policy.begin(self.session.rounds)
+
+    def _hear(
+        self, wanted: Collection[int], has_come: Callable[[int], bool], is_past: Callable[[int], bool] | None = None
+    ) -> None:
+        """Wait for what some neighbours send, as long as that pays, and record who of them had come.
+
+        Args:
+            wanted: those to wait for, and those that were waited for in this exchange already with True.
+            is_past: whether a neighbour is beyond this exchange, so that nothing of it will come.
+        """
+        until = time.monotonic() + self.policy.patience
+        self._await(set(wanted) - self._late, lambda j: has_come(j) or (is_past is not None and is_past(j)), until)
+        new = self.session.senders(self.state.at)  # of rounds before this, where a neighbour lags behind
+        there = {neighbor for neighbor in wanted if has_come(neighbor) or neighbor in new}
+        with self.connections.changed:
+            message = self.connections.message_seconds()
+        self.policy.end(time.monotonic(), there, set(wanted) - there, self._waited, message)
+
+    def _exchange(self, exchange: Exchange) -> None:
+        if self.mixing.sends_shares:
+            sent, self._sent = self._sent, False
+            self._push(self.state.round_index, sent)
+            self.state.at, self.state.waiting = self.state.at + 1, False
+            self._settle()
+        else:
+            self._gossip(exchange, self.state)
+
+    def _push(self, round_index: int, sent: bool) -> None:
+        """Send shares, commit, and add those that come.
+
+        Args:
+            sent: whether this was done before a crash, up to the commit.
+        """
+        if not self._is_due(round_index):
+            self._absorb()
+            return
+        self._begin_exchange()
+        outgoing = self.timetable.column(self.device.peer, round_index)
+        incoming = self.timetable.senders(self.device.peer, self.timetable.place(round_index, self.state.at))
+        self._late = set[int]()
+        if not sent:
+            self._late = self._make_ready(outgoing, set(outgoing) - incoming)
+            self._split(round_index, outgoing)
+            self._commit(round_index + 1, outgoing)
+        waiting, rounds = self.protocol.waiting_rounds, self.session.rounds
+        self._hear(incoming, lambda j: j in self._absorbed or j in waiting() or rounds.get(j, 0) > round_index)
+        self._absorb()
+        self._absorbed -= incoming
+
+    def _make_ready(self, receivers: Collection[int], unheard: Collection[int]) -> set[int]:
+        """Wait until shares can be sent, and acknowledge meanwhile what others wait for the same way.
+
+        Args:
+            unheard: those of them that send nothing in this exchange, so that being on time shows here alone.
+
+        Returns:
+            Those for which there is none.
+        """
+        until = time.monotonic() + self.policy.patience
+        while True:
+            self._await(receivers, lambda j: self.protocol.is_ready(j) or j in self.protocol.waiting_rounds(), until)
+            late = {j for j in receivers if not self.protocol.is_ready(j)}
+            worth_it = any(map(self._is_awaited, late)) and time.monotonic() < until
+            if not (worth_it and self.protocol.waiting_rounds()):
+                break
+            self._absorb()
+            self._commit(self.state.round_index)
+        self.policy.note(set(unheard) - late, late & set(unheard))
+        return late
+
+    def _split(self, round_index: int, weights: dict[int, float]) -> None:
+        with self.connections.changed:
+            self.protocol.split(round_index, weights if self._weight() > LEAST * self._full else {})
+
+    def _settle(self) -> None:
+        """Commit once more where an edge is used again in the next round, which has to be acknowledged before."""
+        following = self.state.round_index + 1
+        if following < self.rounds and self._is_due(following):
+            senders = self.timetable.senders(self.device.peer, self.timetable.place(following, self.state.at - 1))
+            if self.protocol.uncommitted() & senders:
+                self._commit(following)
+
+    def _gossip(self, exchange: Exchange, state: State) -> None:
+        """Send rows, and continue with those that have come."""
+        k, at = state.round_index, state.at
+        self._begin_exchange()
+        sent = exchange.outgoing(state, self.mixing)
+        if self._is_due(k):
+            self._commit(k)
+        self._post(at, k, {receiver: rows for (_, receiver), rows in sent.items()})
+        wanted, self._late = self.timetable.senders(self.device.peer, self.timetable.place(k, at)), set()
+
+        def is_past(j: int) -> bool:
+            at_its_end = self.session.rounds.get(j, 0) >= self.rounds  # where it mixes, and no more
+            return self.session.places.get(j, (0, 0)) > (k, at) or (at_its_end and not isinstance(exchange, Mix))
+
+        def has_come(j: int) -> bool:
+            """Return whether rows of this round have come, or new ones at all of a neighbour that is far behind."""
+            is_far_behind = self.session.places.get(j, (k, 0))[0] < k - 1
+            return self.session.has_rows(at, j, k) or (is_far_behind and j in self.session.senders(at))
+
+        self._hear(wanted, has_come, is_past)
+        self._mix(exchange, state, wanted)
+
+    def _post(self, at: int, round_index: int, rows: Mapping[int, Mapping[str, Tensor]]) -> None:
+        is_reply = at in self._replies
+        with self.connections.changed:
+            for neighbor, values in rows.items():
+                if not is_reply:
+                    self.session.post(at, round_index, neighbor, values)
+                elif neighbor in self._replied:  # else it asked before this process began, and asks again
+                    self.session.post(at, self._replied[neighbor], neighbor, values)
+            self.connections.notify()
+
+    def _mix(self, exchange: Exchange, state: State, wanted: Collection[int]) -> None:
+        """Perform an exchange with the rows that have come."""
+        with self.connections.changed:
+            messages = self.session.collect(state.at, wanted)
+        if isinstance(exchange, Reply):  # a reply is to what was asked in this round
+            messages = {j: message for j, message in messages.items() if message.round_index == state.round_index}
+        else:
+            self._replied.update({j: message.round_index for j, message in messages.items()})
+        self._partly.hear(messages)
+        received: Any = {(j, self.device.peer): self._decoded(message.values) for j, message in messages.items()}
+        exchange.incoming(state, self._partly, received).apply_(state)
+
+    # --- the end ---
+
+    def _leave(self) -> None:
+        """Relay for neighbours that are not done, and stay until all that can be reached know all that they need.
+
+        One that cannot be reached, or is done and cannot be informed, is waited for
+        as long as a deadline, and no longer.
+        """
+        self._commit(self.rounds, self._neighbors)
+        lost = time.monotonic()
+        while not self._stopped.is_set():
+            waiting = [j for j in self._neighbors if not self._is_over(j)]
+            if any(map(self.protocol.is_open, self._behind(waiting))):
+                lost = time.monotonic()
+            if not waiting or time.monotonic() - lost > self.network.deadline:
+                break
+            if self._relay(self.rounds):
+                continue
+            with self.connections.changed:
+                self.connections.changed.wait(POLL)
+
+    def _is_over(self, neighbor: int) -> bool:
+        """Return whether a neighbour is done, and has all that this peer owes it or has left."""
+        if self.session.rounds.get(neighbor, -1) < self.rounds:
+            return False
+        is_informed = self.session.is_informed(neighbor, self.rounds) and not self.protocol.owes(neighbor)
+        return is_informed or self.session.is_lost(neighbor)
+
+    def _relay(self, rounds: int) -> bool:
+        """Take part in the mixing of neighbours that are not done, without a step; return whether there was some."""
+        if self.session.stale is not None:
+            self._reset()
+        if self.mixing.sends_shares:
+            return self._relay_shares(rounds)
+        done = False
+        for at, exchange in self.timetable.exchanges.items():
+            behind = self._behind(self.session.senders(at))
+            if behind and isinstance(exchange, Mix):
+                state = replace(self.state, round_index=min(self.session.rounds[j] for j in behind), at=at)
+                sent = exchange.outgoing(state, self.mixing)
+                self._post(at, rounds, {j: rows for (_, j), rows in sent.items() if j in behind})
+                self._mix(exchange, state, self.session.senders(at))
+                self.state.rows = state.rows
+                done = True
+        return done
+
+    def _behind(self, neighbors: Iterable[int]) -> list[int]:
+        """Return which of some neighbours are not done."""
+        return [j for j in neighbors if self.session.rounds.get(j, 0) < self.rounds]
+
+    def _relay_shares(self, rounds: int) -> bool:
+        waiting = self.protocol.waiting_rounds()
+        if not waiting:
+            return False
+        behind = self._behind(waiting)
+        self._absorb()
+        if behind:
+            column = self.timetable.column(self.device.peer, min(waiting[j] for j in behind))
+            self._split(rounds, {j: column[j] for j in self._behind(column)})
+        self._commit(rounds, self._neighbors)
+        return True

@@ -1,0 +1,263 @@
+"""A peer's connections: a server for the calls that come, a thread for each neighbour, and their session."""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable
+from threading import Condition, RLock, Thread
+from typing import Any
+
+from flower_privdec.common.formatting import one_line
+from flower_privdec.errors import RunError
+from flower_privdec.network.transport.transport import Connection, Content, Transport, UnreachableError
+from flower_privdec.pushsum.exactly_once import RefusedError
+from flower_privdec.pushsum.frames import BufferList, FrameCodec, Message
+
+SOON = 0.05  # seconds until a call that failed is made again, doubled each time
+STATUS_REQUEST = b"privdec status"  # a call that any peer of the scenario may make
+Messages = list[Message]
+
+
+class Session(ABC):
+    """What a peer sends to its neighbours, and what it does with what they send.
+
+    All but `read` and `write` are called with the lock of `Connections` held.
+
+    Args:
+        peer: its number.
+        frames: encodes and decodes its messages.
+        most: how many frames a call may have.
+        rounds: of the run; no message is of a later one.
+
+    Attributes:
+        fatal: why the run cannot continue, once that is so.
+        cap: bytes of a call at most.
+    """
+
+    def __init__(self, peer: int, frames: FrameCodec, most: int, cap: int, rounds: int) -> None:
+        self.peer, self.frames, self._most, self.cap, self._rounds = peer, frames, most, cap, rounds
+        self.fatal: RunError | None = None
+
+    def read(self, caller: int, content: memoryview) -> Messages:
+        """Decode a call or an answer.
+
+        Raises:
+            RefusedError: it breaks a rule, and changed nothing.
+        """
+        messages = list(self.frames.decode_all(content, self._most))
+        for message in messages:
+            if (message.sender, message.receiver) != (caller, self.peer):
+                raise RefusedError(
+                    f"peer {caller} brought a frame from peer {message.sender} to {message.receiver}, and this is peer "
+                    f"{self.peer}; a peer may send its own frames alone"
+                )
+            if (round_index := getattr(message, "round_index", 0)) > self._rounds:
+                raise RefusedError(
+                    f"a frame of peer {caller} is of round {round_index}, and the run has {self._rounds}"
+                )
+        return messages
+
+    def write(self, messages: Messages) -> BufferList:
+        """Encode a call or an answer."""
+        return BufferList(tuple(part for message in messages for part in self.frames.encode(message).buffers))
+
+    @abstractmethod
+    def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
+        """Take in a call, and return what makes the answer.
+
+        Raises:
+            RunError: a message breaks a rule, which the caller learns.
+        """
+
+    @abstractmethod
+    def is_answered(self, caller: int, messages: Messages) -> bool:
+        """Return whether the answer to a call is complete: to wait longer would add nothing to it."""
+
+    @abstractmethod
+    def has_news(self, neighbor: int, now: float) -> bool:
+        """Return whether something is to be sent to a neighbour by now."""
+
+    @abstractmethod
+    def calls(self, neighbor: int, now: float) -> list[Messages]:
+        """Return the calls to make now, one by one."""
+
+    @abstractmethod
+    def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
+        """Take in the answer to a call."""
+
+    @abstractmethod
+    def failed(self, neighbor: int, error: RunError, again: float) -> None:
+        """Record that a call did not reach a neighbour, or was refused by it, and when it may be called again."""
+
+
+class Connections:
+    """Makes a peer's calls to its neighbours, and takes theirs.
+
+    Args:
+        session: what to send and receive.
+        status: what to answer a status request with.
+        retry: seconds until a call that failed again and again is made again; the first time it is sooner.
+        patience: seconds that a call may take.
+
+    Attributes:
+        changed: guards the session; `notify` wakes those who wait for a change of it.
+        trouble: why each neighbour could not be reached, since it last could.
+        refused: what was wrong with the last call of each caller that was refused.
+        bytes_sent, bytes_received: of calls.
+    """
+
+    def __init__(self, session: Session, status: Callable[[], dict[str, Any]], retry: float, patience: float) -> None:
+        self.session, self._status, self._retry, self._patience = session, status, retry, patience
+        self._holding = min(retry, patience) / 2  # seconds that an answer may be held back
+        self._lock = RLock()
+        self.changed = Condition(self._lock)
+        self._wake: dict[int, Condition] = {}  # of the same lock: a neighbour's thread wakes up for its own news alone
+        self.trouble: dict[int, str] = {}
+        self.refused: dict[int, str] = {}
+        self.bytes_sent = self.bytes_received = 0
+        self._failures: Counter[int] = Counter()  # since the last call that was answered
+        self._quickest: dict[int, float] = {}  # seconds of the quickest call to each neighbour since one failed
+        self._stopping = False
+        self._threads: list[Thread] = []
+        self._transport: Transport | None = None
+        self._connections: dict[int, Connection] = {}
+
+    def open(self, transport: Transport, neighbors: Iterable[int]) -> int:
+        """Listen, and begin to call the neighbours; return the port that is listened on."""
+        self._transport, cap = transport, self.session.cap
+        neighbors = list(neighbors)
+        port = transport.serve(self._answer, cap, len(neighbors))
+        self._connections = {peer: transport.connect(peer, cap) for peer in neighbors}
+        self._wake = {peer: Condition(self._lock) for peer in neighbors}
+        self._threads = [Thread(target=self._call_neighbor, args=(peer,), daemon=True) for peer in neighbors]
+        for thread in self._threads:
+            thread.start()
+        return port
+
+    def close(self) -> None:
+        """Stop calling and listening."""
+        with self.changed:
+            self._stopping = True
+            self.notify()
+        for connection in self._connections.values():
+            connection.close()
+        for thread in self._threads:
+            thread.join(2.0)
+        if self._transport is not None:
+            self._transport.close()
+
+    def notify(self) -> None:
+        """Wake all threads that a change of the session concerns; to be called with the lock held."""
+        now = time.monotonic()
+        self.changed.notify_all()
+        for peer, wake in self._wake.items():
+            if self._stopping or self.session.has_news(peer, now):
+                wake.notify()
+
+    def wait(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Wait for a condition, as the session changes.
+
+        Args:
+            ready: called with the lock held.
+            seconds: to wait at most.
+
+        Returns:
+            Whether it holds.
+
+        Raises:
+            RunError: what a neighbour sent makes it impossible to continue.
+        """
+        with self.changed:
+            done = self.changed.wait_for(lambda: self.session.fatal is not None or ready(), seconds)
+            if self.session.fatal is not None:
+                raise self.session.fatal
+            return done
+
+    def message_seconds(self) -> float:
+        """Return how long a message takes to the nearest neighbour, at least; to be called with the lock held.
+
+        It is the quickest answer, and what it last took to hand over a message of several pieces.
+        """
+        times = (least + self._connections[peer].sending for peer, least in self._quickest.items())
+        return min(times, default=0.0)
+
+    def why(self, peer: int) -> str:
+        """Return in words why nothing came from a neighbour."""
+        if (refused := self.refused.get(peer)) is not None:
+            return refused
+        return self._connections[peer].diagnosis() if peer in self.trouble else f"peer {peer} is slow, or waits itself"
+
+    # --- calls of others ---
+
+    def _answer(self, caller: int, content: memoryview) -> Content:
+        if content == STATUS_REQUEST:
+            with self.changed:
+                return json.dumps(self._status()).encode()
+        try:
+            messages = self.session.read(caller, content)
+            with self.changed:
+                self.bytes_received += len(content)
+                make_answer = self.session.receive(caller, messages)
+                self.refused.pop(caller, None)
+                self.notify()
+                self.changed.wait_for(
+                    lambda: self._stopping or self.session.is_answered(caller, messages), self._holding
+                )
+                answer = make_answer()
+            return self.session.write(answer)
+        except RunError as error:
+            with self.changed:
+                self.refused[caller] = str(error)
+            raise RefusedError(str(error)) from error
+
+    # --- calls to others ---
+
+    def _call_neighbor(self, peer: int) -> None:
+        """Make the calls to a neighbour until the end; an unexpected error ends the run, which would wait otherwise."""
+        try:
+            while True:
+                with self.changed:
+                    wake = self._wake[peer]
+                    wake.wait_for(lambda: self._stopping or self.session.has_news(peer, time.monotonic()), self._retry)
+                    if self._stopping:
+                        return
+                    now = time.monotonic()
+                    calls = self.session.calls(peer, now) if self.session.has_news(peer, now) else []
+                for messages in calls:
+                    if not self._call(peer, messages):
+                        break
+        except Exception as error:
+            with self.changed:
+                self.session.fatal = RunError(f"nothing can be sent to peer {peer} any more ({one_line(error)})")
+                self.session.fatal.__cause__ = error
+                self.notify()
+
+    def _call(self, peer: int, messages: Messages) -> bool:
+        """Call a neighbour; return whether it answered."""
+        call, began = self.session.write(messages), time.monotonic()
+        try:
+            content = self._connections[peer].call(call, self._patience)
+            took = time.monotonic() - began
+            answer = self.session.read(peer, content)
+            with self.changed:
+                self.bytes_sent += len(call)
+                self._quickest[peer] = min(took, self._quickest.get(peer, took))
+                self.trouble.pop(peer, None)
+                self._failures.pop(peer, None)
+                self.session.answered(peer, messages, answer)
+                self.notify()
+        except RunError as error:
+            with self.changed:
+                unreachable = isinstance(error, UnreachableError)
+                self.trouble[peer] = str(error) if unreachable else f"peer {peer} refuses a call: {error}"
+                pause = min(self._retry, SOON * 2 ** min(16, self._failures[peer]))
+                self._failures[peer] += 1
+                self._quickest.pop(peer, None)
+                self.session.failed(peer, error, time.monotonic() + pause)
+                self.notify()
+                self._wake[peer].wait_for(lambda: self._stopping, pause)
+            return False
+        return True

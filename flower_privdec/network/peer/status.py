@@ -1,0 +1,59 @@
+"""A running peer's status: requested over the TLS by which peers know each other, and in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from flower_privdec.common.formatting import epsilon_text, number, shown
+from flower_privdec.errors import RunError
+from flower_privdec.network.peer.connections import STATUS_REQUEST
+from flower_privdec.network.transport.transport import Connection
+
+STATUS_CAP = 1 << 20  # bytes of a status
+Status = Mapping[str, Any]
+
+
+def request_status(connection: Connection, seconds: float) -> dict[str, Any]:
+    """Return the status of the peer at the other end of a connection.
+
+    Args:
+        seconds: to wait at most.
+
+    Raises:
+        RunError: it does not answer, or with something else.
+    """
+    answer = bytes(connection.call(STATUS_REQUEST, seconds))
+    try:
+        status = json.loads(answer)
+    except (ValueError, RecursionError):
+        status = None
+    if not isinstance(status, dict):
+        raise RunError(f"the peer answers {shown(answer, 60)}, which is no status; is it another version?")
+    return status
+
+
+def status_line(status: Status) -> str:
+    """Return a status in a line."""
+    insecure = "  INSECURE seeds" if is_insecure(status) else ""
+    traffic = f"sent {status['bytes_sent']:,} B  received {status['bytes_received']:,} B"
+    progress = f"round {status['round']}/{status['rounds']}  loss {number(status['loss'])}  ε {spent_text(status)}"
+    return f"peer {status['peer']}  {progress}  {neighbours_text(status)}  {traffic}{insecure}"
+
+
+def is_insecure(status: Status) -> bool:
+    """Return whether the peer's noise follows from the scenario's seed."""
+    return str(status["noise"]).startswith("INSECURE")
+
+
+def spent_text(status: Status) -> str:
+    """Return ε spent, and of which budget."""
+    budget = "" if status["budget"] is None else f" of {epsilon_text(status['budget'])}"
+    return f"{epsilon_text(status['epsilon'])}{budget}"
+
+
+def neighbours_text(status: Status) -> str:
+    """Return how many neighbours are up, and which are down."""
+    down = f"  down: {', '.join(status['down'])}" if status["down"] else ""
+    return f"{len(status['neighbours']) - len(status['down'])}/{len(status['neighbours'])} neighbours up{down}"

@@ -1,0 +1,222 @@
+"""A peer that waits for its neighbours in every exchange: the numbers of a simulation, at the pace of the slowest."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import ClassVar
+
+from torch import Tensor
+
+from flower_privdec.core import Exchange, State
+from flower_privdec.engine.checkpoint import Checkpoint
+from flower_privdec.errors import RunError
+from flower_privdec.network.peer.connections import Messages, Session
+from flower_privdec.network.peer.peer import POLL, RunningPeer
+from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.pushsum.frames import SMALL, FrameCodec, Progress, RowMessage
+from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep
+from flower_privdec.pushsum.timetable import Timetable
+
+Machine = Lockstep[RowMessage, Mapping[str, Tensor]]
+GONE = 3  # calls in a row that failed, after which a neighbour that is at the end has left
+
+
+class SynchronousSession(Session):
+    """The rows of exchanges, each sent again and again until it was used.
+
+    A call holds this peer's progress and, where it brings some, the rows of one exchange; an answer holds the progress.
+
+    Args:
+        machine: the protocol.
+        frames: see Session.
+        timetable: of the run.
+        neighbors: of the peer.
+        retry: seconds until what was not used is sent again.
+    """
+
+    def __init__(
+        self, machine: Machine, frames: FrameCodec, timetable: Timetable, neighbors: Collection[int], retry: float
+    ) -> None:
+        super().__init__(machine.peer, frames, 2, frames.cap + SMALL, timetable.rounds)
+        self.machine, self._timetable, self._neighbors, self._retry = machine, timetable, neighbors, retry
+        self._informed: dict[int, int] = {}  # the place at which each neighbour knows this peer to be
+        self._again: dict[tuple[int, int], float] = {}  # when to send what a neighbour has not used again, by place
+        self._failures: Counter[int] = Counter()  # since the last call that was answered
+        self._answering: Counter[int] = Counter()  # calls of each neighbour whose answers are held back
+
+    def is_over(self) -> bool:
+        """Return whether all neighbours are known to be at the end, and know it of this peer or have left."""
+        place = self.machine.place
+        return not self.machine.before(place, self._neighbors) and all(
+            self._informed.get(peer, -1) >= place or self._failures[peer] >= GONE for peer in self._neighbors
+        )
+
+    def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
+        """See Session; the answer holds this peer's progress."""
+        for message in messages:
+            if isinstance(message, RowMessage):
+                self.machine.take(caller, self._place(message), message.values)
+        self._learn(caller, messages)
+        self._answering[caller] += 1
+        return lambda: self._answer(caller)
+
+    def _place(self, message: RowMessage) -> int:
+        return self._timetable.place(message.round_index, message.at)
+
+    def _progress(self, neighbor: int) -> Progress:
+        return Progress(self.peer, neighbor, self.machine.place + 1)
+
+    def _answer(self, caller: int) -> Messages:
+        self._answering[caller] -= 1
+        if not self.machine.is_at_end:  # a caller without the answer calls again, but for its last message
+            self._informed[caller] = self.machine.place
+        return [self._progress(caller)]
+
+    def is_answered(self, caller: int, messages: Messages) -> bool:
+        """See Session: the answer to rows waits until they were used."""
+        places = [self._place(message) for message in messages if isinstance(message, RowMessage)]
+        return all(place < self.machine.place for place in places)
+
+    def _learn(self, neighbor: int, messages: Messages) -> None:
+        """Take in a neighbour's progress; one that is behind the first exchange listens, and is nowhere yet."""
+        for message in messages:
+            if isinstance(message, Progress) and message.exchanges > 0:
+                try:
+                    self.machine.learn(neighbor, message.exchanges - 1)
+                except RunError as error:
+                    self.fatal = error
+                    raise
+
+    def has_news(self, neighbor: int, now: float) -> bool:
+        """See Session: rows that were not sent, or not used for a while, or progress that the neighbour waits for."""
+        return self._awaits_progress(neighbor) or bool(self._due(neighbor, now))
+
+    def _awaits_progress(self, neighbor: int) -> bool:
+        """Return whether a neighbour has to learn where this peer is, and no answer to it is about to say that."""
+        informed = self._informed.get(neighbor)
+        waits = self.machine.place >= 0 if informed is None else informed < self.machine.wanted(neighbor)
+        return waits and (self.machine.is_at_end or not self._answering[neighbor])
+
+    def _due(self, neighbor: int, now: float) -> list[RowMessage]:
+        due = self.machine.due(neighbor)
+        return [rows for place, rows in due if now >= self._again.get((neighbor, place), 0.0)]
+
+    def calls(self, neighbor: int, now: float) -> list[Messages]:
+        """See Session."""
+        progress, due = self._progress(neighbor), self._due(neighbor, now)
+        return [[progress, rows] for rows in due] or [[progress]]
+
+    def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
+        """See Session."""
+        self._failures[neighbor] = 0
+        for message in sent:
+            if isinstance(message, Progress):
+                place = message.exchanges - 1
+                self._informed[neighbor] = max(place, self._informed.get(neighbor, -1))
+            elif isinstance(message, RowMessage):
+                self._again = {key: when for key, when in self._again.items() if key[1] > place - UNDER_WAY}
+                self._again[neighbor, self._place(message)] = time.monotonic() + self._retry
+        self._learn(neighbor, answer)
+
+    def failed(self, neighbor: int, error: RunError, again: float) -> None:
+        """See Session: peers that wait for each other cannot continue with one that refuses their calls."""
+        self._failures[neighbor] += 1
+        if not isinstance(error, UnreachableError):
+            self.fatal = self.fatal or RunError(f"peer {neighbor} refuses a call: {error}")
+
+
+class SynchronousPeer(RunningPeer):
+    """One peer of a run whose exchanges all peers perform together; see RunningPeer.
+
+    It keeps two checkpoints: what was sent in the exchange before may have to be sent again.
+    """
+
+    generations: ClassVar[int] = 2
+
+    def _make_session(self, checkpoints: list[Checkpoint]) -> SynchronousSession:
+        timetable, peer = self.timetable, self.device.peer
+        self.machine = Machine(peer, lambda place: timetable.receivers(peer, place), timetable.places)
+        formats = {at: self._formats(exchange) for at, exchange in timetable.exchanges.items()}
+        self._restored, self._met = [checkpoint.state for checkpoint in checkpoints], False
+        self._rounding: dict[str, Tensor] = {}  # what the wire codec took away from the shares of this exchange
+        frames, neighbors = FrameCodec(self._run_id, exchanges=formats), timetable.neighbours(peer)
+        self.session = SynchronousSession(self.machine, frames, timetable, neighbors, self.network.retry)
+        return self.session
+
+    def _begin(self) -> None:
+        for state in self._restored:
+            self._arrive(state, self._place_of(state))
+
+    def _meet(self) -> None:
+        """The first exchange waits for them."""
+
+    def _before(self, round_index: int) -> None:
+        """They always can."""
+
+    def _place_of(self, state: State) -> int:
+        if state.round_index >= self.rounds:
+            return self.timetable.places
+        return self.timetable.place(state.round_index, state.at)
+
+    def _exchange(self, exchange: Exchange) -> None:
+        place, machine = self._place_of(self.state), self.machine
+        self._save(place, self.state, {})
+        self._arrive(self.state, place)
+        self._await(lambda: not machine.missing() and not machine.behind(place - 1))
+        received = {(j, self.device.peer): self._decoded(rows) for j, rows in machine.received().items()}
+        exchange.incoming(self.state, self.mixing, received).apply_(self.state)
+        for name, lost in self._rounding.items():
+            self.state.rows[name][0] += lost
+
+    def _arrive(self, state: State, place: int) -> None:
+        """Tell the protocol that a state is on disk, and what is to be sent from it."""
+        peer, outgoing = self.device.peer, dict[int, RowMessage]()
+        self._rounding = {}
+        if place < self.timetable.places:
+            exchange = self.timetable.exchange(place)
+            for (_, receiver), payload in exchange.outgoing(state, self.mixing).items():
+                values = {name: self.arithmetic.encode(row) for name, row in payload.items()}
+                outgoing[receiver] = RowMessage(peer, receiver, *self.timetable.round_and_exchange(place), values)
+                if self.mixing.sends_shares and not self.arithmetic.is_exact:
+                    for name, row in payload.items():
+                        lost = row - self.arithmetic.decode(values[name], row)
+                        self._rounding[name] = self._rounding.get(name, 0) + lost
+        with self.connections.changed:
+            self.machine.arrive(place, outgoing, self.timetable.senders(peer, place))
+            self.connections.notify()
+
+    def _await(self, ready: Callable[[], bool]) -> None:
+        """Wait for the neighbours; the first time as long as it takes them to start."""
+        patience = self.network.deadline if self._met else max(self.network.deadline, self.network.start)
+        until = time.monotonic() + patience
+        while not self._stopped.is_set() and not self.connections.wait(ready, POLL):
+            if time.monotonic() > until:
+                raise RunError(self._silence(patience))
+        self._check_stopped()
+        self._met = True
+
+    def _silence(self, seconds: float) -> str:
+        silent = sorted(self.machine.missing() | self.machine.behind(self.machine.place - 1))
+        why = "; ".join(self.connections.why(peer) for peer in silent)
+        return (
+            f"round {self.state.round_index}: nothing came from peers {silent} for {seconds:g} s ({why}); all is on "
+            f"disk: mend that, then run the same command with --resume, or raise network.deadline"
+        )
+
+    def _is_over(self, neighbor: int) -> bool:
+        return not self.machine.before(self.timetable.places, [neighbor])
+
+    def _leave(self) -> None:
+        """Come to the last place, and stay until all neighbours are there too: one that died may come back and need it.
+
+        Those that are gone are waited for as long as in any round, and no longer.
+        """
+        last = self.timetable.places
+        self._save(last, self.state, {})
+        self._arrive(self.state, last)
+        until = time.monotonic() + self.network.deadline
+        while not self._stopped.is_set() and time.monotonic() < until:
+            if self.connections.wait(self.session.is_over, POLL):
+                return

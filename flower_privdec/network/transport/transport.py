@@ -1,0 +1,136 @@
+"""The door for transports: bytes to a peer, bytes back, each from a known peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from flower_privdec.errors import RunError
+from flower_privdec.pushsum.exactly_once import RefusedError
+from flower_privdec.pushsum.frames import Buffer, BufferList
+
+Content = Buffer | BufferList
+Answer = Callable[[int, memoryview], Content]  # called with the caller's number and what it sent
+
+
+class UnreachableError(RunError):
+    """A call was not answered; the message has the reason."""
+
+
+class Connection(Protocol):
+    """Calls to one peer.
+
+    Attributes:
+        sending: seconds that it took to hand over the last call, where that is known and not counted elsewhere; else 0.
+    """
+
+    sending: float
+
+    def call(self, content: Content, seconds: float) -> memoryview:
+        """Return the peer's answer, in memory that may be written to.
+
+        Args:
+            content: what to send.
+            seconds: to wait at most.
+
+        Raises:
+            RefusedError: the peer refused the call, with its words.
+            UnreachableError: it did not answer, or not in time. It may have received the call.
+        """
+
+    def diagnosis(self) -> str:
+        """Return in words why the peer cannot be reached."""
+
+    def close(self) -> None:
+        """Release the connection; calls under way end."""
+
+
+class Transport(Protocol):
+    """Carries the calls of one peer, and those of others to it.
+
+    A call may be lost before or after it was received, come late, or be repeated: the layer above adds each share once
+    and uses each row once. What a transport has to guarantee is who calls, and that a call or an answer comes whole.
+    """
+
+    def serve(self, answer: Answer, cap: int, callers: int) -> int:
+        """Answer calls from now on.
+
+        Args:
+            answer: called in any thread with the caller's number, as authenticated by the transport, and the call, in
+                memory that may be written to; a RefusedError is to be raised again in the caller's `call`.
+            cap: bytes of a call at most; larger ones are refused before they are in memory.
+            callers: how many peers may call at once.
+
+        Returns:
+            The port that it listens on; 0 where there is none.
+        """
+
+    def connect(self, peer: int, cap: int) -> Connection:
+        """Return a connection to a peer, which need not be there yet.
+
+        Args:
+            peer: its number.
+            cap: bytes of an answer at most.
+        """
+
+    def close(self) -> None:
+        """Answer no more calls."""
+
+
+class MemoryNetwork:
+    """Peers of one process, where a call is a function call."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, tuple[Answer, int]] = {}
+
+    def transport(self, peer: int) -> MemoryTransport:
+        """Return the transport of a peer."""
+        return MemoryTransport(self, peer)
+
+
+class MemoryTransport:
+    """Calls within a process; see Transport."""
+
+    def __init__(self, network: MemoryNetwork, peer: int) -> None:
+        self.network, self.peer = network, peer
+
+    def serve(self, answer: Answer, cap: int, callers: int) -> int:
+        """See Transport."""
+        self.network.answers[self.peer] = answer, cap
+        return 0
+
+    def connect(self, peer: int, cap: int) -> MemoryConnection:
+        """See Transport."""
+        return MemoryConnection(self, peer, cap)
+
+    def close(self) -> None:
+        """See Transport."""
+        self.network.answers.pop(self.peer, None)
+
+
+class MemoryConnection:
+    """Calls to a peer of the same process, in the caller's thread; see Connection."""
+
+    def __init__(self, transport: MemoryTransport, peer: int, cap: int) -> None:
+        self._transport, self._peer, self._cap, self.sending = transport, peer, cap, 0.0
+
+    def call(self, content: Content, seconds: float) -> memoryview:
+        """See Connection; the answer takes as long as it takes."""
+        answer, cap = self._transport.network.answers.get(self._peer, (None, 0))
+        if answer is None:
+            raise UnreachableError(self.diagnosis())
+        caller = self._transport.peer
+        return _whole(answer(caller, _whole(content, cap, caller)), self._cap, self._peer)
+
+    def diagnosis(self) -> str:
+        """See Connection."""
+        return f"peer {self._peer} does not serve"
+
+    def close(self) -> None:
+        """See Connection."""
+
+
+def _whole(content: Content, cap: int, peer: int) -> memoryview:
+    if len(content) > cap:
+        raise RefusedError(f"peer {peer} sent more than {cap:,} bytes, which no message of this run has")
+    return memoryview(bytearray(bytes(content)))

@@ -1,0 +1,94 @@
+"""What peers that nobody waits for say, without a network."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from share_machines import commit, shake
+
+from flower_privdec.network.peer.asynchronous import LOST, AsynchronousSession
+from flower_privdec.network.peer.connections import Messages
+from flower_privdec.network.transport.grpc_transport import UnreachableError
+from flower_privdec.pushsum.codec import TensorArithmetic
+from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, PushSumProtocol
+from flower_privdec.pushsum.frames import FrameCodec, formats_of
+
+
+def two() -> tuple[AsynchronousSession, AsynchronousSession]:
+    """Return the mails of two peers that have greeted each other, the first with a share for the second on disk."""
+    found = []
+    for peer in range(2):
+        mass = {"x": torch.full((3,), 4.0), "w": torch.tensor(1.0)}
+        machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, TensorArithmetic())
+        frames = FrameCodec(b"run", formats_of(mass))
+        found.append(AsynchronousSession(machine, [1 - peer], frames, [], retry=1e6, rounds=9))
+    sender, receiver = found
+    commit(sender.protocol, receiver.protocol)
+    shake(sender.protocol, receiver.protocol)
+    sender.protocol.split(0, {1: 0.5})
+    commit(sender.protocol)
+    for mail in found:
+        mail._queues[1 - mail.protocol.peer].hello_at = 1e9
+    return sender, receiver
+
+
+def heard(mail: AsynchronousSession, words: Messages) -> Messages:
+    """Return what a mail reads from the bytes of some words that the other says."""
+    return mail.read(1 - mail.protocol.peer, memoryview(bytearray(bytes(mail.write(words)))))
+
+
+def test_an_answer_to_a_share_acknowledges_it_once_that_is_on_disk() -> None:
+    sender, receiver = two()
+    assert sender.has_news(1, 0.0)
+    ((share,),) = sender.calls(1, 0.0)
+    assert isinstance(share, FrozenShare)
+    said = heard(receiver, [share])
+    answer = receiver.receive(0, said)
+    assert not receiver.is_answered(0, said)  # it is in memory alone
+    receiver.protocol.absorb()
+    assert not receiver.is_answered(0, said)
+    commit(receiver.protocol)
+    receiver.committed([])
+    assert receiver.is_answered(0, said)
+    assert not receiver.has_news(0, 0.0)  # no call says what the answer does
+    (word,) = answer()
+    assert isinstance(word, Acknowledgement)
+    assert not receiver.has_news(0, 0.0)
+    sender.answered(1, [share], heard(sender, [word]))
+    assert sender.protocol.is_ready(1)
+    assert not sender.has_news(1, 0.0)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_answer_that_cannot_wait_leaves_the_word_to_a_call(lost: bool) -> None:
+    sender, receiver = two()
+    ((share,),) = sender.calls(1, 0.0)
+    assert receiver.receive(0, heard(receiver, [share]))() == []  # too early
+    receiver.protocol.absorb()
+    commit(receiver.protocol)
+    receiver.committed([])
+    assert receiver.has_news(0, 0.0)
+    ((word,),) = receiver.calls(0, 0.0)
+    if lost:  # the share comes again, is not added again, and is acknowledged again
+        said = heard(receiver, [share])
+        answer = receiver.receive(0, said)
+        assert receiver.is_answered(0, said)
+        assert [type(each) for each in answer()] == [Acknowledgement]
+        assert float(receiver.protocol.mass["w"]) == 1.5
+    sender.receive(1, heard(sender, [word]))()
+    assert sender.protocol.is_ready(1)
+
+
+def test_a_neighbour_that_cannot_be_reached_is_gone_until_it_is_called_again_or_started_again() -> None:
+    sender, receiver = two()
+    sender.receive(1, [receiver.protocol.hello(0)])
+    for _ in range(LOST):
+        assert not sender.is_lost(1)
+        sender.failed(1, UnreachableError("cut"), 0.0)
+    sender.receive(1, [receiver.protocol.hello(0)])  # it reaches this peer and is not reached itself
+    assert sender.is_lost(1)
+    machine = receiver.protocol
+    started = PushSumProtocol(1, [0, 1], machine.boot + 1, machine.mass, TensorArithmetic())
+    started.restore(machine._durable)
+    sender.receive(1, [started.hello(0)])
+    assert not sender.is_lost(1)

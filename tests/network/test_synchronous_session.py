@@ -1,0 +1,151 @@
+"""What peers that wait for each other say: each message once, and a last word that arrives."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("grpc")
+
+from flower_privdec.core import Mix
+from flower_privdec.network.peer.connections import Messages
+from flower_privdec.network.peer.synchronous import GONE, Machine, SynchronousSession
+from flower_privdec.network.transport.transport import UnreachableError
+from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage, formats_of
+from flower_privdec.pushsum.timetable import Timetable
+
+ROWS = {"x": torch.arange(3.0)}
+
+
+class OneExchange:
+    """An algorithm of one exchange a round."""
+
+    program = (Mix(("x",)),)
+
+
+class TwoSessions:
+    """Two peers that send to each other at every place, and the calls between them, carried by hand."""
+
+    def __init__(self, places: int) -> None:
+        """Begin with both at the first place."""
+        self.places, self.carried = places, 0
+        self.sessions = []
+        timetable = Timetable(OneExchange(), None, places)  # type: ignore[arg-type]  # the machine has its own graph
+        for peer in (0, 1):
+            machine = Machine(peer, lambda place, other=1 - peer: {other}, places)  # type: ignore[misc]
+            frames = FrameCodec(b"run", exchanges={0: formats_of(ROWS)})
+            self.sessions.append(SynchronousSession(machine, frames, timetable, [1 - peer], retry=1e6))
+            self.arrive(peer, 0)
+
+    def arrive(self, peer: int, place: int) -> None:
+        outgoing, awaited = ({1 - peer: RowMessage(peer, 1 - peer, place, 0, ROWS)}, {1 - peer})
+        if place == self.places:
+            outgoing, awaited = {}, set()
+        self.sessions[peer].machine.arrive(place, outgoing, awaited)
+
+    def say(self, peer: int, lose_answer: bool = False) -> bool:
+        """Let one make its calls; return whether there was one."""
+        mine, other = self.sessions[peer], self.sessions[1 - peer]
+        if not mine.has_news(1 - peer, time.monotonic()):
+            return False
+        for messages in mine.calls(1 - peer, time.monotonic()):
+            self.carried += len(messages) - 1
+            answer = other.receive(peer, carried(mine, other, messages))()
+            if lose_answer:
+                mine.failed(1 - peer, UnreachableError("lost"), time.monotonic())
+            else:
+                mine.answered(1 - peer, messages, carried(other, mine, answer))
+        return True
+
+    def to_the_end(self) -> None:
+        """Go through all places, up to the last word."""
+        for place in range(1, self.places + 1):
+            while any([self.say(0), self.say(1)]):
+                pass
+            for peer in (0, 1):
+                assert not self.sessions[peer].machine.missing()
+                self.arrive(peer, place)
+
+
+def carried(sender: SynchronousSession, receiver: SynchronousSession, messages: Messages) -> Messages:
+    """Return messages as their receiver decodes them."""
+    return receiver.read(sender.peer, memoryview(bytearray(bytes(sender.write(messages)))))
+
+
+def test_without_faults_each_message_is_sent_once() -> None:
+    both = TwoSessions(places=5)
+    both.to_the_end()
+    while any([both.say(0), both.say(1)]):
+        pass
+    assert both.carried == 2 * 5
+    assert all(session.is_over() for session in both.sessions)
+
+
+def test_who_did_not_hear_an_answer_at_the_end_is_waited_for() -> None:
+    both = TwoSessions(places=2)
+    both.to_the_end()
+    first, second = both.sessions
+    assert both.say(0, lose_answer=True)
+    assert not first.is_over()
+    assert not second.is_over(), "the other does not know that this one is at the end: its answer was lost"
+    assert both.say(1)
+    assert second.is_over()
+    assert not first.is_over() or first._informed[1] == 2
+    assert both.say(0)
+    assert first.is_over()
+
+
+def test_who_is_at_the_end_and_has_left_is_not_waited_for() -> None:
+    both = TwoSessions(places=2)
+    both.to_the_end()
+    assert both.say(0)
+    assert both.sessions[0].is_over()
+    for _ in range(GONE):
+        assert not both.sessions[1].is_over()
+        both.sessions[1].failed(0, UnreachableError("gone"), 0.0)
+    assert both.sessions[1].is_over()
+    one = TwoSessions(places=2)
+    for _ in range(2 * GONE):
+        one.sessions[1].failed(0, UnreachableError("gone"), 0.0)
+    assert not one.sessions[1].is_over(), "who is not at the end is"
+
+
+def test_an_answer_to_rows_waits_until_they_were_used() -> None:
+    both = TwoSessions(2)
+    mine, other = both.sessions
+    (words,) = mine.calls(1, time.monotonic())
+    said = carried(mine, other, words)
+    answer = other.receive(0, said)
+    assert not other.is_answered(0, said)
+    both.arrive(1, 1)  # peer 1 has used them, and has that on disk
+    assert other.is_answered(0, said)
+    mine.answered(1, words, carried(other, mine, answer()))
+    assert not mine.machine.behind(0)
+    assert mine.is_answered(1, carried(other, mine, [Progress(1, 0, 2)]))
+
+
+def test_rows_that_come_early_are_answered_once_they_were_used_and_the_answer_is_all_that_is_said() -> None:
+    both = TwoSessions(3)
+    mine, other = both.sessions
+    assert both.say(0)  # what peer 1 awaits at its first place
+    assert both.say(1)
+    both.arrive(0, 1)
+    (words,) = mine.calls(1, time.monotonic())
+    said = carried(mine, other, words)
+    assert said[1].round_index == other.machine.place + 1  # type: ignore[union-attr]
+    answer = other.receive(0, said)
+    assert not other.is_answered(0, said)
+    both.arrive(1, 1)
+    assert not other.is_answered(0, said)
+    assert other._due(0, time.monotonic())
+    other._again[0, 1] = 1e9  # its own rows of this place are on their way
+    assert not other.has_news(0, time.monotonic())
+    both.arrive(1, 2)
+    other._again[0, 2] = 1e9
+    assert other.is_answered(0, said)
+    assert not other.has_news(0, time.monotonic()), "the answer that is held says it"
+    mine.answered(1, words, carried(other, mine, answer()))
+    assert not mine.machine.behind(1)
+    assert not other.has_news(0, time.monotonic())

@@ -1,0 +1,133 @@
+"""The door for transports: peers over memory, with faults and with wire codecs, and how a codec is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from asynchronous_network import FOLDERS, QUICK, STILL, check_mass, initial
+from networked import LONG, devices, running, wait_until
+from raising import raises
+from tiny_scenario import Tiny
+from torch import Tensor
+from variants import settings_for
+
+from flower_privdec import testing
+from flower_privdec.errors import ScenarioError
+from flower_privdec.experiment import Experiment
+from flower_privdec.network.local.fault_proxy import Faults, FaultyTransport
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, mass_on_disk
+from flower_privdec.network.transport.transport import MemoryNetwork, RefusedError, UnreachableError
+from flower_privdec.scenario import Scenario
+
+SYNCHRONOUS = f"network={{mode: synchronous, retry: 0.05, start: {LONG}, deadline: {LONG}}}"
+Rows = dict[str, Tensor]
+
+
+def in_memory(scenario: Scenario, folder: Path, faults: Faults | None = None) -> list[RunningPeer]:
+    """Return the peers of a scenario, of one process and with no socket between them."""
+    network, peers = MemoryNetwork(), []
+    for peer in range(scenario.n_peers):
+        transport: Any = network.transport(peer)
+        if faults is not None:
+            transport = FaultyTransport(transport, peer, faults)
+        device = PeerDevice(peer, folder / f"peer-{peer}", insecure_seeds=True, transport=transport)
+        peers.append(running_peer(scenario, device))
+    return peers
+
+
+def run_all(peers: list[RunningPeer]) -> Rows:
+    with running(peers) as futures:
+        rows = [future.result(LONG) for future in futures]
+    return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
+
+
+@pytest.mark.parametrize("name", ["privsgp", "d-psgd"])
+@pytest.mark.parametrize("faults", [None, Faults(lose=0.1, jitter=0.001)], ids=["none", "some"])
+def test_synchronous_peers_in_memory_do_what_the_engine_does(
+    name: str, faults: Faults | None, tiny: Tiny, tmp_path: Path
+) -> None:
+    scenario = tiny(*settings_for(f"algorithm.name={name}"), "rounds=3", SYNCHRONOUS)
+    rows, wanted = run_all(in_memory(scenario, tmp_path, faults)), testing.run_rounds(Experiment.build(scenario), 3)
+    torch.testing.assert_close(rows["x"], wanted.state.rows["x"])
+
+
+@pytest.mark.parametrize("codec", ["exact", "float32", "bfloat16"])
+@pytest.mark.parametrize("faults", [Faults(), Faults(lose=0.1, jitter=0.001)], ids=["none", "some"])
+def test_no_mass_is_lost_with_any_codec(codec: str, faults: Faults, tiny: Tiny, tmp_path: Path) -> None:
+    deadline = 1.0 if faults.lose else LONG  # a neighbour whose last message was lost is waited for as long
+    network = f"network={{codec: {codec}, retry: 0.1, start: {LONG}, deadline: {deadline}}}"
+    scenario = tiny(STILL, network, "rounds=6", "privacy=none")
+    run_all(in_memory(scenario, tmp_path, faults))
+    check_mass(tmp_path, initial(scenario))
+
+
+@pytest.mark.parametrize("codec", ["float32", "bfloat16"])
+def test_what_rounding_takes_away_stays_with_a_synchronous_sender(codec: str, tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(STILL, SYNCHRONOUS.replace("{", f"{{codec: {codec}, "), "rounds=9", "privacy=none")
+    rows = run_all(in_memory(scenario, tmp_path))
+    torch.testing.assert_close(rows["x"].sum(0), 4 * initial(scenario), rtol=0, atol=1e-9)
+    assert float(rows["w"].sum()) == pytest.approx(4, abs=1e-12)
+
+
+def test_a_codec_that_rounds_is_refused_where_no_mass_takes_the_rounding_back(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(*settings_for("algorithm.name=d-psgd"), "network={codec: bfloat16}")
+    device = devices(scenario, tmp_path)[0]
+    with raises(ScenarioError, "network.codec-without-shares", names="d-psgd"):
+        running_peer(scenario, device)
+    with raises(ScenarioError, "network.codec", names="int4"):
+        running_peer(
+            scenario.model_copy(update={"network": scenario.network.model_copy(update={"codec": "int4"})}), device
+        )
+
+
+def test_a_partition_heals_and_no_mass_is_lost(tiny: Tiny, tmp_path: Path) -> None:
+    scenario = tiny(STILL, "topology.name=complete", "rounds=100000", "evaluation.every=100000", QUICK)
+    peers = in_memory(scenario, tmp_path, Faults())
+    transports: list[Any] = [peer.device.transport for peer in peers]
+
+    def cut(faults: Faults) -> None:
+        for peer in range(4):
+            for other in range(4):
+                if peer // 2 != other // 2:
+                    transports[peer].set(other, faults)
+
+    with running(peers) as futures:
+        wait_until(lambda: all(peer.state.round_index >= 3 for peer in peers))
+        cut(Faults(black_hole=True))
+        since = [peer.state.round_index for peer in peers]
+        wait_until(lambda: all(peer.state.round_index >= round_ + 5 for peer, round_ in zip(peers, since, strict=True)))
+        cut(Faults())
+        wait_until(lambda: all(peer.protocol.is_open(j) for peer in peers for j in range(4) if j != peer.device.peer))  # type: ignore[attr-defined]
+        for peer in peers:
+            peer.stop()
+        assert all(future.exception(LONG) is not None for future in futures)
+    total = mass_on_disk([tmp_path / name for name in FOLDERS])
+    assert float(total["w"]) == pytest.approx(4, abs=1e-9)
+
+
+def test_memory_refuses_and_reports_as_any_transport() -> None:
+    network = MemoryNetwork()
+    one, other = network.transport(0), network.transport(1)
+    connection = other.connect(0, cap=4)
+    with pytest.raises(UnreachableError, match="peer 0 does not serve"):
+        connection.call(b"?", 1.0)
+
+    def answer(caller: int, content: memoryview) -> bytes:
+        if content == b"no":
+            raise RefusedError("not that")
+        return bytes(content) * caller
+
+    one.serve(answer, cap=6, callers=1)
+    assert connection.call(b"abc", 1.0) == b"abc"
+    with pytest.raises(RefusedError, match="not that"):
+        connection.call(b"no", 1.0)
+    for content in (b"1234567", b"12345"):
+        with pytest.raises(RefusedError, match="sent more than"):
+            connection.call(content, 1.0)
+    one.close()
+    with pytest.raises(UnreachableError):
+        connection.call(b"?", 1.0)
