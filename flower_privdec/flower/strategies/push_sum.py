@@ -30,8 +30,7 @@ from flower_privdec.flower.strategies.peer_network import (
     said_by,
     total_mass,
 )
-from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.mixing.weights import UNDIRECTED
+from flower_privdec.graph.mixing import UNDIRECTED, Mixing
 from flower_privdec.graph.participation import build_participation
 from flower_privdec.graph.topology.graphs import Topology
 from flower_privdec.graph.topology.named import build_topology
