@@ -37,7 +37,7 @@ START = "start the SuperNode with --node-config 'partition-id=I num-partitions=N
 
 
 @dataclass(frozen=True)
-class PeerPlace:
+class PeerSettings:
     """A node's own place.
 
     Attributes:
@@ -61,7 +61,7 @@ class PeerPlace:
     certificates: Path | None = None
 
     @classmethod
-    def of(cls, context: Context, addressed: int, run_folder: str, folder: Path | None) -> PeerPlace:
+    def of(cls, context: Context, addressed: int, run_folder: str, folder: Path | None) -> PeerSettings:
         """Read a node's configuration.
 
         Args:
@@ -125,7 +125,7 @@ def in_simulation() -> bool:
 
 
 @dataclass(frozen=True)
-class Own:
+class HostSettings:
     """A node's own part.
 
     Attributes:
@@ -152,7 +152,7 @@ class Own:
     modules: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, context: Context, run: str) -> Own:
+    def of(cls, context: Context, run: str) -> HostSettings:
         """Read a node's configuration.
 
         Args:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flower_privdec.algorithms import build_algorithm
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.agreement import build_exchange
-from flower_privdec.graph.mixing import Mixing, spectral_gap
-from flower_privdec.graph.mixing.schedule import MOST_MEASURED
+from flower_privdec.graph.mixing import MOST_MEASURED, Mixing, spectral_gap
 from flower_privdec.graph.topology import CompleteTopology, Topology, joint_connectivity
 from flower_privdec.reporting.plots import INK, MUTED, PAPER, SERIES, drawing, new_figure
 from flower_privdec.scenario import Scenario

@@ -28,7 +28,7 @@ from flower_privdec.flower.apps.records import Order, pack_rows, pack_state, unp
 from flower_privdec.flower.apps.server_app import Settings
 from flower_privdec.flower.launch import launcher, supervisor
 from flower_privdec.flower.launch.local_grid import LocalGrid
-from flower_privdec.flower.node_settings import Own
+from flower_privdec.flower.node_settings import HostSettings
 from flower_privdec.scenario import Scenario, to_yaml
 
 
@@ -300,7 +300,7 @@ def test_own_modules_are_imported_from_the_base(tiny: Tiny, tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(sys, "path", list(sys.path))
         patch.chdir(before)
-        own = Own(True, tmp_path / "nodes")
+        own = HostSettings(True, tmp_path / "nodes")
         assert own.scenario(Order(text, 1, [0], base=str(tmp_path))) == read.scenario
     sys.modules.pop("based_here")
 

@@ -16,7 +16,7 @@ from routing_peers import client, first, sets_its_values_once, values_of, zeros
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, Mesh, PeerMod
 from flower_privdec.flower.mods.peer_mod import MESH, Asked
-from flower_privdec.flower.node_settings import PeerPlace
+from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless.mesh import _agreed, run_mesh
 from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario.app_scenario import parse_app_scenario
@@ -108,13 +108,13 @@ def asked_of(**changes) -> Asked:
     ],
 )
 def test_a_server_may_not_say_more_than_who_is_where(changes, wrong, tmp_path):
-    place = PeerPlace(0, 2, tmp_path, False, float("inf"), None, None, "127.0.0.1:7100", tmp_path)
+    place = PeerSettings(0, 2, tmp_path, False, float("inf"), None, None, "127.0.0.1:7100", tmp_path)
     with pytest.raises((RunError, ScenarioError), match=wrong):
         _agreed(asked_of(**changes), place)
 
 
 def test_a_node_without_an_address_or_certificates_says_what_to_give(tmp_path):
-    place = PeerPlace(0, 2, tmp_path, False, float("inf"), None, None)
+    place = PeerSettings(0, 2, tmp_path, False, float("inf"), None, None)
     with pytest.raises(RunError, match="--node-config"):
         run_mesh(asked_of(), place, PeerMod().privacy, zeros(), None)
 

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_privdec.errors import ScenarioError
+from flower_privdec.graph import mixing as kernels
 from flower_privdec.graph.mixing import (
+    RULES,
     AverageMatrix,
     Mixing,
     MixingMatrix,
@@ -20,8 +22,6 @@ from flower_privdec.graph.mixing import (
     mixing_matrix,
     spectral_gap,
 )
-from flower_privdec.graph.mixing import matrix as kernels
-from flower_privdec.graph.mixing.weights import RULES
 from flower_privdec.graph.participation import build_participation
 from flower_privdec.graph.topology import (
     TOPOLOGIES,

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from flower_privdec.core import Gather, Mix, Reply, State
 from flower_privdec.errors import ScenarioError
-from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.mixing.schedule import PartlyHeard
+from flower_privdec.graph.mixing import Mixing, PartlyHeard
 from flower_privdec.graph.participation import build_participation
 from flower_privdec.graph.topology import build_topology
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.formatting import peer_ranges
-from flower_privdec.graph.mixing.matrix import MixingMatrix, SparseMatrix
+from flower_privdec.graph.mixing import MixingMatrix, SparseMatrix
 
 
 @dataclass(frozen=True)

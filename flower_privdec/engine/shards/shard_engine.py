@@ -22,8 +22,7 @@ from flower_privdec.engine.shards.communication_plan import (
 )
 from flower_privdec.engine.shards.process_group import ProcessGroup, clean_rows
 from flower_privdec.errors import RunError
-from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.mixing.matrix import AverageMatrix, SparseMatrix, sum_rows
+from flower_privdec.graph.mixing import AverageMatrix, Mixing, SparseMatrix, sum_rows
 from flower_privdec.rows.tensors import all_finite, empty_rows
 
 

@@ -26,8 +26,7 @@ from flower_privdec.engine.workers.partitioning import Partitioning, deal
 from flower_privdec.errors import BudgetError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import try_models
-from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.mixing.matrix import MixingMatrix
+from flower_privdec.graph.mixing import Mixing, MixingMatrix
 from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
 
 

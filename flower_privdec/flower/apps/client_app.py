@@ -49,7 +49,7 @@ from flower_privdec.flower.apps.records import (
     unpack_state,
 )
 from flower_privdec.flower.launch.error_formatting import answering_plainly
-from flower_privdec.flower.node_settings import Own, in_simulation
+from flower_privdec.flower.node_settings import HostSettings, in_simulation
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
 
 OWN = "own"  # of the record that says which run a kept state is of, and up to which step that has paid
@@ -64,7 +64,7 @@ class Node:
         folder: where checkpoints and ledger lie.
     """
 
-    own: Own
+    own: HostSettings
     experiment: Experiment
     folder: Path
 
@@ -173,7 +173,7 @@ def train_sharded(message: Message, context: Context) -> Message:
     open, where they are tried on the public test set; these go to the ServerApp with the last round. All else stays.
     """
     order = Order.of(message.content)
-    own = Own.of(context, order.folder)
+    own = HostSettings.of(context, order.folder)
     scenario = own.scenario(order)
     shards = Shards.deal(scenario.n_peers, order.shards)
     shard, place = int(shards.of(np.array(order.peers[:1]))[0]), own.meeting(order)
@@ -187,7 +187,7 @@ def train_sharded(message: Message, context: Context) -> Message:
     return Message(content, reply_to=message)
 
 
-def _train(own: Own, order: Order, wires: ProcessGroup) -> RecordDict:
+def _train(own: HostSettings, order: Order, wires: ProcessGroup) -> RecordDict:
     """Go through the rounds, and return what to answer."""
     with _building:
         experiment = _hosted(own, order.scenario, tuple(order.peers), order.base, order.shards)
@@ -209,7 +209,7 @@ def _train(own: Own, order: Order, wires: ProcessGroup) -> RecordDict:
 
 
 @lru_cache(maxsize=2)
-def _hosted(own: Own, text: str, peers: tuple[int, ...], base: str, shards: int) -> Experiment:
+def _hosted(own: HostSettings, text: str, peers: tuple[int, ...], base: str, shards: int) -> Experiment:
     """Build a node's view once a process, with nothing that another node of this process has."""
     with own.allowing():
         agreement = Agreement.of(own.scenario(Order(text, 0, list(peers), base=base, shards=shards)))
@@ -253,7 +253,7 @@ def _agreement(scenario: str) -> Agreement:
 
 
 @lru_cache(maxsize=128)
-def _build(own: Own, text: str, peers: tuple[int, ...], base: str) -> Experiment:
+def _build(own: HostSettings, text: str, peers: tuple[int, ...], base: str) -> Experiment:
     """Build a node's view once a process, as far as the node goes along with the scenario."""
     with own.allowing():
         scenario = own.scenario(Order(text, 0, list(peers), base=base))
@@ -261,7 +261,7 @@ def _build(own: Own, text: str, peers: tuple[int, ...], base: str) -> Experiment
         return Experiment.joined(agreement, own.parts(agreement, peers))
 
 
-def _experiment(own: Own, order: Order) -> Experiment:
+def _experiment(own: HostSettings, order: Order) -> Experiment:
     experiment = _build(own, order.scenario, tuple(order.peers), order.base)
     torch.set_num_threads(experiment.scenario.compute.threads)
     return experiment
@@ -311,7 +311,7 @@ def train_relay(message: Message, context: Context) -> Message:
     spent and run, and the node keeps a checkpoint of everything else for itself.
     """
     order = Order.of(message.content)
-    own = Own.of(context, order.folder)
+    own = HostSettings.of(context, order.folder)
     experiment = _experiment(own, order)
     node = Node(own, experiment, own.run_folder(experiment, order))
     state = node.state(context.state, order.begin)

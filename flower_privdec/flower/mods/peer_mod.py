@@ -43,7 +43,7 @@ from flower_privdec.flower.mods.private_update import (
     working_in,
 )
 from flower_privdec.flower.mods.sealing import Identity, KnownPeers
-from flower_privdec.flower.node_settings import PeerPlace
+from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless.mesh import MeshApp, run_mesh
 from flower_privdec.flower.strategies.masking import masked
 from flower_privdec.pushsum.exactly_once import RefusedError
@@ -206,7 +206,7 @@ def unpack_bytes(record: ArrayRecord | None) -> Iterable[tuple[str, bytes]]:
     return [(name, array.data) for name, array in (record or {}).items()]
 
 
-class Desk:
+class RequestHandler:
     """One message's work at one peer, whose folder is held meanwhile.
 
     Args:
@@ -216,7 +216,7 @@ class Desk:
         seal: whether it seals what it sends, and takes sealed shares alone.
     """
 
-    def __init__(self, asked: Asked, place: PeerPlace, privacy: PeerPrivacy, seal: bool) -> None:
+    def __init__(self, asked: Asked, place: PeerSettings, privacy: PeerPrivacy, seal: bool) -> None:
         self.asked, self.place, self.privacy, self.seals = asked, place, privacy, seal
         self.path = state_path(place.folder, asked.run)
         self.identity = Identity(place.folder)
@@ -491,51 +491,51 @@ class PeerMod:
 
     def _answer(self, message: Message, context: Context, app: App) -> Message:
         asked = Asked.of(message.content, NO_STRATEGY)
-        place = PeerPlace.of(context, asked.peer, asked.folder, self.folder)
+        place = PeerSettings.of(context, asked.peer, asked.folder, self.folder)
         with alone_in(place.folder):
-            desk = Desk(asked, place, self.privacy, not place.simulated if self.seal is None else self.seal)
-            theirs = self._work(desk, message, context, app)
-            return Message(RecordDict({**theirs, **desk.answer()}), reply_to=message)
+            peer = RequestHandler(asked, place, self.privacy, not place.simulated if self.seal is None else self.seal)
+            theirs = self._work(peer, message, context, app)
+            return Message(RecordDict({**theirs, **peer.answer()}), reply_to=message)
 
-    def _work(self, desk: Desk, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
+    def _work(self, peer: RequestHandler, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
         """Do what is asked, and return what of the app's own answer goes along."""
-        kind, content, theirs = desk.asked.kind, message.content, RecordDict()
+        kind, content, theirs = peer.asked.kind, message.content, RecordDict()
         if kind == INTRODUCE:
             return {}
         if kind == JOIN:
-            desk.join(content)
+            peer.join(content)
             return {}
         if kind == MESH:
-            self._mesh(desk, message, context, app)
+            self._mesh(peer, message, context, app)
             return {}
-        state = desk.take_mail(content)
+        state = peer.take_mail(content)
 
         def call(arrays: ArrayRecord) -> RecordDict:
-            theirs.update(self._call(desk, arrays, message, context, app))
+            theirs.update(self._call(peer, arrays, message, context, app))
             return theirs
 
         if kind == ROUND:
-            desk.take_part(content, lambda arrays: self._trained(desk, call(arrays), state.layout))
-            self._renew_local_arrays(desk, state, theirs)
+            peer.take_part(content, lambda arrays: self._trained(peer, call(arrays), state.layout))
+            self._renew_local_arrays(peer, state, theirs)
         elif kind == EVALUATE and MODEL in content.array_records:
             call(content.array_records[MODEL])
         elif kind == EVALUATE and state.w > 0:
             call(state.layout.record(state.model(), state.kept))
         elif kind == DELIVER:
-            desk.deliver()
-        return self._leaving(desk, theirs)
+            peer.deliver()
+        return self._leaving(peer, theirs)
 
-    def _mesh(self, desk: Desk, message: Message, context: Context, app: App) -> None:
+    def _mesh(self, peer: RequestHandler, message: Message, context: Context, app: App) -> None:
         """Run all rounds with the other peers directly, and keep what they come to, unless that was done before.
 
         Raises:
             RunError: the message has no initial arrays, or the rounds cannot be run.
         """
-        content, asked = message.content, desk.asked
-        if desk.state is not None:
-            if desk.state.round_index != asked.rounds:
+        content, asked = message.content, peer.asked
+        if peer.state is not None:
+            if peer.state.round_index != asked.rounds:
                 raise RunError(
-                    f"peer {desk.place.peer} has a state of run {asked.run!r} after round {desk.state.round_index} of "
+                    f"peer {peer.place.peer} has a state of run {asked.run!r} after round {peer.state.round_index} of "
                     f"{asked.rounds}, which a mesh cannot go on from: give the run another name"
                 )
             return
@@ -547,13 +547,15 @@ class PeerMod:
         def train(arrays: ArrayRecord, server_round: int) -> ArrayRecord:
             configs = {name: ConfigRecord({**config, "server-round": server_round}) for name, config in told.items()}
             message.content = RecordDict({**configs})
-            answer = self._call(desk, arrays, message, context, app)
-            keep_metrics(desk.place.folder, server_round, "train", answer.metric_records)
-            return self._trained(desk, answer, layout)
+            answer = self._call(peer, arrays, message, context, app)
+            keep_metrics(peer.place.folder, server_round, "train", answer.metric_records)
+            return self._trained(peer, answer, layout)
 
-        desk.state = run_mesh(asked, desk.place, self.privacy, content.array_records[INITIAL], MeshApp(train))
+        peer.state = run_mesh(asked, peer.place, self.privacy, content.array_records[INITIAL], MeshApp(train))
 
-    def _call(self, desk: Desk, arrays: ArrayRecord, message: Message, context: Context, app: App) -> RecordDict:
+    def _call(
+        self, peer: RequestHandler, arrays: ArrayRecord, message: Message, context: Context, app: App
+    ) -> RecordDict:
         """Let the app's own function answer, with the peer's model where it looks for the global one.
 
         Raises:
@@ -561,63 +563,63 @@ class PeerMod:
         """
         own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, MODEL, INBOX)}
         copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
-        message.content = RecordDict({desk.asked.arrays: arrays, **copies})
-        if desk.state is not None and desk.state.local_arrays:
-            local = {name: Array(value) for name, value in desk.state.local_arrays.items()}
-            message.content[desk.asked.local_record] = ArrayRecord(local)
+        message.content = RecordDict({peer.asked.arrays: arrays, **copies})
+        if peer.state is not None and peer.state.local_arrays:
+            local = {name: Array(value) for name, value in peer.state.local_arrays.items()}
+            message.content[peer.asked.local_record] = ArrayRecord(local)
         try:
-            with working_in(desk.place.folder):
+            with working_in(peer.place.folder):
                 reply = app(message, context)
         except BudgetError:
-            log.exception("peer %s: the app's own budget", desk.place.peer)
+            log.exception("peer %s: the app's own budget", peer.place.peer)
             raise
         except RAISED_BY_USERS as error:
             if not self.withholds:
                 raise
-            log.exception("peer %s: the app's function failed", desk.place.peer)
-            raise self._failed(desk, f"raised {type(error).__name__}", "") from None
+            log.exception("peer %s: the app's function failed", peer.place.peer)
+            raise self._failed(peer, f"raised {type(error).__name__}", "") from None
         if not isinstance(reply, Message):
-            raise self._failed(desk, f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
+            raise self._failed(peer, f"returned a {type(reply).__name__}", "it must return Message(..., reply_to=msg)")
         if reply.has_error():
-            raise self._failed(desk, "answered with an error", reason(reply.error.reason))
+            raise self._failed(peer, "answered with an error", reason(reply.error.reason))
         return reply.content
 
-    def _trained(self, desk: Desk, content: RecordDict, layout: Layout) -> ArrayRecord:
+    def _trained(self, peer: RequestHandler, content: RecordDict, layout: Layout) -> ArrayRecord:
         """Return the arrays of the train function's answer.
 
         Raises:
             RunError: there are none, or several and none under the key, or others than were given.
         """
         try:
-            return returned_arrays(content, desk.asked.arrays, layout)
+            return returned_arrays(content, peer.asked.arrays, layout)
         except UnfitAnswerError as error:
-            raise self._failed(desk, error.what, error.details) from None
+            raise self._failed(peer, error.what, error.details) from None
 
-    def _renew_local_arrays(self, desk: Desk, state: PeerState, answer: RecordDict) -> None:
+    def _renew_local_arrays(self, peer: RequestHandler, state: PeerState, answer: RecordDict) -> None:
         """Keep the record of a train function's answer that never leaves, where it is the model's and finite.
 
         Raises:
             RunError: it is of other arrays.
         """
-        name = desk.asked.local_record
+        name = peer.asked.local_record
         if not state.local_arrays or name not in answer.array_records:
             return
         arrays = numpy_arrays(answer.array_records[name])
         if difference := state.layout.misfit(arrays):
-            raise self._failed(desk, f"returned another {name} than the model's", difference)
+            raise self._failed(peer, f"returned another {name} than the model's", difference)
         if np.isfinite(state.layout.vector(arrays)).all():
             state.local_arrays = arrays
 
-    def _failed(self, desk: Desk, what: str, details: str) -> RunError:
+    def _failed(self, peer: RequestHandler, what: str, details: str) -> RunError:
         """Return an error that says what an app did; details may tell of its data, and stay where all such does."""
         if details and self.withholds:
-            log.warning("peer %s: its app %s: %s", desk.place.peer, what, details)
+            log.warning("peer %s: its app %s: %s", peer.place.peer, what, details)
         words = "see its own log" if self.withholds else details
-        return RunError(f"the app of peer {desk.place.peer} {what}; {words}")
+        return RunError(f"the app of peer {peer.place.peer} {what}; {words}")
 
-    def _leaving(self, desk: Desk, theirs: RecordDict) -> dict[str, MetricRecord]:
+    def _leaving(self, peer: RequestHandler, theirs: RecordDict) -> dict[str, MetricRecord]:
         """Return what of the app's answer leaves: its metrics, unless they are of private data."""
         if self.keeps_metrics:
-            keep_metrics(desk.place.folder, desk.asked.round_index, desk.asked.kind, theirs.metric_records)
+            keep_metrics(peer.place.folder, peer.asked.round_index, peer.asked.kind, theirs.metric_records)
             return {}
         return dict(theirs.metric_records)

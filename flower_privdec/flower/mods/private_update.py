@@ -21,7 +21,7 @@ from flower_privdec.common.arguments import check_numbers
 from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower.mods.peer_state import Layout, PeerState, numpy_arrays
-from flower_privdec.flower.node_settings import PeerPlace
+from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
 from flower_privdec.privacy.ledger.ledger import Charge, Head, Ledger, RunName, read_entries, releases_in
@@ -360,7 +360,7 @@ class PeerPrivacy:
         """Return whether anything is protected."""
         return self.clip_norm is not None
 
-    def budget(self, place: PeerPlace) -> tuple[float, float]:
+    def budget(self, place: PeerSettings) -> tuple[float, float]:
         """Return ε and δ to which a peer is held: the stricter of the app's and its owner's.
 
         Raises:
@@ -370,7 +370,7 @@ class PeerPrivacy:
         check_budget(place.epsilon, delta, self.clip_norm, "the node-config")
         return min(place.epsilon, self.epsilon or math.inf), delta
 
-    def noise(self, place: PeerPlace, rounds: int) -> float:
+    def noise(self, place: PeerSettings, rounds: int) -> float:
         """Return the noise multiplier of a run of so many rounds."""
         if self.noise_multiplier is not None:
             return self.noise_multiplier

@@ -19,7 +19,7 @@ from flwr.app import ArrayRecord, MetricRecord
 from flower_privdec.errors import RunError
 from flower_privdec.flower.mods.peer_state import PeerState, numpy_arrays
 from flower_privdec.flower.mods.private_update import PeerPrivacy
-from flower_privdec.flower.node_settings import PeerPlace
+from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless.app_peer import AppTrainer, app_peer
 from flower_privdec.flower.serverless.initial_arrays import InitialArrays
 from flower_privdec.network.peer.peer import PeerDevice
@@ -53,7 +53,7 @@ class MeshApp:
         return {}
 
 
-def run_mesh(asked: Asked, place: PeerPlace, privacy: PeerPrivacy, initial: ArrayRecord, app: MeshApp) -> PeerState:
+def run_mesh(asked: Asked, place: PeerSettings, privacy: PeerPrivacy, initial: ArrayRecord, app: MeshApp) -> PeerState:
     """Run a peer until its rounds are done, or on from where it was, and return its mass.
 
     Raises:
@@ -80,12 +80,12 @@ def run_mesh(asked: Asked, place: PeerPlace, privacy: PeerPrivacy, initial: Arra
         running.close()
 
 
-def mesh_folder(place: PeerPlace, run: str) -> Path:
+def mesh_folder(place: PeerSettings, run: str) -> Path:
     """Return where a node keeps a mesh run's checkpoints."""
     return place.folder / f"mesh-{run}"
 
 
-def _agreed(asked: Asked, place: PeerPlace) -> AppScenario:
+def _agreed(asked: Asked, place: PeerSettings) -> AppScenario:
     """Return the scenario that a message brings, where it says no more than it may.
 
     Raises:
@@ -111,7 +111,7 @@ def _agreed(asked: Asked, place: PeerPlace) -> AppScenario:
     return scenario
 
 
-def _own_privacy(place: PeerPlace, privacy: PeerPrivacy) -> AppPrivacySection | None:
+def _own_privacy(place: PeerSettings, privacy: PeerPrivacy) -> AppPrivacySection | None:
     """Return what protects this peer: as the app says, held to its owner's budget, in its own ledger."""
     if privacy.clip_norm is None:
         privacy.budget(place)  # which refuses an owner's budget that nothing keeps

@@ -90,7 +90,7 @@ class Mesh(PushSum):
     ) -> Result:
         """Let the peers run all rounds among themselves; relay them where a peer cannot be reached."""
         network, told = self.network, self.told
-        unreachable = [peer for peer in range(network.census.n_peers) if peer not in told or not told[peer].address]
+        unreachable = [peer for peer in range(network.registry.n_peers) if peer not in told or not told[peer].address]
         if unreachable:
             log.info("Peers %s have no address: all rounds are relayed by this ServerApp", unreachable)
             return super()._run(num_rounds, train_config, evaluate_config, evaluate_fn)

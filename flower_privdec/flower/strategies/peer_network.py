@@ -29,8 +29,7 @@ from flower_privdec.flower.mods.peer_mod import (
 )
 from flower_privdec.flower.mods.private_update import UNPROTECTED
 from flower_privdec.flower.strategies.masking import unmasked_sum
-from flower_privdec.graph.mixing import MixingMatrix
-from flower_privdec.graph.mixing.weights import average_matrix, mixing_matrix
+from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix
 from flower_privdec.graph.topology.graphs import CompleteTopology, Topology
 
 log = logging.getLogger("flwr.privdec")
@@ -39,7 +38,7 @@ Label = tuple[int, int, int]  # of a share: sender, the sender's epoch, number
 
 
 @dataclass
-class Mailroom:
+class RelayStore:
     """What is on its way, and what has arrived.
 
     All of it is in memory: when the ServerApp dies, the senders hand in again what has not arrived.
@@ -104,7 +103,7 @@ MOST = 2**20  # peers: what masked sums hold, and a graph that fits into memory
 
 
 @dataclass
-class Census:
+class NodeRegistry:
     """Peers and nodes.
 
     A node says in its node-config which partition it is, and that is the peer that it is: a SuperNode that was
@@ -245,8 +244,8 @@ class PeerNetwork:
         grid: the nodes.
         common: what is said in every message: the run, a simulation's folder, the arrays' key, the rounds.
         timeout: seconds to wait for answers.
-        census: which node is which peer.
-        mailroom: the shares on their way.
+        registry: which node is which peer.
+        relay_store: the shares on their way.
         told: what each peer said last.
         train_errors: peers whose last answer was a failure, and its reason.
         eval_errors: peers whose app could not evaluate, and why; that keeps nobody from training.
@@ -255,8 +254,8 @@ class PeerNetwork:
     grid: Grid
     common: dict[str, Any]
     timeout: float
-    census: Census = field(default_factory=Census)
-    mailroom: Mailroom = field(default_factory=Mailroom)
+    registry: NodeRegistry = field(default_factory=NodeRegistry)
+    relay_store: RelayStore = field(default_factory=RelayStore)
     told: dict[int, Told] = field(default_factory=dict)
     train_errors: dict[int, str] = field(default_factory=dict)
     eval_errors: dict[int, str] = field(default_factory=dict)
@@ -267,14 +266,14 @@ class PeerNetwork:
         Raises:
             RunError: too few are there, or one is no peer.
         """
-        deadline, census = time.monotonic() + patience, self.census
-        while not census.n_peers or len(census.node_of) < census.n_peers:
+        deadline, registry = time.monotonic() + patience, self.registry
+        while not registry.n_peers or len(registry.node_of) < registry.n_peers:
             left = deadline - time.monotonic()
             self.meet(max(0.0, left))
             if left < 0:
                 break
-            time.sleep(0.0 if census.node_of else 0.05)
-        there, wanted = len(census.there), census.n_peers
+            time.sleep(0.0 if registry.node_of else 0.05)
+        there, wanted = len(registry.there), registry.n_peers
         if there < min(2, wanted or 2):
             raise RunError(f"{there} of {wanted or 'the'} SuperNodes answered within {patience:g} s; start them all")
         if there < wanted:
@@ -286,12 +285,12 @@ class PeerNetwork:
         Raises:
             RunError: who is new is no peer, or says that it is one that is there.
         """
-        self.census.look(self.grid, Asked(INTRODUCE, **self.common), patience, self._note)
+        self.registry.look(self.grid, Asked(INTRODUCE, **self.common), patience, self._note)
 
     def _note(self, told: Told) -> None:
         self.told[told.peer] = told
         if told.epoch:
-            self.mailroom.hear(told, None)
+            self.relay_store.hear(told, None)
 
     def join(self, initial: ArrayRecord, founding: bool) -> None:
         """Let the peers begin that have no state of this run: with the initial arrays, or late and with nothing.
@@ -299,7 +298,7 @@ class PeerNetwork:
         Raises:
             RunError: none of them can.
         """
-        new = [peer for peer in self.census.there if not self.told[peer].epoch]
+        new = [peer for peer in self.registry.there if not self.told[peer].epoch]
         if new:
             contents = {peer: RecordDict({INITIAL: initial}) for peer in new}
             self.ask([self.message(peer, "train", JOIN, contents[peer], founding=founding) for peer in new])
@@ -319,34 +318,34 @@ class PeerNetwork:
 
     def members(self) -> list[int]:
         """Return the peers that are there and have a state of this run."""
-        return [peer for peer in self.census.there if self.told[peer].epoch]
+        return [peer for peer in self.registry.there if self.told[peer].epoch]
 
     def responsive_peers(self) -> list[int]:
         """Return those of them that answered the last time, without a failure: who gets shares and is counted on."""
-        return [peer for peer in self.members() if peer not in self.census.silent and peer not in self.train_errors]
+        return [peer for peer in self.members() if peer not in self.registry.silent and peer not in self.train_errors]
 
     def message(self, peer: int, category: str, kind: str, content: RecordDict, **more: Any) -> Message:
         """Return a message to a peer, with its mail and what it has to know of the others."""
-        known = sorted(self.mailroom.epochs)
+        known = sorted(self.relay_store.epochs)
         asked = Asked(
             kind,
             peer=peer,
             neighbors=known,
-            epochs=[self.mailroom.epochs[each] for each in known],
+            epochs=[self.relay_store.epochs[each] for each in known],
             keys=[self.told[each].key for each in known],
             **self.common,
-            **self.mailroom.words_for(peer),
+            **self.relay_store.words_for(peer),
             **more,
         )
         if kind != JOIN:
-            content[INBOX] = self.mailroom.inbox(peer)
+            content[INBOX] = self.relay_store.inbox(peer)
         content[SAYS] = asked.record()
-        return Message(content, self.census.node_of[peer], category, ttl=max(self.timeout, LEAST_TTL))
+        return Message(content, self.registry.node_of[peer], category, ttl=max(self.timeout, LEAST_TTL))
 
     def ask(self, messages: Iterable[Message]) -> dict[int, Message]:
         """Send messages, and return the good answers that came in time, by peer; late ones are heard all the same."""
-        replies = self.census.ask(self.grid, messages, self.timeout, self._hear)
-        return {self.census.peer_at(r.metadata.src_node_id): r for r in replies if not r.has_error()}
+        replies = self.registry.ask(self.grid, messages, self.timeout, self._hear)
+        return {self.registry.peer_at(r.metadata.src_node_id): r for r in replies if not r.has_error()}
 
     def _hear(self, peer: int, reply: Message) -> None:
         """Take in an answer, whenever it comes."""
@@ -359,14 +358,14 @@ class PeerNetwork:
         except RunError as error:
             self.train_errors[peer] = str(error)
             return
-        if (told.peer, told.n_peers) != (peer, self.census.n_peers):
+        if (told.peer, told.n_peers) != (peer, self.registry.n_peers):
             self.train_errors[peer] = (
                 f"it says now that it is peer {told.peer} of {told.n_peers}: give it its own partition-id"
             )
             return
         self.train_errors.pop(peer, None)
         self.told[peer] = told
-        self.mailroom.hear(told, reply.content.array_records.get(OUTBOX))
+        self.relay_store.hear(told, reply.content.array_records.get(OUTBOX))
 
     def troubles(self) -> str:
         """Return what is worth a word: who is silent, fails, refuses a share, or trains no more."""
@@ -376,14 +375,16 @@ class PeerNetwork:
             for why in told.refused:
                 said[peer] = f"refused: {why}"
         said |= (
-            self.train_errors | dict.fromkeys(self.census.silent, "no answer") | dict.fromkeys(self.census.gone, "gone")
+            self.train_errors
+            | dict.fromkeys(self.registry.silent, "no answer")
+            | dict.fromkeys(self.registry.gone, "gone")
         )
         return said_by(said)
 
     def raise_if_all_fail(self, peers: Iterable[int]) -> None:
         """Raise what the peers say, when none of those asked did what it was asked."""
         asked = list(peers)
-        failed = {peer: "no answer" for peer in asked if peer in self.census.silent}
+        failed = {peer: "no answer" for peer in asked if peer in self.registry.silent}
         failed |= {peer: self.train_errors[peer] for peer in asked if peer in self.train_errors}
         if failed and len(failed) == len(asked):
             raise RunError(f"no peer could go on: {said_by(failed)}")

@@ -30,8 +30,7 @@ from flower_privdec.flower.strategies.peer_network import (
     said_by,
     total_mass,
 )
-from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.mixing.weights import UNDIRECTED
+from flower_privdec.graph.mixing import UNDIRECTED, Mixing
 from flower_privdec.graph.participation import build_participation
 from flower_privdec.graph.topology.graphs import Topology
 from flower_privdec.graph.topology.named import build_topology
@@ -277,7 +276,7 @@ class Routed(Strategy):
         self.network = PeerNetwork(grid, common, timeout)
         self.network.find(self.patience)
         self._sealed = self.network.sealed
-        self._build_graph(self.network.census.n_peers)
+        self._build_graph(self.network.registry.n_peers)
         self.summary()
 
     @property
@@ -296,12 +295,12 @@ class Routed(Strategy):
 
     def _first_round(self) -> int:
         """Return the round to go on with: again the last, where somebody missed it, for nobody takes part twice."""
-        rounds = [self.told[peer].round_index for peer in self.network.census.there]
+        rounds = [self.told[peer].round_index for peer in self.network.registry.there]
         return max(rounds) + (min(rounds) == max(rounds) or max(rounds) == 0)
 
     def summary(self) -> None:
         """Log who takes part and how."""
-        n_peers, common = self.network.census.n_peers, self.network.common
+        n_peers, common = self.network.registry.n_peers, self.network.common
         log.info("%s on %s: %s peers, %s rounds", type(self).__name__, self._graph.name, n_peers, self._rounds)
         log.info("Run %r; a simulation's peers keep state and ledgers in %s", common["run"], common["folder"])
         log.info("Shares are %s", "sealed between the peers" if self._sealed else "open to this ServerApp")
@@ -359,7 +358,7 @@ class Routed(Strategy):
 
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
         """Return to whom the shares of each peer go in a round, and with which weight: to none that is not well."""
-        present = np.zeros(self.network.census.n_peers, dtype=bool)
+        present = np.zeros(self.network.registry.n_peers, dtype=bool)
         present[self._counted] = True
         links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(len(present))}
         if present.sum() < 2:
@@ -374,7 +373,7 @@ class Routed(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the mean over the peers that took part, for evaluation alone, and the metrics that came."""
         self.network.raise_if_all_fail(self._asked)
-        answers = {self.network.census.peer_at(reply.metadata.src_node_id): reply for reply in replies}
+        answers = {self.network.registry.peer_at(reply.metadata.src_node_id): reply for reply in replies}
         trained = sum(self.told[peer].trained for peer in answers)
         self._exhausted |= {peer: self.told[peer].stopped for peer in answers if self.told[peer].exhausted}
         troubles = self.network.troubles()
@@ -383,7 +382,7 @@ class Routed(Strategy):
             server_round,
             self._rounds,
             trained,
-            self.network.census.n_peers,
+            self.network.registry.n_peers,
             f" ({troubles})" if troubles else "",
         )
         mean = self._mean(answers, self._counted) if self._wants_mean else None

@@ -24,7 +24,7 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Exchange, Mix, Reply, State
 from flower_privdec.engine.checkpoint import Checkpoint
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
-from flower_privdec.graph.mixing.schedule import PartlyHeard
+from flower_privdec.graph.mixing import PartlyHeard
 from flower_privdec.network.peer.connections import Messages, Session
 from flower_privdec.network.peer.peer import POLL, RunningPeer
 from flower_privdec.network.transport.transport import UnreachableError
