@@ -25,9 +25,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flower_privdec.api.comparing import Comparison, compare
-    from flower_privdec.api.planning import Plan, plan
     from flower_privdec.api.result import RunResult, load_run
-    from flower_privdec.api.running import OnEvaluation, run
+    from flower_privdec.api.running import OnEvaluation, Plan, plan, run
     from flower_privdec.api.scenarios import load_scenario, make_scenario
     from flower_privdec.errors import BudgetError, PrivdecError, RunError, ScenarioError
     from flower_privdec.scenario import Scenario
@@ -38,7 +37,7 @@ else:
         "BudgetError": "errors",
         "Comparison": "api.comparing",
         "OnEvaluation": "api.running",
-        "Plan": "api.planning",
+        "Plan": "api.running",
         "PrivdecError": "errors",
         "RunError": "errors",
         "RunResult": "api.result",
@@ -48,7 +47,7 @@ else:
         "load_run": "api.result",
         "load_scenario": "api.scenarios",
         "make_scenario": "api.scenarios",
-        "plan": "api.planning",
+        "plan": "api.running",
         "run": "api.running",
     }
 

@@ -49,8 +49,8 @@ class Released:
     Attributes:
         step: its number in the run.
         peers: int64 [r].
-        receivers: int64 [r], to whom alone each row's sums go; None for everybody.
-        drawn: the local positions each row drew.
+        receivers: int64 [r], the only receiver of each row's sums; None where every neighbour gets them.
+        positions: the local positions each row drew.
         unit: [r], one clip norm in the sums.
         before: what each sum was added to, [r, d].
         raw: what was computed of it, without noise, [r, d].
@@ -61,7 +61,7 @@ class Released:
     step: int
     peers: np.ndarray
     receivers: np.ndarray | None
-    drawn: list[set[int]]
+    positions: list[set[int]]
     unit: Tensor
     before: Mapping[str, Tensor]
     raw: Mapping[str, Tensor]
@@ -88,12 +88,12 @@ def _take(
     raw = {name: out - before[name] for name, out in step.sums.items()}
     publish(cohort, step, std)
     clip = torch.ones_like(step.scale) if step.clip_norm is None else step.clip_norm
-    drawn = [set(index[mask].tolist()) for index, mask in zip(step.batch.index, step.batch.weight > 0, strict=True)]
+    positions = [set(index[mask].tolist()) for index, mask in zip(step.batch.index, step.batch.weight > 0, strict=True)]
     return Released(
         step=step.step,
         peers=step.peers,
         receivers=step.receivers,
-        drawn=[drawn[row] for row in step.batch_row.tolist()],
+        positions=[positions[row] for row in step.batch_row.tolist()],
         unit=step.scale.abs() * clip,
         before=before,
         raw=raw,
@@ -187,11 +187,11 @@ def assert_sensitivity(
     drawing, most = drawings_of(experiment, experiment.own.peers, experiment.own.sampler)[peer], 0.0
     for one, other in zip(tape.steps, again.steps, strict=True):
         for row in np.flatnonzero(one.peers == peer).tolist():
-            declared = {each.name: each for each in experiment.algorithm.released(one.step, drawing) or ()}
+            declared = {release.name: release for release in experiment.algorithm.released(one.step, drawing) or ()}
             for name in one.public:
-                each = declared[name]
+                release = declared[name]
                 moved = float((one.raw[name][row] - other.raw[name][row]).norm() / one.unit[row])
-                allowed = each.drawn if each.over == "all" or example in one.drawn[row] else each.idle
+                allowed = release.drawn if release.over == "all" or example in one.positions[row] else release.idle
                 where = f"step {one.step}: sum {name!r} of peer {peer}"
                 assert moved <= allowed * (1 + slack) + slack, (
                     f"{where} moves by {moved:.6g} clip norms, declared {allowed:.6g}"
@@ -245,22 +245,22 @@ def assert_noise(experiment: Experiment, rounds: int) -> None:
         for _ in range(rounds):
             engine.round()
     drawings = drawings_of(experiment, experiment.own.peers, experiment.own.sampler)
-    for each in tape.steps:
-        for row, peer in enumerate(each.peers.tolist()):
-            for said in experiment.algorithm.released(each.step, drawings[peer]) or ():
-                multiplier = 0.0 if said.to == "self" else plan.noise_multipliers[each.step, peer] * said.noise
-                receiver = None if each.receivers is None else int(each.receivers[row])
-                drawn = watched.drawn.get((peer, each.step, said.name, receiver))
-                _check_noise(each, row, said.name, multiplier, drawn)
+    for step in tape.steps:
+        for row, peer in enumerate(step.peers.tolist()):
+            for declared in experiment.algorithm.released(step.step, drawings[peer]) or ():
+                multiplier = 0.0 if declared.to == "self" else plan.noise_multipliers[step.step, peer] * declared.noise
+                receiver = None if step.receivers is None else int(step.receivers[row])
+                std = watched.drawn.get((peer, step.step, declared.name, receiver))
+                _check_noise(step, row, declared.name, multiplier, std)
 
 
-def _check_noise(step: Released, row: int, name: str, multiplier: float, found: float | None) -> None:
+def _check_noise(step: Released, row: int, name: str, multiplier: float, std: float | None) -> None:
     where = f"step {step.step}: sum {name!r} of peer {step.peers[row]}"
-    wanted = multiplier * float(step.unit[row])
-    assert abs((found or 0.0) - wanted) <= 1e-9 * wanted, f"{where} has noise {found}, and must have {wanted}"
+    expected = multiplier * float(step.unit[row])
+    assert abs((std or 0.0) - expected) <= 1e-9 * expected, f"{where} has noise {std}, and must have {expected}"
     noise = step.after[name][row] - step.before[name][row] - step.raw[name][row]
     size = float(noise.norm()) / math.sqrt(len(noise))
-    assert (size > 0.1 * wanted) if wanted else size < 1e-9, f"{where}: its noise of {wanted} was not added"
+    assert (size > 0.1 * expected) if expected else size < 1e-9, f"{where}: its noise of {expected} was not added"
 
 
 # --- nothing else leaves ---
@@ -295,27 +295,31 @@ def _other(values: Tensor, count: int | None) -> Tensor:
 
 def seen_in_engine(experiment: Experiment) -> Seen:
     """Run in the engine; return what was handed to exchanges, and what metrics, summary and models say."""
-    seen: Seen = {"exchange": []}
+    observed: Seen = {"exchange": []}
     perform = Engine.perform
 
     def watched(engine: Engine, exchange: Exchange) -> None:
         mixing = engine.cohort.mixing
         sent = {} if mixing is None else exchange.outgoing(engine.state, mixing)
-        seen["exchange"] += [f"{link} {name} {_hash(row)}" for link, rows in sent.items() for name, row in rows.items()]
+        observed["exchange"] += [
+            f"{link} {name} {_hash(row)}" for link, rows in sent.items() for name, row in rows.items()
+        ]
         perform(engine, exchange)
 
     with tempfile.TemporaryDirectory() as folder, patch.object(Engine, "perform", watched):
         run(experiment, Path(folder) / "run")
-        return seen | seen_in_folder(Path(folder) / "run")
+        return observed | seen_in_folder(Path(folder) / "run")
 
 
 def seen_in_folder(folder: Path) -> Seen:
-    """Return what a run's folder tells whoever is given its metrics, summary and models."""
+    """Return what metrics, summary and models in a run's folder reveal."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
-    told = [json.dumps({key: value for key, value in each.items() if key not in TIMES}) for each in [*lines, summary]]
+    records = [
+        json.dumps({key: value for key, value in record.items() if key not in TIMES}) for record in [*lines, summary]
+    ]
     models = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    return {"metrics and summary": told, "models": [models]}
+    return {"metrics and summary": records, "models": [models]}
 
 
 def _hash(tensor: Tensor) -> str:
@@ -338,13 +342,13 @@ def assert_nothing_else_leaves(
     with recording() as tape:
         expected = watch(experiment)
     with replaying(tape) as again:
-        found = watch(other_data(experiment, peer))
+        observed = watch(other_data(experiment, peer))
     moved = any(
         not torch.equal(one.raw[name], other.raw[name])
         for one, other in zip(tape.steps, again.steps, strict=True)
         for name in one.raw
     )
     assert moved or not tape.steps, "the other data change nothing: the law says nothing about this experiment"
-    assert found.keys() == expected.keys()
-    for place, wanted in expected.items():
-        assert found[place] == wanted, f"{place}: what leaves peer {peer} depends on examples beside what is declared"
+    assert observed.keys() == expected.keys()
+    for place, value in expected.items():
+        assert observed[place] == value, f"{place}: what leaves peer {peer} depends on examples beside what is declared"

@@ -12,8 +12,8 @@ from typing import Any
 
 from flower_privdec.api.objects import check_everywhere
 from flower_privdec.api.result import as_frame, flat
+from flower_privdec.api.running import threads_kept
 from flower_privdec.api.scenarios import as_scenario, make_scenario
-from flower_privdec.api.threads import threads_kept
 from flower_privdec.common.formatting import NOTHING, epsilon_text, number, setting, shown
 from flower_privdec.common.user_code import Given
 from flower_privdec.core import Algorithm
@@ -22,11 +22,10 @@ from flower_privdec.experiment.model_code import code_of
 from flower_privdec.reporting.console import comparison_text
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.scenario import Scenario, own_parts, scenario_hash
-from flower_privdec.study.cache import folder_of, is_finished
 from flower_privdec.study.cells import Cell
 from flower_privdec.study.measured import Reading, kinds_of, metric
 from flower_privdec.study.results import Estimate
-from flower_privdec.study.runner import missing_cells, run_cells
+from flower_privdec.study.runner import folder_of, is_finished, missing_cells, run_cells
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
 SHARED = ("learning_rate", "learning_rate_decay")  # keys of every algorithm's section
@@ -62,10 +61,10 @@ class Comparison:
 
     def __str__(self) -> str:
         """Return the table, with its note and what failed below it."""
-        headings = ["", "runs", "ε", *(each.title for each in self.metrics.values())]
+        headings = ["", "runs", "ε", *(reading.title for reading in self.metrics.values())]
         rows = [
             [row["label"], str(row["runs"]), epsilon_text(row["epsilon"])]
-            + [_spread(row[name], each.share) for name, each in self.metrics.items()]
+            + [_spread(row[name], reading.share) for name, reading in self.metrics.items()]
             for row in self.rows
         ]
         failed = [f"{label}, seed {seed}, failed: {why}" for (label, seed), why in self.failures.items()]
@@ -104,12 +103,12 @@ def compare(
         note. So `privacy.ledger` has to be left out.
     """
     variants = _variants(scenario, algorithms)
-    cells = [_cell(label, each, seed) for label, each in variants.items() for seed in _distinct(seeds)]
+    cells = [_cell(label, variant, seed) for label, variant in variants.items() for seed in _distinct(seeds)]
     if not isinstance(jobs, int) or jobs < 1:
         raise ScenarioError(f"jobs={shown(jobs)} must be >= 1, and a whole number")
     _check_seeds(cells)
-    for each in variants.values() if jobs > 1 else ():
-        check_everywhere(each, f"jobs={jobs} are processes")
+    for variant in variants.values() if jobs > 1 else ():
+        check_everywhere(variant, f"jobs={jobs} are processes")
     readings = _readings(variants.values(), metrics)
     with ExitStack() as stack:
         stack.enter_context(threads_kept())
@@ -121,9 +120,9 @@ def compare(
     if len(failures) == len(cells):
         (label, seed), why = next(iter(failures.items()))
         raise RunError(f"every run failed; {label}, seed {seed}: {why}")
-    rows = [_row(label, each, readings) for label, each in runs.items()]
+    rows = [_row(label, finished, readings) for label, finished in runs.items()]
     return Comparison(
-        rows, readings, tuple(seeds), failures, _note([run for each in runs.values() for run in each], seeds)
+        rows, readings, tuple(seeds), failures, _note([run for finished in runs.values() for run in finished], seeds)
     )
 
 
@@ -135,15 +134,17 @@ def _variants(
     if isinstance(scenario, Mapping):
         if algorithms is not None or not scenario:
             raise ScenarioError("compare takes one scenario with algorithms, or a mapping of scenarios alone")
-        return {label: as_scenario(each) for label, each in scenario.items()}
+        return {label: as_scenario(choice) for label, choice in scenario.items()}
     base = as_scenario(scenario)
     if algorithms is None:
         return {base.algorithm.name: base}
-    named = algorithms.items() if isinstance(algorithms, Mapping) else [(_label(each), each) for each in algorithms]
+    named = (
+        algorithms.items() if isinstance(algorithms, Mapping) else [(_label(choice), choice) for choice in algorithms]
+    )
     labels = [label for label, _ in named]
     if not labels or len(set(labels)) < len(labels):
         raise ScenarioError(f"algorithms must be at least one, and have labels that differ, not {labels}")
-    return {label: make_scenario(base, algorithm=_section(base, each)) for label, each in named}
+    return {label: make_scenario(base, algorithm=_section(base, choice)) for label, choice in named}
 
 
 def _label(algorithm: AlgorithmChoice) -> str:
@@ -182,9 +183,9 @@ def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
     seeded = make_scenario(scenario, seed=seed)
     parts = own_parts(seeded, metrics=True)
     named = [part for part in parts if not isinstance(part, Given)]
-    given = [part.target.encode() for part in parts if isinstance(part, Given)]
+    targets = [part.target.encode() for part in parts if isinstance(part, Given)]
     key = hashlib.sha256(scenario_hash(seeded).encode())
-    for code in (*code_of(named), *given):
+    for code in (*code_of(named), *targets):
         key.update(len(code).to_bytes(8, "little") + code)
     return Cell("comparison", (label,), seed, seeded, key.hexdigest())
 
@@ -204,9 +205,9 @@ def _finished(label: str, cells: Sequence[Cell], cache: Path) -> list[Result]:
 def _row(label: str, runs: Sequence[Result], readings: Mapping[str, Reading]) -> dict[str, Any]:
     row: dict[str, Any] = {"label": label, "runs": len(runs), "epsilon": max(map(_epsilon, runs), default=None)}
     for name, reading in readings.items():
-        found = [[reading.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in runs]
-        values = [[value for value in each if value is not None] for each in found]
-        estimate = Estimate.of([reading.over(each) for each in values if each])
+        by_run = [[reading.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in runs]
+        values = [[value for value in series if value is not None] for series in by_run]
+        estimate = Estimate.of([reading.over(series) for series in values if series])
         row[name] = None if estimate is None else {"mean": estimate.mean, "std": estimate.std, "n": estimate.n}
     return row
 
@@ -227,10 +228,10 @@ def _note(runs: Sequence[Result], seeds: Sequence[int]) -> str:
     return f"{spread} ε is that of a run alone; {together}.".strip()
 
 
-def _spread(found: dict[str, Any] | None, share: bool) -> str:
-    if found is None:
+def _spread(estimate: dict[str, Any] | None, share: bool) -> str:
+    if estimate is None:
         return NOTHING
-    mean, std = found["mean"], found["std"]
+    mean, std = estimate["mean"], estimate["std"]
     if share:
         return f"{100 * mean:.1f} %" if std is None else f"{100 * mean:.1f} ± {100 * std:.1f} %"
     return number(mean) if std is None else f"{number(mean)} ± {number(std)}"

@@ -1,28 +1,113 @@
-"""Objects in place of names: what is given in Python becomes a part that a scenario names.
+"""Python objects in a scenario: arrays, models, functions and graphs in place of names.
 
-A class or function that lies in a module is called by where it lies. Anything else, as what a notebook or a script
-defines, arrays and graphs, gets a name that holds in this process, for as long as a scenario uses it.
+A class or function that lies in a module is named by its module. Any other object, such as a function of a notebook, an
+array or a graph, gets a name that is valid in this process for as long as a scenario uses it.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from flower_privdec.api.arrays import Arrays
+from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import Given, give, is_given
 from flower_privdec.core import Algorithm
-from flower_privdec.errors import ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.experiment.object_code import tell
 from flower_privdec.graph.topology import Topology
 from flower_privdec.graph.topology.graphs import networkx
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.data_section import PEER
 from flower_privdec.scenario.fields import own_modules
+
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """Copies of a caller's arrays.
+
+    Attributes:
+        train: x and y of everybody together, or of each peer.
+        test: x and y of the public test set.
+        per_peer: whether there is one pair for each peer.
+    """
+
+    train: list[Pair]
+    test: Pair
+    per_peer: bool
+
+    @classmethod
+    def of(cls, train: Any, test: Any) -> Arrays:
+        """Take data in one of the forms that `make_scenario` describes.
+
+        Raises:
+            ScenarioError: they are something else.
+        """
+        per_peer = isinstance(train, list)
+        if per_peer and not train:
+            raise ScenarioError("data.train is an empty list: give a pair (x, y) or a torch dataset for each peer")
+        parts = [(f"data.train[{i}]", part) for i, part in enumerate(train)] if per_peer else [("data.train", train)]
+        if test is None:
+            raise ScenarioError("data.test is missing: give a public test set beside data.train")
+        return cls([_pair(part, where) for where, part in parts], _pair(test, "data.test"), per_peer)
+
+    def __call__(self, part: str, root: str = "0") -> Pair:
+        """Return a half, as `data.dataset.module` has it; root is the peer's number, where each has data of its own."""
+        return self.test if part == "test" else self.train[int(root)]
+
+
+def _pair(value: Any, where: str) -> Pair:
+    if isinstance(value, Dataset):
+        return _read(value, where)
+    if not isinstance(value, tuple) or len(value) != 2:
+        kind = type(value).__name__
+        raise ScenarioError(
+            f"{where} is a {kind}: it must be a tuple (x, y) of arrays, or a torch dataset of such pairs"
+        )
+    return _array(value[0], f"{where}: x"), _array(value[1], f"{where}: y")
+
+
+def _read(dataset: Any, where: str) -> Pair:
+    """Read a torch dataset whole: every example once, in order."""
+    try:
+        count = len(dataset)
+    except (TypeError, ValueError) as error:
+        raise ScenarioError(f"{where} is a dataset without a length: give one that has one, or arrays") from error
+    try:
+        pairs = [dataset[i] for i in range(count)]
+    except RAISED_BY_USERS as error:  # a user's own dataset may raise anything
+        raise ScenarioError(f"{where}: the dataset fails: {one_line(error)}") from error
+    if not pairs or not all(isinstance(example, tuple | list) and len(example) == 2 for example in pairs):
+        raise ScenarioError(f"{where}: the dataset must have examples, each of them a pair (x, y)")
+    x, y = zip(*pairs, strict=True)
+    return _stack(x, f"{where}: x"), _stack(y, f"{where}: y")
+
+
+def _stack(values: Sequence[Any], where: str) -> np.ndarray:
+    parts = [_array(value, where) for value in values]
+    if len({part.shape for part in parts}) > 1:
+        raise ScenarioError(f"{where} has shapes {sorted({part.shape for part in parts})}: all examples' must be alike")
+    return np.stack(parts)
+
+
+def _array(value: Any, where: str) -> np.ndarray:
+    """Return a copy of an array, a tensor or lists of numbers."""
+    try:
+        array = np.array(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError, MemoryError) as error:
+        raise ScenarioError(f"{where} is no array: {one_line(error)}") from error
+    if array.dtype.kind not in "buif":
+        raise ScenarioError(f"{where} is a {type(value).__name__} of {array.dtype}: it must be an array of numbers")
+    return array
+
 
 Data = dict[str, Any]
 
@@ -44,7 +129,7 @@ def name_objects(data: Data) -> list[Given]:
     if isinstance(task, dict):
         namer.name_section(task, "loss", namer.code, "task.")
         if isinstance(task.get("metrics"), Sequence) and not isinstance(task["metrics"], str):
-            task["metrics"] = [namer.metric(each) for each in task["metrics"]]
+            task["metrics"] = [namer.metric(part) for part in task["metrics"]]
     if isinstance(section, dict):
         namer.name_section(section, "dataset", namer.code, "data.")
         namer.arrays(section)
@@ -137,7 +222,7 @@ class _Namer:
                 raise ScenarioError(f"data.{key} names data, and data.train gives them: remove one of them")
         arrays = Arrays.of(section.pop("train"), section.pop("test", None))
         section["dataset"] = {"module": self._keep(give(arrays, "data", tell((arrays.train, arrays.test))))}
-        if arrays.each:
+        if arrays.per_peer:
             section |= {"root": PEER, "test": "test"}
 
     def _keep(self, part: Given) -> str:
@@ -172,7 +257,7 @@ def check_given(scenario: Scenario) -> None:
     """
     for part in scenario.given:
         arrays = part.value
-        if isinstance(arrays, Arrays) and arrays.each and len(arrays.train) != scenario.n_peers:
+        if isinstance(arrays, Arrays) and arrays.per_peer and len(arrays.train) != scenario.n_peers:
             raise ScenarioError(
                 f"data.train lists data of {len(arrays.train)} peers for n_peers={scenario.n_peers}: give one of each, "
                 "or one pair (x, y) to deal out"

@@ -76,11 +76,11 @@ class RunResult:
         Raises:
             ScenarioError: when the run kept no model, or the file is damaged.
         """
-        found: dict[str, StateDict] = {}
+        models: dict[str, StateDict] = {}
         for key, tensor in self._tensors()[0].items():
             owner, _, name = key.partition("/")
-            found.setdefault(owner, {})[name] = tensor
-        return found
+            models.setdefault(owner, {})[name] = tensor
+        return models
 
     def model(self, peer: int | None = None, *, into: nn.Module | None = None) -> nn.Module:
         """Return a trained model, on the CPU and in evaluation mode.
@@ -123,7 +123,7 @@ class RunResult:
         if not rows:
             raise ScenarioError(f"{self.folder}: its shards hold the models until the run is done: let it finish")
         tensors = model_tensors(agreement, rows)
-        return {key: each for key, each in tensors.items() if key.startswith(prefix)}, module_facts(
+        return {key: tensor for key, tensor in tensors.items() if key.startswith(prefix)}, module_facts(
             agreement.public, agreement.loss
         )
 
@@ -138,8 +138,8 @@ def load_run(folder: str | Path) -> RunResult:
     Raises:
         ScenarioError: when it is no run's folder, or a file in it is damaged.
     """
-    found = read_result(as_path(folder, "folder"))
-    return RunResult(found.folder, found.scenario, found.metrics, found.summary)
+    result = read_result(as_path(folder, "folder"))
+    return RunResult(result.folder, result.scenario, result.metrics, result.summary)
 
 
 def as_frame(records: Sequence[Mapping[str, Any]]) -> Any:
@@ -153,10 +153,10 @@ def as_frame(records: Sequence[Mapping[str, Any]]) -> Any:
 
 def flat(record: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return a record without records in it: `{"loss": {"mean_model": 1}}` is `{"loss.mean_model": 1}`."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name, value in record.items():
-        found |= flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {f"{path}{name}": value}
-    return found
+        columns |= flat(value, f"{path}{name}.") if isinstance(value, Mapping) else {f"{path}{name}": value}
+    return columns
 
 
 def _read_models(path: Path, prefix: str) -> tuple[StateDict, dict[str, Any]]:

@@ -95,7 +95,7 @@ def as_scenario(scenario: Scenario | str | Path) -> Scenario:
 
 
 def as_path(path: str | Path, name: str) -> Path:
-    """Return a path that somebody gives.
+    """Return a caller's path.
 
     Args:
         path: of a file or a folder.
@@ -123,10 +123,10 @@ def _checked(
         path = tuple(key.split("."))
         put(data, path, _copied(value))
         overrides[path] = "settings"
-    kept = name_objects(data)
+    named = name_objects(data)
     scenario = validated(Scenario, plain(data), where, lines, overrides)
     check_given(scenario)
-    del kept  # their names hold until here, and from here on by the scenario
+    del named  # their names hold until here, and from here on by the scenario
     return scenario
 
 
@@ -138,7 +138,7 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any]:
 
 def _copied(value: Any, depth: int = 0) -> Any:
     """Return sections whose keys can be changed without changing what was given."""
-    return {key: _copied(each, depth + 1) for key, each in value.items()} if _nested(value, depth) else value
+    return {key: _copied(item, depth + 1) for key, item in value.items()} if _nested(value, depth) else value
 
 
 def _nested(value: Any, depth: int) -> bool:
@@ -153,9 +153,9 @@ def plain(value: Any, key: str = "", depth: int = 0) -> Any:
         for name in value:
             if not isinstance(name, str):
                 raise ScenarioError(f"{key or 'scenario'}: key {name!r} must be text")
-        return {name: plain(each, f"{key}.{name}".lstrip("."), depth + 1) for name, each in value.items()}
+        return {name: plain(item, f"{key}.{name}".lstrip("."), depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each, key, depth + 1) for each in value]
+        return [plain(item, key, depth + 1) for item in value]
     if isinstance(value, np.generic):
         return value.item()
     return os.fspath(value) if isinstance(value, os.PathLike) else value

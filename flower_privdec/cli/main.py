@@ -1,4 +1,4 @@
-"""The command `privdec`: run, show and plan scenarios, look at graphs and reports."""
+"""The command line, `privdec`: its commands, their options, and exit codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from flower_privdec import __version__
-from flower_privdec.cli.flower_commands import flower_run
 from flower_privdec.cli.network_commands import NETWORK_COMMANDS
 from flower_privdec.cli.typer_parts import (
     Command,
@@ -30,6 +29,40 @@ from flower_privdec.cli.typer_parts import (
 )
 from flower_privdec.common.formatting import printable, shown
 from flower_privdec.errors import PrivdecError, RunError, ScenarioError, StoppedError
+
+
+def flower_run(
+    app: Annotated[Path, typer.Argument(metavar="APP", help="The folder of a Flower app, with its pyproject.toml.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder in which the app runs and saves.", show_default="runs/APP")
+    ] = None,
+    supernodes: Annotated[int, typer.Option(min=1, help="How many SuperNodes to simulate.")] = 8,
+    cpus: Annotated[int, typer.Option(min=1, help="CPUs for each ClientApp.")] = 1,
+    gpus: Annotated[float, typer.Option(min=0, help="GPUs for each ClientApp.")] = 0.0,
+    run_config: Annotated[
+        list[str] | None, typer.Option("--run-config", "-c", metavar="KEY=VALUE", help="Lay over the app's run-config.")
+    ] = None,
+) -> None:
+    """Run any Flower app in Flower's simulation, with nothing left running; exit with 1 when it failed."""
+    from flower_privdec.data.readers import require
+    from flower_privdec.reporting import console
+
+    install = "pip install 'flower-privdec[simulation]'"
+    launcher = require("flower_privdec.flower.launch.launcher", "privdec flower-run", install)
+    folder = out or Path("runs") / app.absolute().name
+    again = saying_when_interrupted(f"the run was stopped; what it has saved is in {folder}")
+    with again, console.rounds(app.absolute().name) as on_round:
+        last = launcher.run_flower_app(
+            app,
+            folder,
+            n_supernodes=supernodes,
+            cpus=cpus,
+            gpus=gpus,
+            run_config=run_config or (),
+            on_round=on_round,
+        )
+    typer.echo(f"{last}\n{folder}: what the app has saved, and its log")
+
 
 HUGE_PAGES = ("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch then takes large tensors in pages of 2 MiB: a third of the time
 
@@ -66,8 +99,8 @@ class FlowerMode(StrEnum):
     relay = "relay"
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"privdec {__version__}")
         raise typer.Exit
 
@@ -118,12 +151,12 @@ def run(
         loaded = load_scenario(scenario, settings or ())
         folder = out or Path("runs") / loaded.name
         experiment = Experiment.build(loaded)
-    kept = saying_when_interrupted(
+    interruptible = saying_when_interrupted(
         "nothing was kept yet; run the same command again",
         f"the same command with --resume goes on from {folder}",
         chosen=(folder / "checkpoint").exists,
     )
-    with kept, console.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
+    with interruptible, console.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
         if runtime is Runtime.engine:
             from flower_privdec.engine.run import run as run_engine
 
@@ -140,19 +173,19 @@ def run(
 
 def _for_flower(runtime: Runtime, **options: Any) -> dict[str, Any]:
     """Return the options of Flower's runtime that were given, none of which the engine has."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if given and runtime is Runtime.engine:
-        name, value = next(iter(given.items()))
+    settings = {name: value for name, value in options.items() if value is not None}
+    if settings and runtime is Runtime.engine:
+        name, value = next(iter(settings.items()))
         flag = f"--{name.removeprefix('n_')}"
         raise ScenarioError(f"{flag} {value} is for --runtime flower: add that, or leave {flag} out")
-    return given
+    return settings
 
 
 @command()
 def show(scenario: ScenarioFile, settings: Settings = None) -> None:
     """Print a scenario with every default: as a value, or as a comment where it follows from something else."""
     with starting():
-        from flower_privdec.reporting.scenario_view import complete_yaml
+        from flower_privdec.reporting.console.views import complete_yaml
         from flower_privdec.scenario import load_scenario
 
     typer.echo(complete_yaml(load_scenario(scenario, settings or ())), nl=False)
@@ -260,7 +293,7 @@ for network_command in NETWORK_COMMANDS:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: 0 done, 1 the run failed, 2 the input is wrong (nothing was written), 130 Ctrl-C."""
-    if sys.stdout is None:  # closed by whoever began this
+    if sys.stdout is None:  # closed by the reader of a pipe
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
     os.environ.setdefault(*HUGE_PAGES)
     for stream in (sys.stdout, sys.stderr):
@@ -303,7 +336,7 @@ def _somewhere() -> bool:
 
 
 def _place(error: OSError) -> str:
-    """Return which file could not be used; where nobody says, it was what is printed."""
+    """Return the file that could not be used; an error without a file name is about the output."""
     return "the output" if error.filename is None else shown(str(error.filename))[1:-1]
 
 

@@ -34,7 +34,7 @@ def certs(
         load_for_network(scenario, settings or ()), out, authority, authority_key
     ).items():
         typer.echo(f"{done}  {identity}")
-    typer.echo(f"{out}: give each peer authority.pem and its own two files, and nobody authority.key")
+    typer.echo(f"{out}: give each peer authority.pem and its own two files, and authority.key to none")
 
 
 InsecureSeeds = Annotated[
@@ -206,11 +206,11 @@ def network_bench(
     """Measure rounds a second of eight peers on this machine, beside what their transport alone takes."""
     network = checkout_tool("tools.bench.network", "network-bench")
     say = partial(typer.echo, err=as_json)
-    found = network.measure_network(
+    measurement = network.measure_network(
         size or list(ModelSize), mode or list(NetworkMode), settings or (), out, rounds, say
     )
     if as_json:
-        typer.echo(network.as_json(found))
+        typer.echo(network.as_json(measurement))
 
 
 def soak(
@@ -231,8 +231,8 @@ def soak(
     rig = checkout_tool("tools.soak", "soak")
     loaded = load_scenario(scenario, settings or ())
     folder = out or Path("runs") / f"{loaded.name}-soak"
-    given = {"kinds": tuple(fault)} if fault else {}
-    soaked = rig.Soak(loaded, folder, minutes=minutes, seed=seed, every=every, longest=longest, **given)
+    options = {"kinds": tuple(fault)} if fault else {}
+    soaked = rig.Soak(loaded, folder, minutes=minutes, seed=seed, every=every, longest=longest, **options)
     with saying_when_interrupted(f"what was seen is above, and its traces are in {folder}"):
         try:
             soaked.run(typer.echo)

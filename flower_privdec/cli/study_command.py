@@ -1,24 +1,61 @@
-"""`privdec study`: run what is missing, then write what is known."""
+"""`privdec study`."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from flower_privdec.common.formatting import duration
 from flower_privdec.errors import RunError
-from flower_privdec.study.cache import CACHE
+from flower_privdec.reporting.console.progress import counting_bar
 from flower_privdec.study.cells import Cell, expand
-from flower_privdec.study.claims import judge, wanted
-from flower_privdec.study.eta import study_progress
-from flower_privdec.study.publish import Made, make_folder, publish
+from flower_privdec.study.claims import criterion, judge
+from flower_privdec.study.publish import Provenance, columns, make_folder, publish, row
 from flower_privdec.study.results import PartResult, collect
-from flower_privdec.study.runner import Outcome, missing_cells, run_cells
+from flower_privdec.study.runner import CACHE, OnCell, Outcome, missing_cells, run_cells
 from flower_privdec.study.spec import load_study, study_files
-from flower_privdec.study.tabulate import columns, row
+
+
+class Pace:
+    """The time left, from how much of the cells' estimated work is done."""
+
+    def __init__(self, cells: Sequence[Cell]) -> None:
+        self.total = sum(cell.work for cell in cells)
+        self.done, self.began = 0.0, time.monotonic()
+
+    def after(self, cell: Cell) -> str:
+        """Return the time left after one more cell."""
+        self.done += cell.work
+        passed = time.monotonic() - self.began
+        return duration(max(0.0, passed / self.done * (self.total - self.done)))
+
+
+@contextmanager
+def study_progress(name: str, cells: Sequence[Cell], console: Console | None = None) -> Iterator[OnCell]:
+    """Show on stderr how many cells are done while the context lasts; yield what to call after each."""
+    console = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
+    pace, done = Pace(cells), 0
+    bar = counting_bar(console)
+    with bar:
+        task = bar.add_task(f"study {name}", total=len(cells), left="")
+
+        def on_cell(outcome: Outcome) -> None:
+            nonlocal done
+            done += 1
+            left = f"{pace.after(outcome.cell)} left"
+            bar.update(task, completed=done, left=left)
+            if outcome.error is not None:
+                console.print(f"failed: {outcome.cell.title}: {outcome.error}", soft_wrap=True)
+            elif not console.is_terminal:
+                console.print(f"{done}/{len(cells)}  {outcome.cell.title}  {left}", soft_wrap=True)
+
+        yield on_cell
 
 
 def run_study(
@@ -63,7 +100,7 @@ def run_study(
     results = [collect(part, size, cells, cache) for part in study.parts]
     shown = [result for result in results if result.part.name in names or result.complete]
     parts = [] if len(shown) == len(study.parts) else [result.part.name for result in shown]
-    publish(study, Made(size, _command(name, size, parts, settings)), shown, failed, out)
+    publish(study, Provenance(size, _command(name, size, parts, settings)), shown, failed, out)
     print_verdicts(shown, out, console)
     if failed:
         raise RunError(_failures(failed))
@@ -92,7 +129,7 @@ def print_verdicts(results: Sequence[PartResult], out: Path, console: Console | 
         if not result.part.checks:
             console.print(_table(result))
         for check in result.part.checks:
-            console.print(f"  {wanted(check, result)}: {judge(check, result).sentence}")
+            console.print(f"  {criterion(check, result)}: {judge(check, result).sentence}")
     console.print(f"published: {out}/README.md")
 
 

@@ -123,5 +123,5 @@ def _argument_helps(function: Callable[..., Any] | None) -> dict[str, str]:
     """Return what the function's annotations say of its parameters."""
     hints = get_type_hints(function, include_extras=True) if function else {}
     notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    found = {name: getattr(note, "help", None) for name, each in notes.items() for note in each}
-    return {name: text for name, text in found.items() if text}
+    helps = {name: getattr(note, "help", None) for name, annotation in notes.items() for note in annotation}
+    return {name: text for name, text in helps.items() if text}

@@ -18,7 +18,7 @@ from flower_privdec.privacy.mechanism.protection import Protection, breaches
 WEAK_EPSILON = 10.0
 HOPELESS_SIGNAL = 1.5  # in trials, digits at 2.4 reached 38 %, at 1.1 no more than 22 %, near chance
 LARGEST_EVALUATION_SHARE = 0.3
-WORTH_A_WORD = 10.0  # seconds of evaluation; less is nobody's trouble, whatever its share
+WORTH_A_WORD = 10.0  # seconds of evaluation; below this the share of evaluation does not matter
 DEARER = 1.01  # how much more ε than under Poisson sampling is worth a word
 
 
@@ -35,8 +35,8 @@ def best_signal(experiment: Experiment) -> float:
     sigma = np.median(noise_std(experiment, scenario.rounds // 2))
     if plan is None or sigma == 0:
         return math.inf
-    each = experiment.algorithm.steps_per_round
-    clip, steps = float(np.median(plan.clip_norm(scenario.rounds // 2 * each))), scenario.rounds * each
+    per_round = experiment.algorithm.steps_per_round
+    clip, steps = float(np.median(plan.clip_norm(scenario.rounds // 2 * per_round))), scenario.rounds * per_round
     together = 1.0 if experiment.mixing is None else float(experiment.participation.chances.sum())
     return clip * math.sqrt(together * steps) / float(sigma * math.sqrt(experiment.initial.numel()))
 
@@ -47,7 +47,7 @@ def privacy_warnings(experiment: Experiment) -> list[str]:
     if plan is None:
         return ["privacy is none: ε = ∞, messages and models may reveal any example"]
     spent = plan.epsilons(experiment.scenario.rounds)
-    found = [
+    warnings = [
         *_claims(plan, spent),
         *breaches(plan),
         *_one_round(experiment, plan),
@@ -56,17 +56,17 @@ def privacy_warnings(experiment: Experiment) -> list[str]:
         *_sampling(plan, spent),
     ]
     if max(spent) > WEAK_EPSILON:
-        found.append(
+        warnings.append(
             f"ε reaches {epsilon_text(json_number(max(spent)))}, above {WEAK_EPSILON:g}: a weak guarantee; "
             "lower privacy.epsilon or the rounds"
         )
     signal = best_signal(experiment)
     if signal < HOPELESS_SIGNAL:
-        found.append(
+        warnings.append(
             f"signal to noise over the whole run is {number(signal)} even if all gradients agree, too little "
             "to learn from; take larger batches, more examples a peer, a smaller model or a larger ε"
         )
-    return found
+    return warnings
 
 
 def ledger_warnings(experiment: Experiment) -> list[str]:
@@ -84,8 +84,8 @@ def _ends_early(experiment: Experiment) -> str | None:
         return None
     ends = np.array([account.spends[-1].to_step if account.spends else 0 for account in protection.accounts])
     active = np.stack([experiment.participation.active(k) for k in range(rounds)])
-    begun = np.arange(rounds)[:, None] * protection.steps_per_round < ends
-    return shortfall(experiment.participation, (active & begun).sum(axis=0).tolist(), rounds)
+    within_budget = np.arange(rounds)[:, None] * protection.steps_per_round < ends
+    return shortfall(experiment.participation, (active & within_budget).sum(axis=0).tolist(), rounds)
 
 
 def _claims(plan: Protection, spent: list[float]) -> list[str]:
@@ -149,11 +149,11 @@ def _loose_delta(experiment: Experiment) -> list[str]:
 def _sampling(plan: Protection, spent: list[float]) -> list[str]:
     """Say how much ε Poisson sampling would save the peer that spends most, at the same noise."""
     account = plan.accounts[int(np.argmax(spent))]
-    drawn = {spend.release.sampling for spend in account.spends}
-    if not any(kind.startswith("uniform") for kind in drawn) or math.isinf(max(spent)):
+    kinds = {spend.release.sampling for spend in account.spends}
+    if not any(kind.startswith("uniform") for kind in kinds) or math.isinf(max(spent)):
         return []
     releases = [spend.release for spend in account.spends]
-    poisson = [replace(each, sampling=each.sampling.replace("uniform", "poisson")) for each in releases]
+    poisson = [replace(release, sampling=release.sampling.replace("uniform", "poisson")) for release in releases]
     other = epsilon(poisson, account.delta)
     if max(spent) <= DEARER * other:
         return []
@@ -166,17 +166,19 @@ def _sampling(plan: Protection, spent: list[float]) -> list[str]:
 def network_warnings(experiment: Experiment, topology: dict[str, Any] | None) -> list[str]:
     """Return what to know about participation and graph."""
     scenario = experiment.scenario
-    found = []
+    warnings = []
     if experiment.participation.kind != "all":
         active = int(experiment.participation.active(0).sum())
-        found.append(
+        warnings.append(
             f"{active} of {scenario.n_peers} peers are active in a round; who is active can be seen, so it "
             "amplifies no privacy, and a peer pays for each round in which it is active"
         )
     joint = topology["joint_connectivity"] if topology else None
     if joint is not None and joint > scenario.rounds:
-        found.append(f"rounds={scenario.rounds} end before the graph has joined all peers ({joint} rounds): raise it")
-    return found
+        warnings.append(
+            f"rounds={scenario.rounds} end before the graph has joined all peers ({joint} rounds): raise it"
+        )
+    return warnings
 
 
 def algorithm_warnings(experiment: Experiment) -> list[str]:
@@ -188,13 +190,13 @@ def algorithm_warnings(experiment: Experiment) -> list[str]:
 
 def cost_warnings(shortage: str | None, seconds: float | None, evaluation_share: float) -> list[str]:
     """Return what to know about memory and time."""
-    found = []
+    warnings = []
     if shortage is not None:
-        found.append(f"a run would be refused here: {shortage}")
+        warnings.append(f"a run would be refused here: {shortage}")
     evaluation = evaluation_share * (seconds or 0.0)
     if evaluation_share > LARGEST_EVALUATION_SHARE and evaluation > WORTH_A_WORD:
-        found.append(
+        warnings.append(
             f"evaluation takes {100 * evaluation_share:.0f} % of the time, about {duration(evaluation)}; "
             "raise evaluation.every"
         )
-    return found
+    return warnings

@@ -84,20 +84,20 @@ def ledger_facts(experiment: Experiment) -> dict[str, Any] | None:
 def _claimed(experiment: Experiment, claim: Claim | None, multiplier: float) -> dict[str, Any]:
     """Return claimed ε (in all and, where a paper says, by quarter) and μ_tot, and μ_0 and μ̄ of a schedule.
 
-    μ_0 = C_0 / σ_0 is Dyn-D2P's per-step budget in round 0, whoever solved for it (eq. 8, or the accountant);
+    μ_0 = C_0 / σ_0 is Dyn-D2P's per-step budget in round 0, from eq. 8 or from the accountant;
     where ρ_μ = 1 it is that of every round, μ̄ (eq. 9).
     """
     private = experiment.scenario.private
-    found: dict[str, Any] = dict.fromkeys(CLAIMED)
+    claims: dict[str, Any] = dict.fromkeys(CLAIMED)
     if private is None:
-        return found
+        return claims
     if claim is not None:
-        found |= {"claimed_epsilon": claim.epsilon, "mu_total": claim.mu_total, "mu_0": claim.mu_0}
-        found["claimed_after_quarters"] = None if claim.quarters is None else list(claim.quarters)
+        claims |= {"claimed_epsilon": claim.epsilon, "mu_total": claim.mu_total, "mu_0": claim.mu_0}
+        claims["claimed_after_quarters"] = None if claim.quarters is None else list(claim.quarters)
     scheduled = dynamic(experiment.scenario.algorithm) is not None or private.schedule is not None
-    if scheduled and found["mu_0"] is None and multiplier > 0:
-        found["mu_0"] = 1 / multiplier
+    if scheduled and claims["mu_0"] is None and multiplier > 0:
+        claims["mu_0"] = 1 / multiplier
     exponential = build_schedule(experiment.scenario).exponential if scheduled else None
     if exponential is not None and exponential[1] == 1.0:
-        found["mu_bar"] = found["mu_0"]
-    return found
+        claims["mu_bar"] = claims["mu_0"]
+    return claims

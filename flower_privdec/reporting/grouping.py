@@ -44,8 +44,8 @@ class RunGroup:
         """Return the runs' seeds: `1-3, 7`, or of what differs: `run 1-3`."""
         if all(run.scenario.seeds is None for run in self.runs):
             return peer_ranges(run.scenario.seed for run in self.runs)
-        found = {name: {run.scenario.all_seeds()[name] for run in self.runs} for name in ("data", "model", "run")}
-        return "; ".join(f"{name} {peer_ranges(seeds)}" for name, seeds in found.items())
+        distinct = {name: {run.scenario.all_seeds()[name] for run in self.runs} for name in ("data", "model", "run")}
+        return "; ".join(f"{name} {peer_ranges(seeds)}" for name, seeds in distinct.items())
 
     @property
     def budget(self) -> float:
@@ -82,10 +82,10 @@ class RunGroup:
         Args:
             read: a value from a line of metrics.jsonl of a run of an algorithm, or None.
         """
-        found = [{line["round"]: read(line, self.algorithm) for line in run.metrics} for run in self.runs]
-        known = [{k: v for k, v in values.items() if v is not None and math.isfinite(v)} for values in found]
-        rounds = sorted(set(known[0]).intersection(*known))
-        return rounds, np.array([[values[k] for k in rounds] for values in known], dtype=float)
+        by_round = [{line["round"]: read(line, self.algorithm) for line in run.metrics} for run in self.runs]
+        finite = [{k: v for k, v in values.items() if v is not None and math.isfinite(v)} for values in by_round]
+        rounds = sorted(set(finite[0]).intersection(*finite))
+        return rounds, np.array([[values[k] for k in rounds] for values in finite], dtype=float)
 
 
 def _mean(values: Sequence[Any]) -> Any:
@@ -103,8 +103,8 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def _deviation(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.std(known, ddof=1)) if len(known) == len(values) else None
+    present = [value for value in values if value is not None]
+    return float(np.std(present, ddof=1)) if len(present) == len(values) else None
 
 
 def _most_spent(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ def read_groups(folders: Sequence[Path]) -> list[RunGroup]:
     groups: list[tuple[Any, list[Result]]] = []
     for result in map(read_result, folders):
         key = _key(result)
-        alike = [runs for known, runs in groups if known == key and _seeds(result) not in map(_seeds, runs)]
+        alike = [runs for group_key, runs in groups if group_key == key and _seeds(result) not in map(_seeds, runs)]
         if alike and result.finished:
             alike[0].append(result)
         else:
@@ -166,8 +166,8 @@ def _name(group: RunGroup) -> str:
     names = [run.scenario.name for run in group.runs]
     if len(set(names)) == 1:
         return names[0]
-    letters = takewhile(lambda each: len(set(each)) == 1, zip(*names, strict=False))
-    return re.sub(r"[-_. ]*(s|seed)?[-_. ]*$", "", "".join(each[0] for each in letters)) or names[0]
+    letters = takewhile(lambda characters: len(set(characters)) == 1, zip(*names, strict=False))
+    return re.sub(r"[-_. ]*(s|seed)?[-_. ]*$", "", "".join(characters[0] for characters in letters)) or names[0]
 
 
 def budget_name(budget: float) -> str:

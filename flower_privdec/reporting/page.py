@@ -10,7 +10,7 @@ from flower_privdec import __version__
 from flower_privdec.common.formatting import duration, epsilon_text, number, setting
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.topology import Topology
-from flower_privdec.reporting.console.views import comparison_row, graph_facts
+from flower_privdec.reporting.console.views import comparison_row, complete_yaml, graph_facts
 from flower_privdec.reporting.graph_view import NO_GRAPH, build_graph, connectivity, draw_topology, rounds_shown
 from flower_privdec.reporting.grouping import RunGroup, budget_name, read_groups
 from flower_privdec.reporting.plots import (
@@ -23,7 +23,6 @@ from flower_privdec.reporting.plots import (
     to_svg,
 )
 from flower_privdec.reporting.run_folder import Result
-from flower_privdec.reporting.scenario_view import complete_yaml
 from flower_privdec.reporting.wording import (
     alike,
     budget,
@@ -109,18 +108,18 @@ def _headings(groups: Sequence[RunGroup]) -> list[str | None]:
 
 def _best(groups: Sequence[RunGroup]) -> str:
     """Return the one-line result of a comparison: the best run at each budget, where one metric tells."""
-    known = [(score, group) for group in groups if (score := _score(group)) is not None]
-    if not known:
+    scored = [(score, group) for group in groups if (score := _score(group)) is not None]
+    if not scored:
         return "no run has been evaluated yet"
-    if len({main_metric(group.summary)[0] for _, group in known}) > 1:
+    if len({main_metric(group.summary)[0] for _, group in scored}) > 1:
         return "the runs have different metrics: see each"
-    budgets = dict.fromkeys(group.budget for _, group in known)
-    found = [_highest([pair for pair in known if pair[1].budget == budget]) for budget in budgets]
-    if len(found) == 1:
-        return f"best: {found[0].label}, {headline(found[0].summary)}"
+    budgets = dict.fromkeys(group.budget for _, group in scored)
+    best = [_highest([pair for pair in scored if pair[1].budget == budget]) for budget in budgets]
+    if len(best) == 1:
+        return f"best: {best[0].label}, {headline(best[0].summary)}"
     return "best with " + "; with ".join(
         f"{budget_name(group.budget)}: {group.label} ({named_value(group.summary, main_models(group.algorithm))})"
-        for group in found
+        for group in best
     )
 
 

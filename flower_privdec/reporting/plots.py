@@ -162,8 +162,8 @@ def draw_curve(curve: Curve, groups: Sequence[RunGroup], width: float = 6.0, hei
     figure = new_figure(width, height)
     axes = figure.add_subplot()
     seeds = any(len(group.runs) > 1 for group in groups)
-    drawn = [_draw_group(axes, curve, group, i, seeds=seeds) for i, group in enumerate(groups)]
-    if not any(drawn):
+    has_line = [_draw_group(axes, curve, group, i, seeds=seeds) for i, group in enumerate(groups)]
+    if not any(has_line):
         return None
     axes.set_title(curve.heading(groups), loc="left", fontsize=10.5)
     axes.set_xlabel("round")
@@ -202,12 +202,12 @@ def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds:
 
 
 def _set_scale(axes: Axes, curve: Curve) -> None:
-    drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
-    positive = drawn[drawn > 0]
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
+    positive = values[values > 0]
     if curve.log and len(positive) and positive.max() > 10 * positive.min():
         axes.set_yscale("log")
     elif curve.name == "epsilon" or curve.log:
-        axes.set_ylim(0, 1.1 * drawn.max() or 1.0)
+        axes.set_ylim(0, 1.1 * values.max() or 1.0)
     if curve.share:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
 
@@ -242,16 +242,16 @@ def draw_generalization(metrics: dict[str, Any], width: float = 6.0, height: flo
     Returns:
         None when the run has no personalized models. Call it within `drawing`.
     """
-    found = metrics.get("personalized", {}).get("generalization")
-    if found is None:
+    accuracies = metrics.get("personalized", {}).get("generalization")
+    if accuracies is None:
         return None
     figure = new_figure(width, height)
     axes = figure.add_subplot()
     names = {"personal_models": "personalized models", "global_model": "mean model"}
     for i, (name, label) in enumerate(names.items()):
-        extra = [int(count) for count in found[name]]
+        extra = [int(count) for count in accuracies[name]]
         series, dash = line_style(i)
-        shares = [100 * value for value in found[name].values()]
+        shares = [100 * value for value in accuracies[name].values()]
         axes.plot(extra, shares, dash, marker="o", markersize=4, color=SERIES[series], label=label)
     axes.set_title("Accuracy with extra label classes, mean over the peers", loc="left", fontsize=10.5)
     axes.set_xlabel("extra label classes")
@@ -269,15 +269,15 @@ def draw_contributions(metrics: Sequence[dict[str, Any]], width: float = 6.0, he
     Returns:
         None when the run has no Shapley values. Call it within `drawing`.
     """
-    told = {int(k): values for line in metrics for k, values in line.get("shapley", {}).items()}
-    if not told:
+    by_round = {int(k): values for line in metrics for k, values in line.get("shapley", {}).items()}
+    if not by_round:
         return None
     figure = new_figure(width, height)
     axes = figure.add_subplot()
-    names = sorted({int(j) for values in told.values() for found in values.values() for j in found})
+    names = sorted({int(j) for values in by_round.values() for shapley in values.values() for j in shapley})
     for i, name in enumerate(names):
         series, dash = line_style(i)
-        rounds, means = _contribution(told, str(name))
+        rounds, means = _contribution(by_round, str(name))
         marker = "o" if len(rounds) == 1 else ""
         axes.plot(rounds, means, dash, color=SERIES[series], marker=marker, linewidth=1.2, label=f"peer {name}")
     axes.axhline(0, color=MUTED, linewidth=0.8)
@@ -288,11 +288,14 @@ def draw_contributions(metrics: Sequence[dict[str, Any]], width: float = 6.0, he
     return figure
 
 
-def _contribution(told: dict[int, dict[str, dict[str, float]]], name: str) -> tuple[list[int], list[float]]:
+def _contribution(by_round: dict[int, dict[str, dict[str, float]]], name: str) -> tuple[list[int], list[float]]:
     """Return the rounds in which others heard a peer, and the mean of what its gradients were worth to them."""
-    heard = {k: [found[name] for i, found in told[k].items() if i != name and name in found] for k in sorted(told)}
-    known = {k: values for k, values in heard.items() if values}
-    return list(known), [sum(values) / len(values) for values in known.values()]
+    at_others = {
+        k: [shapley[name] for i, shapley in by_round[k].items() if i != name and name in shapley]
+        for k in sorted(by_round)
+    }
+    present = {k: values for k, values in at_others.items() if values}
+    return list(present), [sum(values) / len(values) for values in present.values()]
 
 
 def save_run_plots(out: Path) -> list[Path]:

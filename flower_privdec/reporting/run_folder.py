@@ -84,9 +84,9 @@ def _check_summary(summary: dict[str, Any], scenario: Scenario) -> None:
     Raises:
         ValueError: naming what is wrong.
     """
-    known = {"name": scenario.name, "algorithm": scenario.algorithm.name, "n_peers": scenario.n_peers}
-    known |= {"rounds": scenario.rounds, "seed": scenario.seed}
-    for name, value in known.items():
+    expected = {"name": scenario.name, "algorithm": scenario.algorithm.name, "n_peers": scenario.n_peers}
+    expected |= {"rounds": scenario.rounds, "seed": scenario.seed}
+    for name, value in expected.items():
         if summary[name] != value:
             raise ValueError(f"its {name} is {shown(summary[name], 40)} and the scenario's {shown(value, 40)}")
     for name in ("loss", *scenario.task.kinds()):

@@ -26,7 +26,7 @@ def main_metric(summary: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def main_value(algorithm: str, values: dict[str, float | None] | None) -> float | None:
     """Return the value of a metric that counts: the mean model's, or the peers' mean where nothing is exchanged.
 
-    The mean of models that were never exchanged is a model that nobody has.
+    The mean of models that were never exchanged is a model that no peer has.
     """
     return None if values is None else values[main_models(algorithm)]
 
@@ -51,8 +51,8 @@ def named_value(summary: dict[str, Any], models: str) -> str:
     """
     name, kind = main_metric(summary)
     value = summary[name] and summary[name][models]
-    said = measured(value, kind, summary.get("spread", {}).get(models))
-    return said if name == "accuracy" else f"{kind['title']} {said}"
+    text = measured(value, kind, summary.get("spread", {}).get(models))
+    return text if name == "accuracy" else f"{kind['title']} {text}"
 
 
 def other_metrics(summary: dict[str, Any]) -> str | None:
@@ -63,7 +63,7 @@ def other_metrics(summary: dict[str, Any]) -> str | None:
 
 
 def main_loss(algorithm: str, loss: dict[str, float] | None) -> float | None:
-    """Return the mean model's loss, or None where peers exchange nothing and nobody has that model."""
+    """Return the mean model's loss, or None where peers exchange nothing and no peer has that model."""
     return loss["mean_model"] if loss and shares_models(algorithm) else None
 
 
@@ -122,23 +122,23 @@ def above_minimum(summary: dict[str, Any]) -> str | None:
 
 def replies(summary: dict[str, Any]) -> str | None:
     """Say what the replies to one neighbour tell, or None where everybody hears the same."""
-    told = [row["epsilon_of_replies_to_one"] for row in summary["privacy"] if "epsilon_of_replies_to_one" in row]
-    if not told:
+    epsilons = [row["epsilon_of_replies_to_one"] for row in summary["privacy"] if "epsilon_of_replies_to_one" in row]
+    if not epsilons:
         return None
-    most = epsilon_text(max(map(float, told)))
+    most = epsilon_text(max(map(float, epsilons)))
     return f"ε = {most} at most for the replies to one neighbour alone, which is no bound on all that it hears"
 
 
 def alike(rows: Sequence[dict[str, Any]], say: Callable[[dict[str, Any]], Sequence[str]]) -> list[tuple[str, ...]]:
-    """Put together the peers of whom the same is said, down to the last digit that is shown.
+    """Group the peers whose texts are equal, down to the last digit that is shown.
 
     Returns:
-        For each distinct saying, in order of its first peer: the peers as ranges, and what is said of them.
+        For each distinct text, in order of its first peer: the peers as ranges, and the text.
     """
-    found: dict[tuple[str, ...], list[int]] = {}
+    peers_of: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
-        found.setdefault(tuple(say(row)), []).append(row["peer"])
-    return [(peer_ranges(peers), *said) for said, peers in found.items()]
+        peers_of.setdefault(tuple(say(row)), []).append(row["peer"])
+    return [(peer_ranges(peers), *texts) for texts, peers in peers_of.items()]
 
 
 def epsilon_range(summary: dict[str, Any]) -> str:
@@ -156,8 +156,8 @@ def is_private(summary: dict[str, Any]) -> bool:
 
 
 def _span(values: Iterable[float]) -> str:
-    known = sorted(values)
-    low, high = setting(known[0]), setting(known[-1])
+    ascending = sorted(values)
+    low, high = setting(ascending[0]), setting(ascending[-1])
     return low if low == high else f"{low}–{high}"
 
 
@@ -198,15 +198,15 @@ def claim(summary: dict[str, Any]) -> str | None:
 
 
 def meaning(summary: dict[str, Any]) -> str:
-    """Say in a sentence what the guarantee of a run promises to whom."""
+    """Return a sentence that states a run's privacy guarantee."""
     rows = summary["privacy"]
     largest = max((float(row["epsilon"]) for row in rows), default=float(summary.get("epsilon_so_far") or 0))
     if math.isinf(largest):
         return "Messages and models may reveal anything about the examples they were computed from."
     whose = "peer's data" if rows and rows[0]["unit"] == "peer" else "example"
-    factor = f"= {number(math.exp(largest))}" if largest < BEYOND else "beyond 1e304, which protects nobody"
+    factor = f"= {number(math.exp(largest))}" if largest < BEYOND else "beyond 1e304, which protects no one"
     return (
-        f"For whoever sees every message and every model, the use of any one {whose} changes the odds of "
+        f"For an adversary who sees every message and every model, the use of any one {whose} changes the odds of "
         f"what they see by at most a factor of e^ε {factor}, except with a probability of about δ."
     )
 

@@ -13,9 +13,8 @@ from typing import Any
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash
 from flower_privdec.scenario.loading import read_text
-from flower_privdec.study.axes import Point
 from flower_privdec.study.measured import kinds_of, metric
-from flower_privdec.study.spec import Part, Size, Study
+from flower_privdec.study.spec import Part, Point, Size, Study
 
 Labels = tuple[str, ...]
 MOST_CELLS = 20_000
@@ -49,8 +48,8 @@ class Cell:
         """Return a guess at its cost, to estimate the time left: examples used and examples tried."""
         scenario = self.scenario
         evaluations = scenario.rounds / scenario.evaluation.every
-        each = (scenario.data.samples or 10_000) / scenario.n_peers
-        batch = scenario.data.batch.size or (scenario.data.batch.rate or 1) * each
+        per_peer = (scenario.data.samples or 10_000) / scenario.n_peers
+        batch = scenario.data.batch.size or (scenario.data.batch.rate or 1) * per_peer
         tried = evaluations * (scenario.data.test_samples or 10_000) / 3  # forward only
         return scenario.n_peers * (scenario.rounds * (batch + 4) + tried)
 
@@ -145,8 +144,8 @@ def _cell(part: Part, place: Sequence[Point], text: str, base: Path, settings: l
     try:
         scenario = parse_scenario(text, where=str(base), overrides=settings)
     except ScenarioError as error:
-        found = str(error).removeprefix("--set: ")  # most settings are the study's
-        raise ScenarioError(f"part {part.name}, cell {', '.join(labels)}: {found}") from error
+        problem = str(error).removeprefix("--set: ")  # most settings are the study's
+        raise ScenarioError(f"part {part.name}, cell {', '.join(labels)}: {problem}") from error
     if scenario.private is not None and scenario.private.ledger is not None:
         raise ScenarioError(f"part {part.name}: privacy.ledger must be left out of a study: every cell has its own")
     return Cell(part.name, labels, scenario.seed, scenario, scenario_hash(scenario))

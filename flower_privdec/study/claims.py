@@ -10,9 +10,9 @@ from itertools import pairwise
 import numpy as np
 
 from flower_privdec.common.formatting import number
-from flower_privdec.study.forms import Above, Best, Check, Ordered, Slope, Speedup
 from flower_privdec.study.measured import Reading
 from flower_privdec.study.results import Estimate, Group, PartResult
+from flower_privdec.study.spec import Above, Best, Check, Ordered, Slope, Speedup
 
 MISSING = "–"
 
@@ -41,14 +41,14 @@ class Verdict:
         if not decided:
             return "The claim is not decided: runs are missing."
         if len(decided) == 1:
-            said = "The claim shows" if shown else "The claim does not show"
+            sentence = "The claim shows" if shown else "The claim does not show"
         elif shown in (0, len(decided)):
-            said = f"The claim {'shows in all' if shown else 'does not show in any of'} {len(decided)} cells"
+            sentence = f"The claim {'shows in all' if shown else 'does not show in any of'} {len(decided)} cells"
         else:
-            said = f"The claim shows in {shown} of {len(decided)} cells"
+            sentence = f"The claim shows in {shown} of {len(decided)} cells"
         undecided = len(self.cases) - len(decided)
         tail = f" ({undecided} more not decided: runs are missing)" if undecided else ""
-        return f"{said}{tail}{self.detail and '; '}{self.detail}."
+        return f"{sentence}{tail}{self.detail and '; '}{self.detail}."
 
 
 def judge(check: Check, result: PartResult) -> Verdict:
@@ -64,7 +64,7 @@ def judge(check: Check, result: PartResult) -> Verdict:
     return Verdict(tuple(_speedup(check, result)))
 
 
-def wanted(check: Check, result: PartResult) -> str:
+def criterion(check: Check, result: PartResult) -> str:
     """Say what a check looks for."""
     name = result.metric(check.metric).title
     better = "lower" if result.metric(check.metric).low else "higher"
@@ -111,14 +111,14 @@ def _name(result: PartResult, place: dict[str, str], where: dict[str, str]) -> s
 
 def _ordered(check: Ordered, result: PartResult) -> Verdict:
     labels = check.order or result.axes[check.axis].labels()
-    cases, found = [], []
+    cases, all_steps = [], []
     for where, values in _finals(check, labels, result):
-        known = [value for value in values if value is not None]
-        steps = list(pairwise(known)) if len(known) == len(values) else []
-        found += steps
+        present = [value for value in values if value is not None]
+        steps = list(pairwise(present)) if len(present) == len(values) else []
+        all_steps += steps
         holds = all(b.mean > a.mean for a, b in steps) if steps else None
         cases.append(Case(where, holds, _chain(result.metric(check.metric), labels, values)))
-    return Verdict(tuple(cases), _rising(found))
+    return Verdict(tuple(cases), _rising(all_steps))
 
 
 def _rising(steps: Sequence[tuple[Estimate, Estimate]]) -> str:
@@ -145,13 +145,13 @@ def _best(check: Best, result: PartResult) -> Iterator[Case]:
     labels, measured = result.axes[check.axis].labels(), result.metric(check.metric)
     sign = -1 if measured.low else 1
     for where, values in _finals(check, labels, result):
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
+        present = [value for value in values if value is not None]
+        if len(present) < len(values):
             yield Case(where, None, MISSING)
             continue
-        order = sorted(range(len(labels)), key=lambda i: -sign * known[i].mean)
+        order = sorted(range(len(labels)), key=lambda i: -sign * present[i].mean)
         away = abs(order[0] - labels.index(check.label))
-        numbers = ", ".join(f"{labels[i]} {value_text(measured, known[i], spread=True)}" for i in order)
+        numbers = ", ".join(f"{labels[i]} {value_text(measured, present[i], spread=True)}" for i in order)
         yield Case(where, away <= check.reach, f"best first: {numbers}")
 
 
@@ -199,13 +199,13 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
         where = _name(result, place, check.where)
         groups = [result.at(place | {check.axis: point.label}) for point in points]
         curves = [group.curves(check.metric) if group.complete else None for group in groups]
-        known = [curve for curve in curves if curve is not None]
-        if len(known) < len(points):
+        complete = [curve for curve in curves if curve is not None]
+        if len(complete) < len(points):
             yield Case(where, None, MISSING)
             continue
         low = result.metric(check.metric).low
-        for level in check.levels or [_common_level(known, low)]:
-            reached = [_rounds_to(level, *curve, low) for curve in known]
+        for level in check.levels or [_common_level(complete, low)]:
+            reached = [_rounds_to(level, *curve, low) for curve in complete]
             for (a, first), (b, second) in pairwise(zip(points, reached, strict=True)):
                 yield _ratio(check, level, where, (a.label, a.value or 0, first), (b.label, b.value or 0, second))
 
@@ -219,10 +219,10 @@ def _ratio(check: Speedup, level: float, where: str, a: Reached, b: Reached) -> 
     place += f"{a[0]} to {b[0]}"
     if a[2] is None or b[2] is None:
         return Case(place, False, f"{check.metric} {number(level)} is not reached")
-    ratio, wanted = a[2].mean / b[2].mean, b[1] / a[1]
+    ratio, claimed = a[2].mean / b[2].mean, b[1] / a[1]
     took = f"{a[2].mean:.0f} and {b[2].mean:.0f} rounds to {check.metric} {number(level)}"
-    holds = wanted / check.within <= ratio <= wanted * check.within
-    return Case(place, holds, f"{took}, {ratio:.2f} times fewer where {wanted:g} is claimed")
+    holds = claimed / check.within <= ratio <= claimed * check.within
+    return Case(place, holds, f"{took}, {ratio:.2f} times fewer where {claimed:g} is claimed")
 
 
 def _common_level(curves: Sequence[tuple[np.ndarray, np.ndarray]], low: bool) -> float:

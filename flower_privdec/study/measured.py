@@ -109,13 +109,13 @@ def metric(name: str, kinds: Mapping[str, MetricKind]) -> Reading:
     Raises:
         ScenarioError: it is none; the message says which there are.
     """
-    known = ALWAYS | {key: reading for of, kind in kinds.items() for key, reading in readings_of(of, kind).items()}
+    readings = ALWAYS | {key: reading for of, kind in kinds.items() for key, reading in readings_of(of, kind).items()}
     if _BY_EXTRA_LABELS.fullmatch(name):
         return _key(name, share=True)
-    if name not in known:
+    if name not in readings:
         first = next(iter(kinds), "accuracy")
         raise ScenarioError(
             f"metric {name!r} must be one of {', '.join(kinds)}, loss, consensus, own-labels, or as late-{first}, "
-            f"best-{first}, peer-{first}, worst-peer-{first} or {first}.peer_max{did_you_mean(name, known)}"
+            f"best-{first}, peer-{first}, worst-peer-{first} or {first}.peer_max{did_you_mean(name, readings)}"
         )
-    return known[name]
+    return readings[name]

@@ -14,11 +14,10 @@ import numpy as np
 
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.scenario.algorithm_sections import steps_per_round
-from flower_privdec.study.axes import Axis
-from flower_privdec.study.cache import folder_of, is_finished
 from flower_privdec.study.cells import Cell, Labels
 from flower_privdec.study.measured import Reading, kinds_of, metric
-from flower_privdec.study.spec import Part
+from flower_privdec.study.runner import folder_of, is_finished
+from flower_privdec.study.spec import Axis, Part
 from flower_privdec.tasks.kinds import MetricKind
 
 
@@ -33,11 +32,11 @@ class Estimate:
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate | None:
         """Estimate from finite values; None without any."""
-        known = [value for value in values if math.isfinite(value)]
-        if not known:
+        finite = [value for value in values if math.isfinite(value)]
+        if not finite:
             return None
-        std = float(np.std(known, ddof=1)) if len(known) > 1 else None
-        return cls(float(np.mean(known)), std, len(known))
+        std = float(np.std(finite, ddof=1)) if len(finite) > 1 else None
+        return cls(float(np.mean(finite)), std, len(finite))
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,10 @@ class Group:
 
     def finals(self, name: str) -> list[float]:
         """Return a metric of each finished run that has it, after the last round unless it looks at more of them."""
-        found = self.metric(name)
-        lines = [[found.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
-        known = [[value for value in line if value is not None] for line in lines]
-        return [found.over(values) for values in known if values]
+        reading = self.metric(name)
+        lines = [[reading.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
+        present = [[value for value in line if value is not None] for line in lines]
+        return [reading.over(values) for values in present if values]
 
     def final(self, name: str) -> Estimate | None:
         """Return mean and spread of `finals`."""
@@ -91,11 +90,11 @@ class Group:
 
     def gradients_per_round(self) -> float:
         """Return how many examples' gradients all peers together compute in a round, on average over the runs."""
-        found = []
+        counts = []
         for run in self.runs:
             steps = sum(row["rounds_run"] for row in run.summary["privacy"]) / run.scenario.rounds
-            found.append(steps * (run.scenario.data.batch.size or 1) * steps_per_round(run.scenario.algorithm))
-        return float(np.mean(found))
+            counts.append(steps * (run.scenario.data.batch.size or 1) * steps_per_round(run.scenario.algorithm))
+        return float(np.mean(counts))
 
     def budgets(self, key: str) -> list[float]:
         """Return every ε (key `epsilon`), claimed ε or δ of a peer in some run, ascending; none without privacy."""
@@ -176,8 +175,8 @@ def collect(part: Part, size: str | None, cells: Sequence[Cell], cache: Path) ->
     groups, kinds = [], kinds_of(cell.scenario for cell in mine)
     for labels in dict.fromkeys(cell.labels for cell in mine):
         keys = [cell.key for cell in mine if cell.labels == labels]
-        known = tuple(runs[key] for key in keys if key in runs)
-        groups.append(Group(labels, known, len(keys) - len(known), kinds))
+        finished = tuple(runs[key] for key in keys if key in runs)
+        groups.append(Group(labels, finished, len(keys) - len(finished), kinds))
     axes = part.axes_at(size)
     chosen = {name: axis for name, axis in axes.items() if name in part.best_over}
     left = {name: axis for name, axis in axes.items() if name not in chosen}
@@ -191,9 +190,9 @@ def _choose(part: Part, names: Sequence[str], groups: Sequence[Group], measured:
     sign = -1 if measured.low else 1
     rivals: dict[Labels, list[Group]] = {}
     for group in groups:
-        kept = tuple(label for axis, label in zip(names, group.labels, strict=True) if axis not in part.best_over)
+        remaining = tuple(label for axis, label in zip(names, group.labels, strict=True) if axis not in part.best_over)
         chosen = tuple(label for axis, label in zip(names, group.labels, strict=True) if axis in part.best_over)
-        rivals.setdefault(kept, []).append(replace(group, labels=kept, chosen=chosen))
+        rivals.setdefault(remaining, []).append(replace(group, labels=remaining, chosen=chosen))
 
     def score(group: Group) -> float:
         value = group.final(name)

@@ -1,21 +1,79 @@
-"""Run the cells of a study that are not in the cache, some at a time, and go on when one fails."""
+"""Run the cells of a study that are not yet finished, in parallel; a failing cell does not stop the others."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from flower_privdec import __version__
+from flower_privdec.common.files import write_atomically
 from flower_privdec.errors import PrivdecError
-from flower_privdec.scenario import to_yaml
-from flower_privdec.study.cache import folder_of, is_finished, run_cell
+from flower_privdec.scenario import parse_scenario, to_yaml
 from flower_privdec.study.cells import Cell
+
+RESULT_FILES = {"summary.json", "metrics.jsonl", "scenario.yaml", "cell.json", "lock"}
+CACHE = Path("runs") / "cells"
+
+
+def folder_of(cache: Path, key: str) -> Path:
+    """Return where the cell with a scenario's hash lies."""
+    return cache / key[:20]
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether a cell ran to its end: its own note is the last file written."""
+    return (folder / "cell.json").is_file()
+
+
+def run_cell(text: str, folder: Path) -> None:
+    """Run a cell's scenario to its end, from its checkpoint where it has one, and keep only its results.
+
+    Two studies that share a cell wait for one another; the second finds it finished.
+    """
+    from flower_privdec.engine.run import run
+    from flower_privdec.experiment import Experiment
+
+    with _locked(folder):
+        if is_finished(folder):
+            return
+        began = time.process_time()
+        resume = (folder / "checkpoint").exists()
+        if not resume:
+            _clear(folder, {"lock"})  # what a run left that ended before its first checkpoint
+        run(Experiment.build(parse_scenario(text)), folder, resume=resume, lean=True, workers=1)
+        _clear(folder, RESULT_FILES)
+        facts = {"seconds": round(time.process_time() - began, 1), "version": __version__}
+        write_atomically(folder / "cell.json", json.dumps(facts).encode())
+
+
+def _clear(folder: Path, names: set[str]) -> None:
+    """Delete what a study does not read: the checkpoint and the ledgers of this one run."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in names:
+            path.unlink()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
 
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 OnCell = Callable[["Outcome"], None]
@@ -37,8 +95,8 @@ class Outcome:
 def missing_cells(cells: Sequence[Cell], cache: Path) -> list[Cell]:
     """Return the cells to run, each scenario once."""
     distinct = {cell.key: cell for cell in reversed(cells)}
-    wanted = [cell for cell in cells if distinct[cell.key] is cell]
-    return [cell for cell in wanted if not is_finished(folder_of(cache, cell.key))]
+    firsts = [cell for cell in cells if distinct[cell.key] is cell]
+    return [cell for cell in firsts if not is_finished(folder_of(cache, cell.key))]
 
 
 def run_cells(cells: Sequence[Cell], cache: Path, jobs: int, on_cell: OnCell) -> list[Outcome]:

@@ -1,20 +1,223 @@
-"""A study as data: cells laid over a base scenario, what to draw, and, where there is one, a claim to check."""
+"""The form of a study file: parts, axes, tables, figures and checks."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from flower_privdec.common.formatting import setting
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.fields import Section
 from flower_privdec.scenario.loading import parse_model, read_text
 from flower_privdec.scenario.shipped import shipped
-from flower_privdec.study.axes import Axis, Lines
-from flower_privdec.study.forms import Above, Best, Check, Figure, Ordered, Pivot, Slope, Speedup
+
+Lines = Annotated[list[str], Field(default_factory=list)]
+
+
+class Point(Section):
+    """One place on an axis.
+
+    Attributes:
+        label: what to call it.
+        settings: `key=value` lines that make it.
+        value: where it stands on a numeric axis; left out, it is a category.
+    """
+
+    label: str
+    settings: Lines
+    value: float | None = None
+
+
+class Axis(Section):
+    """What varies between cells: either one key's values, or named points with settings of their own.
+
+    Attributes:
+        title: what tables and pictures call it; left out, its name.
+        key: of the scenario, as `privacy.epsilon`.
+        values: of the key, each a point.
+        points: in place of key and values.
+    """
+
+    title: str | None = None
+    key: str | None = None
+    values: list[Any] | None = None
+    points: list[Point] | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Axis:
+        if (self.points is None) == (self.values is None) or (self.values is None) != (self.key is None):
+            raise ValueError("give an axis either key and values, or points (label and settings): one of the two")
+        labels = self.labels()
+        if not labels or len(set(labels)) < len(labels):
+            raise ValueError(f"an axis needs points whose labels differ, not {labels}")
+        return self
+
+    def all_points(self) -> list[Point]:
+        """Return the points in order; numbers along a key are labelled and placed by themselves."""
+        if self.points is not None:
+            return self.points
+        return [_point(str(self.key), value) for value in self.values or []]
+
+    def labels(self) -> list[str]:
+        """Return the points' labels in order."""
+        return [point.label for point in self.all_points()]
+
+
+def _point(key: str, value: Any) -> Point:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return Point(
+        label=setting(value) if number else str(value),
+        settings=[f"{key}={json.dumps(value)}"],
+        value=float(value) if number else None,
+    )
+
+
+Labelled = Annotated[dict[str, str], Field(default_factory=dict)]
+
+
+class Figure(Section):
+    """A picture: a metric over the rounds, or its final value along an axis.
+
+    Attributes:
+        kind: `curves` over the rounds, or `final` values: lines along an axis of numbers, points along categories.
+        metric: which.
+        x: the axis along which, for final.
+        by: the axis whose points are colours.
+        panels: the axis whose points are pictures side by side.
+        where: axes that are held, each at a label.
+        title: over the picture; left out, the metric.
+        log: whether the metric's axis is logarithmic.
+        along: what curves are drawn over: rounds, or the gradients that all peers have computed.
+    """
+
+    kind: Literal["curves", "final"]
+    metric: str = "accuracy"
+    x: str | None = None
+    by: str | None = None
+    panels: str | None = None
+    where: Labelled
+    title: str | None = None
+    log: bool = False
+    along: Literal["rounds", "gradients"] = "rounds"
+
+    def axes(self) -> list[str]:
+        """Return the axes it names."""
+        return [name for name in (self.x, self.by, self.panels, *self.where) if name is not None]
+
+
+class Pivot(Section):
+    """A table of one metric.
+
+    Attributes:
+        rows: the axis down.
+        columns: the axis across.
+        metric: which.
+    """
+
+    rows: str
+    columns: str
+    metric: str = "accuracy"
+
+
+class Slope(Section):
+    """The metric falls over the rounds at least as fast as a power of them, at every point.
+
+    Attributes:
+        kind: `slope`.
+        at_most: the largest slope of a line through the logarithms of metric and round.
+        first: the round from which the line is fitted; the last should be a hundred times it or more.
+        metric: which.
+        where: axes that are held, each at a label.
+    """
+
+    kind: Literal["slope"]
+    at_most: Annotated[float, Field(lt=0)]
+    first: Annotated[int, Field(ge=1)]
+    metric: str = "suboptimality"
+    where: Labelled
+
+
+class Ordered(Section):
+    """The metric rises along these points of an axis, wherever the other axes stand.
+
+    Attributes:
+        kind: `ordered`.
+        axis: along which.
+        order: labels, from the least to the greatest; left out, the axis' own order.
+        metric: which.
+        where: axes that are held, each at a label.
+    """
+
+    kind: Literal["ordered"]
+    axis: str
+    order: list[str] | None = None
+    metric: str = "accuracy"
+    where: Labelled
+
+
+class Best(Section):
+    """A point of an axis, or one near it, has the best metric, wherever the other axes stand.
+
+    Attributes:
+        kind: `best`.
+        axis: along which.
+        label: of the point.
+        reach: how many places from it count too.
+        metric: which.
+        where: axes that are held, each at a label.
+    """
+
+    kind: Literal["best"]
+    axis: str
+    label: str
+    reach: Annotated[int, Field(ge=0)] = 0
+    metric: str = "accuracy"
+    where: Labelled
+
+
+class Above(Section):
+    """All cells are better than one of them, the baseline.
+
+    Attributes:
+        kind: `above`.
+        baseline: its label on each axis that tells it from the others.
+        metric: which.
+        where: axes that are held, each at a label.
+    """
+
+    kind: Literal["above"]
+    baseline: Annotated[dict[str, str], Field(min_length=1)]
+    metric: str = "accuracy"
+    where: Labelled
+
+
+class Speedup(Section):
+    """Points whose value is n times larger reach a level of the metric in n times fewer rounds.
+
+    Attributes:
+        kind: `speedup`.
+        axis: along which; every point needs a value.
+        metric: which.
+        levels: of the metric; left out, the best that every cell reaches.
+        within: the factor that is still taken for n.
+        where: axes that are held, each at a label.
+    """
+
+    kind: Literal["speedup"]
+    axis: str
+    metric: str = "loss"
+    levels: list[float] | None = None
+    within: Annotated[float, Field(gt=1)] = 1.25
+    where: Labelled
+
+
+Check = Annotated[Slope | Ordered | Best | Above | Speedup, Field(discriminator="kind")]
+
 
 FORM = "a study is a mapping (name, base, seeds, parts, ...)"
 Name = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]  # of a file or a folder
@@ -141,10 +344,10 @@ class Part(Section):
 
     def all_metrics(self) -> dict[str, str]:
         """Return every metric that it names, by where."""
-        found = {f"metrics.{i}": name for i, name in enumerate(self.metrics)}
-        found |= {f"figures.{i}.metric": figure.metric for i, figure in enumerate(self.figures)}
-        found |= {f"checks.{i}.metric": check.metric for i, check in enumerate(self.checks)}
-        return found | ({"pivot.metric": self.pivot.metric} if self.pivot else {})
+        metrics = {f"metrics.{i}": name for i, name in enumerate(self.metrics)}
+        metrics |= {f"figures.{i}.metric": figure.metric for i, figure in enumerate(self.figures)}
+        metrics |= {f"checks.{i}.metric": check.metric for i, check in enumerate(self.checks)}
+        return metrics | ({"pivot.metric": self.pivot.metric} if self.pivot else {})
 
     def axes_at(self, size: str | None) -> dict[str, Axis]:
         """Return the axes at a size."""
@@ -162,9 +365,9 @@ def _check_labels(where: str, labels: Mapping[str, str], axes: Mapping[str, Axis
     for name, label in labels.items():
         if name not in axes:
             raise ValueError(f"{where}: axis '{name}' must be one of this part's axes ({', '.join(axes)})")
-        known = axes[name].labels()
-        if label not in known:
-            raise ValueError(f"{where}: '{label}' must be a label of axis {name} ({', '.join(known)})")
+        axis_labels = axes[name].labels()
+        if label not in axis_labels:
+            raise ValueError(f"{where}: '{label}' must be a label of axis {name} ({', '.join(axis_labels)})")
 
 
 class Study(Section):
@@ -205,8 +408,8 @@ class Study(Section):
         for i, part in enumerate(self.parts):
             for size in part.sizes:
                 if size not in self.sizes:
-                    known = ", ".join(self.sizes) or "none; give it some under sizes"
-                    raise ValueError(f"parts.{i}.sizes.{size} must be one of the study's sizes ({known})")
+                    sizes = ", ".join(self.sizes) or "none; give it some under sizes"
+                    raise ValueError(f"parts.{i}.sizes.{size} must be one of the study's sizes ({sizes})")
         return self
 
     def size(self, name: str | None) -> str | None:
@@ -230,11 +433,11 @@ class Study(Section):
         Raises:
             ScenarioError: a name that no part has.
         """
-        wanted, names = list(only), [part.name for part in self.parts]
-        for name in wanted:
+        requested, names = list(only), [part.name for part in self.parts]
+        for name in requested:
             if name not in names:
                 raise ScenarioError(f"--only {name}: study {self.name} has the parts {', '.join(names)}; name one")
-        return [part for part in self.parts if not wanted or part.name in wanted]
+        return [part for part in self.parts if not requested or part.name in requested]
 
 
 def study_files() -> dict[str, Path]:
@@ -251,12 +454,12 @@ def load_study(name: str) -> tuple[Study, Path]:
     Raises:
         ScenarioError: with the line, the value, the rule and the remedy.
     """
-    known = study_files()
-    if not re.search(r"\.ya?ml$", name) and name not in known:
+    files = study_files()
+    if not re.search(r"\.ya?ml$", name) and name not in files:
         raise ScenarioError(
-            f"study '{name}' must be one of {', '.join(known) or 'none (no scenarios/studies here)'}, "
+            f"study '{name}' must be one of {', '.join(files) or 'none (no scenarios/studies here)'}, "
             "or the path of a YAML file"
         )
-    path = known.get(name, Path(name))
+    path = files.get(name, Path(name))
     study = parse_model(Study, read_text(path, "a study"), form=FORM, where=str(path))
     return study, path.parent / study.base

@@ -304,7 +304,7 @@ def test_a_model_fills_a_module_of_ones_own() -> None:
 @pytest.mark.slow
 def test_a_model_with_buffers_and_tied_parameters_comes_back_whole(tmp_path: Path) -> None:
     model = {"module": "user_models:tied"}
-    result = fp.run(fp.make_scenario(SECTIONS, model=model, compute={"generator": "torch"}), out=tmp_path / "run")
+    result = fp.run(fp.make_scenario(SECTIONS, model=model), out=tmp_path / "run")
     module = fp.load_run(tmp_path / "run").model()
     assert (
         set(result.models["mean"]) == set(module.state_dict()) == {"scale", "first.weight", "last.weight", "out.weight"}

@@ -28,12 +28,11 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.console.views import parts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
-from flower_privdec.study.axes import Axis
-from flower_privdec.study.spec import Study, load_study, study_files
+from flower_privdec.study.spec import Axis, Study, load_study, study_files
 from tools.docs import house, made
 from tools.rooms import FLOOR_OF, MODULES, PACKAGE, imported, room_of
 
-NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
+NAMED = re.compile(r"`((?:tests/\w+/)?test_\w+\.py)::(test_\w+)`")
 EMBEDDED = ("digits", "breast-cancer", "diabetes", "synthetic-labels", "synthetic-words")
 every_page = pytest.mark.parametrize("page", PAGES, ids=named)
 
@@ -41,7 +40,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=named)
 @every_page
 def test_every_test_that_a_page_names_is_there(page: Path) -> None:
     for file, name in NAMED.findall(page.read_text(encoding="utf-8")):
-        (path,) = (ROOT / "tests").rglob(file)
+        (path,) = (ROOT / "tests").rglob(file.removeprefix("tests/"))
         assert f"def {name}(" in path.read_text(encoding="utf-8"), f"{file}::{name}"
 
 

@@ -13,8 +13,8 @@ from tiny_scenario import Build
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model
-from flower_privdec.planner import estimate, make_plan
-from flower_privdec.planner.optimum import find_constants, optimum
+from flower_privdec.planner import make_plan
+from flower_privdec.planner.optimum import find_constants, heterogeneity, optimum, public_sample, smoothness
 from flower_privdec.planner.peers import noise_std
 from flower_privdec.privacy.mechanism.paper import moments_sigma
 from flower_privdec.reporting import console
@@ -58,7 +58,7 @@ def test_constants_are_estimated_on_public_data_alone(build: Build) -> None:
 
 def test_smoothness_is_the_largest_eigenvalue_of_the_hessian(build: Build) -> None:
     experiment = build("model={name: mlp, hidden: [3], activation: tanh}", "data.test_samples=40")
-    objective = estimate.public_sample(experiment)
+    objective = public_sample(experiment)
     assert len(objective.y) == 40
     names = [name for name, _ in experiment.module.named_parameters()]
     shapes = [p.shape for p in experiment.module.parameters()]
@@ -71,7 +71,7 @@ def test_smoothness_is_the_largest_eigenvalue_of_the_hessian(build: Build) -> No
 
     hessian = torch.autograd.functional.hessian(loss, experiment.initial)
     largest = float(torch.linalg.eigvalsh(hessian).abs().max())
-    assert estimate.smoothness(experiment, objective) == pytest.approx(largest, rel=0.05)
+    assert smoothness(experiment, objective) == pytest.approx(largest, rel=0.05)
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def test_smoothness_is_the_largest_eigenvalue_of_the_hessian(build: Build) -> No
 def test_heterogeneity_sees_skew_and_not_the_noise_of_small_shares(build: Build) -> None:
     def of(*settings: str) -> float:
         experiment = build("data.test_samples=357", *settings)
-        return estimate.heterogeneity(experiment, estimate.public_sample(experiment))
+        return heterogeneity(experiment, public_sample(experiment))
 
     skewed = of("data.partition={kind: shards, shards_per_peer: 2}")
     assert skewed > 0.1

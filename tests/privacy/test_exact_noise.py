@@ -262,7 +262,6 @@ def test_deployed_peers_draw_it_and_simulations_do_not(tiny: Tiny) -> None:
     assert simulated.noise_inflation == 0
     assert not isinstance(simulated.noise, ExactNoise)
     plain = OwnParts.of(Agreement.of(tiny()), np.array([1]), bytes(32))
-    assert plain.source == "system"
     assert plain.run.environment.startswith("system, ")
 
 

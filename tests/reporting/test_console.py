@@ -93,7 +93,7 @@ def test_meaning_names_the_factor_of_the_largest_epsilon() -> None:
     summary = summary_of(small_scenario(), [privacy_row(0, 1.0), privacy_row(1, 2.0)])
     assert f"e^ε = {math.exp(2):.3g}," in wording.meaning(summary)
     beyond = wording.meaning(summary_of(small_scenario(), [privacy_row(0, 1e9)]))
-    assert "e^ε beyond 1e304, which protects nobody," in beyond
+    assert "e^ε beyond 1e304, which protects no one," in beyond
 
 
 def test_summary_shows_result_privacy_and_folder(capsys: pytest.CaptureFixture[str]) -> None:

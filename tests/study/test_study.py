@@ -24,15 +24,12 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.reporting.plots import new_figure
 from flower_privdec.scenario import to_yaml
 from flower_privdec.study import load_study, study_files
-from flower_privdec.study.cache import folder_of
 from flower_privdec.study.cells import Cell, expand
 from flower_privdec.study.claims import Verdict, judge
-from flower_privdec.study.figures import _draw_panel
-from flower_privdec.study.publish import Made, publish
+from flower_privdec.study.publish import Provenance, _draw_panel, budgets_text, columns, publish, row, to_csv
 from flower_privdec.study.results import Estimate, PartResult, collect
-from flower_privdec.study.runner import missing_cells, run_cells
+from flower_privdec.study.runner import folder_of, missing_cells, run_cells
 from flower_privdec.study.spec import Part
-from flower_privdec.study.tabulate import budgets_text, columns, row, to_csv
 
 BASE = """
 name: base
@@ -464,7 +461,7 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
     path = study_at()
     result = made_up(path, tmp_path / "cells", by_place(GRID), epsilon=2.5, claimed_epsilon=1.0)
     study, _ = load_study(str(path))
-    publish(study, Made("laptop", "privdec study small"), [result], [], tmp_path / "out")
+    publish(study, Provenance("laptop", "privdec study small"), [result], [], tmp_path / "out")
     rows = list(csv.DictReader(StringIO((tmp_path / "out" / "table-main.csv").read_text())))
     assert [(row["epsilon"], row["algorithm"]) for row in rows][1] == ("2.5", "no privacy")
     assert rows[0]["accuracy_mean"] == "0.5"

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from flower_privdec.study.axes import Axis, Point
-from flower_privdec.study.forms import Above, Best, Figure, Ordered, Pivot, Slope, Speedup
 from flower_privdec.study.measured import ALWAYS, readings_of
-from flower_privdec.study.spec import Part, PartSize, Size, Study
+from flower_privdec.study.spec import (
+    Above,
+    Axis,
+    Best,
+    Figure,
+    Ordered,
+    Part,
+    PartSize,
+    Pivot,
+    Point,
+    Size,
+    Slope,
+    Speedup,
+    Study,
+)
 from flower_privdec.tasks.kinds import METRIC_KINDS
 from tools.docs.scenario_reference import table
 

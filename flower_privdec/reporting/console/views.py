@@ -1,24 +1,28 @@
-"""Tables and pictures for the terminal; with `as_json`, the same facts as JSON."""
+"""What commands print: scenarios, plans, graphs, results and catalogues."""
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from flower_privdec import catalogue
-from flower_privdec.common.formatting import NOTHING, duration, number
+from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, setting
 from flower_privdec.graph.topology import topology_options
 from flower_privdec.models import model_options
 from flower_privdec.reporting.wording import (
     above_minimum,
+    alike,
     claim,
     coalitions,
     epsilon_range,
@@ -37,7 +41,70 @@ from flower_privdec.reporting.wording import (
     sent,
     shares_models,
 )
+from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.algorithm_sections import algorithm_options
+from flower_privdec.scenario.fields import Section
+from flower_privdec.scenario.model_section import ModelSection
+from flower_privdec.scenario.topology_section import TopologySection
+
+LEFT_OUT = re.compile(r"^    (\w+): (?:(?!^    \w).)*?left out,\s+(.*?)[;.](?:\s|$)", re.MULTILINE | re.DOTALL)
+
+
+def complete_yaml(scenario: Scenario) -> str:
+    """Return a scenario as YAML that reads back to the same scenario, with a comment for every key that is left out.
+
+    A comment says the value that holds, or in words what it follows from; keys that do not apply have none.
+    """
+    data = json.loads(scenario.model_dump_json(exclude_none=True))
+    return "".join(f"{line}\n" for line in _yaml_lines(scenario, data, ""))
+
+
+def _yaml_lines(section: Section, data: dict[str, Any], indent: str) -> Iterator[str]:
+    for key, value in data.items():
+        inner = getattr(section, key)
+        if isinstance(inner, Section):
+            yield f"{indent}{key}:"
+            yield from _yaml_lines(inner, value, f"{indent}  ")
+        else:
+            yield indent + _written(key, value)
+    yield from (f"{indent}# {comment}" for comment in _left_out(section))
+
+
+def _written(key: str, value: Any) -> str:
+    """Return a key and its value on one line of YAML."""
+    listed = yaml.safe_dump([value], default_flow_style=True, width=float("inf"), allow_unicode=True)
+    return f"{key}: {listed.strip()[1:-1]}"
+
+
+def _left_out(section: Section) -> list[str]:
+    """Say for each key that applies and is left out what holds then."""
+    values, described = _options(section), _described_defaults(section)
+    if isinstance(section, ModelSection | TopologySection):  # whose keys are those of all models or graphs
+        described = {key: comments for key, comments in described.items() if key in values}
+    comments = {key: f"{key}: left out, {words}" for key, words in described.items()}
+    comments |= {key: _written(key, value) for key, value in values.items() if value is not None}
+    return [line for key, line in comments.items() if getattr(section, key) is None]
+
+
+def _options(section: Section) -> dict[str, Any]:
+    """Return the options of a named model or graph, with their defaults; None where these follow from others."""
+    if isinstance(section, ModelSection) and section.name is not None:
+        return model_options(section.name)
+    if isinstance(section, TopologySection):
+        options = topology_options(section.name)
+        drawn_from = section.supergraph or options.get("supergraph")
+        return options | (topology_options(drawn_from) if drawn_from else {})
+    return {}
+
+
+def _described_defaults(section: Section) -> dict[str, str]:
+    """Return what the docstrings of a section say holds where a key is left out."""
+    defaults: dict[str, str] = {}
+    for kind in reversed(type(section).__mro__):
+        attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+        defaults |= {key: " ".join(text.split()) for key, text in LEFT_OUT.findall(attributes)}
+    return {key: text for key, text in defaults.items() if key in type(section).model_fields}
+
 
 PLAIN_WIDTH = 130
 NARROW = 120
@@ -233,7 +300,7 @@ def _period(period: int | None) -> str:
 
 
 def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], width: int) -> list[str]:
-    """Draw who hears whom: a row a receiver, a column a sender, ● an edge; rounds side by side.
+    """Draw the adjacency matrix: a row is a receiver, a column a sender, ● an edge; rounds side by side.
 
     Args:
         n_peers: at most `LARGEST_PICTURE`, or the picture is too wide for a terminal.
@@ -251,11 +318,11 @@ def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], w
 
 
 def _adjacency_block(n_peers: int, edges: Sequence[Sequence[int]], round_index: int, *, many: bool) -> list[str]:
-    heard = {(receiver, sender) for sender, receiver in edges}
+    entries = {(receiver, sender) for sender, receiver in edges}
     label = len(str(n_peers - 1))
     lines = [f"{'':{label}} round {round_index}" if many else ""]
     for receiver in range(n_peers):
-        marks = " ".join("●" if (receiver, sender) in heard else "·" for sender in range(n_peers))
+        marks = " ".join("●" if (receiver, sender) in entries else "·" for sender in range(n_peers))
         lines.append(f"{receiver:{label}d} {marks}")
     return lines
 
@@ -286,8 +353,8 @@ def _lines(choice: catalogue.Choice, options: Callable[[str], Mapping[str, Any]]
     """Return the line on each name, with the keys that it takes and their defaults, where these are known before."""
     lines = {}
     for name, line in choice.lines.items():
-        said = [key if value is None else f"{key}: {_plain(value)}" for key, value in options(name).items()]
-        lines[name] = f"{line} ({', '.join(said)})" if said else line
+        options_text = [key if value is None else f"{key}: {_plain(value)}" for key, value in options(name).items()]
+        lines[name] = f"{line} ({', '.join(options_text)})" if options_text else line
     return lines
 
 
@@ -312,3 +379,182 @@ def print_parts(as_json: bool) -> None:
             table.add_row(f"  {name}", line)
         console.show(table)
     console.show(OWN)
+
+
+OPTIONAL: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "active_rounds": ("active rounds", number),
+    "expected_rounds": ("expected", number),
+    "epsilon_of_replies_to_one": ("ε of the replies to one neighbour alone", epsilon_text),
+    "claimed_epsilon": ("claimed ε", setting),
+    "claimed_after_quarters": ("claimed ε after each quarter", lambda values: ", ".join(map(epsilon_text, values))),
+    "mu_total": ("μ_tot", number),
+    "mu_0": ("μ_0", number),
+}
+SYMBOLS = {
+    "smoothness": "L",
+    "gradient_bound": "G",
+    "initial_gap": "F0",
+    "heterogeneity": "b²",
+    "initial_norm_squared": "‖x0‖²",
+    "dimension": "d",
+    "dataset_size": "J",
+    "c_2": "c_2",
+}
+SOURCES = {
+    "given": "given",
+    "estimated": "estimated at x0 on the public test set",
+    "clip norm": "the clip norm",
+    "scenario": "of the scenario",
+}
+
+
+def print_plan(plan: dict[str, Any], as_json: bool) -> None:
+    """Print a plan: noise and ε of each peer, the best K, cost, graph and warnings."""
+    if as_json:
+        _print_json(plan)
+        return
+    console = _console()
+    for thing, style in _plan(plan):
+        console.show(thing, style=style)
+
+
+def plan_text(plan: dict[str, Any]) -> str:
+    """Return a plan as it is printed, without colours."""
+    return as_text(thing for thing, _ in _plan(plan))
+
+
+def _plan(plan: dict[str, Any]) -> Iterator[tuple[RenderableType, str | None]]:
+    """Yield what there is to show of a plan, and in which style."""
+    yield f"{plan['name']}: {plan['algorithm']}, {len(plan['peers'])} peers, {plan['rounds']:,} rounds", "bold"
+    yield _peers(plan), None
+    graph = plan["topology"]
+    connected = [("graph", None if graph is None else graph_facts(graph))]
+    yield _facts([*connected, ("ledger", _ledger(plan["ledger"])), *_optimum(plan), *_cost(plan)]), None
+    if plan["warnings"]:
+        yield "", None
+        yield _warnings(plan["warnings"]), "yellow"
+
+
+def _warnings(warnings: list[str]) -> Table:
+    table = Table.grid(padding=(0, 1))
+    for warning in warnings:
+        table.add_row("warning:", warning)
+    return table
+
+
+def _ledger(ledger: dict[str, Any] | None) -> str:
+    """Say what the ledger comes to with this run."""
+    if ledger is None:
+        return "the run's own: ε counts this run alone"
+    before, after = (epsilon_text(ledger[key]) for key in ("epsilon_before", "epsilon_after"))
+    return f"{ledger['folder']}: ε = {before} before this run, {after} after it"
+
+
+def _peers(plan: dict[str, Any]) -> Table:
+    """Return a row for each group of equal peers; what no peer has is left out."""
+    rounds, peers = plan["rounds"], plan["peers"]
+    table = _table(
+        [
+            ("peers", "left"),
+            ("noise multiplier", "right"),
+            (f"σ at rounds 0, {rounds // 2}, {rounds - 1}", "right"),
+            ("ε after each quarter", "right"),
+            ("δ", "right"),
+        ]
+    )
+    shown = [key for key in OPTIONAL if any(row[key] is not None for row in peers)]
+    for key in shown:
+        constant = key == "mu_0" and all(row["mu_bar"] is not None for row in peers)
+        table.add_column("μ̄" if constant else OPTIONAL[key][0], justify="right")
+    for cells in alike(peers, lambda row: _cells(row, shown)):
+        table.add_row(*cells)
+    return table
+
+
+def _cells(row: dict[str, Any], shown: Sequence[str]) -> list[str]:
+    """Return what is said of a peer, with those optional columns that are shown."""
+    sigma = [number(value) for value in row["sigma"]]
+    return [
+        number(row["noise_multiplier"]),
+        sigma[0] if len(set(sigma)) == 1 else ", ".join(sigma),
+        ", ".join(map(epsilon_text, row["epsilon_after_quarters"])),
+        setting(row["delta"]),
+        *(OPTIONAL[key][1](row[key]) for key in shown),
+    ]
+
+
+def _optimum(plan: dict[str, Any]) -> list[tuple[str, RenderableType | None]]:
+    """Return the best number of rounds, what it was computed from, and how it grows with ε."""
+    best, note = plan["optimal_rounds"], plan["optimal_rounds_note"]
+    if best is None:
+        return [("best rounds", None if note is None else f"not known: {note}")]
+    guide = "" if plan["algorithm"] == "privsgp-vr" else f", a guide for {plan['algorithm']}"
+    accountant, exact = plan["accountant"], None
+    if accountant is not None:
+        exact = (
+            f"K* = {accountant['optimal_rounds']:,} with c_2 = {number(accountant['c_2'])}, "
+            f"which makes eq. 11 the accountant's noise at K = {plan['rounds']:,}"
+        )
+    return [
+        ("best rounds", f"K* = {best:,} by eq. 12 of PrivSGP-VR{guide}; here K = {plan['rounds']:,}"),
+        ("", exact),
+        *(("", line) for line in _constants(plan["optimal_rounds_constants"])),
+        ("by ε", _curve(plan["optimal_rounds_curve"])),
+    ]
+
+
+def _constants(constants: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a line for each source of constants."""
+    lines = []
+    for source, words in SOURCES.items():
+        named = [
+            f"{SYMBOLS[key]} = {_constant(constant['value'])}"
+            for key, constant in constants.items()
+            if constant["from"] == source
+        ]
+        if named:
+            lines.append(f"{', '.join(named)} ({words})")
+    return lines
+
+
+def _constant(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) and value >= 1000 else f"{value:.4g}"
+
+
+def _curve(curve: list[list[float]]) -> Table:
+    """Return K* by ε, across."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    for _ in curve:
+        table.add_column(justify="right", no_wrap=True)
+    table.add_row("ε", *(setting(epsilon) for epsilon, _ in curve))
+    table.add_row("K*", *(f"{rounds:,}" for _, rounds in curve))
+    return table
+
+
+def _cost(plan: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """Return memory, by part and by kind of table, and time."""
+    parts = [f"{name} {memory(size)}" for name, size in plan["memory"].items() if size]
+    seconds, workers = plan["seconds"], plan["workers"]
+    by = f", by {workers} processes" if workers > 1 else ""
+    return [
+        ("memory", f"about {memory(plan['memory_bytes'])}: {', '.join(parts)}"),
+        ("gradients", plan["gradients"]),
+        ("tables", _tables(plan)),
+        (
+            "time",
+            "not timed: it does not fit into memory"
+            if seconds is None
+            else f"about {duration(seconds)} here{by}, from a few timed rounds",
+        ),
+    ]
+
+
+def _tables(plan: dict[str, Any]) -> str | None:
+    if plan["tables"] is None:
+        return None
+    sizes = {
+        name: f"{name} {NOTHING if size is None else memory(size)}" + (" (chosen)" if name == plan["table"] else "")
+        for name, size in plan["tables"].items()
+    }
+    return ", ".join(sizes.values())
