@@ -69,10 +69,10 @@ class Validation:
         """
         sound = torch.isfinite(models).all(1)
         weights = torch.as_tensor(coalitions / coalitions.sum(1, keepdims=True)).to(models)
-        kept, right = torch.where(sound[:, None], models, 0), torch.empty(len(weights), dtype=torch.float64)
-        width = kernel.logits(kept[:1], self.x[:1]).shape[2]
+        sound_models, right = torch.where(sound[:, None], models, 0), torch.empty(len(weights), dtype=torch.float64)
+        width = kernel.logits(sound_models[:1], self.x[:1]).shape[2]
         for rows in row_chunks(len(weights), len(self) * width * models.element_size(), OUTPUT_BYTES):
-            outputs = kernel.blended_logits(kept, weights[rows], self.x)
+            outputs = kernel.blended_logits(sound_models, weights[rows], self.x)
             hits = (self.loss.predict(outputs) == self.y) & torch.isfinite(outputs).all(-1)
             right[rows] = hits.double().mean(1).cpu()
         right[(weights[:, ~sound] > 0).any(1).cpu()] = 0.0
@@ -140,8 +140,8 @@ class PrivateStep:
         """Return which row of the batch each of these rows uses, int64 [m], ascending."""
         if self.receivers is None:
             return np.arange(len(self.rows))
-        found: np.ndarray = np.unique(self.rows, return_inverse=True)[1]
-        return found
+        values: np.ndarray = np.unique(self.rows, return_inverse=True)[1]
+        return values
 
     @property
     def out(self) -> Tensor:
@@ -358,8 +358,8 @@ class Cohort:
 
     def _noised(self, step: PrivateStep, name: str) -> NoisedSum:
         """Return what the noise mechanism knows of one sum of a step."""
-        kept = self.mechanism.state
-        rows = {} if self.state is None else {part: self.state.rows[STATE_PREFIX + part] for part in kept}
+        state = self.mechanism.state
+        rows = {} if self.state is None else {part: self.state.rows[STATE_PREFIX + part] for part in state}
         return NoisedSum(
             normals=self.noise,
             secrets=self.secrets,

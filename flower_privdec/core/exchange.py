@@ -162,15 +162,15 @@ class Mix(Exchange):
 
     def outgoing(self, state: State, mixing: Mixing) -> dict[Link, Payload]:
         """See Exchange."""
-        found: dict[Link, Payload] = {}
-        known: dict[tuple[int, float], Payload] = {}
+        outgoing: dict[Link, Payload] = {}
+        scaled: dict[tuple[int, float], Payload] = {}
         at = {peer: row for row, peer in enumerate(state.peers.tolist())}
         for sender, receiver, weight in mixing.hosted(state.round_index, state.peers).sent:
             factor = weight if mixing.sends_shares else 1.0
-            if (sender, factor) not in known:
-                known[sender, factor] = {name: state.rows[name][at[sender]] * factor for name in self.names}
-            found[sender, receiver] = known[sender, factor]
-        return found
+            if (sender, factor) not in scaled:
+                scaled[sender, factor] = {name: state.rows[name][at[sender]] * factor for name in self.names}
+            outgoing[sender, receiver] = scaled[sender, factor]
+        return outgoing
 
     def incoming(self, state: State, mixing: Mixing, messages: Messages) -> Changed:
         """See Exchange."""
@@ -301,13 +301,13 @@ def _columns(links: list[Link]) -> tuple[np.ndarray, np.ndarray]:
 def _edges(links: list[Link], messages: Messages, like: Payload) -> dict[str, Edges]:
     """Return edges of some links, in their order, from what came over each."""
     senders, receivers = _columns(links)
-    found = {}
+    replies = {}
     for name, part in like.items():
         values = part.new_empty((len(links), *part.shape))
         for value, link in zip(values, links, strict=True):
             value.copy_(messages[link][name])
-        found[name] = Edges(receivers, senders, values)
-    return found
+        replies[name] = Edges(receivers, senders, values)
+    return replies
 
 
 def checked(messages: Messages, links: list[Link], like: Payload, round_index: int) -> Messages:

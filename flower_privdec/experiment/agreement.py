@@ -181,7 +181,7 @@ def build_module(scenario: Scenario, input_shape: Sequence[int], outputs: int, n
     Args:
         input_shape: of one example, as the model sees it.
         outputs: how many it has.
-        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are numbers to reckon with.
+        n_tokens: inputs are whole numbers 0..n_tokens-1; None where they are real numbers.
 
     Raises:
         ScenarioError: the model cannot be had, or does not fit.

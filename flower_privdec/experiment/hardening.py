@@ -35,9 +35,9 @@ def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int
 
     Privacy: a Poisson batch has more examples than are counted on with a chance of 2^-64 a step, which adds to δ.
     """
-    found = 0.0
+    largest = 0.0
     for drawing in dict.fromkeys(drawings):
-        size, remembers = _most_drawn(drawing), any(each.idle for each in algorithm.released(0, drawing) or ())
+        size, remembers = _most_drawn(drawing), any(part.idle for part in algorithm.released(0, drawing) or ())
         unit = torch.finfo(dtype).eps / 2
         more = size * unit / (1 - min(size * unit, 0.5)) * 2 * size
         more += 4 * size * (steps * size + drawing.size) * unit if remembers else 0.0
@@ -46,8 +46,8 @@ def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int
                 f"privacy.hardened: a sum of {size} examples in {str(dtype).removeprefix('torch.')} may be wrong by "
                 f"{more:.2g} times what one of them adds, which must be <= {MOST:g}; set compute.dtype=float64"
             )
-        found = max(found, more)
-    return found + OTHER
+        largest = max(largest, more)
+    return largest + OTHER
 
 
 def _most_drawn(drawing: Drawing) -> int:

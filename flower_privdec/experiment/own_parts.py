@@ -61,7 +61,7 @@ class OwnParts:
 
         Args:
             peers: global ids; by default all.
-            secret: of a deployed peer, which nobody else knows: its run's name follows from it, and its batches and
+            secret: of a deployed peer, known to no other: its run's name follows from it, and its batches and
                 noise come from the operating system. None is a simulation, whose numbers can be drawn again.
             root: where their data lie, in place of the scenario's `data.root`.
 
@@ -165,7 +165,7 @@ def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> li
 
 
 def _answered(agreement: Agreement, peers: np.ndarray) -> list[tuple[int, ...]]:
-    """Return how many neighbours some peers answer in each round; nothing where the algorithm answers nobody."""
+    """Return how many neighbours some peers answer in each round; nothing where the algorithm sends no replies."""
     replies = any(isinstance(item, Reply) for item in agreement.algorithm.program)
     if agreement.mixing is None or not replies:
         return [()] * len(peers)

@@ -19,7 +19,7 @@ AT_ONCE = 2**17  # numbers whose sum stays in cache
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 Facts = dict[str, Any]
 FROZEN = "frozen."  # before the names of tensors
-COUNTERS = [each.name for each in fields(Edge) if each.name != "frozen"]
+COUNTERS = [field.name for field in fields(Edge) if field.name != "frozen"]
 OF_SHARE = ["incarnation", "addressed", "number", "boot", "round_index"]
 
 
@@ -88,7 +88,7 @@ def wire_codec(name: str) -> WireCodec:
     own = load_own(
         name,
         "network.codec",
-        accepts=lambda part: all(hasattr(part, each) for each in methods),
+        accepts=lambda part: all(hasattr(part, method) for method in methods),
         must_be="a class with the methods encode and decode",
     )
     codec: WireCodec = own()

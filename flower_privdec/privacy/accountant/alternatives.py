@@ -53,7 +53,7 @@ def epsilon_of_runs(runs: Sequence[Alternatives], delta: float) -> float:
 def _dearest(run: Alternatives) -> Alternatives:
     """Return a run's alternatives without those that another one contains."""
     largest: list[tuple[dict[Mechanism, int], tuple[Release, ...]]] = []
-    for releases in sorted(run, key=lambda each: sum(r.steps for r in each), reverse=True):
+    for releases in sorted(run, key=lambda releases_of_peer: sum(r.steps for r in releases_of_peer), reverse=True):
         steps = {r.mechanism: r.steps for r in releases}
         if not any(all(more.get(m, 0) >= count for m, count in steps.items()) for more, _ in largest):
             largest.append((steps, releases))

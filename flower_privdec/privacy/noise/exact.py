@@ -126,10 +126,10 @@ def add_exactly(sums: Tensor, scales: Tensor, normals: SystemNormals) -> Tensor:
     return (sums - over * grid).add_(torch.from_numpy(rounded).view_as(sums).mul_(grid))
 
 
-def _doubtful(found: np.ndarray, rounded: np.ndarray, words: np.ndarray) -> np.ndarray:
+def _doubtful(values: np.ndarray, rounded: np.ndarray, words: np.ndarray) -> np.ndarray:
     """Return which numbers may be rounded otherwise once more bits of their normals are known, int64 [doubtful]."""
     pairs, shares = len(words) // 2, words[: len(words) // 2] >> np.uint64(1)
-    unsure = np.abs(np.abs(found - rounded) - 0.5) < DOUBT
+    unsure = np.abs(np.abs(values - rounded) - 0.5) < DOUBT
     for pair in np.flatnonzero((shares < LEAST_SHARE) | (shares > MOST_SHARE)):
         unsure[pair::pairs] = True
     return np.flatnonzero(unsure)

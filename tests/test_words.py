@@ -1,0 +1,68 @@
+"""The field's words: names and prose that a reader of this field knows, in the package and in tools."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+# Rooms that are not in plain words yet; a room leaves this list and does not come back.
+NOT_YET = (
+    *("flower_privdec/engine", "flower_privdec/flower", "flower_privdec/gradients", "flower_privdec/network"),
+    *("flower_privdec/cli/network_commands.py", "tools/docs", "tools/side_by_side", "tools/bench", "tools/soak"),
+)
+FILES = [
+    path
+    for folder in ("flower_privdec", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if not str(path.relative_to(ROOT)).startswith(NOT_YET)
+]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "simulations").rglob("*.md")])
+# A local variable is named by what it holds.
+VAGUE_NAMES = {"found", "said", "kept", "each", "told", "asked", "somebody", "nobody", "whoever", "whom"}
+# One thing has one name, the one that the field uses.
+PRIVATE_WORDS = re.compile(
+    r"\b(anew|whoever|whomever|whom|somebody|nobody|purse|courier|mailroom|census|crew|parcels?|crossings?|mishaps?"
+    r"|punctuality|headroom|reckon(?:s|ed)?|lone peers?|own part|stranded|spoiled|begin anew|begins anew|began anew)\b",
+    re.IGNORECASE,
+)
+
+
+def names_bound(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield each local name that a file binds, with its line: assignments, loop targets and arguments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+
+
+def prose(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield the strings and comments of a Python file, with their lines."""
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING):
+            for offset, line in enumerate(token.string.splitlines()):
+                yield line, token.start[0] + offset
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_local_name_says_what_it_holds(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert [f"line {line}: {name}" for name, line in names_bound(tree) if name in VAGUE_NAMES] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_prose_in_code_uses_the_fields_words(path: Path) -> None:
+    assert [f"line {line}: {text.strip()}" for text, line in prose(path) if PRIVATE_WORDS.search(text)] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_use_the_fields_words(path: Path) -> None:
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    assert [f"line {line}: {text}" for line, text in lines if PRIVATE_WORDS.search(text)] == []
