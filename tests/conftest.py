@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return a sample without the slow tests: log4(n) cases of a test with n >= 8 (the laws), and a third of the others.
+    """Return a sample of the tests that are not slow: log4(n) cases of one with n >= 8 (a law), a third of the others.
 
     Hashes of their names decide, so that the choice stays as it is when other tests come or go.
     """
