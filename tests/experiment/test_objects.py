@@ -231,7 +231,7 @@ def test_numbers_and_labels_are_given_too() -> None:
         ({"train": (X, Y), "test": TEST, "root": "here"}, r"data\.root names data, and data\.train gives them"),
         ({"train": X, "test": TEST}, r"data\.train is a ndarray: it must be a tuple \(x, y\)"),
         ({"train": (X, Y, X), "test": TEST}, r"data\.train is a tuple: it must be a tuple \(x, y\)"),
-        ({"train": [], "test": TEST}, "data.train lists nobody's data"),
+        ({"train": [], "test": TEST}, "data.train is an empty list"),
         ({"train": [(X, Y), X], "test": TEST}, r"data\.train\[1\] is a ndarray"),
         ({"train": (["a"], Y), "test": TEST}, r"data\.train: x is a list of <U1: it must be an array of numbers"),
         ({"train": ([[1.0], [1.0, 2.0]], Y), "test": TEST}, r"data\.train: x is no array"),
