@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, resolve_name
@@ -18,6 +19,8 @@ from flower_privdec.errors import RAISED_BY_USERS
 
 SHIPPED = ("torch", "flower_privdec", "builtins")  # packages whose code the environment's versions tell
 _INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+# CPython 3.11 counts the recursion of `ast.parse` per interpreter: two threads that parse at once may fail.
+_PARSING = threading.Lock()
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -84,7 +87,8 @@ def _file(name: str) -> Path | None:
 def _imported(source: bytes, package: str) -> Iterator[str]:
     """Yield the names of all modules that a source may import, also inside functions."""
     try:
-        tree = ast.parse(source)
+        with _PARSING:
+            tree = ast.parse(source)
     except (SyntaxError, ValueError):  # one that is named somewhere, and imported never
         return
     for node in ast.walk(tree):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import linecache
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +355,25 @@ def test_the_code_of_a_base_class_counts_too() -> None:
     assert source in list(code_of([Mine]))
     assert source in list(code_of([user_parts.hub]))
     assert list(code_of([torch.nn.Linear(1, 1), len, dict])) == []
+
+
+def test_threads_do_not_parse_source_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11 fails with "AST constructor recursion depth mismatch" where two threads parse at once."""
+    inside, most, parse = [], [], ast.parse
+
+    def slow_parse(source: Any, *settings: Any) -> ast.AST:
+        inside.append(source)
+        most.append(len(inside))
+        time.sleep(0.002)
+        tree = parse(source, *settings)
+        inside.pop()
+        return tree
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(4) as pool:
+        patched.setattr(ast, "parse", slow_parse)
+        codes = list(pool.map(lambda _: list(code_of([user_parts.HeavyBall])), range(4)))
+    assert max(most) == 1
+    assert codes[0] == codes[3]
 
 
 def test_the_arguments_of_an_own_part_are_part_of_the_run(build: Build) -> None:
