@@ -108,11 +108,11 @@ def _app_peer(
     from flower_privdec.data.readers import require
     from flower_privdec.scenario.app_scenario import load_app_scenario
 
-    foreground = require("flower_privdec.flower.serverless.app_foreground", "privdec peer --app", "pip install grpcio")
+    serverless = require("flower_privdec.flower.serverless", "privdec peer --app", "pip install grpcio")
     loaded = load_app_scenario(scenario, settings or ())
     folder = out or Path("peers") / f"{loaded.name}-{number}"
     with saying_when_interrupted(f"the same command with --resume goes on from {folder}"):
-        foreground.run_app_peer(
+        serverless.run_app_peer(
             app,
             loaded,
             number,
