@@ -275,7 +275,7 @@ def draw_contributions(metrics: Sequence[dict[str, Any]], width: float = 6.0, he
         }
         means = {k: sum(values) / len(values) for k, values in at_others.items() if values}
         series, dash = line_style(index)
-        style = {"marker": "o" if len(means) == 1 else "", "linewidth": 1.2, "label": f"peer {peer}"}
+        style: dict[str, Any] = {"marker": "o" if len(means) == 1 else "", "linewidth": 1.2, "label": f"peer {peer}"}
         axes.plot(list(means), list(means.values()), dash, color=SERIES[series], **style)
     axes.axhline(0, color=MUTED, linewidth=0.8)
     if len(peers) <= len(SERIES) * len(DASHES):
