@@ -108,11 +108,11 @@ def _app_peer(
     from flower_privdec.data.readers import require
     from flower_privdec.scenario.app_scenario import load_app_scenario
 
-    foreground = require("flower_privdec.flower.serverless.app_foreground", "privdec peer --app", "pip install grpcio")
+    serverless = require("flower_privdec.flower.serverless", "privdec peer --app", "pip install grpcio")
     loaded = load_app_scenario(scenario, settings or ())
     folder = out or Path("peers") / f"{loaded.name}-{number}"
     with saying_when_interrupted(f"the same command with --resume goes on from {folder}"):
-        foreground.run_app_peer(
+        serverless.run_app_peer(
             app,
             loaded,
             number,
@@ -141,7 +141,7 @@ def up(
 ) -> None:
     """Run all peers of a scenario as processes on this machine, over TLS, as they would run on devices."""
     from flower_privdec.data.readers import require
-    from flower_privdec.reporting import console
+    from flower_privdec.reporting import console, progress
     from flower_privdec.reporting.plots import save_run_plots
     from flower_privdec.scenario import load_scenario
 
@@ -152,7 +152,7 @@ def up(
     with (
         network.losing(loss) as proxy,
         saying_when_interrupted(f"the same command with --resume goes on from {folder}"),
-        console.network_progress(loaded, folder) as (on_metrics, on_status),
+        progress.network_progress(loaded, folder) as (on_metrics, on_status),
     ):
         due = network.mishaps(kill or (), restart or (), loaded.n_peers, loaded.rounds)
         options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "mishaps": due}

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from flower_privdec.common.formatting import duration
 from flower_privdec.errors import RunError
-from flower_privdec.reporting.console.progress import counting_bar
+from flower_privdec.reporting.progress import counting_bar
 from flower_privdec.study.cells import Cell, expand
 from flower_privdec.study.claims import criterion, judge
 from flower_privdec.study.publish import Provenance, columns, make_folder, publish, row

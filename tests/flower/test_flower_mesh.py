@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,13 +12,13 @@ import numpy as np
 import pytest
 from flwr.app import Message
 from ports import own_addresses
+from raising import raises
 from routing_peers import client, first, sets_its_values_once, values_of, zeros
 
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, Mesh, PeerMod
-from flower_privdec.flower.mods.peer_mod import MESH, Asked
 from flower_privdec.flower.node_settings import PeerSettings
-from flower_privdec.flower.serverless.mesh import _agreed, run_mesh
+from flower_privdec.flower.serverless import InitialArrays, _checked_scenario, run_mesh
 from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario.app_scenario import parse_app_scenario
 
@@ -83,40 +84,43 @@ def test_a_meshs_ledger_is_the_peers_own_and_holds_its_owners_budget(tmp_path):
     assert len((tmp_path / "peer-1" / "peer-updates.jsonl").read_text().splitlines()) == 5
 
 
-def asked_of(**changes) -> Asked:
-    said = {"name": "mesh", "n_peers": 2, "rounds": 3, "privacy": "none"}
-    said["network"] = {"peers": [{"address": "127.0.0.1:7100"}, {"address": "127.0.0.1:7101"}], "hand_in": False}
-    said |= changes
-    return Asked(MESH, run="mesh", scenario=json.dumps(said))
+def scenario_text(**changes) -> str:
+    sections = {"name": "mesh", "n_peers": 2, "rounds": 3, "privacy": "none"}
+    sections["network"] = {"peers": [{"address": "127.0.0.1:7100"}, {"address": "127.0.0.1:7101"}], "hand_in": False}
+    return json.dumps(sections | changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
-        ({"topology": {"name": "edge-list", "file": "/etc/passwd"}}, "names code or a file"),
-        ({"topology": {"module": "os:system"}}, "names code or a file"),
-        ({"privacy": {"clip_norm": 1e9, "noise_multiplier": 1e-9, "delta": 0.1}}, "the node's own"),
-        ({"run_config": {"a": 1}}, "the node's own"),
-        ({"network": {"hand_in": False, "retry": 1e-9}}, "retry=1e-09"),
-        ({"name": "other"}, "is of 'other'"),
-        ({"name": "../../etc"}, "must be a name"),
-        ({"n_peers": 3, "network": {"hand_in": False}}, "with 3 peers"),
+        ({"topology": {"name": "edge-list", "file": "/etc/passwd"}}, "mesh.scenario: .*topology"),
+        ({"topology": {"module": "os:system"}}, "mesh.scenario: .*topology"),
+        (
+            {"privacy": {"clip_norm": 1e9, "noise_multiplier": 1e-9, "delta": 0.1}},
+            "mesh.scenario: .*hand_in or run_config",
+        ),
+        ({"run_config": {"a": 1}}, "mesh.scenario: .*hand_in or run_config"),
+        ({"network": {"hand_in": False, "retry": 1e-9}}, "mesh.scenario: .*retry=1e-09"),
+        ({"name": "other"}, "mesh.scenario: .*'other'"),
+        ({"name": "../../etc"}, "name"),
+        ({"n_peers": 3, "network": {"hand_in": False}}, "mesh.scenario: .* 3 peers"),
         (
             {"network": {"hand_in": False, "peers": [{"address": "0.0.0.0:7100"}, {"address": "127.0.0.1:7101"}]}},
-            "says that this node is at 0.0.0.0:7100",
+            "mesh.scenario: .* 0.0.0.0:7100",
         ),
     ],
 )
-def test_a_server_may_not_say_more_than_who_is_where(changes, wrong, tmp_path):
-    place = PeerSettings(0, 2, tmp_path, False, float("inf"), None, None, "127.0.0.1:7100", tmp_path)
-    with pytest.raises((RunError, ScenarioError), match=wrong):
-        _agreed(asked_of(**changes), place)
+def test_a_server_decides_nothing_but_the_graph_and_the_addresses(changes, wrong, tmp_path):
+    settings = PeerSettings(0, 2, tmp_path, False, float("inf"), None, None, "127.0.0.1:7100", tmp_path)
+    with pytest.raises((RunError, ScenarioError)) as error:
+        _checked_scenario("mesh", scenario_text(**changes), settings)
+    assert re.search(wrong, f"{error.value.code}: {error.value}")
 
 
-def test_a_node_without_an_address_or_certificates_says_what_to_give(tmp_path):
-    place = PeerSettings(0, 2, tmp_path, False, float("inf"), None, None)
-    with pytest.raises(RunError, match="--node-config"):
-        run_mesh(asked_of(), place, PeerMod().privacy, zeros(), None)
+def test_a_node_without_an_address_or_certificates_is_refused_with_the_remedy(tmp_path):
+    settings, initial = PeerSettings(0, 2, tmp_path, False, float("inf"), None, None), InitialArrays({})
+    with raises(RunError, "mesh.address", names="--node-config"):
+        run_mesh("mesh", scenario_text(), initial, settings, PeerMod().privacy, lambda arrays, server_round: arrays)
 
 
 def test_a_stranger_that_the_server_introduces_gets_nowhere(tmp_path):

@@ -44,7 +44,7 @@ from flower_privdec.flower.mods.private_update import (
 )
 from flower_privdec.flower.mods.sealing import Identity, KnownPeers
 from flower_privdec.flower.node_settings import PeerSettings
-from flower_privdec.flower.serverless.mesh import MeshApp, run_mesh
+from flower_privdec.flower.serverless import InitialArrays, run_mesh
 from flower_privdec.flower.strategies.masking import masked
 from flower_privdec.pushsum.exactly_once import RefusedError
 
@@ -551,7 +551,8 @@ class PeerMod:
             keep_metrics(peer.place.folder, server_round, "train", answer.metric_records)
             return self._trained(peer, answer, layout)
 
-        peer.state = run_mesh(asked, peer.place, self.privacy, content.array_records[INITIAL], MeshApp(train))
+        initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), asked.arrays)
+        peer.state = run_mesh(asked.run, asked.scenario, initial, peer.place, self.privacy, train)
 
     def _call(
         self, peer: RequestHandler, arrays: ArrayRecord, message: Message, context: Context, app: App

@@ -1,0 +1,752 @@
+"""Peers that train a Flower app's model and exchange it directly, over the transport of `network`, with no server.
+
+`run_app_peer` runs an unmodified app on a device of its own (`privdec peer --app`); `run_mesh` runs all rounds of a
+`Mesh` strategy inside one train message of a SuperNode. Both are an `AppTrainer` in a `RunningPeer`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import logging
+import math
+import random
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+from torch import Tensor
+
+from flower_privdec.common.files import write_atomically
+from flower_privdec.common.formatting import one_line
+from flower_privdec.core import Algorithm, Exchange, Mix, State
+from flower_privdec.core.algorithm import Step
+from flower_privdec.engine.spent import json_number
+from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
+from flower_privdec.experiment.agreement import build_exchange
+from flower_privdec.flower.launch.error_formatting import reason
+from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, message_to, opened_app
+from flower_privdec.flower.mods.peer_state import Layout, PeerState, numpy_arrays
+from flower_privdec.flower.mods.private_update import (
+    APP_SPENT,
+    LEAST_WEIGHT,
+    UNPROTECTED,
+    PeerLedger,
+    PeerPrivacy,
+    UnfitAnswerError,
+    bare_words,
+    keep_metrics,
+    protected,
+    returned_arrays,
+    solved_noise,
+    take_step,
+    working_in,
+)
+from flower_privdec.flower.node_settings import PeerSettings
+from flower_privdec.graph.mixing import Mixing
+from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.network.peer.trainer import Head, noise_source, rows_path
+from flower_privdec.network.transport.tls import credentials_of
+from flower_privdec.privacy.ledger.ledger import RunName
+from flower_privdec.scenario import numbers_hash
+from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
+from flower_privdec.scenario.plain_yaml import read_plain
+from flower_privdec.scenario.topology_section import TopologySection
+
+log = logging.getLogger("flwr.privdec")
+
+FORMAT = "flower-privdec-initial-1"
+INITIAL, MODEL = "initial.safetensors", "model.safetensors"
+UNMIXED = "unmixed."  # before the number of an array that is not mixed, in a state's rows
+ENVIRONMENT = "a Flower app, system entropy"
+ROUND = "server-round"  # the key of the round in the configs of Flower's strategies
+REMEDY = "or give --initial FILE, the initial.safetensors of another peer's folder"
+NEEDS = 'start the SuperNode with --node-config \'address="HOST:PORT" certificates="FOLDER" ...\''
+LEAST_RETRY = 0.05  # seconds: no message makes a node call others as fast as it can
+
+Config = dict[str, Any]
+TrainApp = Callable[[ArrayRecord, int], ArrayRecord]  # (arrays, round from 1) -> the arrays after training
+EvaluateApp = Callable[[ArrayRecord, int], Mapping[str, MetricRecord]]  # (arrays, round) -> metrics by record name
+
+
+@dataclass(frozen=True)
+class InitialArrays:
+    """The arrays that all peers of an app start from, and the configs of its train function.
+
+    Attributes:
+        arrays: the model's, by name, in the app's order.
+        key: the name of the ArrayRecord in the app's messages.
+        configs: the ServerApp's ConfigRecords for the train function, by name.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    key: str = "arrays"
+    configs: Mapping[str, Config] = field(default_factory=dict)
+
+    @property
+    def layout(self) -> Layout:
+        """Return names, shapes and types of the arrays."""
+        return Layout.of(self.arrays)
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of names, order, types, shapes and numbers."""
+        digest = hashlib.sha256(json.dumps(self.layout.parts).encode())
+        for value in self.arrays.values():
+            digest.update(np.ascontiguousarray(value).tobytes())
+        return digest.hexdigest()
+
+
+def save_initial(path: Path, initial: InitialArrays) -> None:
+    """Write initial arrays to a safetensors file that other peers can load."""
+    facts = {"format": FORMAT, "order": list(initial.arrays), "key": initial.key, "configs": initial.configs}
+    arrays = {name: np.array(value, order="C") for name, value in initial.arrays.items()}
+    write_atomically(path, save(arrays, {"initial": json.dumps(facts, default=_bytes_to_json)}))
+
+
+def load_initial(path: Path) -> InitialArrays:
+    """Read initial arrays from a file; nothing in it is executed.
+
+    Raises:
+        ScenarioError: it cannot be read, or is another kind of file.
+    """
+    try:
+        with safe_open(path, "np") as file:
+            facts = json.loads(file.metadata()["initial"], object_hook=_bytes_from_json)
+            if facts["format"] != FORMAT:
+                raise ValueError(f"format {facts['format']!r}, not {FORMAT}")
+            arrays = {str(name): file.get_tensor(name) for name in facts["order"]}
+            return InitialArrays(arrays, str(facts["key"]), dict(facts["configs"]))
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ScenarioError(
+            f"{path} holds no initial arrays ({one_line(error)}); give the initial.safetensors of a peer's folder",
+            code="app.initial-file",
+        ) from error
+
+
+def _bytes_to_json(value: object) -> object:
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    raise TypeError(f"{type(value).__name__} cannot be in a config")
+
+
+def _bytes_from_json(value: dict[str, Any]) -> Any:
+    return base64.b64decode(value["base64"], validate=True) if value.keys() == {"base64"} else value
+
+
+# --- initial arrays from the app's ServerApp ---
+
+
+class _FirstMessage(BaseException):
+    """Ends a ServerApp at its first message, past any `except Exception` in it."""
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+
+
+class _FirstMessageGrid(LocalGrid):
+    """Raises the first message that is sent to its nodes."""
+
+    def push_messages(self, messages: Iterable[Message]) -> NoReturn:
+        """Raise the first message."""
+        for message in messages:
+            raise _FirstMessage(message)
+        raise RunError(
+            f"the app's ServerApp sends no message to any node; let its strategy train all nodes, {REMEDY}",
+            code="app.first-message",
+        )
+
+
+def initial_from_server_app(app: OpenedApp, n_peers: int, seed: int) -> InitialArrays:
+    """Run an app's ServerApp up to its first train message, and return that message's arrays and configs.
+
+    The generators of Python, NumPy and torch are seeded before, so that all peers compute the same arrays, and reseeded
+    from the system's entropy afterwards: no later draw follows from the scenario.
+
+    Raises:
+        RunError: it sends another message first, or none.
+    """
+    grid = _FirstMessageGrid(app.client, n_peers, config={}, run_config=app.run_config)
+    flower = logging.getLogger("flwr")
+    level = flower.level
+    flower.setLevel(logging.WARNING)  # strategies log a start that does not happen
+    _seed(seed)
+    try:
+        app.server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), dict(app.run_config)))
+    except _FirstMessage as first:
+        content, kind = first.message.content, first.message.metadata.message_type
+    else:
+        raise RunError(
+            f"the app's ServerApp ended without a message to any node; mend it, {REMEDY}", code="app.first-message"
+        )
+    finally:
+        _seed(None)
+        flower.setLevel(level)
+    records = content.array_records
+    if kind.split(".")[0] != "train" or len(records) != 1:
+        raise RunError(
+            f"the first message of the app's ServerApp is of type {kind!r} and has {len(records)} ArrayRecords; it "
+            f"must be train with one, as Flower's own strategies send it: take one of those, {REMEDY}",
+            code="app.first-message",
+        )
+    ((key, arrays),) = records.items()
+    configs = {name: dict(config) for name, config in content.config_records.items()}
+    return InitialArrays({name: np.array(value) for name, value in numpy_arrays(arrays).items()}, key, configs)
+
+
+def _seed(seed: int | None) -> None:
+    random.seed(seed)
+    np.random.seed(None if seed is None else seed % 2**32)  # noqa: NPY002 (apps use it)
+    if seed is None:
+        torch.seed()
+    else:
+        torch.manual_seed(seed)
+
+
+# --- calling the app ---
+
+
+class ClientAppRunner:
+    """Calls the train and evaluate functions of an unmodified ClientApp, as a SuperNode would.
+
+    The context's state is kept as long as the process, as on a SuperNode.
+
+    Args:
+        client: the app.
+        initial: the name of the ArrayRecord in its messages, and the ServerApp's configs.
+        peer, n_peers: which of how many: the node-config's partition-id and num-partitions.
+        folder: the peer's own.
+        node_config: more of the device's own configuration.
+        run_config: of the app.
+        train_config, evaluate_config: override the first ConfigRecord of each function.
+
+    Raises:
+        ScenarioError: a config has a value that no ConfigRecord can hold.
+    """
+
+    def __init__(
+        self,
+        client: ClientApp,
+        initial: InitialArrays,
+        peer: int,
+        n_peers: int,
+        folder: Path,
+        *,
+        node_config: Mapping[str, Any] | None = None,
+        run_config: Mapping[str, Any] | None = None,
+        train_config: Mapping[str, Any] | None = None,
+        evaluate_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        config = {peer: {"folder": str(folder), **(node_config or {})}}
+        grid = LocalGrid(client, n_peers, config=config, run_config=dict(run_config or {}))
+        self._client, self._peer, self._folder, self._key = client, peer, folder, initial.key
+        self._node, self._context = list(grid.contexts.items())[peer]
+        self._evaluate_failed = False
+        train = {name: dict(config) for name, config in initial.configs.items()} or {"config": {}}
+        self._first = next(iter(train))
+        train[self._first] |= dict(train_config or {})
+        self._configs: dict[str, dict[str, Config]] = {"train": train, "evaluate": {self._first: {}}}
+        self._configs["evaluate"][self._first] |= dict(evaluate_config or {})
+        for kind in self._configs:
+            self._content(kind, ArrayRecord(), 1)  # fails before the run where a config is wrong
+
+    def _content(self, kind: str, arrays: ArrayRecord, server_round: int) -> RecordDict:
+        try:
+            configs = {name: ConfigRecord(dict(values)) for name, values in self._configs[kind].items()}
+        except (TypeError, ValueError) as error:
+            raise ScenarioError(
+                f"{kind}_config: {one_line(error)}; give numbers, text or lists of one type", code="app.config"
+            ) from error
+        configs[self._first][ROUND] = server_round
+        return RecordDict({self._key: arrays, **configs})
+
+    def train(self, arrays: ArrayRecord, server_round: int) -> ArrayRecord:
+        """Return the arrays after a round's training.
+
+        Raises:
+            RunError: the app raised, or its reply is an error or another model.
+            BudgetError: the app's own ledger allows no more training.
+        """
+        try:
+            reply = self._call("train", arrays, server_round)
+        except BudgetError:
+            log.exception("peer %s: the app's own budget", self._peer)
+            raise
+        except RAISED_BY_USERS as error:
+            log.exception("peer %s: the app's train function failed", self._peer)
+            raise RunError(
+                f"the app of peer {self._peer} raised {type(error).__name__} in round {server_round}, see above; mend "
+                "it, and run the same command with --resume",
+                code="app.failed",
+            ) from error
+        if reply.has_error():
+            why = reason(reply.error.reason)
+            raise RunError(f"the app of peer {self._peer} answered with an error; {why}", code="app.failed")
+        try:
+            return returned_arrays(reply.content, self._key, Layout.of(numpy_arrays(arrays)))
+        except UnfitAnswerError as error:
+            raise RunError(f"the app of peer {self._peer} {error.what}; {error.details}", code="app.answer") from None
+
+    def evaluate(self, arrays: ArrayRecord, server_round: int) -> Mapping[str, MetricRecord]:
+        """Return the app's metrics; a failure is logged once, returns none, and does not stop the training."""
+        try:
+            reply = self._call("evaluate", arrays, server_round)
+            if not reply.has_error():
+                return reply.content.metric_records
+            why = reason(reply.error.reason)
+        except RAISED_BY_USERS as error:
+            why = one_line(error)
+        if not self._evaluate_failed:
+            log.warning("peer %s: the app does not evaluate (%s)", self._peer, why)
+        self._evaluate_failed = True
+        return {}
+
+    def _call(self, kind: str, arrays: ArrayRecord, server_round: int) -> Message:
+        message = message_to(self._node, kind, self._content(kind, arrays, server_round))
+        with working_in(self._folder):
+            reply = self._client(message, self._context)
+        if not isinstance(reply, Message):
+            raise RunError(f"it returned a {type(reply).__name__}, and must return Message(..., reply_to=msg)")
+        return reply
+
+
+# --- a peer ---
+
+
+class AppTraining(Algorithm):
+    """Stochastic Gradient Push, with an app's training in the place of a gradient step; see `PeerMod`."""
+
+    weights = "column-stochastic"
+    open_rows = ("x", "w")
+
+    def __init__(self, train: Step, mix: Mix) -> None:
+        self.program = (train, mix)
+
+    @property
+    def name(self) -> str:
+        """Return its name in errors."""
+        return "app"
+
+
+class AppTrainer:
+    """Trains an app's model as a peer's step; see Trainer.
+
+        x ← x + w · (u · min(1, C / ‖u‖) + N(0, σ² C² I)),  u = train(z) - z,  z = x / w
+
+    The peer's folder holds, besides a peer's usual files, initial.safetensors (public), model.safetensors (z and the
+    arrays that are not mixed, at the last evaluation) and metrics.jsonl (the app's evaluation metrics, which do not
+    leave).
+
+    Args:
+        scenario: with the digest of the initial arrays.
+        peer: its number.
+        folder: the peer's own.
+        initial: the arrays that all peers start from.
+        train: the app's train function.
+        evaluate: its evaluate function; None for no evaluation.
+        private: the peer's privacy; None for no protection.
+
+    Attributes:
+        idle: why it does not train now; empty where it does.
+
+    Raises:
+        ScenarioError: the scenario's graph or participation cannot be built.
+
+    Privacy: that of `PeerMod`: unit one peer with all its data; adjacency: its update of every round replaced by zero;
+    one Gaussian release a round, charged on disk before the app trains, and again where a round is repeated after a
+    crash. It holds against all neighbours together, and against an observer of all their traffic.
+    """
+
+    paid, steps_per_round, device = 0, 1, torch.device("cpu")
+
+    def __init__(
+        self,
+        scenario: AppScenario,
+        peer: int,
+        folder: Path,
+        initial: InitialArrays,
+        train: TrainApp,
+        evaluate: EvaluateApp | None,
+        private: AppPrivacySection | None,
+    ) -> None:
+        torch.set_num_threads(scenario.compute.threads)
+        self.scenario, self.idle = scenario, ""
+        self.ledger: PeerLedger | None = None
+        self._peer, self._folder, self._initial, self._layout = peer, folder, initial, initial.layout
+        self._train_app, self._evaluate_app, self._private, self._exhausted = train, evaluate, private, False
+        self._mix = Mix(("x", "w"))
+        self.algorithm = AppTraining(lambda _, state: self._train(state), self._mix)
+        mixing, self.participation = build_exchange(scenario, self.algorithm)
+        assert mixing is not None
+        self.mixing: Mixing = mixing
+        digest = numbers_hash(scenario)
+        self.run = RunName(digest[:32], digest, ENVIRONMENT)
+        shared = None if private is None else private.ledger
+        self.ledger_folder = folder / "ledger" if shared is None else Path(shared)
+
+    @property
+    def head(self) -> Head | None:
+        """See Trainer."""
+        return None if self.ledger is None else self.ledger.head
+
+    def open(self, state: State | None, paid: int, head: Head | None) -> State:
+        """See Trainer."""
+        if (private := self._private) is not None:
+            budget = private.epsilon or math.inf
+            incarnation = secrets.randbits(62)
+            self.ledger = PeerLedger(
+                self.ledger_folder, self.scenario.name, incarnation, self._peer, private.delta, budget
+            )
+        try:
+            if self.ledger is not None and state is None:
+                self.ledger.check_budget(self._noise)
+            elif self.ledger is not None:
+                self.ledger.check_head(head)
+            if not (self._folder / INITIAL).exists():
+                save_initial(self._folder / INITIAL, self._initial)
+        except BaseException:
+            self.close()
+            raise
+        return self._first_state() if state is None else state
+
+    def _first_state(self) -> State:
+        """Return the state before round 0: x [1, d], w [1], unprotected [1], and the bytes of each unmixed array.
+
+        `unprotected` counts the updates without noise, so that a run that continues with privacy reports them.
+        """
+        layout, arrays = self._layout, self._initial.arrays
+        x = torch.from_numpy(layout.vector(arrays).astype(layout.dtype))[None]
+        local = {"unprotected": torch.zeros(1, dtype=torch.int64), **_unmixed_rows(layout.kept(arrays))}
+        return State(np.array([self._peer]), rows={"x": x, "w": torch.ones(1, dtype=x.dtype), **local})
+
+    def use_mixing(self, mixing: Mixing) -> None:
+        """See Trainer; no step depends on it."""
+
+    def is_active(self, round_index: int) -> bool:
+        """See Trainer: it participates, within its budget."""
+        if self._exhausted or not self.participation.active(round_index)[self._peer]:
+            return False
+        return self.ledger is None or self.ledger.allows(self._noise)
+
+    @cached_property
+    def _noise(self) -> float:
+        """Return the noise multiplier: the scenario's, or the least that keeps the budget over this peer's rounds."""
+        scenario, private = self.scenario, self._private
+        assert private is not None
+        if private.noise_multiplier is not None:
+            return private.noise_multiplier
+        assert private.epsilon is not None
+        active = self.participation.active
+        takes_all = scenario.participation.kind == "all"
+        rounds = scenario.rounds if takes_all else sum(bool(active(k)[self._peer]) for k in range(scenario.rounds))
+        return solved_noise(private.epsilon, private.delta, max(1, rounds))
+
+    def advance(self, state: State) -> Exchange | None:
+        """See Trainer."""
+        if state.at == 0:
+            self._train(state)
+            state.at = 1
+        if state.at == 1:
+            state.waiting = True
+            return self._mix
+        state.at, state.round_index = 0, state.round_index + 1
+        return None
+
+    def _train(self, state: State) -> None:
+        """Take a round's step, where this peer is active, has some mass, and can pay for it."""
+        k, weight = state.round_index, float(state.rows["w"][0])
+        if self._exhausted or not self.participation.active(k)[self._peer]:
+            return None
+        if weight < LEAST_WEIGHT:
+            self.idle = f"it holds {weight:.2g} of the mass, and waits for a share before it trains"
+            return None
+        self.idle, private, protect = "", self._private, None
+        if private is not None:
+            assert self.ledger is not None
+            if not self.ledger.charge(k + 1, self._noise):
+                budget = self.ledger.budget
+                why = f"its next update would exceed epsilon = {budget:g}; it trains no more, and goes on relaying"
+                return self._exhaust(k + 1, why)
+            protect = partial(protected, private.clip_norm, self._noise)
+        mass = self._mass(state)
+        if not take_step(mass, lambda arrays: self._train_app(arrays, k + 1), protect, k + 1):
+            return self._exhaust(k + 1, APP_SPENT)
+        state.rows["x"][0].copy_(torch.from_numpy(mass.x))
+        state.rows["unprotected"].fill_(mass.bare)
+        state.rows.update(_unmixed_rows(mass.kept))
+        return None
+
+    def _exhaust(self, server_round: int, why: str) -> None:
+        self._exhausted, self.idle = True, why
+        log.warning("peer %s, round %s: %s", self._peer, server_round, why)
+
+    def _mass(self, state: State) -> PeerState:
+        """Return a copy of the mass and of the arrays that are not mixed."""
+        x, w = state.rows["x"][0].numpy().copy(), float(state.rows["w"][0])
+        unmixed = {}
+        parts = [part for part in self._layout.parts if np.dtype(part[1]).kind != "f"]
+        for number, (name, kind, shape) in enumerate(parts):
+            unmixed[name] = state.rows[f"{UNMIXED}{number}"][0].numpy().view(kind).reshape(shape).copy()
+        unprotected = int(state.rows["unprotected"][0])
+        return PeerState(self.scenario.name, self._peer, self._layout, x, w, unmixed, bare=unprotected)
+
+    def result(self, state: State) -> PeerState:
+        """Return the mass as it is now, and the arrays that are not mixed."""
+        mass = self._mass(state)
+        mass.round_index, mass.paid = state.round_index, 0 if self.ledger is None else self.ledger.n_entries
+        return mass
+
+    def evaluate(self, state: State) -> None:
+        """See Trainer: save the model, call the app's evaluate function, and hand in rows where the scenario says so.
+
+        Privacy: the app's metrics are of private examples, and stay in the folder; no loss is reported.
+        """
+        mass = self._mass(state)
+        if mass.w > 0:
+            self.finish(state)
+            if self._evaluate_app is not None:
+                record = mass.layout.record(mass.model(), mass.kept)
+                metrics = self._evaluate_app(record, state.round_index)
+                records = {name: dict(metric) for name, metric in metrics.items()}
+                keep_metrics(self._folder, state.round_index, "evaluate", records)
+        if self.scenario.network.hands_in:
+            facts = {"epsilon": json_number(self._epsilon(state)), "privacy": self._privacy(state)}
+            rows = {name: state.rows[name].numpy() for name in ("x", "w")}
+            write_atomically(rows_path(self._folder, state.round_index), save(rows, {"privdec": json.dumps(facts)}))
+
+    def finish(self, state: State) -> None:
+        """See Trainer; the model includes shares that came after the last round."""
+        mass = self._mass(state)
+        if mass.w > 0:
+            arrays = numpy_arrays(mass.layout.record(mass.model(), mass.kept))
+            content = save({name: np.array(value, order="C") for name, value in arrays.items()})
+            write_atomically(self._folder / MODEL, content, private=True)
+
+    def status(self, state: State) -> dict[str, Any]:
+        """See Trainer; with the unit of ε, and why the peer does not train where it does not."""
+        return {
+            "loss": None,
+            "epsilon": json_number(self._epsilon(state)),
+            "budget": None if self._private is None else self._private.epsilon,
+            "noise": noise_source(insecure_seeds=False),
+            "privacy": self._privacy(state),
+            "idle": self.idle,
+        }
+
+    def _privacy(self, state: State) -> str:
+        if self.ledger is None:
+            return UNPROTECTED
+        unprotected = int(state.rows["unprotected"][0])
+        return bare_words(unprotected) if unprotected else str(self.ledger.spent)
+
+    def _epsilon(self, state: State) -> float:
+        unprotected = self.ledger is None or int(state.rows["unprotected"][0])
+        return math.inf if self.ledger is None or unprotected else self.ledger.spent.epsilon
+
+    def close(self) -> None:
+        """See Trainer."""
+        if self.ledger is not None:
+            self.ledger.close()
+
+
+def _unmixed_rows(arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    """Return arrays that are not mixed as rows of bytes, [1, n] each, of any type."""
+    flat = [np.array(value, order="C").reshape(-1).view(np.uint8) for value in arrays.values()]
+    return {f"{UNMIXED}{number}": torch.from_numpy(row)[None] for number, row in enumerate(flat)}
+
+
+def app_peer(
+    scenario: AppScenario,
+    device: PeerDevice,
+    initial: InitialArrays,
+    train: TrainApp,
+    evaluate: EvaluateApp | None = None,
+    *,
+    private: AppPrivacySection | None = None,
+    resume: bool = False,
+) -> RunningPeer:
+    """Return a peer of an app that runs in the mode of the scenario's network; see RunningPeer and AppTrainer.
+
+    Args:
+        private: the peer's privacy, in place of the scenario's.
+
+    Raises:
+        ScenarioError: the initial arrays are not finite or not those that the scenario names, or see RunningPeer.
+        BudgetError: see RunningPeer.
+    """
+    if device.insecure_seeds:
+        raise ScenarioError(
+            "--insecure-seeds draws batches, and an app draws its own: leave it out", code="app.insecure-seeds"
+        )
+    if not np.isfinite(initial.layout.vector(initial.arrays)).all():
+        raise ScenarioError(
+            "the initial arrays are not finite: check how the model is made", code="app.initial-not-finite"
+        )
+    digest = initial.digest
+    if scenario.initial not in (None, digest):
+        raise ScenarioError(
+            f"initial={scenario.initial} is of other arrays than those here, {digest}: give --initial FILE, the "
+            f"{INITIAL} of another peer's folder",
+            code="app.initial-differs",
+        )
+    named = scenario.model_copy(update={"initial": digest})
+    private = private or scenario.private
+    return peer_of(AppTrainer(named, device.peer, device.folder, initial, train, evaluate, private), device, resume)
+
+
+def run_app_peer(
+    app: Path,
+    scenario: AppScenario,
+    peer: int,
+    folder: Path,
+    certificates: Path,
+    *,
+    initial: Path | None = None,
+    node_config: Sequence[str] = (),
+    resume: bool = False,
+    with_parent: bool = False,
+) -> None:
+    """Run one peer of an app in the foreground, until its rounds are done, SIGTERM or Ctrl-C.
+
+    Args:
+        app: the folder of a Flower app, with its pyproject.toml; nothing in it is changed.
+        folder: the peer's own.
+        certificates: see `run_peer`.
+        initial: the initial.safetensors of another peer's folder; by default the app's ServerApp makes the arrays.
+        node_config: of this device, as KEY=VALUE.
+        with_parent: see `run_peer`.
+
+    Raises:
+        ScenarioError: an argument is wrong; nothing was started.
+        RunError: the run could not go on, or the app failed; all is on disk.
+        StoppedError: it was stopped by a signal.
+    """
+    device, config = device_of(scenario, peer, folder, certificates), node_config_of(node_config)
+    with opened_app(app, scenario.run_config) as opened:
+        path = folder / INITIAL
+        if initial is None and resume and path.exists():
+            initial = path
+        if initial is not None:
+            arrays, source = load_initial(initial), f"read from {initial}"
+        else:
+            arrays = initial_from_server_app(opened, scenario.n_peers, scenario.seed)
+            source = f"of the app's ServerApp, drawn with seed {scenario.seed}; saved in {path}"
+        print(f"initial arrays {arrays.digest[:16]}: {source}", file=sys.stderr)
+        runner = ClientAppRunner(
+            opened.client,
+            arrays,
+            peer,
+            scenario.n_peers,
+            folder,
+            node_config=config,
+            run_config=opened.run_config,
+            train_config=scenario.train_config,
+            evaluate_config=scenario.evaluate_config,
+        )
+        running = app_peer(scenario, device, arrays, runner.train, runner.evaluate, resume=resume)
+        run_in_foreground(running, scenario.evaluation.every, with_parent)
+        print(f"privacy of peer {peer}: {running.status()['privacy']}", file=sys.stderr)
+
+
+def node_config_of(pairs: Sequence[str]) -> Mapping[str, Any]:
+    """Return a device's own configuration from KEY=VALUE, each value YAML.
+
+    Raises:
+        ScenarioError: one is no such pair.
+    """
+    config = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        value = read_plain(text, "--node-config", one_value=True)[0] if equals else None
+        if not key.strip() or not isinstance(value, str | int | float):
+            raise ScenarioError(
+                f"--node-config {pair!r} must be KEY=VALUE, the value text, a number, true or false",
+                code="app.node-config",
+            )
+        config[key.strip()] = value
+    return config
+
+
+# --- a mesh of SuperNodes ---
+
+
+def run_mesh(
+    run: str, scenario: str, initial: InitialArrays, settings: PeerSettings, privacy: PeerPrivacy, train: TrainApp
+) -> PeerState:
+    """Run a SuperNode's peer over direct connections, from its start or its last checkpoint, and return its mass.
+
+    The SuperLink and the ServerApp introduce the nodes: they send addresses, the graph and the number of rounds. They
+    name no path, no code and no key: certificates come from the node's own node-config, so an untrusted server cannot
+    impersonate a node; the budget is the node's own; and the node listens only where its own node-config says.
+
+    Args:
+        run: the run's name.
+        scenario: of the train message, as YAML.
+
+    Raises:
+        RunError: the run could not go on, or the scenario asks for more than a server may decide.
+        ScenarioError: certificates or arrays do not fit.
+        BudgetError: the ledger cannot be trusted, or is in use.
+    """
+    agreed = _checked_scenario(run, scenario, settings)
+    assert agreed.network.peers is not None
+    assert settings.certificates is not None
+    epsilon, delta = privacy.budget(settings)  # raises where the owner's budget cannot be kept
+    private = None
+    if privacy.clip_norm is not None:
+        private = AppPrivacySection(
+            clip_norm=privacy.clip_norm,
+            noise_multiplier=privacy.noise_multiplier,
+            epsilon=epsilon if math.isfinite(epsilon) else None,
+            delta=delta,
+            ledger=str(settings.folder),
+        )
+    folder = settings.folder / f"mesh-{run}"
+    credentials = credentials_of(agreed, settings.certificates, settings.peer)
+    device = PeerDevice(settings.peer, folder, credentials, tuple(peer.address for peer in agreed.network.peers))
+    resume = any(folder.glob("checkpoint-?"))
+    running = app_peer(agreed, device, initial, train, private=private, resume=resume)
+    try:
+        running.open()
+        running.run()
+        assert isinstance(running.trainer, AppTrainer)
+        return running.trainer.result(running.state)
+    finally:
+        running.close()
+
+
+def _checked_scenario(run: str, text: str, settings: PeerSettings) -> AppScenario:
+    """Return the scenario of a train message; raises RunError where it has what a server may not decide."""
+    scenario = parse_app_scenario(text, where="the scenario of the train message")
+    topology, peers = scenario.topology, scenario.network.peers
+    problem, code = "", "mesh.scenario"
+    if not settings.address or settings.certificates is None:
+        problem, code = f"peer {settings.peer} has no address or no certificates of its own; {NEEDS}", "mesh.address"
+    elif not isinstance(topology, TopologySection) or topology.file is not None:
+        problem = "the scenario of the train message names code or a file in topology, which no message may"
+    elif scenario.private is not None or scenario.network.hands_in or scenario.run_config:
+        problem = "the scenario of the train message has privacy, hand_in or run_config, which are the node's own"
+    elif scenario.network.retry < LEAST_RETRY:
+        problem = f"network.retry={scenario.network.retry} of the train message must be >= {LEAST_RETRY}"
+    elif scenario.name != run or scenario.n_peers != settings.n_peers or peers is None:
+        problem = (
+            f"the scenario of the train message is of {scenario.name!r} with {scenario.n_peers} peers, and this is run "
+            f"{run!r} with {settings.n_peers}; it must list the addresses of them all"
+        )
+    elif (address := peers[settings.peer].address) != settings.address:
+        problem = f"the train message has this node at {address}, and its node-config at {settings.address}"
+    if problem:
+        raise RunError(problem, code=code)
+    return scenario

@@ -1,1 +1,0 @@
-"""Peers on a network that run a Flower app, with no server."""
