@@ -52,6 +52,7 @@ def fit(net: nn.Module, loader: DataLoader, epochs: int, learning_rate: float) -
     """Train by SGD; return the mean loss of the last epoch."""
     optimizer = torch.optim.SGD(net.parameters(), lr=learning_rate, momentum=0.9)
     spend = {"ledger": peer_folder() / "examples.jsonl", "epsilon": 8.0, "delta": 1e-3, "rounds": 20 * epochs}
+    spend["show_loss"] = True  # PeerMod keeps it in this peer's folder
     net, optimizer, loader, criterion = private(net, optimizer, loader, functional.cross_entropy, **spend)
     for _ in range(epochs):
         total = 0.0
