@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flower_privdec import __version__
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, setting, shown
@@ -164,12 +164,17 @@ def _draw_panel(axes: Axes, figure: Figure, result: PartResult, place: dict[str,
             axes.set_xticks(range(len(points)), [point.label for point in points])
             axes.set_xlim(-0.5, len(points) - 0.5)
         beside = (i - (len(lines) - 1) / 2) * min(0.1, 0.6 / len(lines))
-        positions = [point.value if numeric else k + beside for k, point in enumerate(points)]
+        positions = [(point.value or 0.0) if numeric else k + beside for k, point in enumerate(points)]
         present = [(x, estimate) for x, estimate in zip(positions, finals, strict=True) if estimate is not None]
         if present:
             means = [scale * estimate.mean for _, estimate in present]
             deviations = [scale * (estimate.std or 0) for _, estimate in present]
-            style = {"linestyle": dash if numeric else "none", "marker": "o", "markersize": 4, "capsize": 2.5}
+            style: dict[str, Any] = {
+                "linestyle": dash if numeric else "none",
+                "marker": "o",
+                "markersize": 4,
+                "capsize": 2.5,
+            }
             axes.errorbar([x for x, _ in present], means, deviations, color=SERIES[series], label=label, **style)
             has_data = True
     return has_data

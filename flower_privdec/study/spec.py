@@ -289,7 +289,7 @@ class Part(TitledSection):
 
     @model_validator(mode="after")
     def _axes_exist(self) -> Part:
-        named = [(f"sizes.{size}.axes", changes.axes) for size, changes in self.sizes.items()]
+        named = [(f"sizes.{size}.axes", list(changes.axes)) for size, changes in self.sizes.items()]
         named += [(f"figures.{i}", figure.axes()) for i, figure in enumerate(self.figures)]
         named += [("pivot", [self.pivot.rows, self.pivot.columns])] if self.pivot else []
         for key, names in [*named, ("best_over", self.best_over)]:
