@@ -21,7 +21,7 @@ from flower_privdec.common.formatting import shown
 from flower_privdec.engine.run import run as run_in_process
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.planner import make_plan
+from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import plan_text
 from flower_privdec.scenario import Scenario
 
