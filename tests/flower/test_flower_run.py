@@ -24,8 +24,7 @@ import flower_privdec as fp
 from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
-from flower_privdec.flower.launch.launcher import flower_run
-from flower_privdec.flower.launch.superlink import LocalSuperLink
+from flower_privdec.flower.launch.launcher import LocalSuperLink, flower_run
 from flower_privdec.flower.launch.supervisor import family
 
 pytestmark = pytest.mark.slow
@@ -187,7 +186,7 @@ def test_python_runs_by_flower_and_stops_there(tiny: Tiny, tmp_path: Path, nothi
 
 
 class User:
-    """Somebody who types `flwr run`, with a home of one's own and nothing set."""
+    """A user of `flwr run`, with an empty home and no variables set."""
 
     def __init__(self, home: Path) -> None:
         self.home = home

@@ -48,7 +48,7 @@ from flower_privdec.flower.apps.records import (
     unpack_message,
     unpack_state,
 )
-from flower_privdec.flower.launch.error_formatting import answering_plainly
+from flower_privdec.flower.launch.error_formatting import one_line_replies
 from flower_privdec.flower.node_settings import HostSettings, in_simulation
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
 
@@ -368,8 +368,8 @@ def client_app() -> ClientApp:
     the node's own (`own`).
     """
     client = ClientApp()
-    client.query("place")(answering_plainly(answer_place))
-    client.train("cohort")(answering_plainly(train_cohort))
-    client.train("relay")(answering_plainly(train_relay))
-    client.train("sharded")(answering_plainly(train_sharded))
+    client.query("place")(one_line_replies(answer_place))
+    client.train("cohort")(one_line_replies(train_cohort))
+    client.train("relay")(one_line_replies(train_relay))
+    client.train("sharded")(one_line_replies(train_sharded))
     return client

@@ -21,7 +21,7 @@ from flower_privdec.catalogue import FLOWER_MODES as MODE_NAMES
 from flower_privdec.common.formatting import did_you_mean
 from flower_privdec.errors import ScenarioError
 from flower_privdec.flower.apps.hosting import CohortRun, Relay, Serverless, Sharded
-from flower_privdec.flower.launch.error_formatting import failing_plainly
+from flower_privdec.flower.launch.error_formatting import one_line_failure
 from flower_privdec.scenario import Scenario, load_scenario
 
 PROC = Path("/proc")
@@ -152,7 +152,7 @@ def server_app(folder: Path, on_finished: Callable[[Path], object] | None = None
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
-        with failing_plainly():
+        with one_line_failure():
             settings = Settings.read(context, folder)
             settings.strategy().start(grid)
             if on_finished is not None:
