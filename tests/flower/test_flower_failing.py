@@ -15,7 +15,7 @@ from tiny_scenario import Tiny
 
 from flower_privdec.cli.main import main
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.flower.apps.server_app import Settings, typed_in
+from flower_privdec.flower.apps.server_app import Settings, caller_folder
 from flower_privdec.flower.launch.error_formatting import one_line_failure, one_line_replies, reason
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.scenario import to_yaml
@@ -170,17 +170,17 @@ def flwr(tmp_path: Path) -> Iterator[Callable[..., None]]:
 def test_the_folder_is_that_of_the_latest_command_for_the_app(tmp_path: Path, flwr: Callable[..., None]) -> None:
     app, other = write_app(tmp_path / "app", "one"), write_app(tmp_path / "other", "two")
     installed = write_app(tmp_path / "home" / "apps" / "one", "one")  # Flower's copy, from which the ServerApp runs
-    assert typed_in(installed) is None
+    assert caller_folder(installed) is None
     flwr(other, "run", ".", "--stream")
     flwr(app, "log", "7")
-    assert typed_in(installed) is None
+    assert caller_folder(installed) is None
     flwr(app, "run", "--stream")
-    assert typed_in(installed) == app
+    assert caller_folder(installed) == app
     flwr(tmp_path / "work", "run", "../app", "--stream", "-c", "rounds=1")
-    assert typed_in(installed) == tmp_path / "work"
+    assert caller_folder(installed) == tmp_path / "work"
     flwr(tmp_path / "elsewhere", "run", "--stream", str(other))
-    assert typed_in(installed) == tmp_path / "work"
-    assert typed_in(tmp_path / "no-app") is None
+    assert caller_folder(installed) == tmp_path / "work"
+    assert caller_folder(tmp_path / "no-app") is None
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")

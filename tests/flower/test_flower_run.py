@@ -33,10 +33,10 @@ BROKEN_CLIENT = """\
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from flower_privdec.flower.apps.client_app import answer_place
+from flower_privdec.flower.apps.client_app import reply_partition
 
 app = ClientApp()
-app.query("place")(answer_place)
+app.query("partition")(reply_partition)
 
 
 @app.train("relay")
@@ -110,24 +110,24 @@ import signal
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from flower_privdec.flower.apps.client_app import answer_place
+from flower_privdec.flower.apps.client_app import reply_partition
 from flower_privdec.flower.apps.client_app import Node
 from flower_privdec.flower.apps.client_app import train_sharded
 
 app = ClientApp()
-app.query("place")(answer_place)
+app.query("partition")(reply_partition)
 
 
 @app.train("sharded")
 def train(message: Message, context: Context) -> Message:
-    keep = Node.keep
+    save = Node.save
 
     def die(node, state, cohort):
-        if node.peers[0] == 2 and state.round_index == 4:
+        if node.experiment.own.peers[0] == 2 and state.round_index == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        keep(node, state, cohort)
+        save(node, state, cohort)
 
-    Node.keep = die
+    Node.save = die
     return train_sharded(message, context)
 """
 

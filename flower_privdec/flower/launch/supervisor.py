@@ -40,7 +40,7 @@ def family(root: int, marker: str) -> set[int]:
 def _parents_and_marked(marker: bytes) -> tuple[dict[int, int], set[int]]:
     """Return every living process's parent, and which have the marker in their environment."""
     parents: dict[int, int] = {}
-    marked = set()
+    marked: set[int] = set()
     if not PROC.is_dir():
         command = ["ps", "-A", "-o", "pid=,ppid=,stat="]
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
