@@ -17,27 +17,25 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from flower_privdec import catalogue
-from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, setting
+from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, percent, setting
 from flower_privdec.graph.topology import topology_options
 from flower_privdec.models import model_options
 from flower_privdec.reporting.wording import (
-    above_minimum,
     alike,
     claim,
-    coalitions,
     epsilon_range,
     guarantee,
     headline,
     is_private,
     main_loss,
     main_metric,
+    main_value,
     meaning,
+    measured,
     named_value,
-    other_metrics,
     own_labels,
     peers_range,
     peers_values,
-    replies,
     sent,
     shares_models,
 )
@@ -116,11 +114,8 @@ class _Console(Console):
         """Print something."""
         if self.is_terminal:
             self.print(thing, style=style)
-            return
-        with self.capture() as captured:
-            self.print(thing)
-        for line in captured.get().splitlines():
-            print(line.rstrip())
+        else:
+            print(as_text([thing]))
 
 
 def as_text(things: Iterable[RenderableType]) -> str:
@@ -177,18 +172,31 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
     average = named_value(summary, "peer_mean")
     pace = f"{number(summary['peer_steps_per_second'])} peer steps per second"
     network = f"{summary['n_peers']} peers, {summary['rounds']:,} rounds, {summary['runtime']}"
+    values = {name: main_value(summary["algorithm"], summary[name]) for name in summary["metrics"]}
+    metrics = [f"{kind['title']} {measured(values[name], kind)}" for name, kind in summary["metrics"].items()]
+    objective = coalitions = replies = None
+    if summary.get("suboptimality") is not None and "optimum" in summary:
+        least, gap = summary["optimum"]["value"], summary["optimum"]["gap"]
+        objective = f"{number(summary['suboptimality'])} above the minimum, which is {least:.6g} (within {gap:.1e})"
+    if "coalition_evaluations" in summary:
+        share = percent(summary["coalition_share_of_wall_time"])
+        coalitions = f"{summary['coalition_evaluations']:,} evaluated for Shapley values, in {share} of the time"
+    epsilons = [row["epsilon_of_replies_to_one"] for row in summary["privacy"] if "epsilon_of_replies_to_one" in row]
+    if epsilons:
+        largest = epsilon_text(max(map(float, epsilons)))
+        replies = f"ε = {largest} at most for the replies to one neighbour, which is no bound on all that it receives"
     facts = [
         ("algorithm", f"{summary['algorithm']}, {network}"),
         ("peers' models", f"{average} on average, {peers_range(summary)} from worst to best"),
-        ("also", other_metrics(summary)),
+        ("also", ", ".join(metrics[1:]) or None),
         ("own labels", own_labels(summary)),
         ("loss", None if loss is None else f"{number(loss)} (mean model, test set)"),
         ("consensus", f"{number(summary['consensus_distance'])} root mean square distance to the mean model"),
-        ("objective", above_minimum(summary)),
-        ("coalitions", coalitions(summary)),
+        ("objective", objective),
+        ("coalitions", coalitions),
         ("privacy", guarantee(summary)),
         ("", meaning(summary)),
-        ("of which", replies(summary)),
+        ("of which", replies),
         ("not covered", summary.get("evaluation_private")),
         ("claimed", claim(summary)),
         ("traffic", sent(summary)),

@@ -149,13 +149,13 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_curve(curve: Curve, groups: Sequence[RunGroup], width: float = 6.0, height: float = 3.2) -> Figure | None:
+def draw_curve(curve: Curve, groups: Sequence[RunGroup]) -> Figure | None:
     """Draw one quantity of some runs over their rounds; None when no run has it.
 
     Runs that differ only in their seeds are one line, their mean, in a band of one standard deviation to either side.
     Call it within `drawing`.
     """
-    figure, axes = _panel(width, height, curve.heading(groups), "round")
+    figure, axes = _panel(curve.heading(groups), "round")
     seeds = any(len(group.runs) > 1 for group in groups)
     for i, group in enumerate(groups):
         _draw_group(axes, curve, group, i, seeds=seeds)
@@ -173,8 +173,8 @@ def draw_curve(curve: Curve, groups: Sequence[RunGroup], width: float = 6.0, hei
     return figure
 
 
-def _panel(width: float, height: float, title: str, xlabel: str) -> tuple[Figure, Axes]:
-    figure = new_figure(width, height)
+def _panel(title: str, xlabel: str) -> tuple[Figure, Axes]:
+    figure = new_figure(6.0, 3.2)
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=10.5)
     axes.set_xlabel(xlabel)
@@ -230,7 +230,7 @@ def to_svg(figure: Figure, label: str) -> str:
     return f'{head} role="img" aria-label="{label}">{rest}'
 
 
-def draw_generalization(metrics: dict[str, Any], width: float = 6.0, height: float = 3.2) -> Figure | None:
+def draw_generalization(metrics: dict[str, Any]) -> Figure | None:
     """Draw accuracy against the extra label classes added to each peer's own (FedDeper, Fig. 5b).
 
     Args:
@@ -243,7 +243,7 @@ def draw_generalization(metrics: dict[str, Any], width: float = 6.0, height: flo
     if accuracies is None:
         return None
     title = "Accuracy with extra label classes, mean over the peers"
-    figure, axes = _panel(width, height, title, "extra label classes")
+    figure, axes = _panel(title, "extra label classes")
     for i, (name, label) in enumerate({"personal_models": "personalized models", "global_model": "mean model"}.items()):
         series, dash = line_style(i)
         extra, percentages = map(int, accuracies[name]), [100 * value for value in accuracies[name].values()]
@@ -253,7 +253,7 @@ def draw_generalization(metrics: dict[str, Any], width: float = 6.0, height: flo
     return figure
 
 
-def draw_contributions(metrics: Sequence[dict[str, Any]], width: float = 6.0, height: float = 3.2) -> Figure | None:
+def draw_contributions(metrics: Sequence[dict[str, Any]]) -> Figure | None:
     """Draw the mean Shapley value φ_ij of each peer j's gradients over the peers i that receive them, in every round.
 
     Args:
@@ -266,7 +266,7 @@ def draw_contributions(metrics: Sequence[dict[str, Any]], width: float = 6.0, he
     if not by_round:
         return None
     title = "Shapley value of each peer's gradients, mean over its neighbours"
-    figure, axes = _panel(width, height, title, "round")
+    figure, axes = _panel(title, "round")
     peers = sorted({int(j) for values in by_round.values() for shapley in values.values() for j in shapley})
     for index, peer in enumerate(map(str, peers)):
         at_others = {

@@ -56,13 +56,6 @@ def named_value(summary: dict[str, Any], models: str) -> str:
     return text if name == "accuracy" else f"{kind['title']} {text}"
 
 
-def other_metrics(summary: dict[str, Any]) -> str | None:
-    """Return the values of all metrics but the first, or None where there is only one."""
-    _, *rest = summary["metrics"].items()
-    values = [(kind, main_value(summary["algorithm"], summary[name])) for name, kind in rest]
-    return ", ".join(f"{kind['title']} {measured(value, kind)}" for kind, value in values) or None
-
-
 def main_loss(algorithm: str, loss: dict[str, float] | None) -> float | None:
     """Return the mean model's loss, or None where peers exchange nothing and no peer has that model."""
     return loss["mean_model"] if loss and shares_models(algorithm) else None
@@ -103,31 +96,6 @@ def sent(summary: dict[str, Any]) -> str | None:
         return None
     count = "1 vector" if traffic["vectors"] == 1 else f"{traffic['vectors']} vectors"
     return f"{count} ({memory(traffic['bytes'])}) a round from an active peer to each receiver"
-
-
-def coalitions(summary: dict[str, Any]) -> str | None:
-    """Return how many coalitions were evaluated for Shapley values, or None where there are none."""
-    if "coalition_evaluations" not in summary:
-        return None
-    share = percent(summary["coalition_share_of_wall_time"])
-    return f"{summary['coalition_evaluations']:,} tried for Shapley values, in {share} of the time"
-
-
-def above_minimum(summary: dict[str, Any]) -> str | None:
-    """Return the suboptimality of the mean model and the minimum, or None where that is not known or withheld."""
-    if summary.get("suboptimality") is None or "optimum" not in summary:
-        return None
-    least, gap = summary["optimum"]["value"], summary["optimum"]["gap"]
-    return f"{number(summary['suboptimality'])} above the least, which is {least:.6g} (known to {gap:.1e})"
-
-
-def replies(summary: dict[str, Any]) -> str | None:
-    """Return the ε of the replies to one neighbour, or None where all neighbours receive the same."""
-    epsilons = [row["epsilon_of_replies_to_one"] for row in summary["privacy"] if "epsilon_of_replies_to_one" in row]
-    if not epsilons:
-        return None
-    most = epsilon_text(max(map(float, epsilons)))
-    return f"ε = {most} at most for the replies to one neighbour alone, which is no bound on all that it hears"
 
 
 def alike(rows: Sequence[dict[str, Any]], text: Callable[[dict[str, Any]], Sequence[str]]) -> list[tuple[str, ...]]:
