@@ -22,10 +22,9 @@ from flower_privdec.experiment.model_code import code_of
 from flower_privdec.reporting.console import comparison_text
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.scenario import Scenario, own_parts, scenario_hash
-from flower_privdec.study.cells import Cell
+from flower_privdec.study.cells import Cell, folder_of, is_finished, missing_cells, run_cells
 from flower_privdec.study.measured import Reading, kinds_of, metric
 from flower_privdec.study.results import Estimate
-from flower_privdec.study.runner import folder_of, is_finished, missing_cells, run_cells
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
 SHARED = ("learning_rate", "learning_rate_decay")  # keys of every algorithm's section

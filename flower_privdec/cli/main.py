@@ -45,13 +45,13 @@ def flower_run(
 ) -> None:
     """Run any Flower app in Flower's simulation, with nothing left running; exit with 1 when it failed."""
     from flower_privdec.data.readers import require
-    from flower_privdec.reporting import console
+    from flower_privdec.reporting import progress
 
     install = "pip install 'flower-privdec[simulation]'"
     launcher = require("flower_privdec.flower.launch.launcher", "privdec flower-run", install)
     folder = out or Path("runs") / app.absolute().name
     again = saying_when_interrupted(f"the run was stopped; what it has saved is in {folder}")
-    with again, console.rounds(app.absolute().name) as on_round:
+    with again, progress.rounds(app.absolute().name) as on_round:
         last = launcher.run_flower_app(
             app,
             folder,
@@ -143,7 +143,7 @@ def run(
     """Train: run a scenario to its end and leave metrics, models, ledgers and a summary."""
     with starting():
         from flower_privdec.experiment import Experiment
-        from flower_privdec.reporting import console
+        from flower_privdec.reporting import console, progress
         from flower_privdec.reporting.plots import save_run_plots
         from flower_privdec.scenario import load_scenario
 
@@ -156,7 +156,7 @@ def run(
         f"the same command with --resume goes on from {folder}",
         chosen=(folder / "checkpoint").exists,
     )
-    with interruptible, console.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
+    with interruptible, progress.progress(loaded, folder, tensorboard=tensorboard) as on_metrics:
         if runtime is Runtime.engine:
             from flower_privdec.engine.run import run as run_engine
 
@@ -185,7 +185,7 @@ def _for_flower(runtime: Runtime, **options: Any) -> dict[str, Any]:
 def show(scenario: ScenarioFile, settings: Settings = None) -> None:
     """Print a scenario with every default: as a value, or as a comment where it follows from something else."""
     with starting():
-        from flower_privdec.reporting.console.views import complete_yaml
+        from flower_privdec.reporting.console import complete_yaml
         from flower_privdec.scenario import load_scenario
 
     typer.echo(complete_yaml(load_scenario(scenario, settings or ())), nl=False)

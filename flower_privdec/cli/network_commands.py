@@ -141,7 +141,7 @@ def up(
 ) -> None:
     """Run all peers of a scenario as processes on this machine, over TLS, as they would run on devices."""
     from flower_privdec.data.readers import require
-    from flower_privdec.reporting import console
+    from flower_privdec.reporting import console, progress
     from flower_privdec.reporting.plots import save_run_plots
     from flower_privdec.scenario import load_scenario
 
@@ -152,7 +152,7 @@ def up(
     with (
         network.losing(loss) as proxy,
         saying_when_interrupted(f"the same command with --resume goes on from {folder}"),
-        console.network_progress(loaded, folder) as (on_metrics, on_status),
+        progress.network_progress(loaded, folder) as (on_metrics, on_status),
     ):
         due = network.mishaps(kill or (), restart or (), loaded.n_peers, loaded.rounds)
         options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "mishaps": due}

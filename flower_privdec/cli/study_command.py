@@ -13,12 +13,11 @@ from rich.table import Table
 
 from flower_privdec.common.formatting import duration
 from flower_privdec.errors import RunError
-from flower_privdec.reporting.console.progress import counting_bar
-from flower_privdec.study.cells import Cell, expand
+from flower_privdec.reporting.progress import counting_bar
+from flower_privdec.study.cells import CACHE, Cell, OnCell, Outcome, expand, missing_cells, run_cells
 from flower_privdec.study.claims import criterion, judge
-from flower_privdec.study.publish import Provenance, columns, make_folder, publish, row
+from flower_privdec.study.publish import columns, make_folder, publish, row
 from flower_privdec.study.results import PartResult, collect
-from flower_privdec.study.runner import CACHE, OnCell, Outcome, missing_cells, run_cells
 from flower_privdec.study.spec import load_study, study_files
 
 
@@ -100,7 +99,7 @@ def run_study(
     results = [collect(part, size, cells, cache) for part in study.parts]
     shown = [result for result in results if result.part.name in names or result.complete]
     parts = [] if len(shown) == len(study.parts) else [result.part.name for result in shown]
-    publish(study, Provenance(size, _command(name, size, parts, settings)), shown, failed, out)
+    publish(study, size, _command(name, size, parts, settings), shown, failed, out)
     print_verdicts(shown, out, console)
     if failed:
         raise RunError(_failures(failed))

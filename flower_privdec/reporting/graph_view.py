@@ -32,11 +32,11 @@ def build_graph(scenario: Scenario) -> Mixing | None:
 
 
 def connectivity(mixing: Mixing) -> dict[str, Any]:
-    """Return how fast a graph agrees.
+    """Return how fast peers on a graph agree.
 
     Returns:
         joint_connectivity: the smallest B such that any B consecutive rounds together are strongly
-            connected (everybody active), or None; spectral_gap: in [0, 1], per round; None for more peers than
+            connected (all peers active), or None; spectral_gap: in [0, 1], per round; None for more peers than
             `MOST_MEASURED`.
     """
     return {
@@ -49,7 +49,7 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
     """Describe the graph of a scenario, and draw it where a file is given.
 
     Args:
-        scenario: the scenario; its data are not touched.
+        scenario: the scenario; its data are not read.
         out: a .png, .svg or .pdf file to write.
 
     Returns:
@@ -61,16 +61,19 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         ScenarioError: a graph that can never agree, or a file that cannot be written.
     """
     if out is not None and out.suffix.lower() not in PICTURES:
-        raise ScenarioError(f"--out {out}: must end in {', '.join(PICTURES)}; rename it")
+        raise ScenarioError(f"--out {out}: must end in {', '.join(PICTURES)}; rename it", code="reporting.suffix")
     mixing = build_graph(scenario)
     if mixing is None:
-        return _no_graph(scenario)
+        absent = ("name", "directed", "period", "weights", "joint_connectivity", "spectral_gap", "edges", "picture")
+        note = NO_GRAPH.format(scenario.algorithm.name)
+        return {**dict.fromkeys(absent), "n_peers": scenario.n_peers, "edges_per_round": [0], "note": note}
     topology = mixing.topology
     counts = [edge_count(topology, k) for k in range(rounds_shown(topology))]
     if out is not None and (scenario.n_peers > MOST_PEERS_DRAWN or max(counts) > MOST_EDGES_DRAWN):
         raise ScenarioError(
             f"--out {out}: a picture of {scenario.n_peers:,} peers and {max(counts):,} edges would show nothing; draw "
-            f"at most {MOST_PEERS_DRAWN:,} peers and {MOST_EDGES_DRAWN:,} edges, or leave --out away"
+            f"at most {MOST_PEERS_DRAWN:,} peers and {MOST_EDGES_DRAWN:,} edges, or leave --out out",
+            code="reporting.graph-too-large",
         )
     small = scenario.n_peers <= LARGEST_LISTED
     description = {
@@ -86,31 +89,19 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         "note": None,
     }
     if out is not None:
-        _save(topology, out)
+        with drawing():
+            try:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                draw_topology(topology).savefig(out, dpi=150, facecolor="white")
+            except OSError as error:
+                raise ScenarioError(
+                    f"--out {out}: cannot be written ({error.strerror}); give another path", code="reporting.unwritable"
+                ) from error
     return description
 
 
-def _no_graph(scenario: Scenario) -> dict[str, Any]:
-    nothing = (
-        "name",
-        "directed",
-        "period",
-        "weights",
-        "joint_connectivity",
-        "spectral_gap",
-        "edges",
-        "picture",
-    )
-    return {
-        **dict.fromkeys(nothing),
-        "n_peers": scenario.n_peers,
-        "edges_per_round": [0],
-        "note": NO_GRAPH.format(scenario.algorithm.name),
-    }
-
-
 def rounds_shown(topology: Topology) -> int:
-    """Return how many rounds of a graph are looked at and drawn."""
+    """Return how many rounds of a graph are counted and drawn."""
     return min(topology.period or ROUNDS_SHOWN, ROUNDS_SHOWN)
 
 
@@ -119,15 +110,6 @@ def edge_count(topology: Topology, round_index: int) -> int:
     if isinstance(topology, CompleteTopology):  # without listing them
         return topology.n_peers * (topology.n_peers - 1)
     return len(topology.edges(round_index))
-
-
-def _save(topology: Topology, out: Path) -> None:
-    with drawing():
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            draw_topology(topology).savefig(out, dpi=150, facecolor="white")
-        except OSError as error:
-            raise ScenarioError(f"--out {out}: cannot be written ({error.strerror}); give another path") from error
 
 
 def draw_topology(topology: Topology) -> Figure:
@@ -153,23 +135,18 @@ def _draw_round(axes: Axes, topology: Topology, round_index: int, side: float) -
     graph.add_nodes_from(range(topology.n_peers))
     graph.add_edges_from(topology.edges(round_index).tolist())
     n_peers = topology.n_peers
-    place = {peer: (math.sin(2 * math.pi * peer / n_peers), math.cos(2 * math.pi * peer / n_peers)) for peer in graph}
+    angles = {peer: 2 * math.pi * peer / n_peers for peer in graph}
+    positions = {peer: (math.sin(angle), math.cos(angle)) for peer, angle in angles.items()}
     node_size = min(300.0, (side * 72 * 2 / n_peers) ** 2 / 3)
     edges = graph.number_of_edges()
-    style = {"edge_color": SERIES[0], "alpha": max(0.15, min(0.8, 60 / (edges + 1))), "ax": axes}
+    style: dict[str, Any] = {"edge_color": SERIES[0], "alpha": max(0.15, min(0.8, 60 / (edges + 1))), "ax": axes}
     if topology.directed and edges <= MOST_ARROWS:
-        nx.draw_networkx_edges(
-            graph,
-            place,
-            node_size=node_size,
-            arrowsize=9,
-            connectionstyle="arc3,rad=0.08",
-            arrows=True,
-            **style,
-        )
+        style |= {"arrows": True, "arrowsize": 9, "connectionstyle": "arc3,rad=0.08"}
     else:
-        nx.draw_networkx_edges(graph, place, node_size=node_size, arrows=False, **style)
-    nx.draw_networkx_nodes(graph, place, node_size=node_size, node_color=PAPER, edgecolors=INK, linewidths=0.9, ax=axes)
+        style |= {"arrows": False}
+    nx.draw_networkx_edges(graph, positions, node_size=node_size, **style)
+    outline = {"node_color": PAPER, "edgecolors": INK, "linewidths": 0.9}
+    nx.draw_networkx_nodes(graph, positions, node_size=node_size, ax=axes, **outline)
     if n_peers <= LARGEST_LISTED:
-        nx.draw_networkx_labels(graph, place, font_size=8 if n_peers <= 16 else 6, font_color=INK, ax=axes)
+        nx.draw_networkx_labels(graph, positions, font_size=8 if n_peers <= 16 else 6, font_color=INK, ax=axes)
     axes.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))

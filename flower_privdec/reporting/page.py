@@ -1,8 +1,9 @@
-"""A page about one run, or comparing several: one HTML file that needs nothing else."""
+"""A self-contained HTML page about one run, or comparing several."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ from flower_privdec import __version__
 from flower_privdec.common.formatting import duration, epsilon_text, number, setting
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.topology import Topology
-from flower_privdec.reporting.console.views import comparison_row, complete_yaml, graph_facts
+from flower_privdec.reporting.console import comparison_row, complete_yaml, graph_facts
 from flower_privdec.reporting.graph_view import NO_GRAPH, build_graph, connectivity, draw_topology, rounds_shown
-from flower_privdec.reporting.grouping import RunGroup, budget_name, read_groups
 from flower_privdec.reporting.plots import (
     DASHES,
     curves_of,
@@ -22,7 +22,7 @@ from flower_privdec.reporting.plots import (
     line_style,
     to_svg,
 )
-from flower_privdec.reporting.run_folder import Result
+from flower_privdec.reporting.run_folder import RunGroup, budget_name, read_groups
 from flower_privdec.reporting.wording import (
     alike,
     budget,
@@ -40,6 +40,7 @@ from flower_privdec.reporting.wording import (
     peers_range,
     shares_models,
 )
+from flower_privdec.scenario import Scenario
 
 PAGES = (".html", ".htm")
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
@@ -47,34 +48,36 @@ MOST_EDGES = 2000  # in a round; more are a megabyte of lines
 
 
 def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
-    """Write an HTML page about some runs, self-contained: curves and graphs are inline SVG.
+    """Write a self-contained HTML page about runs: curves and graphs are inline SVG.
 
-    Runs that differ in their seeds alone are shown as one, by mean and spread; runs of unlike budgets stand apart.
+    Runs that differ only in their seeds are one group, with mean and spread; runs are ordered by budget.
 
     Args:
-        runs: folders that `privdec run` left, finished or under way.
+        runs: folders that `privdec run` wrote, finished or under way.
         out: the page to write.
 
     Returns:
-        A summary for each run, or for those shown as one, with its label on the page.
+        A summary for each group, with its label on the page.
 
     Raises:
         ScenarioError: a folder that is not a run, or a page that cannot be written; nothing is written then.
     """
     if out.suffix.lower() not in PAGES:
-        raise ScenarioError(f"--out {out}: must end in {' or '.join(PAGES)}; rename it")
+        raise ScenarioError(f"--out {out}: must end in {' or '.join(PAGES)}; rename it", code="reporting.suffix")
     groups = read_groups(runs)
     page = render(groups)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8", errors="backslashreplace")  # a folder's name may be no text
     except OSError as error:
-        raise ScenarioError(f"--out {out}: cannot be written ({error.strerror}); give another path") from error
+        raise ScenarioError(
+            f"--out {out}: cannot be written ({error.strerror}); give another path", code="reporting.unwritable"
+        ) from error
     return [group.summary for group in groups]
 
 
 def render(groups: Sequence[RunGroup]) -> str:
-    """Return the page about some runs."""
+    """Return the HTML of the page."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
@@ -90,7 +93,7 @@ def render(groups: Sequence[RunGroup]) -> str:
         subtitle=headline(groups[0].summary) if single else _best(groups),
         cards=_cards(groups[0].summary) if single else [],
         curves=_curves(groups),
-        keys=[_key(i) for i in range(len(groups))],
+        keys=[(series, DASHES[dash]) for series, dash in map(line_style, range(len(groups)))],
         comparison=[comparison_row(group.summary) for group in groups],
         budgets=_headings(groups),
         runs=[_section(group, graph) for group, graph in zip(groups, _graphs(groups), strict=True)],
@@ -107,77 +110,63 @@ def _headings(groups: Sequence[RunGroup]) -> list[str | None]:
 
 
 def _best(groups: Sequence[RunGroup]) -> str:
-    """Return the one-line result of a comparison: the best run at each budget, where one metric tells."""
-    scored = [(score, group) for group in groups if (score := _score(group)) is not None]
-    if not scored:
+    """Return the one-line result of a comparison: the best run at each budget, where all have one metric."""
+    best: dict[float, tuple[float, RunGroup]] = {}
+    metrics = set()
+    for group in groups:
+        name, kind = main_metric(group.summary)
+        value = main_value(group.algorithm, group.summary[name])
+        if value is not None:
+            metrics.add(name)
+            score = value if kind["high"] else -value
+            if group.budget not in best or score > best[group.budget][0]:
+                best[group.budget] = score, group
+    if not best:
         return "no run has been evaluated yet"
-    if len({main_metric(group.summary)[0] for _, group in scored}) > 1:
+    if len(metrics) > 1:
         return "the runs have different metrics: see each"
-    budgets = dict.fromkeys(group.budget for _, group in scored)
-    best = [_highest([pair for pair in scored if pair[1].budget == budget]) for budget in budgets]
-    if len(best) == 1:
-        return f"best: {best[0].label}, {headline(best[0].summary)}"
+    winners = [group for _, group in best.values()]
+    if len(winners) == 1:
+        return f"best: {winners[0].label}, {headline(winners[0].summary)}"
     return "best with " + "; with ".join(
         f"{budget_name(group.budget)}: {group.label} ({named_value(group.summary, main_models(group.algorithm))})"
-        for group in best
+        for group in winners
     )
-
-
-def _highest(scored: Sequence[tuple[float, RunGroup]]) -> RunGroup:
-    return max(scored, key=lambda pair: pair[0])[1]
-
-
-def _score(group: RunGroup) -> float | None:
-    """Return the value of the first metric, of which more is better, its negative where less is; None without any."""
-    name, kind = main_metric(group.summary)
-    value = main_value(group.algorithm, group.summary[name])
-    return value if value is None or kind["high"] else -value
-
-
-def _key(index: int) -> tuple[int, str]:
-    """Return the legend's key of a run: the number of its colour, and its line in CSS."""
-    series, dash = line_style(index)
-    return series, DASHES[dash]
 
 
 def _cards(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the numbers at the head of the page: name, value, and what it is."""
     (name, kind), pace = main_metric(summary), summary["peer_steps_per_second"]
-    values = summary[name]
+    values, note = summary[name], budget(summary).partition(" at ")[2] or "so far"
+    if not is_private(summary):
+        note = "no privacy" if values else "not known yet"
     cards = [
         (kind["title"], measured(main_value(summary["algorithm"], values), kind), "mean model, test set"),
         ("peers' models", measured(values and values["peer_mean"], kind), f"mean ({peers_range(summary)})"),
-        ("ε", epsilon_range(summary), _epsilon_note(summary)),
+        ("ε", epsilon_range(summary), note),
         ("consensus distance", number(summary["consensus_distance"]), "root mean square"),
         ("time", duration(summary["wall_seconds"]), f"{number(pace)} peer steps/s" if pace else "so far"),
     ]
     return cards if shares_models(summary["algorithm"]) else cards[1:]
 
 
-def _epsilon_note(summary: dict[str, Any]) -> str:
-    if not is_private(summary):
-        return "no privacy" if summary[main_metric(summary)[0]] else "not known yet"
-    return budget(summary).partition(" at ")[2] or "so far"
-
-
 def _curves(groups: Sequence[RunGroup]) -> list[str]:
-    """Return each quantity's curves as SVG."""
-    pictures = []
-    for curve in curves_of(groups):
-        with drawing(salt=curve.name):
-            figure = draw_curve(curve, groups)
-            if figure is not None:
-                pictures.append(to_svg(figure, curve.heading(groups)))
+    """Return the curves of each quantity as SVG."""
+    pictures = [(curve.name, curve.heading(groups), partial(draw_curve, curve, groups)) for curve in curves_of(groups)]
     if len(groups) == 1 and len(groups[0].runs) == 1:
-        with drawing(salt="contributions"):
-            figure = draw_contributions(groups[0].runs[0].metrics)
+        title = "what each peer's gradients add at its neighbours, over the rounds"
+        pictures.append(("contributions", title, partial(draw_contributions, groups[0].runs[0].metrics)))
+    curves = []
+    for name, title, draw in pictures:
+        with drawing(salt=name):
+            figure = draw()
             if figure is not None:
-                pictures.append(to_svg(figure, "what each peer's gradients add at its neighbours, over the rounds"))
-    return pictures
+                curves.append(to_svg(figure, title))
+    return curves
 
 
 def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page says about one run, or about several that differ in their seeds."""
+    """Return the page's section about a group."""
     summary, (first, *others) = group.summary, group.runs
     facts = [
         ("algorithm", summary["algorithm"]),
@@ -197,56 +186,46 @@ def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
         "claim": claim(summary),
         "warning": summary.get("budget_note"),
         "noise": summary.get("noise") if is_private(summary) else None,
-        "privacy": _privacy_table(summary),
+        "privacy": alike(summary["privacy"], _privacy_cells),
         "graph": graph,
         "yaml": complete_yaml(first.scenario),
         "folders": [str(run.folder) for run in group.runs],
     }
 
 
-def _privacy_table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return a row for each group of peers with the same guarantee."""
-    return alike(
-        summary["privacy"],
-        lambda row: [
-            epsilon_text(row["epsilon"]),
-            setting(row["claimed_epsilon"]),
-            setting(row["delta"]),
-            *(str(row[key]) for key in ("unit", "adjacency", "calibration")),
-        ],
-    )
+def _privacy_cells(row: dict[str, Any]) -> list[str]:
+    numbers = [epsilon_text(row["epsilon"]), setting(row["claimed_epsilon"]), setting(row["delta"])]
+    return [*numbers, *(str(row[key]) for key in ("unit", "adjacency", "calibration"))]
 
 
 def _graphs(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     """Return each run's graph: its facts and its picture, where an earlier run does not show the same one."""
     shown_with: dict[str, str] = {}
-    graphs = []
+    graphs: list[dict[str, Any]] = []
     for group in groups:
-        facts, topology = _graph_facts(group.runs[0])
-        graph: dict[str, Any] = {"facts": facts, "svg": None, "panels": 0}
-        graphs.append(graph)
+        facts, topology = _graph_facts(group.runs[0].scenario)
+        graphs.append({"facts": facts, "svg": None, "panels": 0})
         if topology is None:
             continue
         rounds = rounds_shown(topology)
         key = repr([topology.edges(k).tolist() for k in range(rounds)])
         if key in shown_with:
-            graph["facts"] += f" (picture: {shown_with[key]})"
+            graphs[-1]["facts"] += f" (picture: {shown_with[key]})"
             continue
         shown_with[key] = group.label
         with drawing(salt=f"graph-{len(graphs)}"):
-            svg = to_svg(draw_topology(topology), f"the graph {topology.name}")
-        graph.update(svg=svg, panels=rounds)
+            graphs[-1] |= {"svg": to_svg(draw_topology(topology), f"the graph {topology.name}"), "panels": rounds}
     return graphs
 
 
-def _graph_facts(result: Result) -> tuple[str, Topology | None]:
-    """Say what a run's graph is, and return it where there is one to draw."""
+def _graph_facts(scenario: Scenario) -> tuple[str, Topology | None]:
+    """Describe a run's graph, and return it where it can be drawn."""
     try:
-        mixing = build_graph(result.scenario)
+        mixing = build_graph(scenario)
     except ScenarioError as error:  # an edge list that has moved since
         return f"cannot be built here: {error}", None
     if mixing is None:
-        return NO_GRAPH.format(result.scenario.algorithm.name), None
+        return NO_GRAPH.format(scenario.algorithm.name), None
     topology = mixing.topology
     facts = f"{topology.name}, {mixing.weights} weights, {graph_facts(connectivity(mixing))}"
     if topology.n_peers > LARGEST_GRAPH or len(topology.edges(0)) > MOST_EDGES:

@@ -1,4 +1,4 @@
-"""Curves of runs over their rounds: PNG files beside a run, SVG that follows the page's colours."""
+"""Curves of runs over their rounds: PNG files in a run's folder, and SVG that follows the page's colours."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.reporting.grouping import RunGroup
-from flower_privdec.reporting.run_folder import read_result
+from flower_privdec.reporting.run_folder import RunGroup, read_result
 from flower_privdec.reporting.wording import main_loss, main_value
 
 if TYPE_CHECKING:
@@ -56,13 +55,13 @@ class Curve:
     """One quantity over the rounds.
 
     Attributes:
-        name: of the file it is written to.
-        title: what it shows.
-        spread: what the band of a single run shows; "" where it has none.
+        name: of its file.
+        title: of the picture.
         value: reads it from a line of metrics.jsonl of a run of an algorithm, or None.
         band: reads the least and the most over the peers, where they are known.
+        spread: what the band of a single run shows; "" where it has none.
         log: whether the axis is logarithmic.
-        share: whether it is a share, shown in percent.
+        share: whether it is a fraction, shown in percent.
     """
 
     name: str
@@ -74,19 +73,28 @@ class Curve:
     share: bool = False
 
     def heading(self, groups: Sequence[RunGroup]) -> str:
-        """Return the title of a picture of some runs, with what its bands show."""
+        """Return the title of a picture of some runs, with the meaning of its bands."""
         spread = SEEDS if any(len(group.runs) > 1 for group in groups) else self.spread
         return f"{self.title} ({spread})" if spread else self.title
 
 
-def _own_labels(metrics: dict[str, Any], models: str, which: str) -> float | None:
-    """Return a percentage of models tried on the peers' own labels, or None where the run has no such models."""
-    tried = metrics.get("personalized", {}).get(models)
-    return None if tried is None else 100 * float(tried[which])
+def _own_label_curve(name: str, title: str, models: str) -> Curve:
+    def read(metrics: dict[str, Any], which: str) -> float | None:
+        accuracies = metrics.get("personalized", {}).get(models)
+        return None if accuracies is None else 100 * float(accuracies[which])
+
+    return Curve(
+        name,
+        f"Accuracy on the peers' own labels, {title}",
+        lambda m, _: read(m, "mean"),
+        lambda m: (read(m, "min") or 0.0, read(m, "max") or 0.0),
+        "band: the peers",
+        share=True,
+    )
 
 
 def metric_curve(name: str, kind: dict[str, Any]) -> Curve:
-    """Return the curve of a metric, of which title and share are known."""
+    """Return the curve of a metric, of which `kind` has title and share."""
     factor = 100 if kind["share"] else 1
 
     def scaled(value: float | None) -> float | None:
@@ -103,7 +111,7 @@ def metric_curve(name: str, kind: dict[str, Any]) -> Curve:
 
 
 def curves_of(groups: Sequence[RunGroup]) -> list[Curve]:
-    """Return the curves that some runs may have: of their metrics, then of what every run has."""
+    """Return the curves that some runs may have: their metrics, then `CURVES`."""
     kinds = {name: kind for group in groups for name, kind in group.summary["metrics"].items()}
     return [*(metric_curve(name, kind) for name, kind in kinds.items()), *CURVES]
 
@@ -112,28 +120,14 @@ CURVES = (
     Curve("loss", "Test loss of the mean model", lambda m, algorithm: main_loss(algorithm, m["loss"])),
     Curve("consensus", "Consensus distance", lambda m, _: m["consensus_distance"], log=True),
     Curve("epsilon", "ε spent (largest of the peers)", lambda m, _: float(m["epsilon"])),
-    Curve(
-        "personalized",
-        "Accuracy on the peers' own labels, personalized models",
-        lambda m, _: _own_labels(m, "personal_models", "mean"),
-        lambda m: (_own_labels(m, "personal_models", "min") or 0.0, _own_labels(m, "personal_models", "max") or 0.0),
-        "band: the peers",
-        share=True,
-    ),
-    Curve(
-        "own-labels",
-        "Accuracy on the peers' own labels, mean model",
-        lambda m, _: _own_labels(m, "global_model", "mean"),
-        lambda m: (_own_labels(m, "global_model", "min") or 0.0, _own_labels(m, "global_model", "max") or 0.0),
-        "band: the peers",
-        share=True,
-    ),
+    _own_label_curve("personalized", "personalized models", "personal_models"),
+    _own_label_curve("own-labels", "mean model", "global_model"),
 )
 
 
 @contextmanager
 def drawing(salt: str = "privdec") -> Iterator[None]:
-    """Draw with this package's style; the salt makes identifiers in an SVG unlike another picture's.
+    """Draw with this package's style; the salt makes the identifiers in an SVG unique to it.
 
     Raises:
         ScenarioError: when matplotlib is not installed.
@@ -141,7 +135,9 @@ def drawing(salt: str = "privdec") -> Iterator[None]:
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise ScenarioError("pictures need matplotlib, which is not installed; pip install matplotlib") from error
+        raise ScenarioError(
+            "pictures need matplotlib, which is not installed; pip install matplotlib", code="reporting.no-matplotlib"
+        ) from error
     with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": salt}):
         yield
 
@@ -153,23 +149,36 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def draw_curve(curve: Curve, groups: Sequence[RunGroup], width: float = 6.0, height: float = 3.2) -> Figure | None:
+def draw_curve(curve: Curve, groups: Sequence[RunGroup]) -> Figure | None:
     """Draw one quantity of some runs over their rounds; None when no run has it.
 
-    Runs that differ in their seeds alone are one line, their mean, in a band of one standard deviation to either side.
+    Runs that differ only in their seeds are one line, their mean, in a band of one standard deviation to either side.
     Call it within `drawing`.
     """
-    figure = new_figure(width, height)
-    axes = figure.add_subplot()
+    figure, axes = _panel(curve.heading(groups), "round")
     seeds = any(len(group.runs) > 1 for group in groups)
-    has_line = [_draw_group(axes, curve, group, i, seeds=seeds) for i, group in enumerate(groups)]
-    if not any(has_line):
+    for i, group in enumerate(groups):
+        _draw_group(axes, curve, group, i, seeds=seeds)
+    if not axes.get_lines():
         return None
-    axes.set_title(curve.heading(groups), loc="left", fontsize=10.5)
-    axes.set_xlabel("round")
     axes.margins(x=0.01)
-    _set_scale(axes, curve)
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
+    positive = values[values > 0]
+    if curve.log and len(positive) and positive.max() > 10 * positive.min():
+        axes.set_yscale("log")
+    elif curve.name == "epsilon" or curve.log:
+        axes.set_ylim(0, 1.1 * values.max() or 1.0)
+    if curve.share:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     return figure
+
+
+def _panel(title: str, xlabel: str) -> tuple[Figure, Axes]:
+    figure = new_figure(6.0, 3.2)
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=10.5)
+    axes.set_xlabel(xlabel)
+    return figure, axes
 
 
 def line_style(index: int) -> tuple[int, str]:
@@ -177,15 +186,15 @@ def line_style(index: int) -> tuple[int, str]:
     return index % len(SERIES), tuple(DASHES)[index // len(SERIES) % len(DASHES)]
 
 
-def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds: bool) -> bool:
-    """Draw where every run of a group has a finite value, and say whether there is such a round.
+def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds: bool) -> None:
+    """Draw the rounds at which every run of a group has a finite value, if there are any.
 
     Args:
         seeds: whether the picture's bands are over seeds, not over the peers.
     """
     rounds, values = group.curve(curve.value)
     if not rounds:
-        return False
+        return
     series, dash = line_style(index)
     mean = values.mean(axis=0)
     axes.plot(rounds, mean, dash, color=SERIES[series], marker="o" if len(rounds) == 1 else "")
@@ -196,28 +205,16 @@ def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds:
         lines = [curve.band(line) for line in group.runs[0].metrics if line["round"] in set(rounds)]
         low, high = np.array(lines, dtype=float).T  # None is NaN
     else:
-        return True
+        return
     axes.fill_between(rounds, low, high, color=SERIES[series], alpha=0.16, linewidth=0)
-    return True
-
-
-def _set_scale(axes: Axes, curve: Curve) -> None:
-    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()])
-    positive = values[values > 0]
-    if curve.log and len(positive) and positive.max() > 10 * positive.min():
-        axes.set_yscale("log")
-    elif curve.name == "epsilon" or curve.log:
-        axes.set_ylim(0, 1.1 * values.max() or 1.0)
-    if curve.share:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
 
 
 def to_svg(figure: Figure, label: str) -> str:
-    """Return a figure as SVG to stand in a page: no size of its own, its colours the page's variables.
+    """Return a figure as inline SVG: without a size, its colours variables of the page.
 
     Args:
         figure: drawn within `drawing`.
-        label: what it shows, for those who cannot see it.
+        label: its text alternative, for screen readers.
     """
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -233,7 +230,7 @@ def to_svg(figure: Figure, label: str) -> str:
     return f'{head} role="img" aria-label="{label}">{rest}'
 
 
-def draw_generalization(metrics: dict[str, Any], width: float = 6.0, height: float = 3.2) -> Figure | None:
+def draw_generalization(metrics: dict[str, Any]) -> Figure | None:
     """Draw accuracy against the extra label classes added to each peer's own (FedDeper, Fig. 5b).
 
     Args:
@@ -245,23 +242,19 @@ def draw_generalization(metrics: dict[str, Any], width: float = 6.0, height: flo
     accuracies = metrics.get("personalized", {}).get("generalization")
     if accuracies is None:
         return None
-    figure = new_figure(width, height)
-    axes = figure.add_subplot()
-    names = {"personal_models": "personalized models", "global_model": "mean model"}
-    for i, (name, label) in enumerate(names.items()):
-        extra = [int(count) for count in accuracies[name]]
+    title = "Accuracy with extra label classes, mean over the peers"
+    figure, axes = _panel(title, "extra label classes")
+    for i, (name, label) in enumerate({"personal_models": "personalized models", "global_model": "mean model"}.items()):
         series, dash = line_style(i)
-        shares = [100 * value for value in accuracies[name].values()]
-        axes.plot(extra, shares, dash, marker="o", markersize=4, color=SERIES[series], label=label)
-    axes.set_title("Accuracy with extra label classes, mean over the peers", loc="left", fontsize=10.5)
-    axes.set_xlabel("extra label classes")
+        extra, percentages = map(int, accuracies[name]), [100 * value for value in accuracies[name].values()]
+        axes.plot(list(extra), percentages, dash, marker="o", markersize=4, color=SERIES[series], label=label)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
     axes.legend(frameon=False)
     return figure
 
 
-def draw_contributions(metrics: Sequence[dict[str, Any]], width: float = 6.0, height: float = 3.2) -> Figure | None:
-    """Draw what each peer's gradients add at its neighbours, in every round: the mean of φ_ij over the i that hear j.
+def draw_contributions(metrics: Sequence[dict[str, Any]]) -> Figure | None:
+    """Draw the mean Shapley value φ_ij of each peer j's gradients over the peers i that receive them, in every round.
 
     Args:
         metrics: the lines of a run's metrics.
@@ -272,34 +265,26 @@ def draw_contributions(metrics: Sequence[dict[str, Any]], width: float = 6.0, he
     by_round = {int(k): values for line in metrics for k, values in line.get("shapley", {}).items()}
     if not by_round:
         return None
-    figure = new_figure(width, height)
-    axes = figure.add_subplot()
-    names = sorted({int(j) for values in by_round.values() for shapley in values.values() for j in shapley})
-    for i, name in enumerate(names):
-        series, dash = line_style(i)
-        rounds, means = _contribution(by_round, str(name))
-        marker = "o" if len(rounds) == 1 else ""
-        axes.plot(rounds, means, dash, color=SERIES[series], marker=marker, linewidth=1.2, label=f"peer {name}")
+    title = "Shapley value of each peer's gradients, mean over its neighbours"
+    figure, axes = _panel(title, "round")
+    peers = sorted({int(j) for values in by_round.values() for shapley in values.values() for j in shapley})
+    for index, peer in enumerate(map(str, peers)):
+        at_others = {
+            k: [shapley[peer] for i, shapley in by_round[k].items() if i != peer and peer in shapley]
+            for k in sorted(by_round)
+        }
+        means = {k: sum(values) / len(values) for k, values in at_others.items() if values}
+        series, dash = line_style(index)
+        style: dict[str, Any] = {"marker": "o" if len(means) == 1 else "", "linewidth": 1.2, "label": f"peer {peer}"}
+        axes.plot(list(means), list(means.values()), dash, color=SERIES[series], **style)
     axes.axhline(0, color=MUTED, linewidth=0.8)
-    axes.set_title("Shapley value of each peer's gradients, mean over its neighbours", loc="left", fontsize=10.5)
-    axes.set_xlabel("round")
-    if len(names) <= len(SERIES) * len(DASHES):
+    if len(peers) <= len(SERIES) * len(DASHES):
         axes.legend(frameon=False, ncols=2, fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
-def _contribution(by_round: dict[int, dict[str, dict[str, float]]], name: str) -> tuple[list[int], list[float]]:
-    """Return the rounds in which others heard a peer, and the mean of what its gradients were worth to them."""
-    at_others = {
-        k: [shapley[name] for i, shapley in by_round[k].items() if i != name and name in shapley]
-        for k in sorted(by_round)
-    }
-    present = {k: values for k, values in at_others.items() if values}
-    return list(present), [sum(values) / len(values) for values in present.values()]
-
-
 def save_run_plots(out: Path) -> list[Path]:
-    """Write a run's curves to its folder plots: accuracy.png, loss.png and so on; what some algorithms have beside.
+    """Write a run's curves to its folder plots: accuracy.png, loss.png and so on, and those of some algorithms alone.
 
     Args:
         out: the run's folder, with scenario.yaml and metrics.jsonl.
@@ -309,10 +294,10 @@ def save_run_plots(out: Path) -> list[Path]:
         warning in the log, where matplotlib is not installed.
     """
     result = read_result(out)
-    alone, written = [RunGroup(result.scenario.name, (result,))], []
+    groups, written = [RunGroup(result.scenario.name, (result,))], []
     try:
         with drawing():
-            figures = {curve.name: draw_curve(curve, alone) for curve in curves_of(alone)}
+            figures = {curve.name: draw_curve(curve, groups) for curve in curves_of(groups)}
             if result.metrics:
                 figures["generalization"] = draw_generalization(result.metrics[-1])
             figures["contributions"] = draw_contributions(result.metrics)

@@ -1,30 +1,40 @@
-"""Read back the folder a run left, finished or still under way."""
+"""Read the folders of runs, finished or under way, and group runs that differ only in their seeds."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from flower_privdec.common.formatting import one_line, shown
+import numpy as np
+
+from flower_privdec.common.formatting import one_line, peer_ranges, setting, shown
 from flower_privdec.engine.recorder import read_metrics
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario import Scenario, load_scenario
+from flower_privdec.reporting.wording import main_metric
+from flower_privdec.scenario import Scenario, load_scenario, seedless_hash
 
 NEEDED = (
     *("name", "algorithm", "runtime", "n_peers", "rounds", "seed", "loss", "consensus_distance", "privacy"),
     *("wall_seconds", "peer_steps_per_second"),
 )
+AVERAGED = ("loss", "consensus_distance", "wall_seconds", "peer_steps_per_second", "personalized")
+EXTREMES: dict[str, Callable[[Iterable[float]], float]] = {"peer_min": min, "peer_max": max}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run's folder says.
+    """The contents of a run's folder.
 
     Attributes:
-        folder: where it lies.
-        scenario: with every default visible.
+        folder: its path.
+        scenario: with every default resolved.
         metrics: the lines of metrics.jsonl, in order of the rounds.
         summary: summary.json; of an unfinished run, the same keys as far as they are known, with
             `finished` False, `rounds_done` and `epsilon_so_far` (largest of the peers).
@@ -47,12 +57,11 @@ def read_result(folder: Path) -> Result:
     Raises:
         ScenarioError: when it is not a run's folder, naming what is missing, or a file in it is damaged.
     """
+    remedy = "give a folder that `privdec run` wrote"
     if not folder.is_dir():
-        raise ScenarioError(f"{folder}: is not a folder; give a folder that `privdec run` left")
+        raise ScenarioError(f"{folder}: is not a folder; {remedy}", code="reporting.not-a-run")
     if not (folder / "scenario.yaml").is_file():
-        raise ScenarioError(
-            f"{folder}: has no scenario.yaml, so it is not a run; give a folder that `privdec run` left"
-        )
+        raise ScenarioError(f"{folder}: has no scenario.yaml, so it is not a run; {remedy}", code="reporting.not-a-run")
     scenario = load_scenario(folder / "scenario.yaml")
     metrics = read_metrics(folder)
     summary = _read_summary(folder / "summary.json", scenario) or _unfinished(scenario, metrics)
@@ -61,7 +70,7 @@ def read_result(folder: Path) -> Result:
 
 
 def _read_summary(path: Path, scenario: Scenario) -> dict[str, Any] | None:
-    """Return what a finished run says of itself; None of one that has not come so far."""
+    """Return a finished run's summary, or None of a run that is not finished."""
     if not path.is_file():
         return None
     try:
@@ -69,34 +78,23 @@ def _read_summary(path: Path, scenario: Scenario) -> dict[str, Any] | None:
         missing = [key for key in [*NEEDED, *scenario.task.kinds()] if key not in summary]
         if not isinstance(summary, dict) or missing:
             raise ValueError(f"it lacks {', '.join(missing)}" if missing else "it is no mapping")
-        _check_summary(summary, scenario)
+        expected = {"name": scenario.name, "algorithm": scenario.algorithm.name, "n_peers": scenario.n_peers}
+        for name, value in (expected | {"rounds": scenario.rounds, "seed": scenario.seed}).items():
+            if summary[name] != value:
+                raise ValueError(f"its {name} is {shown(summary[name], 40)} and the scenario's {shown(value, 40)}")
+        for name in ("loss", *scenario.task.kinds()):
+            if not isinstance(summary[name], dict):
+                raise ValueError(f"its {name} is {shown(summary[name], 40)}")
+        rows = summary["privacy"]
+        if not isinstance(rows, list) or not all(isinstance(r, dict) and {"epsilon", "delta"} <= set(r) for r in rows):
+            raise ValueError(f"its privacy is {shown(rows, 40)}")
     except (ValueError, TypeError, RecursionError) as error:
         raise ScenarioError(
             f"{path}: is damaged ({one_line(error)}); `privdec run {path.parent}/scenario.yaml --out {path.parent} "
-            "--resume` writes it again"
+            "--resume` writes it again",
+            code="reporting.summary-damaged",
         ) from error
     return {**summary, "finished": True}
-
-
-def _check_summary(summary: dict[str, Any], scenario: Scenario) -> None:
-    """Refuse what no run of a scenario says of itself.
-
-    Raises:
-        ValueError: naming what is wrong.
-    """
-    expected = {"name": scenario.name, "algorithm": scenario.algorithm.name, "n_peers": scenario.n_peers}
-    expected |= {"rounds": scenario.rounds, "seed": scenario.seed}
-    for name, value in expected.items():
-        if summary[name] != value:
-            raise ValueError(f"its {name} is {shown(summary[name], 40)} and the scenario's {shown(value, 40)}")
-    for name in ("loss", *scenario.task.kinds()):
-        if not isinstance(summary[name], dict):
-            raise ValueError(f"its {name} is {shown(summary[name], 40)}")
-    rows = summary["privacy"]
-    if not isinstance(rows, list) or not all(
-        isinstance(row, dict) and {"epsilon", "delta"} <= set(row) for row in rows
-    ):
-        raise ValueError(f"its privacy is {shown(rows, 40)}")
 
 
 def _unfinished(scenario: Scenario, metrics: list[dict[str, Any]]) -> dict[str, Any]:
@@ -110,12 +108,150 @@ def _unfinished(scenario: Scenario, metrics: list[dict[str, Any]]) -> dict[str, 
         "rounds_done": last.get("round", 0),
         "seed": scenario.seed,
         **({} if scenario.seeds is None else {"seeds": scenario.all_seeds()}),
-        **{name: last.get(name) for name in scenario.task.kinds()},
-        "loss": last.get("loss"),
-        "consensus_distance": last.get("consensus_distance"),
+        **{name: last.get(name) for name in (*scenario.task.kinds(), "loss", "consensus_distance")},
         "privacy": [],
         "epsilon_so_far": last.get("epsilon"),
         "wall_seconds": last.get("seconds"),
         "peer_steps_per_second": None,
         "finished": False,
     }
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs that differ only in their seeds.
+
+    Attributes:
+        label: their name among other groups, unique there.
+        runs: one or several, ascending by their seeds.
+    """
+
+    label: str
+    runs: tuple[Result, ...]
+
+    @property
+    def algorithm(self) -> str:
+        """Return the name of the runs' algorithm."""
+        return self.runs[0].scenario.algorithm.name
+
+    @property
+    def seeds(self) -> str:
+        """Return the runs' seeds: `1-3, 7`, or where `data`, `model` and `run` have their own: `run 1-3`."""
+        if all(run.scenario.seeds is None for run in self.runs):
+            return peer_ranges(run.scenario.seed for run in self.runs)
+        distinct = {name: {run.scenario.all_seeds()[name] for run in self.runs} for name in ("data", "model", "run")}
+        return "; ".join(f"{name} {peer_ranges(seeds)}" for name, seeds in distinct.items())
+
+    @property
+    def budget(self) -> float:
+        """Return the largest ε that a peer may reach: what the noise was solved for, or else what was spent; or ∞."""
+        private = self.runs[0].scenario.private
+        if private is None:
+            return math.inf
+        if private.epsilon is None or private.calibration == "paper":
+            spent = [float(row["epsilon"]) for run in self.runs for row in run.summary["privacy"]]
+            return max(spent or [float(self.runs[0].summary["epsilon_so_far"] or 0)])
+        return float(np.max(private.epsilon))
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """Return the summary of a run; of several, means, the range of all their peers, and each peer's largest ε.
+
+        `spread` has, of the first metric, the sample standard deviations over the seeds.
+        """
+        summaries = [run.summary for run in self.runs]
+        combined = summaries[0] | {"label": self.label, "budget": self.budget}
+        if len(summaries) == 1:
+            return combined
+        for key in (*combined["metrics"], *AVERAGED):
+            if key in combined:
+                combined[key] = _mean([summary[key] for summary in summaries])
+        values = [summary[main_metric(combined)[0]] for summary in summaries]
+        combined["spread"] = {which: _deviation([value[which] for value in values]) for which in values[0]}
+        rows = zip(*(summary["privacy"] for summary in summaries), strict=True)
+        largest = [max(peer, key=lambda row: float(row["epsilon"])) for peer in rows]
+        return combined | {"privacy": largest, "n_runs": len(summaries)}
+
+    def curve(self, read: Callable[[dict[str, Any], str], float | None]) -> tuple[list[int], np.ndarray]:
+        """Return the rounds at which every run has a finite value [T], and the values [n_runs, T].
+
+        Args:
+            read: returns a value from a line of metrics.jsonl and the algorithm's name, or None.
+        """
+        by_round = [{line["round"]: read(line, self.algorithm) for line in run.metrics} for run in self.runs]
+        finite = [{k: v for k, v in values.items() if v is not None and math.isfinite(v)} for values in by_round]
+        rounds = sorted(set(finite[0]).intersection(*finite))
+        return rounds, np.array([[values[k] for k in rounds] for values in finite], dtype=float)
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Return the mean of numbers, or of each value of mappings with the same keys; None where one value is missing."""
+    if any(value is None for value in values):
+        return None
+    if not isinstance(values[0], dict):
+        return float(np.mean([float(value) for value in values]))
+    return {
+        key: EXTREMES[key](value[key] for value in values)
+        if key in EXTREMES and all(value[key] is not None for value in values)
+        else _mean([value.get(key) for value in values])
+        for key in values[0]
+    }
+
+
+def _deviation(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return float(np.std(present, ddof=1)) if len(present) == len(values) else None
+
+
+def read_groups(folders: Sequence[Path]) -> list[RunGroup]:
+    """Read runs and group those that differ only in their seeds; ascending by budget, then in the caller's order.
+
+    Raises:
+        ScenarioError: as `read_result`.
+    """
+
+    def seeds(run: Result) -> list[int]:
+        return list(run.scenario.all_seeds().values())
+
+    runs_by_key: list[tuple[Any, list[Result]]] = []
+    for result in map(read_result, folders):
+        key = seedless_hash(result.scenario), result.summary["runtime"], result.finished
+        alike = [runs for other, runs in runs_by_key if other == key and seeds(result) not in map(seeds, runs)]
+        if alike and result.finished:
+            alike[0].append(result)
+        else:
+            runs_by_key.append((key, [result]))
+    groups = [RunGroup("", tuple(sorted(runs, key=seeds))) for _, runs in runs_by_key]
+    return _labelled(sorted(groups, key=lambda group: group.budget))
+
+
+def _labelled(groups: Sequence[RunGroup]) -> list[RunGroup]:
+    """Label each group by its name; where names repeat, with its budget; where these repeat, by its folder."""
+    namings: list[Callable[[RunGroup], str]] = [
+        _name,
+        lambda group: f"{_name(group)}, {budget_name(group.budget)}",
+        lambda group: group.runs[0].folder.resolve().name,
+        lambda group: str(group.runs[0].folder),
+    ]
+    for naming in namings:
+        labels = [naming(group) for group in groups]
+        if len(set(labels)) == len(labels):
+            break
+    else:
+        labels = [f"{label} #{i}" for i, label in enumerate(labels, 1)]
+    counts = [f" ({len(group.runs)} seeds)" if len(group.runs) > 1 else "" for group in groups]
+    return [replace(g, label=f"{label}{count}") for g, label, count in zip(groups, labels, counts, strict=True)]
+
+
+def _name(group: RunGroup) -> str:
+    """Return the runs' name, or the common prefix of their names: `digits` of `digits-s1` and `digits-s2`."""
+    names = [run.scenario.name for run in group.runs]
+    if len(set(names)) == 1:
+        return names[0]
+    letters = takewhile(lambda characters: len(set(characters)) == 1, zip(*names, strict=False))
+    return re.sub(r"[-_. ]*(s|seed)?[-_. ]*$", "", "".join(characters[0] for characters in letters)) or names[0]
+
+
+def budget_name(budget: float) -> str:
+    """Return a budget as a heading: `ε = 3`."""
+    return "no privacy" if math.isinf(budget) else f"ε = {setting(budget)}"

@@ -1,4 +1,4 @@
-"""How numbers and guarantees are put into words: the same in the terminal, the report and the warnings."""
+"""Numbers and guarantees as text, the same in the terminal, the report and the warnings."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from typing import Any
 from flower_privdec.catalogue import ALONE
 from flower_privdec.common.formatting import NOTHING, epsilon_text, memory, number, peer_ranges, percent, setting
 
-BEYOND = 700.0  # ε whose factor is no number of a machine's any more
+BEYOND = 700.0  # a larger ε: e^ε overflows a float
 
 
 def shares_models(algorithm: str) -> bool:
-    """Return whether an algorithm's peers exchange anything, so that there is a mean model to speak of."""
+    """Return whether an algorithm's peers exchange anything, so that the mean model is one that peers approach."""
     return algorithm not in ALONE
 
 
 def main_metric(summary: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of a run's first metric, and what is known of it: title, high, share."""
+    """Return the name of a run's first metric, and its title, high (whether more is better) and share."""
     first: tuple[str, dict[str, Any]] = next(iter(summary["metrics"].items()))
     return first
 
 
-def main_value(algorithm: str, values: dict[str, float | None] | None) -> float | None:
-    """Return the value of a metric that counts: the mean model's, or the peers' mean where nothing is exchanged.
-
-    The mean of models that were never exchanged is a model that no peer has.
-    """
-    return None if values is None else values[main_models(algorithm)]
-
-
 def main_models(algorithm: str) -> str:
-    """Return whose value of a metric counts, as it is named in a summary; see `main_value`."""
+    """Return the models whose metric is the result of a run, as a summary names them.
+
+    They are the mean model, or the peers' models on average where nothing is exchanged: the mean of models that were
+    never exchanged is a model that no peer has.
+    """
     return "mean_model" if shares_models(algorithm) else "peer_mean"
+
+
+def main_value(algorithm: str, values: dict[str, float | None] | None) -> float | None:
+    """Return the value of a metric for `main_models`."""
+    return None if values is None else values[main_models(algorithm)]
 
 
 def measured(value: float | None, kind: dict[str, Any], deviation: float | None = None) -> str:
@@ -53,13 +54,6 @@ def named_value(summary: dict[str, Any], models: str) -> str:
     value = summary[name] and summary[name][models]
     text = measured(value, kind, summary.get("spread", {}).get(models))
     return text if name == "accuracy" else f"{kind['title']} {text}"
-
-
-def other_metrics(summary: dict[str, Any]) -> str | None:
-    """Say what a run reached by all its metrics but the first, or None where it has one alone."""
-    _, *rest = summary["metrics"].items()
-    values = [(kind, main_value(summary["algorithm"], summary[name])) for name, kind in rest]
-    return ", ".join(f"{kind['title']} {measured(value, kind)}" for kind, value in values) or None
 
 
 def main_loss(algorithm: str, loss: dict[str, float] | None) -> float | None:
@@ -86,58 +80,33 @@ def peers_range(summary: dict[str, Any]) -> str:
 
 
 def own_labels(summary: dict[str, Any]) -> str | None:
-    """Say how models do on each peer's own labels, or None where they were not tried."""
-    tried = summary.get("personalized")
-    if not tried:
+    """Return the accuracies on each peer's own labels, or None where they were not measured."""
+    accuracies = summary.get("personalized")
+    if not accuracies:
         return None
-    common = f"mean model {percent(tried['global_model']['mean'])}"
-    personal = tried.get("personal_models")
+    common = f"mean model {percent(accuracies['global_model']['mean'])}"
+    personal = accuracies.get("personal_models")
     return f"personalized models {percent(personal['mean'])}, {common}" if personal else common
 
 
 def sent(summary: dict[str, Any]) -> str | None:
-    """Say what an active peer sends in a round, or None where nothing is exchanged or it is not known."""
+    """Return what an active peer sends in a round, or None where nothing is exchanged or it is not known."""
     traffic = summary.get("traffic")
     if not traffic or not traffic["vectors"]:
         return None
-    many = "1 vector" if traffic["vectors"] == 1 else f"{traffic['vectors']} vectors"
-    return f"{many} ({memory(traffic['bytes'])}) a round from an active peer to each receiver"
+    count = "1 vector" if traffic["vectors"] == 1 else f"{traffic['vectors']} vectors"
+    return f"{count} ({memory(traffic['bytes'])}) a round from an active peer to each receiver"
 
 
-def coalitions(summary: dict[str, Any]) -> str | None:
-    """Say how many coalitions were tried for Shapley values, or None where there are none."""
-    if "coalition_evaluations" not in summary:
-        return None
-    share = percent(summary["coalition_share_of_wall_time"])
-    return f"{summary['coalition_evaluations']:,} tried for Shapley values, in {share} of the time"
-
-
-def above_minimum(summary: dict[str, Any]) -> str | None:
-    """Say how far the mean model is above the least objective, or None where that is not known or withheld."""
-    if summary.get("suboptimality") is None or "optimum" not in summary:
-        return None
-    least, gap = summary["optimum"]["value"], summary["optimum"]["gap"]
-    return f"{number(summary['suboptimality'])} above the least, which is {least:.6g} (known to {gap:.1e})"
-
-
-def replies(summary: dict[str, Any]) -> str | None:
-    """Say what the replies to one neighbour tell, or None where everybody hears the same."""
-    epsilons = [row["epsilon_of_replies_to_one"] for row in summary["privacy"] if "epsilon_of_replies_to_one" in row]
-    if not epsilons:
-        return None
-    most = epsilon_text(max(map(float, epsilons)))
-    return f"ε = {most} at most for the replies to one neighbour alone, which is no bound on all that it hears"
-
-
-def alike(rows: Sequence[dict[str, Any]], say: Callable[[dict[str, Any]], Sequence[str]]) -> list[tuple[str, ...]]:
-    """Group the peers whose texts are equal, down to the last digit that is shown.
+def alike(rows: Sequence[dict[str, Any]], text: Callable[[dict[str, Any]], Sequence[str]]) -> list[tuple[str, ...]]:
+    """Group the peers whose texts are equal.
 
     Returns:
         For each distinct text, in order of its first peer: the peers as ranges, and the text.
     """
     peers_of: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
-        peers_of.setdefault(tuple(say(row)), []).append(row["peer"])
+        peers_of.setdefault(tuple(text(row)), []).append(row["peer"])
     return [(peer_ranges(peers), *texts) for texts, peers in peers_of.items()]
 
 
@@ -162,19 +131,23 @@ def _span(values: Iterable[float]) -> str:
 
 
 def guarantee(summary: dict[str, Any]) -> str:
-    """Say each peer's guarantee in one line: ε, δ, unit, adjacency and calibration."""
+    """Return each peer's guarantee in one line: ε, δ, unit, adjacency and calibration."""
     rows = summary["privacy"]
     if not summary.get("finished", True):
-        return _guarantee_so_far(summary)
+        spent = summary["epsilon_so_far"]
+        if spent is None:
+            return "ε is not known before the first evaluation"
+        peer = "" if math.isinf(float(spent)) else ", of the peer that spent most, at the last evaluation"
+        return f"ε = {epsilon_text(spent)}{peer}"
     if not is_private(summary):
         return "ε = ∞ (no privacy)"
     same = alike(rows, lambda row: (epsilon_text(row["epsilon"]), setting(row["delta"])))
-    who = "every peer: " if len(same) == 1 else "over the peers: "
+    peers = "every peer" if len(same) == 1 else "over the peers"
     facts = ", ".join(
         f"{key}: {' / '.join(sorted({str(row[key]) for row in rows}))}" for key in ("unit", "adjacency", "calibration")
     )
     scopes = sorted({row["scope"] for row in rows if "scope" in row})
-    return f"{who}{budget(summary)} ({'; '.join([facts, *scopes])})"
+    return f"{peers}: {budget(summary)} ({'; '.join([facts, *scopes])})"
 
 
 def budget(summary: dict[str, Any]) -> str:
@@ -183,16 +156,8 @@ def budget(summary: dict[str, Any]) -> str:
     return f"ε = {epsilon_range(summary)}" + (f" at δ = {_span(deltas)}" if deltas else "")
 
 
-def _guarantee_so_far(summary: dict[str, Any]) -> str:
-    spent = summary["epsilon_so_far"]
-    if spent is None:
-        return "ε is not known before the first evaluation"
-    peer = "" if math.isinf(float(spent)) else ", of the peer that spent most, at the last evaluation"
-    return f"ε = {epsilon_text(spent)}{peer}"
-
-
 def claim(summary: dict[str, Any]) -> str | None:
-    """Say what a paper's formula claims, where a run was calibrated by one."""
+    """Return the ε that a paper's formula claims, or None where no paper's formula set the noise."""
     claimed = [row["claimed_epsilon"] for row in summary["privacy"] if row.get("claimed_epsilon") is not None]
     return f"the paper's formula claims ε = {_span(claimed)}: a claim, not a guarantee" if claimed else None
 
@@ -212,7 +177,7 @@ def meaning(summary: dict[str, Any]) -> str:
 
 
 def headline(summary: dict[str, Any]) -> str:
-    """Say the result of a run in one line."""
+    """Return the result of a run in one line."""
     whose = "mean model" if shares_models(summary["algorithm"]) else "peers' models alone, on average"
     result = f"{whose} {named_value(summary, main_models(summary['algorithm']))} on the test set"
     if not summary.get("finished", True):

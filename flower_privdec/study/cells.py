@@ -1,21 +1,35 @@
-"""From a study to its cells: one scenario for each place of a grid and each seed."""
+"""The cells of a study: one scenario for each combination of its axes and each seed, run once each, in parallel."""
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash
+from flower_privdec import __version__
+from flower_privdec.common.files import write_atomically
+from flower_privdec.errors import PrivdecError, ScenarioError
+from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.loading import read_text
 from flower_privdec.study.measured import kinds_of, metric
 from flower_privdec.study.spec import Part, Point, Size, Study
 
+RESULT_FILES = {"summary.json", "metrics.jsonl", "scenario.yaml", "cell.json", "lock"}
+CACHE = Path("runs") / "cells"
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 Labels = tuple[str, ...]
 MOST_CELLS = 20_000
 
@@ -26,9 +40,9 @@ class Cell:
 
     Attributes:
         part: the name of its part.
-        labels: its place, one label for each axis, in the order of the axes.
+        labels: one label for each axis, in the order of the axes.
         seed: its repetition.
-        scenario: what is run.
+        scenario: its scenario.
         key: the scenario's hash: cells that share it share one run.
     """
 
@@ -40,18 +54,18 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """Return what to call it."""
+        """Return its name in messages."""
         return f"{self.part}: {', '.join(self.labels)}, seed {self.seed}"
 
     @property
     def work(self) -> float:
-        """Return a guess at its cost, to estimate the time left: examples used and examples tried."""
+        """Return its estimated cost, to estimate the time left: examples trained on and evaluated."""
         scenario = self.scenario
         evaluations = scenario.rounds / scenario.evaluation.every
         per_peer = (scenario.data.samples or 10_000) / scenario.n_peers
         batch = scenario.data.batch.size or (scenario.data.batch.rate or 1) * per_peer
-        tried = evaluations * (scenario.data.test_samples or 10_000) / 3  # forward only
-        return scenario.n_peers * (scenario.rounds * (batch + 4) + tried)
+        evaluated = evaluations * (scenario.data.test_samples or 10_000) / 3  # forward only
+        return scenario.n_peers * (scenario.rounds * (batch + 4) + evaluated)
 
 
 def expand(
@@ -72,66 +86,59 @@ def expand(
 def _expand_part(
     study: Study, size: str | None, part: Part, text: str, base: Path, settings: Sequence[str]
 ) -> list[Cell]:
-    layers = _layers(study, size, part)
-    common = [line for layer in layers for line in layer.settings]
+    layers = [study, study.sizes.get(size or ""), part, part.sizes.get(size or "")]
+    common = [line for layer in layers if layer is not None for line in layer.settings]
     seeds = next((layer.seeds for layer in reversed(layers) if isinstance(layer, Study | Size) and layer.seeds), None)
     repetitions = [[f"seed={seed}"] for seed in seeds] if seeds else [[]]
     points = [axis.all_points() for axis in part.axes_at(size).values()]
-    _check_count(part, math.prod(map(len, points)) * len(repetitions))
-    name = f"name={json.dumps(study.name)}"
-    cells = []
-    for place in itertools.product(*points):
-        own = [line for point in place for line in point.settings]
-        for repetition in repetitions:
-            cells.append(_cell(part, place, text, base, [*common, *own, *settings, name, *repetition]))
-    _check_repetitions(part, cells, len(repetitions))
-    _check_fields(part, cells)
-    _check_metrics(part, cells)
-    return cells
-
-
-def _layers(study: Study, size: str | None, part: Part) -> list[Study | Size | Part]:
-    """Return what is laid over the base, in order: the study, its size, the part, the part's size."""
-    layers = (study, study.sizes.get(size or ""), part, part.sizes.get(size or ""))
-    return [layer for layer in layers if layer is not None]
-
-
-def _check_count(part: Part, count: int) -> None:
+    count = math.prod(map(len, points)) * len(repetitions)
     if count > MOST_CELLS:
         raise ScenarioError(
-            f"part {part.name}: {count:,} cells must be at most {MOST_CELLS:,}; use fewer points, axes or seeds"
+            f"part {part.name}: {count:,} cells must be at most {MOST_CELLS:,}; use fewer points, axes or seeds",
+            code="study.too-many-cells",
         )
-
-
-def _check_repetitions(part: Part, cells: Sequence[Cell], count: int) -> None:
-    if len({cell.key for cell in cells[:count]}) < count:
+    common_after = [*settings, f"name={json.dumps(study.name)}"]
+    cells = []
+    for combination in itertools.product(*points):
+        own = [line for point in combination for line in point.settings]
+        for seed in repetitions:
+            cells.append(_cell(part, combination, text, base, [*common, *own, *common_after, *seed]))
+    if len({cell.key for cell in cells[: len(repetitions)]}) < len(repetitions):
         raise ScenarioError(
             f"part {part.name}: seeds data, model and run are all given in the scenario, so that another seed changes "
-            "nothing; leave out those that the study's seeds should vary"
+            "nothing; leave out those that the study's seeds should vary",
+            code="study.seeds-fixed",
         )
-
-
-def _check_fields(part: Part, cells: Sequence[Cell]) -> None:
     for i, path in enumerate(part.fields):
-        if not any(has_field(cell.scenario, path) for cell in cells):
+        if not any(_has_field(cell.scenario, path) for cell in cells):
             raise ScenarioError(
-                f"part {part.name}: fields.{i}={path!r} must be a key of a scenario, as algorithm.learning_rate"
+                f"part {part.name}: fields.{i}={path!r} must be a key of a scenario, as algorithm.learning_rate",
+                code="study.unknown-field",
             )
-
-
-def _check_metrics(part: Part, cells: Sequence[Cell]) -> None:
-    """Refuse a metric that no cell's task has."""
     kinds = kinds_of(cell.scenario for cell in cells)
-    for where, name in part.all_metrics().items():
+    for key, name in part.all_metrics().items():
         try:
             metric(name, kinds)
         except ScenarioError as error:
-            raise ScenarioError(f"part {part.name}, {where}: {error}") from error
+            raise ScenarioError(f"part {part.name}, {key}: {error}", code=error.code) from error
+    return cells
 
 
-def has_field(scenario: Scenario, path: str) -> bool:
-    """Return whether a scenario has a key, as `algorithm.learning_rate`."""
-    value: Any = scenario
+def _cell(part: Part, combination: Sequence[Point], text: str, base: Path, settings: list[str]) -> Cell:
+    labels = tuple(point.label for point in combination)
+    try:
+        scenario = parse_scenario(text, where=str(base), overrides=settings)
+    except ScenarioError as error:
+        problem = str(error).removeprefix("--set: ")  # most settings are the study's
+        raise ScenarioError(f"part {part.name}, cell {', '.join(labels)}: {problem}", code=error.code) from error
+    if scenario.private is not None and scenario.private.ledger is not None:
+        raise ScenarioError(
+            f"part {part.name}: privacy.ledger must be left out of a study: every cell has its own", code="study.ledger"
+        )
+    return Cell(part.name, labels, scenario.seed, scenario, scenario_hash(scenario))
+
+
+def _has_field(value: Any, path: str) -> bool:
     for name in path.split("."):
         if name not in getattr(type(value), "model_fields", ()):
             return False
@@ -139,13 +146,126 @@ def has_field(scenario: Scenario, path: str) -> bool:
     return True
 
 
-def _cell(part: Part, place: Sequence[Point], text: str, base: Path, settings: list[str]) -> Cell:
-    labels = tuple(point.label for point in place)
+def folder_of(cache: Path, key: str) -> Path:
+    """Return the folder of the cell with a key."""
+    return cache / key[:20]
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether a cell ran to its end: cell.json is the last file written."""
+    return (folder / "cell.json").is_file()
+
+
+def run_cell(text: str, folder: Path) -> None:
+    """Run a cell's scenario to its end, from its checkpoint if it has one, and keep only its results.
+
+    A lock on the folder makes two studies that share a cell run it once.
+    """
+    from flower_privdec.engine.run import run
+    from flower_privdec.experiment import Experiment
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if is_finished(folder):
+            return
+        began = time.process_time()
+        resume = (folder / "checkpoint").exists()
+        if not resume:
+            _clear(folder, {"lock"})  # files of a run that ended before its first checkpoint
+        run(Experiment.build(parse_scenario(text)), folder, resume=resume, lean=True, workers=1)
+        _clear(folder, RESULT_FILES)
+        facts = {"seconds": round(time.process_time() - began, 1), "version": __version__}
+        write_atomically(folder / "cell.json", json.dumps(facts).encode())
+
+
+def _clear(folder: Path, keep: set[str]) -> None:
+    """Delete all but some files, such as the checkpoint and the ledgers of this one run."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in keep:
+            path.unlink()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a cell's run.
+
+    Attributes:
+        cell: which.
+        error: why it failed, or None.
+    """
+
+    cell: Cell
+    error: str | None = None
+
+
+def missing_cells(cells: Sequence[Cell], cache: Path) -> list[Cell]:
+    """Return the cells that are not finished, each scenario once."""
+    distinct = {cell.key: cell for cell in reversed(cells)}
+    firsts = [cell for cell in cells if distinct[cell.key] is cell]
+    return [cell for cell in firsts if not is_finished(folder_of(cache, cell.key))]
+
+
+OnCell = Callable[[Outcome], None]
+
+
+def run_cells(cells: Sequence[Cell], cache: Path, jobs: int, on_cell: OnCell) -> list[Outcome]:
+    """Run cells that are not finished, each in one thread; return those that failed, which stop no others.
+
+    Args:
+        cells: distinct ones; see `missing_cells`.
+        cache: the folder of the cells' folders.
+        jobs: processes; 1 runs them in this one.
+        on_cell: called after each.
+    """
+    failed = []
+    runs = [(cell, to_yaml(cell.scenario), folder_of(cache, cell.key)) for cell in cells]
+    here = (Outcome(cell, attempt(text, folder)) for cell, text, folder in runs)
+    for outcome in here if jobs == 1 else _in_processes(runs, jobs):
+        on_cell(outcome)
+        if outcome.error is not None:
+            failed.append(outcome)
+    return failed
+
+
+def _in_processes(runs: Sequence[tuple[Cell, str, Path]], jobs: int) -> Iterator[Outcome]:
+    for name in ONE_THREAD:
+        os.environ.setdefault(name, "1")  # the processes inherit it
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(jobs, len(runs)) or 1, mp_context=spawn, initializer=_end_with_the_study)
     try:
-        scenario = parse_scenario(text, where=str(base), overrides=settings)
-    except ScenarioError as error:
-        problem = str(error).removeprefix("--set: ")  # most settings are the study's
-        raise ScenarioError(f"part {part.name}, cell {', '.join(labels)}: {problem}") from error
-    if scenario.private is not None and scenario.private.ledger is not None:
-        raise ScenarioError(f"part {part.name}: privacy.ledger must be left out of a study: every cell has its own")
-    return Cell(part.name, labels, scenario.seed, scenario, scenario_hash(scenario))
+        waiting = {pool.submit(attempt, text, folder): cell for cell, text, folder in runs}
+        for future in as_completed(waiting):
+            try:
+                error = future.result()
+            except BrokenProcessPool:
+                error = "its process was ended from outside (out of memory?); the same command resumes it"
+            yield Outcome(waiting[future], error)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _end_with_the_study() -> None:
+    """End a worker at Ctrl-C without a traceback, and when its parent is killed; its cell resumes another time."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def attempt(text: str, folder: Path) -> str | None:
+    """Run a cell; return why it failed, or None."""
+    try:
+        run_cell(text, folder)
+    except PrivdecError as error:
+        return str(error)
+    except Exception as error:  # one cell's bug must not cost the others
+        return f"{type(error).__name__}: {error}"
+    return None

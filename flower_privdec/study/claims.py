@@ -1,4 +1,4 @@
-"""Does a paper's claim show? Checked against the means over the seeds, and said with the numbers."""
+"""Check a paper's claims against the means over the seeds, with the numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of a claim: where, whether it holds there (None: a run is missing), and the numbers."""
+    """One place of a claim: its labels, whether the claim holds there (None: a run is missing), and the numbers."""
 
     where: str
     holds: bool | None
@@ -28,24 +28,23 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check came to."""
+    """The outcome of a check."""
 
     cases: tuple[Case, ...]
     detail: str = ""
 
     @property
     def sentence(self) -> str:
-        """Say whether the claim shows, and in how many cells."""
-        decided = [case for case in self.cases if case.holds is not None]
-        shown = sum(bool(case.holds) for case in decided)
+        """Return whether the claim shows, and in how many cells, as a sentence."""
+        decided = [case.holds for case in self.cases if case.holds is not None]
         if not decided:
             return "The claim is not decided: runs are missing."
         if len(decided) == 1:
-            sentence = "The claim shows" if shown else "The claim does not show"
-        elif shown in (0, len(decided)):
-            sentence = f"The claim {'shows in all' if shown else 'does not show in any of'} {len(decided)} cells"
+            sentence = "The claim shows" if decided[0] else "The claim does not show"
+        elif len(set(decided)) == 1:
+            sentence = f"The claim {'shows in all' if decided[0] else 'does not show in any of'} {len(decided)} cells"
         else:
-            sentence = f"The claim shows in {shown} of {len(decided)} cells"
+            sentence = f"The claim shows in {sum(decided)} of {len(decided)} cells"
         undecided = len(self.cases) - len(decided)
         tail = f" ({undecided} more not decided: runs are missing)" if undecided else ""
         return f"{sentence}{tail}{self.detail and '; '}{self.detail}."
@@ -65,26 +64,25 @@ def judge(check: Check, result: PartResult) -> Verdict:
 
 
 def criterion(check: Check, result: PartResult) -> str:
-    """Say what a check looks for."""
-    name = result.metric(check.metric).title
-    better = "lower" if result.metric(check.metric).low else "higher"
+    """Describe what a check requires."""
+    name, low = result.metric(check.metric).title, result.metric(check.metric).low
     if isinstance(check, Ordered):
         return f"{name} in the order {' < '.join(check.order or result.axes[check.axis].labels())}"
     if isinstance(check, Best):
         near = f", or at most {check.reach} place from it" if check.reach else ""
-        return f"the best {name} at {result.axes[check.axis].title or check.axis} {check.label}{near}"
+        return f"the best {name} at {result.title(check.axis)} {check.label}{near}"
     if isinstance(check, Above):
-        return f"{better} {name} than at {_name(result, check.baseline, {})}"
+        return f"{'lower' if low else 'higher'} {name} than at {_name(result, check.baseline, {})}"
     if isinstance(check, Slope):
         return f"{name} falling as rounds to the power {check.at_most:g}, or faster, from round {check.first:,} on"
     return f"the same {name} in n times fewer rounds (within a factor of {check.within:g})"
 
 
-def value_text(measured: Reading, estimate: Estimate | None, spread: bool = False) -> str:
-    """Return a metric's mean as text, a share in percent, with its standard deviation where asked for."""
+def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False) -> str:
+    """Return a metric's mean as text, a fraction in percent, with its standard deviation where `spread` is true."""
     if estimate is None:
         return MISSING
-    if measured.share:
+    if reading.share:
         text, std = f"{100 * estimate.mean:.1f} %", f"{100 * (estimate.std or 0):.1f}"
     else:
         text, std = number(estimate.mean), number(estimate.std)
@@ -106,58 +104,48 @@ def _decided(group: Group, name: str) -> Estimate | None:
 
 def _name(result: PartResult, place: dict[str, str], where: dict[str, str]) -> str:
     """Name a place by the axes that vary."""
-    return ", ".join(f"{result.axes[n].title or n} {label}" for n, label in place.items() if n not in where)
+    return ", ".join(f"{result.title(n)} {label}" for n, label in place.items() if n not in where)
 
 
 def _ordered(check: Ordered, result: PartResult) -> Verdict:
-    labels = check.order or result.axes[check.axis].labels()
-    cases, all_steps = [], []
-    for where, values in _finals(check, labels, result):
+    labels, reading = check.order or result.axes[check.axis].labels(), result.metric(check.metric)
+    cases: list[Case] = []
+    steps: list[tuple[Estimate, Estimate]] = []
+    for place, values in _finals(check, labels, result):
+        holds, text = None, f"{labels[0]}: {value_text(reading, values[0])}"  # `a: 45.4 % < b: 81.1 % > c: 80.0 %`
+        for label, (a, b) in zip(labels[1:], pairwise(values), strict=True):
+            sign = "?" if a is None or b is None else "<" if b.mean > a.mean else ">" if b.mean < a.mean else "="
+            text += f" {sign} {label}: {value_text(reading, b)}"
         present = [value for value in values if value is not None]
-        steps = list(pairwise(present)) if len(present) == len(values) else []
-        all_steps += steps
-        holds = all(b.mean > a.mean for a, b in steps) if steps else None
-        cases.append(Case(where, holds, _chain(result.metric(check.metric), labels, values)))
-    return Verdict(tuple(cases), _rising(all_steps))
-
-
-def _rising(steps: Sequence[tuple[Estimate, Estimate]]) -> str:
-    """Say how many neighbours are in the claimed order, and how many clearly so."""
-    if not steps:
-        return ""
-    text = f"of {len(steps)} neighbouring pairs {sum(b.mean > a.mean for a, b in steps)} in the claimed order"
-    if any(a.std is None or b.std is None for a, b in steps):
-        return text
-    clear = sum(b.mean - a.mean > math.hypot(a.std or 0, b.std or 0) for a, b in steps)
-    return f"{text}, {clear} by more than the spread over seeds"
-
-
-def _chain(measured: Reading, labels: Sequence[str], values: Sequence[Estimate | None]) -> str:
-    """Return `a: 45.4 % < b: 81.1 % > c: 80.0 %`."""
-    text = f"{labels[0]}: {value_text(measured, values[0])}"
-    for label, (a, b) in zip(labels[1:], pairwise(values), strict=True):
-        sign = "?" if a is None or b is None else "<" if b.mean > a.mean else ">" if b.mean < a.mean else "="
-        text += f" {sign} {label}: {value_text(measured, b)}"
-    return text
+        if len(present) == len(values) > 1:
+            steps += pairwise(present)
+            holds = all(b.mean > a.mean for a, b in pairwise(present))
+        cases.append(Case(place, holds, text))
+    detail = ""
+    if steps:
+        rising = sum(b.mean > a.mean for a, b in steps)
+        detail = f"of {len(steps)} neighbouring pairs {rising} in the claimed order"
+        if all(a.std is not None and b.std is not None for a, b in steps):
+            clear = sum(b.mean - a.mean > math.hypot(a.std or 0, b.std or 0) for a, b in steps)
+            detail += f", {clear} by more than the spread over seeds"
+    return Verdict(tuple(cases), detail)
 
 
 def _best(check: Best, result: PartResult) -> Iterator[Case]:
-    labels, measured = result.axes[check.axis].labels(), result.metric(check.metric)
-    sign = -1 if measured.low else 1
-    for where, values in _finals(check, labels, result):
+    labels, reading = result.axes[check.axis].labels(), result.metric(check.metric)
+    for place, values in _finals(check, labels, result):
         present = [value for value in values if value is not None]
         if len(present) < len(values):
-            yield Case(where, None, MISSING)
+            yield Case(place, None, MISSING)
             continue
-        order = sorted(range(len(labels)), key=lambda i: -sign * present[i].mean)
+        order = sorted(range(len(labels)), key=lambda i: -reading.sign * present[i].mean)
         away = abs(order[0] - labels.index(check.label))
-        numbers = ", ".join(f"{labels[i]} {value_text(measured, present[i], spread=True)}" for i in order)
-        yield Case(where, away <= check.reach, f"best first: {numbers}")
+        numbers = ", ".join(f"{labels[i]} {value_text(reading, present[i], spread=True)}" for i in order)
+        yield Case(place, away <= check.reach, f"best first: {numbers}")
 
 
 def _above(check: Above, result: PartResult) -> Verdict:
-    cases, measured = [], result.metric(check.metric)
-    sign = -1 if measured.low else 1
+    cases, reading = [], result.metric(check.metric)
     fixed = {name: label for name, label in check.where.items() if name not in check.baseline}
     free = [name for name in result.axes if name not in check.baseline]
     low: list[str] = []
@@ -168,71 +156,60 @@ def _above(check: Above, result: PartResult) -> Verdict:
             if inner == check.baseline:
                 continue
             where = _name(result, outer | inner, fixed)
-            holds = None if base is None or value is None else sign * (value.mean - base.mean) > 0
-            cases.append(Case(where, holds, value_text(measured, value, spread=True)))
-        low.append(f"{_name(result, outer, fixed)} {value_text(measured, base, spread=True)}".strip())
+            holds = None if base is None or value is None else reading.sign * (value.mean - base.mean) > 0
+            cases.append(Case(where, holds, value_text(reading, value, spread=True)))
+        low.append(f"{_name(result, outer, fixed)} {value_text(reading, base, spread=True)}".strip())
     return Verdict(tuple(cases), f"the baseline has {', '.join(low)}")
 
 
 def _slope(check: Slope, result: PartResult) -> Iterator[Case]:
     """Fit a line to the logarithms of the mean curve of each place."""
-    for place in result.places(check.where, []):
-        group, where = result.at(place), _name(result, place, check.where)
+    for labels in result.places(check.where, []):
+        group, place = result.at(labels), _name(result, labels, check.where)
         curves = group.curves(check.metric) if group.complete else None
         if curves is None:
-            yield Case(where, None, MISSING)
+            yield Case(place, None, MISSING)
             continue
         late = curves[0] >= check.first
         rounds, means = curves[0][late], curves[1].mean(axis=0)[late]
         if len(rounds) < 2 or not (means > 0).all():
-            yield Case(where, False, f"{check.metric} has no logarithm")
+            yield Case(place, False, f"{check.metric} has no logarithm")
             continue
         power = float(np.polyfit(np.log(rounds), np.log(means), 1)[0])
         fell = f"{number(means[0])} to {number(means[-1])}"
-        numbers = f"power {power:.2f} from round {rounds[0]:,} to {rounds[-1]:,}, {fell}"
-        yield Case(where, power <= check.at_most, numbers)
+        yield Case(
+            place, power <= check.at_most, f"power {power:.2f} from round {rounds[0]:,} to {rounds[-1]:,}, {fell}"
+        )
 
 
 def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
-    points = result.axes[check.axis].all_points()
-    for place in result.places(check.where, [check.axis]):
-        where = _name(result, place, check.where)
-        groups = [result.at(place | {check.axis: point.label}) for point in points]
+    """Compare the rounds that two sizes take to reach a level with the ratio of the sizes."""
+    points, low = result.axes[check.axis].all_points(), result.metric(check.metric).low
+    for labels in result.places(check.where, [check.axis]):
+        place = _name(result, labels, check.where)
+        groups = [result.at(labels | {check.axis: point.label}) for point in points]
         curves = [group.curves(check.metric) if group.complete else None for group in groups]
         complete = [curve for curve in curves if curve is not None]
         if len(complete) < len(points):
-            yield Case(where, None, MISSING)
+            yield Case(place, None, MISSING)
             continue
-        low = result.metric(check.metric).low
-        for level in check.levels or [_common_level(complete, low)]:
+        best = [(values.min(axis=1) if low else values.max(axis=1)) for _, values in complete]
+        common = float(max(run.max() for run in best) if low else min(run.min() for run in best))  # that all runs reach
+        for level in check.levels or [common]:
             reached = [_rounds_to(level, *curve, low) for curve in complete]
             for (a, first), (b, second) in pairwise(zip(points, reached, strict=True)):
-                yield _ratio(check, level, where, (a.label, a.value or 0, first), (b.label, b.value or 0, second))
-
-
-Reached = tuple[str, float, Estimate | None]
-
-
-def _ratio(check: Speedup, level: float, where: str, a: Reached, b: Reached) -> Case:
-    """Compare the rounds that two sizes take to a level with the ratio of the sizes."""
-    place = f"{where}, " if where else ""
-    place += f"{a[0]} to {b[0]}"
-    if a[2] is None or b[2] is None:
-        return Case(place, False, f"{check.metric} {number(level)} is not reached")
-    ratio, claimed = a[2].mean / b[2].mean, b[1] / a[1]
-    took = f"{a[2].mean:.0f} and {b[2].mean:.0f} rounds to {check.metric} {number(level)}"
-    holds = claimed / check.within <= ratio <= claimed * check.within
-    return Case(place, holds, f"{took}, {ratio:.2f} times fewer where {claimed:g} is claimed")
-
-
-def _common_level(curves: Sequence[tuple[np.ndarray, np.ndarray]], low: bool) -> float:
-    """Return the best level that every run of every curve reaches."""
-    best = [(values.min(axis=1) if low else values.max(axis=1)) for _, values in curves]
-    return float(max(b.max() for b in best) if low else min(b.min() for b in best))
+                case = f"{place}{', ' if place else ''}{a.label} to {b.label}"
+                if first is None or second is None:
+                    yield Case(case, False, f"{check.metric} {number(level)} is not reached")
+                    continue
+                ratio, claimed = first.mean / second.mean, (b.value or 0) / (a.value or 0)
+                took = f"{first.mean:.0f} and {second.mean:.0f} rounds to {check.metric} {number(level)}"
+                holds = claimed / check.within <= ratio <= claimed * check.within
+                yield Case(case, holds, f"{took}, {ratio:.2f} times fewer where {claimed:g} is claimed")
 
 
 def _rounds_to(level: float, rounds: np.ndarray, values: np.ndarray, low: bool) -> Estimate | None:
-    """Return after how many rounds runs first reach a level, on straight lines between evaluations."""
+    """Return after how many rounds runs first reach a level, interpolating linearly between evaluations."""
     sign = 1.0 if low else -1.0
     reached = []
     for row in values:

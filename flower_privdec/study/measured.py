@@ -1,4 +1,4 @@
-"""What a study can measure: a number of a run's evaluations, by its name."""
+"""The numbers that a study can measure of a run's evaluations, by name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Reading:
     """A number of a run's evaluation.
 
     Attributes:
-        title: what it is.
-        read: gets it from a line of metrics.jsonl and the algorithm's name.
-        share: whether it is a share, shown in percent.
+        title: in tables and figures.
+        read: returns it from a line of metrics.jsonl and the algorithm's name.
+        share: whether it is a fraction, shown in percent.
         low: whether less is better.
-        over: makes one number of the run's; the last by default.
+        over: reduces the run's values to one; the last by default.
     """
 
     title: str
@@ -32,15 +32,20 @@ class Reading:
     low: bool = False
     over: Callable[[Sequence[float]], float] = lambda values: values[-1]
 
+    @property
+    def sign(self) -> int:
+        """Return 1 where more is better, or -1."""
+        return -1 if self.low else 1
+
 
 def _late(values: Sequence[float]) -> float:
-    """Return the mean of the last fifth: what is left when single rounds differ much, as with few active peers."""
+    """Return the mean of the last fifth, for runs whose single rounds differ much, as with few active peers."""
     last = values[-max(1, len(values) // 5) :]
     return sum(last) / len(last)
 
 
 def readings_of(name: str, kind: MetricKind) -> dict[str, Reading]:
-    """Return what can be looked at of a task's metric: at the end, late, at its best, and of the peers' models."""
+    """Return the readings of a task's metric: at the end, late, at its best, and of the peers' models."""
 
     def mean(line: dict[str, Any], algorithm: str) -> float | None:
         return main_value(algorithm, line.get(name))
@@ -48,24 +53,24 @@ def readings_of(name: str, kind: MetricKind) -> dict[str, Reading]:
     def peers(which: str) -> Callable[[dict[str, Any], str], float | None]:
         return lambda line, _: (line.get(name) or {}).get(which)
 
-    def made(title: str, read: Callable[[dict[str, Any], str], float | None], **options: Any) -> Reading:
+    def reading(title: str, read: Callable[[dict[str, Any], str], float | None], **options: Any) -> Reading:
         return Reading(title, read, share=kind.share, low=not kind.high, **options)
 
     keys = ("mean_model", "peer_mean", "peer_min", "peer_max")
     return {
-        name: made(f"test {kind.title}", mean),
-        f"late-{name}": made(f"test {kind.title}, mean of the last fifth", mean, over=_late),
-        f"best-{name}": made(f"best test {kind.title} of the run", mean, over=max if kind.high else min),
-        f"peer-{name}": made(f"test {kind.title} of the peers' models", peers("peer_mean")),
-        f"worst-peer-{name}": made(
+        name: reading(f"test {kind.title}", mean),
+        f"late-{name}": reading(f"test {kind.title}, mean of the last fifth", mean, over=_late),
+        f"best-{name}": reading(f"best test {kind.title} of the run", mean, over=max if kind.high else min),
+        f"peer-{name}": reading(f"test {kind.title} of the peers' models", peers("peer_mean")),
+        f"worst-peer-{name}": reading(
             f"test {kind.title} of the worst peer", peers("peer_min" if kind.high else "peer_max")
         ),
-        **{f"{name}.{key}": made(f"{kind.title} {key.replace('_', ' ')}", peers(key)) for key in keys},
+        **{f"{name}.{key}": reading(f"{kind.title} {key.replace('_', ' ')}", peers(key)) for key in keys},
     }
 
 
 def _key(path: str, *, share: bool) -> Reading:
-    """Return what stands at a dotted path of metrics.jsonl."""
+    """Return the reading of a dotted key of metrics.jsonl."""
 
     def read(line: dict[str, Any], _algorithm: str) -> float | None:
         value: Any = line
@@ -96,7 +101,7 @@ _BY_EXTRA_LABELS = re.compile(r"personalized\.generalization\.(global_model|pers
 
 
 def kinds_of(scenarios: Iterable[Scenario]) -> dict[str, MetricKind]:
-    """Return what is known of each metric by which some scenarios try models."""
+    """Return the kind of each metric that some scenarios evaluate, by name."""
     return {name: kind for scenario in scenarios for name, kind in scenario.task.kinds().items()}
 
 
@@ -107,15 +112,18 @@ def metric(name: str, kinds: Mapping[str, MetricKind]) -> Reading:
         kinds: the metrics of the task.
 
     Raises:
-        ScenarioError: it is none; the message says which there are.
+        ScenarioError: no metric has that name; the message lists those that exist.
     """
-    readings = ALWAYS | {key: reading for of, kind in kinds.items() for key, reading in readings_of(of, kind).items()}
+    readings = ALWAYS | {
+        key: reading for kind_name, kind in kinds.items() for key, reading in readings_of(kind_name, kind).items()
+    }
     if _BY_EXTRA_LABELS.fullmatch(name):
         return _key(name, share=True)
     if name not in readings:
         first = next(iter(kinds), "accuracy")
         raise ScenarioError(
             f"metric {name!r} must be one of {', '.join(kinds)}, loss, consensus, own-labels, or as late-{first}, "
-            f"best-{first}, peer-{first}, worst-peer-{first} or {first}.peer_max{did_you_mean(name, readings)}"
+            f"best-{first}, peer-{first}, worst-peer-{first} or {first}.peer_max{did_you_mean(name, readings)}",
+            code="study.unknown-metric",
         )
     return readings[name]

@@ -1,4 +1,4 @@
-"""What a study's cells came to: mean and spread over the seeds, place by place."""
+"""The results of a study's cells: mean and spread over the seeds, for each combination of labels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import numpy as np
 
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.scenario.algorithm_sections import steps_per_round
-from flower_privdec.study.cells import Cell, Labels
+from flower_privdec.study.cells import Cell, Labels, folder_of, is_finished
 from flower_privdec.study.measured import Reading, kinds_of, metric
-from flower_privdec.study.runner import folder_of, is_finished
 from flower_privdec.study.spec import Axis, Part
 from flower_privdec.tasks.kinds import MetricKind
 
@@ -41,14 +40,14 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one place of a part's grid, over the seeds.
+    """The runs of one point of a part's grid, over the seeds.
 
     Attributes:
-        labels: the place.
+        labels: one for each axis.
         runs: the finished runs, in the order of the seeds.
-        missing: how many more there should be.
-        kinds: the metrics of all places, some of which these runs may not have.
-        chosen: the labels of the axes that were chosen from.
+        missing: how many runs are not finished.
+        kinds: the metrics of the whole part, some of which these runs may not have.
+        chosen: the labels of the axes in `best_over`.
     """
 
     labels: Labels
@@ -59,18 +58,20 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Return whether every seed is there."""
+        """Return whether every run is finished."""
         return self.missing == 0
 
     def metric(self, name: str) -> Reading:
-        """Return what is known of a metric of the runs."""
+        """Return a metric's reading."""
         return metric(name, self.kinds)
 
+    def _values(self, reading: Reading) -> list[list[float | None]]:
+        return [[reading.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
+
     def finals(self, name: str) -> list[float]:
-        """Return a metric of each finished run that has it, after the last round unless it looks at more of them."""
+        """Return a metric of each finished run that has it, reduced over the rounds: the last one by default."""
         reading = self.metric(name)
-        lines = [[reading.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
-        present = [[value for value in line if value is not None] for line in lines]
+        present = [[value for value in values if value is not None] for values in self._values(reading)]
         return [reading.over(values) for values in present if values]
 
     def final(self, name: str) -> Estimate | None:
@@ -78,15 +79,11 @@ class Group:
         return Estimate.of(self.finals(name))
 
     def curves(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the rounds at which every run was tried [T], and a metric then [n_runs, T]; None without it."""
-        if not self.runs:
+        """Return the rounds of the evaluations [T], and a metric [n_runs, T]; None where a run lacks a value."""
+        values = self._values(self.metric(name))
+        if not values or any(None in row or len(row) != len(values[0]) for row in values):
             return None
-        read = self.metric(name).read
-        rounds = [line["round"] for line in self.runs[0].metrics]
-        values = [[read(line, run.scenario.algorithm.name) for line in run.metrics] for run in self.runs]
-        if any(value is None for row in values for value in row) or any(len(row) != len(rounds) for row in values):
-            return None
-        return np.asarray(rounds), np.asarray(values, dtype=float)
+        return np.asarray([line["round"] for line in self.runs[0].metrics]), np.asarray(values, dtype=float)
 
     def gradients_per_round(self) -> float:
         """Return how many examples' gradients all peers together compute in a round, on average over the runs."""
@@ -102,7 +99,7 @@ class Group:
         return sorted(float(value) for value in values if value is not None)
 
     def field(self, path: str) -> str:
-        """Return a key of the scenario, as `algorithm.learning_rate`, in words."""
+        """Return a key of the scenario, as `algorithm.learning_rate`, as text."""
         if not self.runs:
             return "–"
         value: Any = self.runs[0].scenario
@@ -117,9 +114,9 @@ class PartResult:
 
     Attributes:
         part: its definition.
-        axes: at the study's size, without those that were chosen from.
-        chosen: the axes that were.
-        groups: one for each place, in order.
+        axes: at the study's size, without those in `best_over`.
+        chosen: the axes in `best_over`.
+        groups: one for each combination of labels, in order.
         cells: all its cells.
         seconds: of CPU that its cells took, all processes together.
     """
@@ -132,12 +129,17 @@ class PartResult:
     seconds: float
 
     def metric(self, name: str) -> Reading:
-        """Return what is known of a metric of the cells."""
-        return metric(name, self._kinds)
+        """Return a metric's reading."""
+        return self.groups[0].metric(name)
+
+    def title(self, axis: str) -> str:
+        """Return an axis' title, by default its name."""
+        return (self.axes | self.chosen)[axis].title or axis
 
     @cached_property
-    def _kinds(self) -> dict[str, MetricKind]:
-        return kinds_of(cell.scenario for cell in self.cells)
+    def claims_epsilon(self) -> bool:
+        """Return whether some run's noise was computed by a paper's formula."""
+        return any(group.budgets("claimed_epsilon") for group in self.groups)
 
     @property
     def complete(self) -> bool:
@@ -149,11 +151,11 @@ class PartResult:
         return {group.labels: group for group in self.groups}
 
     def at(self, labels: Mapping[str, str]) -> Group:
-        """Return the place where every axis has this label."""
+        """Return the group with these labels."""
         return self._by_labels[tuple(labels[name] for name in self.axes)]
 
     def places(self, where: Mapping[str, str], free: Sequence[str]) -> list[dict[str, str]]:
-        """Return all combinations of labels with some axes held and some left out."""
+        """Return all combinations of labels, with the axes of `where` fixed and those of `free` left out."""
         places: list[dict[str, str]] = [{}]
         for name, axis in self.axes.items():
             if name not in free:
@@ -172,31 +174,22 @@ def collect(part: Part, size: str | None, cells: Sequence[Cell], cache: Path) ->
         if cell.key not in runs and is_finished(folder):
             runs[cell.key] = read_result(folder)
             seconds += float(json.loads((folder / "cell.json").read_text())["seconds"])
-    groups, kinds = [], kinds_of(cell.scenario for cell in mine)
+    kinds, axes = kinds_of(cell.scenario for cell in mine), part.axes_at(size)
+    rivals: dict[Labels, list[Group]] = {}  # groups that differ only along the axes in `best_over`
     for labels in dict.fromkeys(cell.labels for cell in mine):
         keys = [cell.key for cell in mine if cell.labels == labels]
         finished = tuple(runs[key] for key in keys if key in runs)
-        groups.append(Group(labels, finished, len(keys) - len(finished), kinds))
-    axes = part.axes_at(size)
-    chosen = {name: axis for name, axis in axes.items() if name in part.best_over}
-    left = {name: axis for name, axis in axes.items() if name not in chosen}
-    first = metric(part.metrics[0], kinds)
-    return PartResult(part, left, chosen, _choose(part, list(axes), groups, first), tuple(mine), seconds)
-
-
-def _choose(part: Part, names: Sequence[str], groups: Sequence[Group], measured: Reading) -> tuple[Group, ...]:
-    """Keep, of the places that differ along chosen axes alone, the one with the best first metric."""
-    name = part.metrics[0]
-    sign = -1 if measured.low else 1
-    rivals: dict[Labels, list[Group]] = {}
-    for group in groups:
-        remaining = tuple(label for axis, label in zip(names, group.labels, strict=True) if axis not in part.best_over)
-        chosen = tuple(label for axis, label in zip(names, group.labels, strict=True) if axis in part.best_over)
-        rivals.setdefault(remaining, []).append(replace(group, labels=remaining, chosen=chosen))
+        by_axis = dict(zip(axes, labels, strict=True))
+        remaining = tuple(label for name, label in by_axis.items() if name not in part.best_over)
+        chosen = tuple(label for name, label in by_axis.items() if name in part.best_over)
+        group = Group(remaining, finished, len(keys) - len(finished), kinds, chosen)
+        rivals.setdefault(remaining, []).append(group)
 
     def score(group: Group) -> float:
-        value = group.final(name)
-        return -math.inf if value is None else sign * value.mean
+        value = group.final(part.metrics[0])
+        return -math.inf if value is None else group.metric(part.metrics[0]).sign * value.mean
 
-    missing = {labels: sum(group.missing for group in some) for labels, some in rivals.items()}
-    return tuple(replace(max(some, key=score), missing=missing[labels]) for labels, some in rivals.items())
+    groups = [replace(max(some, key=score), missing=sum(group.missing for group in some)) for some in rivals.values()]
+    varied = {name: axis for name, axis in axes.items() if name not in part.best_over}
+    best = {name: axis for name, axis in axes.items() if name in part.best_over}
+    return PartResult(part, varied, best, tuple(groups), tuple(mine), seconds)

@@ -1,4 +1,4 @@
-"""The form of a study file: parts, axes, tables, figures and checks."""
+"""The schema of a study file: parts, axes, tables, figures and checks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Lines = Annotated[list[str], Field(default_factory=list)]
 
 
 class Point(Section):
-    """One place on an axis.
+    """One point of an axis.
 
     Attributes:
-        label: what to call it.
-        settings: `key=value` lines that make it.
-        value: where it stands on a numeric axis; left out, it is a category.
+        label: its name in tables and figures.
+        settings: its `key=value` lines.
+        value: its position on a numeric axis; left out, it is a category.
     """
 
     label: str
@@ -37,7 +37,7 @@ class Axis(Section):
     """What varies between cells: either one key's values, or named points with settings of their own.
 
     Attributes:
-        title: what tables and pictures call it; left out, its name.
+        title: its name in tables and figures; left out, its name in the file.
         key: of the scenario, as `privacy.epsilon`.
         values: of the key, each a point.
         points: in place of key and values.
@@ -58,41 +58,35 @@ class Axis(Section):
         return self
 
     def all_points(self) -> list[Point]:
-        """Return the points in order; numbers along a key are labelled and placed by themselves."""
-        if self.points is not None:
-            return self.points
-        return [_point(str(self.key), value) for value in self.values or []]
+        """Return the points in order; a number of `values` is its own label and position."""
+        points = []
+        for value in self.values or []:
+            numeric = isinstance(value, int | float) and not isinstance(value, bool)
+            label, position = (setting(value), float(value)) if numeric else (str(value), None)
+            points.append(Point(label=label, settings=[f"{self.key}={json.dumps(value)}"], value=position))
+        return points if self.points is None else self.points
 
     def labels(self) -> list[str]:
         """Return the points' labels in order."""
         return [point.label for point in self.all_points()]
 
 
-def _point(key: str, value: Any) -> Point:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return Point(
-        label=setting(value) if number else str(value),
-        settings=[f"{key}={json.dumps(value)}"],
-        value=float(value) if number else None,
-    )
-
-
 Labelled = Annotated[dict[str, str], Field(default_factory=dict)]
 
 
 class Figure(Section):
-    """A picture: a metric over the rounds, or its final value along an axis.
+    """A figure: a metric over the rounds, or its final value along an axis.
 
     Attributes:
         kind: `curves` over the rounds, or `final` values: lines along an axis of numbers, points along categories.
-        metric: which.
-        x: the axis along which, for final.
+        metric: the metric on the y axis.
+        x: the axis on the x axis, for final.
         by: the axis whose points are colours.
-        panels: the axis whose points are pictures side by side.
-        where: axes that are held, each at a label.
-        title: over the picture; left out, the metric.
+        panels: the axis whose points are panels side by side.
+        where: fixed axes, each at a label.
+        title: left out, the metric.
         log: whether the metric's axis is logarithmic.
-        along: what curves are drawn over: rounds, or the gradients that all peers have computed.
+        along: the x axis of curves: rounds, or the gradients that all peers have computed.
     """
 
     kind: Literal["curves", "final"]
@@ -106,7 +100,7 @@ class Figure(Section):
     along: Literal["rounds", "gradients"] = "rounds"
 
     def axes(self) -> list[str]:
-        """Return the axes it names."""
+        """Return the names of its axes."""
         return [name for name in (self.x, self.by, self.panels, *self.where) if name is not None]
 
 
@@ -116,7 +110,7 @@ class Pivot(Section):
     Attributes:
         rows: the axis down.
         columns: the axis across.
-        metric: which.
+        metric: the metric in its cells.
     """
 
     rows: str
@@ -124,88 +118,80 @@ class Pivot(Section):
     metric: str = "accuracy"
 
 
-class Slope(Section):
+class CheckSection(Section):
+    """A claim as a condition on the means.
+
+    Attributes:
+        kind: of the condition.
+        metric: the metric that is compared.
+        where: fixed axes, each at a label.
+    """
+
+    kind: str
+    metric: str = "accuracy"
+    where: Labelled
+
+
+class Slope(CheckSection):
     """The metric falls over the rounds at least as fast as a power of them, at every point.
 
     Attributes:
-        kind: `slope`.
         at_most: the largest slope of a line through the logarithms of metric and round.
         first: the round from which the line is fitted; the last should be a hundred times it or more.
-        metric: which.
-        where: axes that are held, each at a label.
     """
 
     kind: Literal["slope"]
     at_most: Annotated[float, Field(lt=0)]
     first: Annotated[int, Field(ge=1)]
     metric: str = "suboptimality"
-    where: Labelled
 
 
-class Ordered(Section):
-    """The metric rises along these points of an axis, wherever the other axes stand.
+class Ordered(CheckSection):
+    """The metric rises along these points of an axis, at every point of the other axes.
 
     Attributes:
-        kind: `ordered`.
-        axis: along which.
+        axis: whose points are compared.
         order: labels, from the least to the greatest; left out, the axis' own order.
-        metric: which.
-        where: axes that are held, each at a label.
     """
 
     kind: Literal["ordered"]
     axis: str
     order: list[str] | None = None
-    metric: str = "accuracy"
-    where: Labelled
 
 
-class Best(Section):
-    """A point of an axis, or one near it, has the best metric, wherever the other axes stand.
+class Best(CheckSection):
+    """A point of an axis, or one near it, has the best metric, at every point of the other axes.
 
     Attributes:
-        kind: `best`.
-        axis: along which.
+        axis: whose points are compared.
         label: of the point.
         reach: how many places from it count too.
-        metric: which.
-        where: axes that are held, each at a label.
     """
 
     kind: Literal["best"]
     axis: str
     label: str
     reach: Annotated[int, Field(ge=0)] = 0
-    metric: str = "accuracy"
-    where: Labelled
 
 
-class Above(Section):
+class Above(CheckSection):
     """All cells are better than one of them, the baseline.
 
     Attributes:
-        kind: `above`.
-        baseline: its label on each axis that tells it from the others.
-        metric: which.
-        where: axes that are held, each at a label.
+        baseline: its label on each axis that distinguishes it from the others.
     """
 
     kind: Literal["above"]
     baseline: Annotated[dict[str, str], Field(min_length=1)]
-    metric: str = "accuracy"
-    where: Labelled
 
 
-class Speedup(Section):
+class Speedup(CheckSection):
     """Points whose value is n times larger reach a level of the metric in n times fewer rounds.
 
     Attributes:
-        kind: `speedup`.
-        axis: along which; every point needs a value.
-        metric: which.
+        axis: whose points are compared; every point needs a value.
         levels: of the metric; left out, the best that every cell reaches.
-        within: the factor that is still taken for n.
-        where: axes that are held, each at a label.
+        within: the factor by which the ratio may differ from n.
     """
 
     kind: Literal["speedup"]
@@ -213,7 +199,6 @@ class Speedup(Section):
     metric: str = "loss"
     levels: list[float] | None = None
     within: Annotated[float, Field(gt=1)] = 1.25
-    where: Labelled
 
 
 Check = Annotated[Slope | Ordered | Best | Above | Speedup, Field(discriminator="kind")]
@@ -221,9 +206,6 @@ Check = Annotated[Slope | Ordered | Best | Above | Speedup, Field(discriminator=
 
 FORM = "a study is a mapping (name, base, seeds, parts, ...)"
 Name = Annotated[str, Field(pattern=r"^[a-z0-9-]+$")]  # of a file or a folder
-Seeds = Annotated[
-    list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1), AfterValidator(lambda seeds: _distinct(seeds))
-]
 
 
 def _distinct(seeds: list[int]) -> list[int]:
@@ -232,12 +214,15 @@ def _distinct(seeds: list[int]) -> list[int]:
     return seeds
 
 
+Seeds = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(min_length=1), AfterValidator(_distinct)]
+
+
 class Size(Section):
     """What a size of a study changes.
 
     Attributes:
         settings: laid over the study's own.
-        seeds: which each cell repeats; left out, the study's own.
+        seeds: of each cell's runs; left out, the study's own.
     """
 
     settings: Lines
@@ -248,39 +233,51 @@ class PartSize(Size):
     """What a size changes in one part.
 
     Attributes:
-        axes: in place of those of the part with the same name.
+        axes: replace those of the part with the same name.
     """
 
     axes: Annotated[dict[str, Axis], Field(default_factory=dict)]
 
 
-class Part(Section):
-    """One question of a study: a grid of cells, its table, figures and, where there is one, a claim.
+class TitledSection(Section):
+    """A study or a part of one.
 
     Attributes:
-        name: of its files.
+        name: the name, also of its folder or its files.
         title: left out, the name.
-        claim: what is said to be true, in words; left out, the part is a table and pictures.
-        asks: whose claim it is: the paper's, or ours.
         notes: paragraphs under the title.
         settings: `key=value` lines for all its cells.
-        sizes: what a size of the study changes here.
-        axes: what varies; every combination is a cell.
-        best_over: axes of which each place keeps the point with the best first metric.
-        figures: to draw.
-        pivot: a table of one metric, one axis down and one across.
-        metrics: the table's columns: names that `flower_privdec.study.measured` lists, or dotted keys of
-            metrics.jsonl, as accuracy.peer_max.
-        fields: keys of the scenario that are columns too.
-        checks: what the claim means in numbers.
     """
 
     name: Name
     title: str | None = None
-    claim: str | None = None
-    asks: Literal["paper", "us"] = "paper"
     notes: Lines
     settings: Lines
+
+    @property
+    def heading(self) -> str:
+        """Return its title."""
+        return self.title or self.name
+
+
+class Part(TitledSection):
+    """One question of a study: a grid of cells, its table, figures and, where there is one, a claim.
+
+    Attributes:
+        claim: a sentence that the checks test; left out, the part is a table and figures.
+        asks: whose claim it is: the paper's, or ours.
+        sizes: what a size of the study changes here.
+        axes: what varies; every combination is a cell.
+        best_over: axes of which only the point with the best first metric is kept.
+        figures: to draw.
+        pivot: a table of one metric, one axis down and one across.
+        metrics: the table's columns: names of the list below, or dotted keys of metrics.jsonl, as accuracy.peer_max.
+        fields: keys of the scenario that are columns too.
+        checks: the claim as conditions on the means.
+    """
+
+    claim: str | None = None
+    asks: Literal["paper", "us"] = "paper"
     sizes: Annotated[dict[str, PartSize], Field(default_factory=dict)]
     axes: Annotated[dict[str, Axis], Field(min_length=1)]
     best_over: Lines
@@ -290,60 +287,46 @@ class Part(Section):
     fields: Lines
     checks: Annotated[list[Check], Field(default_factory=list)]
 
-    @property
-    def heading(self) -> str:
-        """Return what to call it."""
-        return self.title or self.name
-
     @model_validator(mode="after")
-    def _known_axes(self) -> Part:
-        for size, changes in self.sizes.items():
-            for name in changes.axes:
-                self._known(f"sizes.{size}.axes", name)
+    def _axes_exist(self) -> Part:
+        named = [(f"sizes.{size}.axes", list(changes.axes)) for size, changes in self.sizes.items()]
+        named += [(f"figures.{i}", figure.axes()) for i, figure in enumerate(self.figures)]
+        named += [("pivot", [self.pivot.rows, self.pivot.columns])] if self.pivot else []
+        for key, names in [*named, ("best_over", self.best_over)]:
+            for name in names:
+                _check_axis(key, name, self.axes)
         for i, figure in enumerate(self.figures):
-            for name in figure.axes():
-                self._known(f"figures.{i}", name)
             if (figure.kind == "final") != (figure.x is not None):
                 raise ValueError(f"figures.{i}: a figure of kind final needs x, the axis; curves take none")
-        for name in (self.pivot.rows, self.pivot.columns) if self.pivot else ():
-            self._known("pivot", name)
-        return self
-
-    @model_validator(mode="after")
-    def _axes_left(self) -> Part:
+        used = {name for figure in self.figures for name in figure.axes()}
+        used |= {name for check in self.checks for name in (getattr(check, "axis", None), *check.where) if name}
         for name in self.best_over:
-            self._known("best_over", name)
-            if any(name in figure.axes() for figure in self.figures) or any(
-                name in (getattr(check, "axis", None), *check.where) for check in self.checks
-            ):
+            if name in used:
                 raise ValueError(f"best_over: axis '{name}' is chosen from; figures and checks cannot name it")
         return self
 
     @model_validator(mode="after")
-    def _known_labels(self) -> Part:
-        for size in (None, *self.sizes):
-            axes = self.axes_at(size)
+    def _labels_exist(self) -> Part:
+        for axes in map(self.axes_at, (None, *self.sizes)):
             for i, figure in enumerate(self.figures):
-                _check_labels(f"figures.{i}", figure.where, axes)
+                _check_labels(f"figures.{i}", figure.where.items(), axes)
             for i, check in enumerate(self.checks):
-                _check_labels(f"checks.{i}", check.where, axes)
+                key, labels = f"checks.{i}", [*check.where.items()]
                 if isinstance(check, Above):
-                    _check_labels(f"checks.{i}", check.baseline, axes)
-                if isinstance(check, Above | Slope):
-                    continue
-                self._known(f"checks.{i}", check.axis)
-                for label in _named_labels(check):
-                    _check_labels(f"checks.{i}", {check.axis: label}, axes)
-                if isinstance(check, Speedup) and any(p.value is None for p in axes[check.axis].all_points()):
-                    raise ValueError(f"checks.{i}: speedup needs a value (n) at every point of axis {check.axis}")
+                    labels += check.baseline.items()
+                elif not isinstance(check, Slope):
+                    _check_axis(key, check.axis, axes)
+                if isinstance(check, Best):
+                    labels.append((check.axis, check.label))
+                elif isinstance(check, Ordered):
+                    labels += [(check.axis, label) for label in check.order or []]
+                _check_labels(key, labels, axes)
+                if isinstance(check, Speedup) and any((p.value or 0) <= 0 for p in axes[check.axis].all_points()):
+                    raise ValueError(f"{key}: speedup needs a value > 0 (n) at every point of axis {check.axis}")
         return self
 
-    def _known(self, where: str, name: str) -> None:
-        if name not in self.axes:
-            raise ValueError(f"{where}: axis '{name}' must be one of this part's axes ({', '.join(self.axes)})")
-
     def all_metrics(self) -> dict[str, str]:
-        """Return every metric that it names, by where."""
+        """Return every metric that it names, by the key that names it."""
         metrics = {f"metrics.{i}": name for i, name in enumerate(self.metrics)}
         metrics |= {f"figures.{i}.metric": figure.metric for i, figure in enumerate(self.figures)}
         metrics |= {f"checks.{i}.metric": check.metric for i, check in enumerate(self.checks)}
@@ -355,50 +338,35 @@ class Part(Section):
         return self.axes | (changes.axes if changes else {})
 
 
-def _named_labels(check: Ordered | Best | Speedup) -> Iterable[str]:
-    if isinstance(check, Best):
-        return [check.label]
-    return (check.order or []) if isinstance(check, Ordered) else []
+def _check_axis(key: str, name: str, axes: Mapping[str, Axis]) -> None:
+    if name not in axes:
+        raise ValueError(f"{key}: axis '{name}' must be one of this part's axes ({', '.join(axes)})")
 
 
-def _check_labels(where: str, labels: Mapping[str, str], axes: Mapping[str, Axis]) -> None:
-    for name, label in labels.items():
-        if name not in axes:
-            raise ValueError(f"{where}: axis '{name}' must be one of this part's axes ({', '.join(axes)})")
+def _check_labels(key: str, labels: Iterable[tuple[str, str]], axes: Mapping[str, Axis]) -> None:
+    for name, label in labels:
+        _check_axis(key, name, axes)
         axis_labels = axes[name].labels()
         if label not in axis_labels:
-            raise ValueError(f"{where}: '{label}' must be a label of axis {name} ({', '.join(axis_labels)})")
+            raise ValueError(f"{key}: '{label}' must be a label of axis {name} ({', '.join(axis_labels)})")
 
 
-class Study(Section):
+class Study(TitledSection):
     """Experiments on one base scenario.
 
     Attributes:
-        name: of the study, and of the folder of its results.
-        title: left out, the name.
-        paper: whose experiments these are, where they are a paper's.
+        paper: the paper that the experiments are from.
         base: the path of the scenario that all cells vary, from the study's folder.
-        notes: paragraphs under the title.
-        settings: `key=value` lines for all cells.
-        seeds: which each cell repeats; left out, the base's own seed alone.
+        seeds: of each cell's runs; left out, the base's own seed alone.
         sizes: to choose from by `--size`, the first by default; left out, there is one.
         parts: the questions.
     """
 
-    name: Name
-    title: str | None = None
     paper: str | None = None
     base: str
-    notes: Lines
-    settings: Lines
     seeds: Seeds | None = None
     sizes: Annotated[dict[Name, Size], Field(default_factory=dict)]
     parts: Annotated[list[Part], Field(min_length=1)]
-
-    @property
-    def heading(self) -> str:
-        """Return what to call it."""
-        return self.title or self.name
 
     @model_validator(mode="after")
     def _known_sizes(self) -> Study:
@@ -413,7 +381,7 @@ class Study(Section):
         return self
 
     def size(self, name: str | None) -> str | None:
-        """Return the size of some name, by default the first; None where the study has no sizes.
+        """Return a size's name, by default the first; None where the study has no sizes.
 
         Raises:
             ScenarioError: a name that no size has.
@@ -424,11 +392,11 @@ class Study(Section):
             rule = (
                 f"has the sizes {', '.join(self.sizes)}; name one" if self.sizes else "has no sizes; leave --size out"
             )
-            raise ScenarioError(f"--size {name}: study {self.name} {rule}")
+            raise ScenarioError(f"--size {name}: study {self.name} {rule}", code="study.unknown-size")
         return name
 
     def chosen(self, only: Iterable[str]) -> list[Part]:
-        """Return the parts of some names, all by default.
+        """Return the parts with these names, all by default.
 
         Raises:
             ScenarioError: a name that no part has.
@@ -436,12 +404,15 @@ class Study(Section):
         requested, names = list(only), [part.name for part in self.parts]
         for name in requested:
             if name not in names:
-                raise ScenarioError(f"--only {name}: study {self.name} has the parts {', '.join(names)}; name one")
+                raise ScenarioError(
+                    f"--only {name}: study {self.name} has the parts {', '.join(names)}; name one",
+                    code="study.unknown-part",
+                )
         return [part for part in self.parts if not requested or part.name in requested]
 
 
 def study_files() -> dict[str, Path]:
-    """Return the studies that can be named: those under scenarios/studies, here or with the package."""
+    """Return the studies by name: those under scenarios/studies, here or with the package."""
     return shipped("studies")
 
 
@@ -458,7 +429,8 @@ def load_study(name: str) -> tuple[Study, Path]:
     if not re.search(r"\.ya?ml$", name) and name not in files:
         raise ScenarioError(
             f"study '{name}' must be one of {', '.join(files) or 'none (no scenarios/studies here)'}, "
-            "or the path of a YAML file"
+            "or the path of a YAML file",
+            code="study.unknown",
         )
     path = files.get(name, Path(name))
     study = parse_model(Study, read_text(path, "a study"), form=FORM, where=str(path))

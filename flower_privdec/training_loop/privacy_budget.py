@@ -46,6 +46,7 @@ class PrivacyBudget:
         steps: of this mechanism, over all runs, or None where the budget alone ends them.
         limit: an upper bound on the steps that remain.
         insecure: whether batches and noise come from a seed, so that there is no ε against those who know it.
+        loss_shown: whether the loop is shown the losses of private batches, which ε does not cover.
     """
 
     folder: Path
@@ -56,6 +57,7 @@ class PrivacyBudget:
     steps: int | None = None
     limit: int = UNLIMITED
     insecure: bool = False
+    loss_shown: bool = False
 
     @property
     def path(self) -> Path:
@@ -123,7 +125,8 @@ class PrivacyBudget:
         warning = "INSECURE, drawn from a seed: " if self.insecure else ""
         spent = f"ε = {epsilon_text(self.epsilon(entries))} at δ = {setting(self.delta)}"
         unit = "unit: example; adjacency: zero-out"
-        return f"{warning}{spent} ({unit}; charged: {charged}; {rest}; ledger: {self.path})"
+        shown = "; not covered: the loop was shown private losses" if self.loss_shown else ""
+        return f"{warning}{spent} ({unit}; charged: {charged}; {rest}; ledger: {self.path}{shown})"
 
 
 class OpenBudget:

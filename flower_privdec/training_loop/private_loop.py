@@ -37,17 +37,22 @@ from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.noise import NoiseSource, SystemNoise, build_noise
 from flower_privdec.rows.keys import KEY_BYTES, keyed_generator
 from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion
+from flower_privdec.training_loop.example_checks import MixedBatch, check_examples, mixed_batch
 from flower_privdec.training_loop.group_norms import mixes
 from flower_privdec.training_loop.privacy_budget import PrivacyBudget
 
 DTYPES = (torch.float32, torch.float64)
 LINES = 16  # that a pass writes into the ledger, or so
 KEPT = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("num_workers", "pin_memory", "timeout", "worker_init_fn"),
     *("multiprocessing_context", "generator", "prefetch_factor", "pin_memory_device"),
 )
 CALL = "_flower_privdec_call"  # an attribute of outputs: what the model was called with
 MARK = "_flower_privdec_steps"  # an attribute of an optimizer whose steps are noised
+WITHOUT_VALUE = {  # what a loss is asked by those who call backward() on it
+    *("backward", "dim", "size", "numel", "is_floating_point"),
+    *("requires_grad", "grad_fn", "is_leaf", "shape", "ndim", "dtype", "device", "is_cuda"),
+}
 GUARD = "_flower_privdec_guard"  # of a parameter that no other gradient may reach
 NOBODY = np.zeros(1, dtype=np.int64)  # the peer of a process that hosts one
 
@@ -110,6 +115,7 @@ def private(
     clip_norm: float = 1.0,
     reserve: int | None = None,
     way: str = "auto",
+    show_loss: bool = False,
     insecure_seed: int | None = None,
     report: Callable[[str], None] = print,
 ) -> ExamplePrivacy:
@@ -136,6 +142,8 @@ def private(
         reserve: how many steps a line of the ledger pays for; a crash, or a loop left early, loses at most so many.
             None is a sixteenth of a pass over the loader, or a whole one where it has workers, which read ahead.
         way: how examples are kept apart, see `ClippedSum`.
+        show_loss: return the loss of each private batch to the loop. ε does not cover what the loop does with it, such
+            as a scheduler that follows it, and every summary says so. Otherwise the loss has `backward()` and no value.
         insecure_seed: INSECURE: batches and noise from a seed, so that who knows it sees through them. For tests alone.
         report: called with a line on ε, its unit and what was charged, after each pass over the loader.
 
@@ -147,10 +155,10 @@ def private(
         BudgetError: from the loader, before a batch is read, when the budget is spent; `allowed` says so before.
 
     Privacy: unit one example, adjacency zero-out (an example's clipped gradient against 0; the number of examples is
-        public), against an adversary who sees the model after every step. Not covered: losses, accuracies and counts on
-        private examples that the loop itself reports; what it does to a batch as a whole before the model sees it
-        (normalising by its own mean, mixing its examples); what reached the model or the optimizer's state before;
-        the same person behind several examples.
+        public), against an adversary who sees the model after every step. Not covered: figures of private examples that
+        the loop computes itself, from the model's outputs or from `show_loss`; what it does to a batch as a whole
+        before the model sees it (normalising by its own mean, mixing its examples); what `example_checks` cannot see;
+        what reached the model or the optimizer's state before; the same person behind several examples.
 
     Deviations: the divisor is the expected batch, not the drawn one.
     """
@@ -170,6 +178,9 @@ def private(
     if rounds is not None and steps is None:
         steps = rounds * local_epochs * len(data_loader)
     budget = _budget_of(Path(ledger), data_loader, epsilon, delta, steps, noise_multiplier, insecure_seed is not None)
+    budget = replace(budget, loss_shown=show_loss)
+    spent = budget.remaining_steps(budget.entries()) < 1  # then no example is read
+    collate = data_loader.collate_fn if spent else check_examples(data_loader)
     seed = None if insecure_seed is None else hashlib.sha256(f"INSECURE {int(insecure_seed)}".encode()).digest()
     clipped_sum = ClippedSum(model, parameters, criterion, clip_norm, way=way)
     noised = NoisedSteps(
@@ -180,8 +191,11 @@ def private(
         noise_multiplier=budget.release.noise_multiplier,
         expected_batch=budget.release.batch_size,
     )
-    wrapped, loss = PrivateModel(model, clipped_sum, noised), PrivateCriterion(criterion, clipped_sum, noised)
-    loader = PrivateLoader(data_loader, noised, budget, reserve=reserve, seed=seed, report=report)
+    wrapped, loss = (
+        PrivateModel(model, clipped_sum, noised),
+        PrivateCriterion(criterion, clipped_sum, noised, show_loss),
+    )
+    loader = PrivateLoader(data_loader, noised, budget, collate, reserve=reserve, seed=seed, report=report)
     return ExamplePrivacy(wrapped, optimizer, loader, loss, noised, budget)
 
 
@@ -290,6 +304,7 @@ class PrivateLoader:
         loader: DataLoader[Any],
         steps: NoisedSteps,
         budget: PrivacyBudget,
+        collate: Callable[[list[Any]], Any],
         *,
         reserve: int | None,
         seed: bytes | None,
@@ -298,12 +313,14 @@ class PrivateLoader:
         """Draw from a loader's dataset.
 
         Args:
+            collate: as `check_examples` returned it.
             reserve: how many steps a line in the ledger pays for; None is a sixteenth of a pass, or a whole one where
                 workers read ahead.
             seed: a key to draw from, INSECURE; None is fresh entropy from the operating system.
             report: what is called with a line on what was spent, after each pass.
         """
         self._loader, self._steps, self._budget, self._seed, self._report = loader, steps, budget, seed, report
+        self._collate = collate
         self._reserve = reserve or (len(loader) if loader.num_workers else max(1, len(loader) // LINES))
 
     def __len__(self) -> int:
@@ -336,6 +353,8 @@ class PrivateLoader:
                 self._steps.step_on_noise(number)
                 continue
             batch = _next(batches)
+            if isinstance(batch, MixedBatch):
+                raise mixed_batch()
             self._steps.draw(size, number)
             yield batch
             self._steps.check_taken()
@@ -347,7 +366,7 @@ class PrivateLoader:
 
     def _read(self, batches: list[list[int]]) -> DataLoader[Any]:
         options: Mapping[str, Any] = {name: getattr(self._loader, name) for name in KEPT}
-        return DataLoader(self._loader.dataset, batch_sampler=batches, **options)
+        return DataLoader(self._loader.dataset, batch_sampler=batches, collate_fn=self._collate, **options)
 
 
 def _next(batches: Iterator[Any]) -> Any:
@@ -474,7 +493,7 @@ class PrivateModel(nn.Module):
 class PrivateCriterion(nn.Module):
     """The user's criterion; what backward() brings of its loss is the clipped sum of the batch."""
 
-    def __init__(self, criterion: Criterion, clipped_sum: ClippedSum, steps: NoisedSteps) -> None:
+    def __init__(self, criterion: Criterion, clipped_sum: ClippedSum, steps: NoisedSteps, show_loss: bool) -> None:
         """Wrap a criterion, called as criterion(outputs, targets, ...).
 
         Raises:
@@ -488,10 +507,10 @@ class PrivateCriterion(nn.Module):
                 "each example is alone: give it reduction='sum'"
             )
         self.criterion = criterion
-        self._clipped_sum, self._steps = clipped_sum, steps
+        self._clipped_sum, self._steps, self._show_loss = clipped_sum, steps, show_loss
 
     def forward(self, outputs: Tensor, *targets: Any) -> Tensor:
-        """Return the loss of a batch.
+        """Return the loss of a batch: a `PrivateLoss` where gradients are on, unless the loss is shown.
 
         Raises:
             RunError: the outputs are no longer what the model returned.
@@ -504,11 +523,33 @@ class PrivateCriterion(nn.Module):
                 "the criterion must be given what the model returned, as it is, for what is done between could mix "
                 "examples: move that into the model or into the criterion"
             )
-        shown = self._clipped_sum.loss(outputs, targets)
+        shown = self._clipped_sum.loss(outputs, targets) if self._show_loss else torch.full((), math.nan)
         total, examples = (None, 0) if call.of is None else self._clipped_sum(call.args, call.kwargs, targets)
         arrive = partial(self._steps.arrive, total, examples, call.of)
         loss: Tensor = _Loss.apply(torch.zeros((), requires_grad=True), shown, arrive)
-        return loss
+        return loss if self._show_loss else loss.as_subclass(PrivateLoss)
+
+
+class PrivateLoss(Tensor):
+    """The loss of private examples: it has `backward()`, and its value was never computed.
+
+    Raises:
+        RunError: whatever reads it, compares it or computes with it.
+    """
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(getattr(function, "__self__", None), "__name__", "") or getattr(function, "__name__", "")
+        if name in WITHOUT_VALUE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        raise RunError(
+            f"the loss of private examples has no value to read or to compute with ({name}): no ε would "
+            "cover what a scheduler, an early stop or a report makes of it. Call backward() on it as it is (no "
+            "scaling, no penalty; mixed precision is torch.autocast with bfloat16), and follow progress on public "
+            "examples under torch.no_grad(); private(show_loss=True) shows it, and every summary says so",
+            code="training-loop.loss-is-private",
+        )
 
 
 class _Sealed(torch.autograd.Function):

@@ -25,7 +25,7 @@ from flower_privdec.experiment.minimum import solve
 from flower_privdec.experiment.objective import ConvexObjective
 from flower_privdec.gradients import build_kernel
 from flower_privdec.planner import make_plan
-from flower_privdec.reporting.console.views import plan_text
+from flower_privdec.reporting.console import plan_text
 
 SYNTHETIC = [
     "data={dataset: synthetic-sparse, samples: 240, test_samples: 60, batch: {sampling: poisson, size: 6}}",

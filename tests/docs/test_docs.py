@@ -26,7 +26,7 @@ from typer.main import get_command
 from flower_privdec.cli.main import app, main
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.reporting.console.views import parts
+from flower_privdec.reporting.console import parts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
 from flower_privdec.study.spec import Axis, Study, load_study, study_files
 from tools.docs import house, made

@@ -407,10 +407,10 @@ def test_a_shared_copy_lies_as_the_original_does(dtype):
 
 
 def test_a_study_runs_its_cells_in_one_process_each(tmp_path, monkeypatch):
-    from flower_privdec.study import runner
+    from flower_privdec.study import cells
 
     seen = {}
     monkeypatch.setattr("flower_privdec.engine.run.run", lambda *_, **given: seen.update(given))
-    runner.run_cell(TINY, tmp_path / "cell")
+    cells.run_cell(TINY, tmp_path / "cell")
     assert seen["workers"] == 1
     assert json.loads((tmp_path / "cell" / "cell.json").read_text())["seconds"] >= 0

@@ -18,7 +18,7 @@ from flower_privdec.planner import make_plan
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.events import Release, event
-from flower_privdec.reporting.console.views import plan_text
+from flower_privdec.reporting.console import plan_text
 
 BUDGETS = [(0.05, 1e-8), (0.3, 1e-4), (0.7, 1e-4), (1.0, 1e-5), (3.0, 1e-5), (12.0, 1e-6)]
 RESNET18 = {

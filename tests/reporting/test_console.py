@@ -18,9 +18,9 @@ from run_folders import metrics_line, privacy_row, small_scenario, summary_of
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.common import formatting
 from flower_privdec.errors import ScenarioError
-from flower_privdec.reporting import console, wording
-from flower_privdec.reporting.console.progress import PLAIN_LINES, scalars
-from flower_privdec.reporting.console.views import _table, adjacency_picture, comparison_row, parts
+from flower_privdec.reporting import console, progress, wording
+from flower_privdec.reporting.console import _table, adjacency_picture, comparison_row, parts
+from flower_privdec.reporting.progress import PLAIN_LINES, scalars
 
 
 @given(st.floats(min_value=1e-6, max_value=1e8))
@@ -117,9 +117,9 @@ def test_summary_shows_what_few_algorithms_have(capsys: pytest.CaptureFixture[st
     summary |= {"suboptimality": 0.127, "optimum": {"value": 0.13922, "gap": 9.4e-7}}
     console.print_summary(summary, Path("runs/small"))
     said = " ".join(capsys.readouterr().out.split())
-    assert "8,764 tried for Shapley values, in 38.1 % of the time" in said
-    assert "ε = 0.840 at most for the replies to one neighbour alone, which is no bound on all that it hears" in said
-    assert "0.127 above the least, which is 0.13922 (known to 9.4e-07)" in said
+    assert "8,764 evaluated for Shapley values, in 38.1 % of the time" in said
+    assert "ε = 0.840 at most for the replies to one neighbour, which is no bound on all that it receives" in said
+    assert "0.127 above the minimum, which is 0.13922 (within 9.4e-07)" in said
 
 
 def test_peers_that_exchange_nothing_are_judged_by_their_own_models(
@@ -149,7 +149,7 @@ def _plain() -> tuple[Console, io.StringIO]:
 def test_progress_outside_a_terminal_is_a_few_plain_lines(tmp_path: Path, rounds: int) -> None:
     shown_on, file = _plain()
     scenario = small_scenario(f"rounds={rounds}", "evaluation.every=1")
-    with console.progress(scenario, tmp_path / "run", console=shown_on) as on_metrics:
+    with progress.progress(scenario, tmp_path / "run", console=shown_on) as on_metrics:
         for k in range(1, rounds + 1):
             on_metrics(metrics_line(k))
     lines = file.getvalue().splitlines()
@@ -162,7 +162,7 @@ def test_progress_outside_a_terminal_is_a_few_plain_lines(tmp_path: Path, rounds
 
 def test_progress_may_begin_in_the_middle(tmp_path: Path) -> None:
     shown_on, file = _plain()
-    with console.progress(small_scenario(), tmp_path, console=shown_on) as on_metrics:
+    with progress.progress(small_scenario(), tmp_path, console=shown_on) as on_metrics:
         on_metrics(metrics_line(30))
         on_metrics(metrics_line(40))
     assert [line.split()[2] for line in file.getvalue().splitlines()] == ["30/40", "40/40"]
@@ -186,7 +186,7 @@ STATUS = {
 def test_a_network_on_a_terminal_has_a_row_for_each_peer(tmp_path: Path) -> None:
     shown = io.StringIO()
     terminal = Console(file=shown, force_terminal=True, width=110)
-    with console.network_progress(small_scenario("n_peers=4"), tmp_path, console=terminal) as (on_metrics, on_status):
+    with progress.network_progress(small_scenario("n_peers=4"), tmp_path, console=terminal) as (on_metrics, on_status):
         on_metrics(metrics_line(2))
         assert on_status is not None
         on_status(1, STATUS, "")
@@ -205,14 +205,14 @@ def test_a_network_on_a_terminal_has_a_row_for_each_peer(tmp_path: Path) -> None
 
 def test_a_network_elsewhere_is_plain_lines_and_its_peers_are_not_asked(tmp_path: Path) -> None:
     shown_on = Console(file=io.StringIO(), width=110)
-    with console.network_progress(small_scenario(), tmp_path, console=shown_on) as (_, on_status):
+    with progress.network_progress(small_scenario(), tmp_path, console=shown_on) as (_, on_status):
         assert on_status is None
 
 
 def test_progress_on_a_terminal_is_a_bar(tmp_path: Path) -> None:
     file = io.StringIO()
     terminal = Console(file=file, force_terminal=True, width=80)
-    with console.progress(small_scenario("name='[odd]'"), tmp_path, console=terminal) as on_metrics:
+    with progress.progress(small_scenario("name='[odd]'"), tmp_path, console=terminal) as on_metrics:
         on_metrics(metrics_line(20, epsilon="inf"))
         on_metrics(metrics_line(40, epsilon="inf"))
     shown = file.getvalue()
@@ -232,7 +232,7 @@ def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown_on, _ = _plain()
-    with console.progress(small_scenario(), tmp_path / "run", tensorboard=True, console=shown_on) as on_metrics:
+    with progress.progress(small_scenario(), tmp_path / "run", tensorboard=True, console=shown_on) as on_metrics:
         assert not (tmp_path / "run").exists()
         for k in (10, 20):
             on_metrics(metrics_line(k, accuracy=k / 100))
@@ -249,7 +249,7 @@ def test_tensorboard_without_its_extra_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with (
         pytest.raises(ScenarioError, match=r"flower-privdec\[tensorboard\]"),
-        console.progress(small_scenario(), tmp_path, tensorboard=True),
+        progress.progress(small_scenario(), tmp_path, tensorboard=True),
     ):
         pass
 
@@ -280,7 +280,7 @@ def test_adjacency_picture_marks_who_hears_whom() -> None:
 def test_a_bar_fits_its_terminal_and_cuts_no_number(width: int) -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, highlight=False)
     scenario = small_scenario("name=a-run-with-quite-a-long-name-of-its-own", "rounds=4000")
-    with console.progress(scenario, Path("nowhere"), console=screen) as show:
+    with progress.progress(scenario, Path("nowhere"), console=screen) as show:
         show(metrics_line(2000, 1.5, 0.5))
         show(metrics_line(4000, 3.0, 0.75))
     text: str = screen.file.getvalue()  # type: ignore[attr-defined]

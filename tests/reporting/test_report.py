@@ -19,8 +19,8 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting import plots
 from flower_privdec.reporting.console import print_comparison
-from flower_privdec.reporting.grouping import read_groups
 from flower_privdec.reporting.page import write_report
+from flower_privdec.reporting.run_folder import read_groups
 from flower_privdec.reporting.wording import headline
 
 FETCHING = re.compile(r'(?:src|href|action|data)="(?!#)|url\((?!#)|@import|<(?:script|link|img|iframe|object|base)\b')

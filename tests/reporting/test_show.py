@@ -14,7 +14,7 @@ from flower_privdec.catalogue import MODELS, TOPOLOGIES
 from flower_privdec.cli.main import main
 from flower_privdec.graph.topology import topology_options
 from flower_privdec.models import model_options
-from flower_privdec.reporting.console.views import complete_yaml
+from flower_privdec.reporting.console import complete_yaml
 from flower_privdec.scenario import Scenario, parse_scenario
 
 NEEDED = {"text": ["data.vocabulary=9"]}

@@ -23,13 +23,11 @@ from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.reporting.plots import new_figure
 from flower_privdec.scenario import to_yaml
-from flower_privdec.study import load_study, study_files
-from flower_privdec.study.cells import Cell, expand
+from flower_privdec.study.cells import Cell, expand, folder_of, missing_cells, run_cells
 from flower_privdec.study.claims import Verdict, judge
-from flower_privdec.study.publish import Provenance, _draw_panel, budgets_text, columns, publish, row, to_csv
+from flower_privdec.study.publish import _draw_panel, budgets_text, columns, publish, row, to_csv
 from flower_privdec.study.results import Estimate, PartResult, collect
-from flower_privdec.study.runner import folder_of, missing_cells, run_cells
-from flower_privdec.study.spec import Part
+from flower_privdec.study.spec import Part, load_study, study_files
 
 BASE = """
 name: base
@@ -168,6 +166,8 @@ def test_settings_are_laid_over_in_order_and_equal_scenarios_are_one_cell(study_
         ({"sizes": {"huge": {}}}, ("parts.0.sizes.huge must be one of the study's sizes (laptop, paper)",)),
         ({"checks": [{"kind": "speedup", "axis": "algorithm"}], "sizes": {"paper": {"axes": {"algorithm": {
             "points": [{"label": "x"}]}}}}}, ("speedup needs a value",)),
+        ({"checks": [{"kind": "speedup", "axis": "peers"}], "axes": {"peers": {"key": "n_peers", "values": [0, 2]}},
+            "figures": [], "pivot": None}, ("speedup needs a value > 0",)),
     ],
 )  # fmt: skip
 def test_a_wrong_definition_names_line_value_and_remedy(
@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_published_to_is_refused_before_anything_runs(
 ) -> None:
     (tmp_path / "text").write_text("x")
     for out, reason in (("text", "File exists"), ("text/x", "Not a directory"), ("x" * 300, "File name too long")):
-        with pytest.raises(ScenarioError, match=rf"--out .*: cannot be made \({reason}\); give another"):
+        with pytest.raises(ScenarioError, match=rf"--out .*: cannot be created \({reason}\); give another"):
             run_study(str(study_at()), out=tmp_path / out, jobs=1, cache=tmp_path / "cells")
     assert not (tmp_path / "cells").exists()
 
@@ -461,7 +461,7 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
     path = study_at()
     result = made_up(path, tmp_path / "cells", by_place(GRID), epsilon=2.5, claimed_epsilon=1.0)
     study, _ = load_study(str(path))
-    publish(study, Provenance("laptop", "privdec study small"), [result], [], tmp_path / "out")
+    publish(study, "laptop", "privdec study small", [result], [], tmp_path / "out")
     rows = list(csv.DictReader(StringIO((tmp_path / "out" / "table-main.csv").read_text())))
     assert [(row["epsilon"], row["algorithm"]) for row in rows][1] == ("2.5", "no privacy")
     assert rows[0]["accuracy_mean"] == "0.5"
@@ -474,7 +474,7 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
         "`privdec study small`",
         "6 runs, 12.0 s",
         "Each run's ε stands alone",
-        "Looked for: test accuracy in the order 1 < 3. **The claim shows in 1 of 2 cells",
+        "Criterion: test accuracy in the order 1 < 3. **The claim shows in 1 of 2 cells",
         "| ε | algorithm | rounds | learning rate | test accuracy | test loss | ε (claimed) | ε (exact) | δ | seeds |",
         "| 1 | push-sum | 4 | 0.5 | 50.0 % ± 1.4 | 0.500 ± 0.0141 | 1 | 2.50 | 0.001 | 2 |",
         "| algorithm | ε 1 | ε 3 |",
@@ -642,7 +642,7 @@ def test_the_command_lists_counts_and_asks_for_a_name(
 ENDLESS = """
 import multiprocessing, time
 from concurrent.futures import ProcessPoolExecutor
-from flower_privdec.study.runner import _end_with_the_study
+from flower_privdec.study.cells import _end_with_the_study
 
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_end_with_the_study)

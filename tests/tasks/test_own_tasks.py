@@ -21,7 +21,7 @@ from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.planner.optimum import optimum
-from flower_privdec.reporting.console.views import print_summary
+from flower_privdec.reporting.console import print_summary
 from flower_privdec.scenario import load_scenario
 from flower_privdec.scenario.loading import own_parts
 from flower_privdec.tasks.losses import LOSSES

@@ -7,7 +7,7 @@ import re
 
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.core.algorithm import Algorithm
-from flower_privdec.reporting.console.views import parts
+from flower_privdec.reporting.console import parts
 
 SOURCE = re.compile(r"Source: (.*?)\.?$", re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of a run under way: progress, rounds of an app, and a live table of peers."""
+"""Progress of a run in the terminal: a bar or plain lines, TensorBoard, and a live table of a network's peers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RichCast
@@ -24,12 +24,10 @@ from flower_privdec.reporting.wording import main_value, measured
 from flower_privdec.scenario import Scenario
 
 Metrics = dict[str, Any]
+OnMetrics = Callable[[Metrics], None]
+OnStatus = Callable[[int, dict[str, Any] | None, str], None]
 PLAIN_LINES = 10
 NARROW_BAR = 80  # columns
-
-
-class _View(Protocol):
-    def __call__(self, metrics: Metrics) -> None: ...
 
 
 @contextmanager
@@ -40,7 +38,7 @@ def progress(
     tensorboard: bool = False,
     console: Console | None = None,
     below: Sequence[RichCast] = (),
-) -> Iterator[Callable[[Metrics], None]]:
+) -> Iterator[OnMetrics]:
     """Show a run's progress on stderr while the context lasts; write nothing before the first metrics.
 
     Args:
@@ -48,21 +46,21 @@ def progress(
         folder: the run's; TensorBoard's files go to its folder tensorboard.
         tensorboard: write scalars for TensorBoard as well.
         console: where to print; stderr by default.
-        below: what else a terminal shows, redrawn with the bar.
+        below: what a terminal shows below the bar, redrawn with it.
 
     Yields:
-        What to call with each evaluation's metrics (a line of metrics.jsonl).
+        A function to call with each evaluation's metrics (a line of metrics.jsonl).
 
     Raises:
-        ScenarioError: when TensorBoard is asked for and not installed.
+        ScenarioError: when TensorBoard is requested and not installed.
     """
     console = console or error_console()
     with ExitStack() as stack:
-        views: list[_View] = []
-        if tensorboard:
-            views.append(stack.enter_context(_tensorboard(folder)))
-        shown = _bar(scenario, console, below) if console.is_terminal else _plain(scenario, console)
-        views.append(stack.enter_context(shown))
+        views: list[OnMetrics] = [stack.enter_context(_tensorboard(folder))] if tensorboard else []
+        if console.is_terminal:
+            views.append(stack.enter_context(_bar(scenario, console, below)))
+        else:
+            views.append(_plain_lines(scenario, console))
 
         def on_metrics(metrics: Metrics) -> None:
             for view in views:
@@ -72,7 +70,7 @@ def progress(
 
 
 def error_console() -> Console:
-    """Return stderr, as it is written to while something runs."""
+    """Return stderr, for progress and failures of a running command."""
     return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
@@ -85,25 +83,25 @@ def _values(scenario: Scenario, metrics: Metrics) -> str:
     )
 
 
-class _Clock:
-    """Time left, from the rounds since the first line; at that one, from the time that training took so far."""
+def _time_left(scenario: Scenario) -> Callable[[Metrics], str]:
+    """Estimate the time left from the rounds since the first line; at that one, from the time that training took."""
+    first: tuple[float, int] | None = None
 
-    def __init__(self, scenario: Scenario) -> None:
-        self.rounds = scenario.rounds
-        self.first: tuple[float, int] | None = None
-
-    def left(self, metrics: Metrics) -> str:
+    def left(metrics: Metrics) -> str:
+        nonlocal first
         now, done = time.monotonic(), metrics["round"]
-        if self.first is None:
-            self.first = now, done
+        if first is None:
+            first = now, done
             pace = metrics["seconds"] / max(done, 1)
         else:
-            pace = (now - self.first[0]) / max(done - self.first[1], 1)
-        return duration(pace * (self.rounds - done))
+            pace = (now - first[0]) / max(done - first[1], 1)
+        return f"{duration(pace * (scenario.rounds - done))} left" if done < scenario.rounds else "done"
+
+    return left
 
 
 def counting_bar(console: Console) -> Progress:
-    """Return a bar of what is done of how much, the time that took, and the task's field `left`.
+    """Return a bar with a count, the elapsed time, and the task's field `left`.
 
     On a narrow terminal a long description is cut, and the time is left out.
     """
@@ -123,14 +121,14 @@ def counting_bar(console: Console) -> Progress:
 
 @contextmanager
 def rounds(name: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Show which round a run of many is in, on stderr: a bar on a terminal, a few lines elsewhere.
+    """Show the round of a run on stderr: a bar on a terminal, a few lines elsewhere.
 
     Args:
         name: the run's.
         console: where to print; stderr by default.
 
     Yields:
-        What to call with a round and how many there are.
+        A function to call with the round and the number of rounds.
     """
     console = console or error_console()
     tenths_shown = 0
@@ -148,44 +146,40 @@ def rounds(name: str, console: Console | None = None) -> Iterator[Callable[[int,
 
 
 @contextmanager
-def _bar(scenario: Scenario, console: Console, below: Sequence[RichCast]) -> Iterator[_View]:
+def _bar(scenario: Scenario, console: Console, below: Sequence[RichCast]) -> Iterator[OnMetrics]:
     bar = counting_bar(console)
     task = bar.add_task(scenario.name, total=scenario.rounds, left="")
-    values, clock = Text(style="dim"), _Clock(scenario)
+    values, left = Text(style="dim"), _time_left(scenario)
 
     def show(metrics: Metrics) -> None:
-        done = metrics["round"]
-        left = f"{clock.left(metrics)} left" if done < scenario.rounds else "done"
-        bar.update(task, completed=done, left=left)
+        bar.update(task, completed=metrics["round"], left=left(metrics))
         values.plain = _values(scenario, metrics)
 
     with Live(Group(bar, values, *below), console=console, refresh_per_second=8):
         yield show
 
 
-@contextmanager
-def _plain(scenario: Scenario, console: Console) -> Iterator[_View]:
-    tenths_shown, clock = 0, _Clock(scenario)
-    width = len(str(scenario.rounds))
+def _plain_lines(scenario: Scenario, console: Console) -> OnMetrics:
+    tenths_shown, left = 0, _time_left(scenario)
 
     def show(metrics: Metrics) -> None:
         nonlocal tenths_shown
-        left, tenths = clock.left(metrics), PLAIN_LINES * metrics["round"] // scenario.rounds
+        tail, tenths = left(metrics), PLAIN_LINES * metrics["round"] // scenario.rounds
         if tenths > tenths_shown:
             tenths_shown = tenths
-            tail = "done" if metrics["round"] == scenario.rounds else f"{left} left"
-            where = f"{scenario.name}: round {metrics['round']:{width}d}/{scenario.rounds}"
-            console.print(f"{where}  {_values(scenario, metrics)}  {tail}", soft_wrap=True)
+            counter = f"{metrics['round']:{len(str(scenario.rounds))}d}/{scenario.rounds}"
+            console.print(f"{scenario.name}: round {counter}  {_values(scenario, metrics)}  {tail}", soft_wrap=True)
 
-    yield show
+    return show
 
 
 @contextmanager
-def _tensorboard(folder: Path) -> Iterator[_View]:
+def _tensorboard(folder: Path) -> Iterator[OnMetrics]:
     if importlib.util.find_spec("tensorboard") is None:
         raise ScenarioError(
             "--tensorboard needs the package tensorboard, which is not installed; "
-            "pip install 'flower-privdec[tensorboard]', or leave the option out"
+            "pip install 'flower-privdec[tensorboard]', or leave the option out",
+            code="reporting.no-tensorboard",
         )
     writers: list[Any] = []
 
@@ -206,73 +200,67 @@ def _tensorboard(folder: Path) -> Iterator[_View]:
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:
-    """Return a line of metrics as named numbers: nested names joined by a slash, what is not finite left out."""
+    """Return the finite numbers of a line of metrics; nested names are joined by a slash."""
     nested = {name: values for name, values in metrics.items() if isinstance(values, dict) and name != "personalized"}
-    named = {f"{name}/{key}": value for name, values in nested.items() for key, value in values.items()}
-    named |= {key: metrics[key] for key in ("consensus_distance", "epsilon", "seconds")}
-    return {key: float(value) for key, value in named.items() if value is not None and float(value) < float("inf")}
+    flat = {f"{name}/{key}": value for name, values in nested.items() for key, value in values.items()}
+    flat |= {key: metrics[key] for key in ("consensus_distance", "epsilon", "seconds")}
+    return {key: float(value) for key, value in flat.items() if value is not None and float(value) < float("inf")}
 
 
-OnMetrics = Callable[[Metrics], None]
-OnStatus = Callable[[int, dict[str, Any] | None, str], None]
-HEADINGS = ("peer", "round", "loss", "ε spent", "neighbours", "sent", "heard", "")
+HEADINGS = ("peer", "round", "loss", "ε spent", "neighbours", "sent", "received", "")
 
 
 class PeersTable:
-    """Each peer's last status line, as a table that is redrawn whenever it is shown."""
+    """Each peer's last status, as a table that is redrawn whenever it is shown."""
 
     def __init__(self, n_peers: int) -> None:
-        """Begin with peers that have said nothing.
+        """Start with peers that have sent no status.
 
         Args:
             n_peers: how many there are.
         """
-        self._known: dict[int, dict[str, Any]] = {}
-        self._words = dict.fromkeys(range(n_peers), "starting")
+        self._statuses: dict[int, dict[str, Any]] = {}
+        self._notes = dict.fromkeys(range(n_peers), "starting")
         self._lock = Lock()
 
-    def tell(self, peer: int, status: dict[str, Any] | None, word: str) -> None:
-        """Take in what a peer says.
+    def update(self, peer: int, status: dict[str, Any] | None, note: str) -> None:
+        """Record a peer's status.
 
         Args:
             peer: which.
-            status: what it says; None where it does not answer, and what it said before stays.
-            word: what is to be said of it.
+            status: its status; None where it does not answer, and its last one stays.
+            note: what to show beside it.
         """
         with self._lock:
-            self._words[peer] = word
+            self._notes[peer] = note
             if status is not None:
-                self._known[peer] = status
+                self._statuses[peer] = status
 
     def __rich__(self) -> Table:
-        """Return the table as it is now."""
+        """Return the current table."""
         with self._lock:
-            statuses, words = dict(self._known), dict(self._words)
+            statuses, notes = dict(self._statuses), dict(self._notes)
         insecure = any(is_insecure(status) for status in statuses.values())
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="INSECURE seeds: for tests" if insecure else None)
         for heading in HEADINGS:
             table.add_column(heading, justify="left" if heading in ("neighbours", "") else "right", no_wrap=True)
-        for peer, word in words.items():
-            table.add_row(str(peer), *(_cells(statuses[peer]) if peer in statuses else [""] * 6), word)
+        for peer, note in notes.items():
+            cells = [""] * 6
+            if peer in statuses:
+                status = statuses[peer]
+                counts = memory(status["bytes_sent"]), memory(status["bytes_received"])
+                neighbours = neighbours_text(status).replace(" neighbours", "")
+                cells = [f"{status['round']}/{status['rounds']}", number(status["loss"]), spent_text(status)]
+                cells += [neighbours, *counts]
+            table.add_row(str(peer), *cells, note)
         return table
-
-
-def _cells(status: dict[str, Any]) -> list[str]:
-    return [
-        f"{status['round']}/{status['rounds']}",
-        number(status["loss"]),
-        spent_text(status),
-        neighbours_text(status).replace(" neighbours", ""),
-        memory(status["bytes_sent"]),
-        memory(status["bytes_received"]),
-    ]
 
 
 @contextmanager
 def network_progress(
     scenario: Scenario, folder: Path, *, console: Console | None = None
 ) -> Iterator[tuple[OnMetrics, OnStatus | None]]:
-    """Show how a network does on stderr while the context lasts: on a terminal with a table of its peers.
+    """Show a network's progress on stderr while the context lasts: on a terminal with a table of its peers.
 
     Args:
         scenario: the run's.
@@ -280,10 +268,10 @@ def network_progress(
         console: where to print; stderr by default.
 
     Yields:
-        What to call with each evaluation's metrics, and with what each peer says of itself; None where that is not
-        shown.
+        A function to call with each evaluation's metrics, and one to call with each peer's status; None in its place
+        where no table is shown.
     """
     console = console or error_console()
     table = PeersTable(scenario.n_peers) if console.is_terminal else None
     with progress(scenario, folder, console=console, below=[] if table is None else [table]) as on_metrics:
-        yield on_metrics, None if table is None else table.tell
+        yield on_metrics, None if table is None else table.update

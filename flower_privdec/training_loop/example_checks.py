@@ -1,0 +1,256 @@
+"""Checks that an item of a data loader is one example: read alone, drawn once, in a row that the others do not change.
+
+Example-level privacy bounds what one item of a dataset changes. A dataset whose items read other items (pairs,
+triplets, standardisation by the data's own mean), one that holds an item several times, and a `collate_fn` that pads to
+the longest or mixes rows let one example change several rows of a batch, each of which is clipped on its own.
+
+What these checks cannot see: statistics of the data that were computed before the dataset was made, copies of an
+example under another index, and what a loop does to a batch that it was given.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
+
+from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
+
+PROBES = 8  # items of a dataset that are read before a run, evenly spaced
+_SEED = 20_000  # of the random numbers that a dataset draws while it is probed
+
+
+def check_examples(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
+    """Check a loader's dataset, and its `collate_fn` on a few items; return the `collate_fn` that checks each batch.
+
+    Raises:
+        ScenarioError: an item occurs twice, reads other items, or is changed by the others of its batch.
+    """
+    dataset: Any = loader.dataset
+    _check_once(dataset)
+    probes = sorted({index * len(dataset) // PROBES for index in range(PROBES)} & {*range(len(dataset))})
+    for index in probes:
+        _check_alone(*_origin(dataset, index))
+    if loader.collate_fn is default_collate:  # which stacks rows
+        return default_collate
+    collate = RowCollate(loader.collate_fn)
+    try:
+        with _same_random_numbers():
+            batch = collate([dataset[index] for index in probes])
+    except RAISED_BY_USERS:  # which the first batch will show, without what it said
+        return collate
+    if isinstance(batch, MixedBatch):
+        raise mixed_batch()
+    return collate
+
+
+class MixedBatch:
+    """What stands for a batch whose rows depend on each other; an exception would lose its text in a worker."""
+
+
+class RowCollate:
+    """A `collate_fn` that returns a MixedBatch unless each row is what the example gives alone."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = self.collate(samples)
+        alone = (self.collate([sample]) for sample in samples)
+        rows = all(_is_row(batch, one, row, len(samples)) for row, one in enumerate(alone))
+        return batch if rows else MixedBatch()
+
+
+def mixed_batch() -> ScenarioError:
+    """Return the error of a `collate_fn` that lets examples reach each other."""
+    return ScenarioError(
+        "the collate_fn makes another row of an example among others than alone, so that one example changes the rows "
+        "of others, which are clipped each on its own: pad to a fixed length and pass a mask (not pad_sequence, which "
+        "pads to the longest), return tensors [examples, ...], scale by constants, mix no examples, and draw random "
+        "numbers in the dataset",
+        code="training-loop.collate-mixes",
+    )
+
+
+def _is_row(batch: Any, alone: Any, row: int, size: int) -> bool:
+    """Return whether the part of a batch that belongs to one row is what `collate_fn` makes of that example alone."""
+    if type(batch) is not type(alone):
+        return False
+    if isinstance(batch, Tensor):
+        if batch.ndim == 0 or alone.ndim == 0 or len(batch) != size or len(alone) != 1:
+            return batch.ndim == 0 and _same(batch, alone)
+        return _same(batch[row], alone[0])
+    if isinstance(batch, np.ndarray):
+        return _is_row(torch.from_numpy(batch), torch.from_numpy(alone), row, size)
+    if isinstance(batch, Mapping):
+        return batch.keys() == alone.keys() and all(_is_row(batch[key], alone[key], row, size) for key in batch)
+    if isinstance(batch, list | tuple):
+        if len(batch) == len(alone) and all(_is_row(*pair, row, size) for pair in zip(batch, alone, strict=True)):
+            return True
+        return len(batch) == size and len(alone) == 1 and _same(batch[row], alone[0])
+    return _same(batch, alone)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two items are equal, bit for bit and NaN for NaN; what cannot be compared is not."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, np.ndarray):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    try:
+        return bool(one == other) or bool(one != one and other != other)
+    except RAISED_BY_USERS:  # a comparison of a user's own type
+        return False
+
+
+def _indices(dataset: Any, bases: dict[int, int]) -> np.ndarray:
+    """Return [items]: the index of each item in the dataset beneath subsets and concatenations, plus 2^40 for each."""
+    if type(dataset).__getitem__ is Subset.__getitem__:
+        return _indices(dataset.dataset, bases)[np.asarray(dataset.indices, dtype=np.int64)]
+    if type(dataset).__getitem__ is ConcatDataset.__getitem__:
+        return np.concatenate([_indices(part, bases) for part in dataset.datasets])
+    return np.arange(len(dataset)) + (bases.setdefault(id(dataset), len(bases)) << 40)
+
+
+def _check_once(dataset: Any) -> None:
+    """Refuse a Subset or ConcatDataset that holds an item of what is beneath it twice."""
+    items, counts = np.unique(_indices(dataset, {}), return_counts=True)
+    if counts.max() > 1:
+        raise ScenarioError(
+            f"{int((counts > 1).sum())} of {len(items)} examples occur several times in the dataset, item "
+            f"{items[counts.argmax()] % 2**40} {counts.max()} times: one example would count as several, each clipped "
+            "on its own; give every index once (Subset, ConcatDataset), and more passes in place of copies",
+            code="training-loop.repeated-example",
+        )
+
+
+def _origin(dataset: Any, index: int) -> tuple[Any, int]:
+    """Return the dataset beneath subsets and concatenations that holds an item, and its index there."""
+    while True:
+        if type(dataset).__getitem__ is Subset.__getitem__:
+            dataset, index = dataset.dataset, int(dataset.indices[index])
+        elif type(dataset).__getitem__ is ConcatDataset.__getitem__:
+            part = int(np.searchsorted(dataset.cumulative_sizes, index, side="right"))
+            dataset, index = dataset.datasets[part], index - (dataset.cumulative_sizes[part - 1] if part else 0)
+        else:
+            return dataset, index % len(dataset)
+
+
+class _Watched(Dataset[Any]):
+    """A dataset within another one, which notes what indices are read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._read = dataset, set[int]()
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            self._read.update(range(*index.indices(len(self))))
+        elif isinstance(index, list | tuple | np.ndarray | Tensor | int | np.integer) and not isinstance(index, bool):
+            self._read.update(int(one) % len(self) for one in np.ravel(index))
+        return self._dataset[index]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+
+def _check_alone(dataset: Any, index: int) -> None:
+    """Refuse a dataset whose item at `index` depends on other items.
+
+    The dataset is copied, and every array, list or table of as many rows as it has items holds row `index` in all its
+    rows; datasets in it are watched. An item that reads its own row alone stays as it was.
+
+    Raises:
+        ScenarioError: it does not.
+    """
+    if not hasattr(dataset, "__dict__"):
+        return
+    watched: list[_Watched] = []
+    item, failed = None, False
+    try:
+        alone = copy.copy(dataset)
+        alone.__dict__.update(_alone(vars(dataset), len(dataset), index, watched))
+        with _same_random_numbers():
+            expected = dataset[index]
+        with _same_random_numbers():
+            repeatable = _same(expected, dataset[index])
+    except RAISED_BY_USERS:  # a class that cannot be copied, or an item that cannot be read, which its batch will show
+        return
+    try:
+        with _same_random_numbers():
+            item = alone[index]
+    except RAISED_BY_USERS:
+        failed = True
+    if failed or (repeatable and not _same(item, expected)) or any(len(inner._read) > 1 for inner in watched):
+        raise ScenarioError(
+            f"item {index} of {type(dataset).__name__} depends on other items of it (pairs, triplets, or scaling by "
+            "the data's own mean?), so that one example changes several, each clipped on its own: make items of one "
+            "example each, and scale by constants",
+            code="training-loop.item-reads-others",
+        )
+    if len(watched) == 1 and watched[0]._read and len(watched[0]) < len(dataset) and repeatable:
+        raise ScenarioError(
+            f"{type(dataset).__name__} has {len(dataset)} items of the {len(watched[0])} of its "
+            f"{type(watched[0]._dataset).__name__}, so that some occur several times: give every example once, and "
+            "more passes in place of copies",
+            code="training-loop.repeated-example",
+        )
+
+
+def _alone(value: Any, rows: int, index: int, watched: list[_Watched]) -> Any:
+    """Return a value in which everything with as many rows as the dataset holds one row in all of them."""
+    if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim and len(value) == rows:
+        return value[index : index + 1].expand_as(value)
+    if isinstance(value, np.ndarray) and value.ndim and len(value) == rows:
+        return np.broadcast_to(value[index : index + 1], value.shape)
+    if hasattr(value, "iloc") and len(value) == rows:  # a table or a column of pandas
+        return value.iloc[[index] * rows].set_axis(value.index)
+    if type(value) in (list, tuple):
+        arrays = any(isinstance(part, Tensor | np.ndarray) and part.ndim and len(part) == rows for part in value)
+        same = [value[index]] * rows if len(value) == rows and not arrays else None
+        return type(value)(same or [_alone(part, rows, index, watched) for part in value])
+    if type(value) is dict:
+        if len(value) == rows and index in value:
+            return dict.fromkeys(value, value[index])
+        return {key: _alone(part, rows, index, watched) for key, part in value.items()}
+    if (isinstance(value, Dataset) and hasattr(value, "__len__")) or type(value).__module__.startswith("datasets."):
+        watched.append(_Watched(value))
+        return watched[-1]
+    return value
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Draw the same random numbers each time, and leave the generators as they were."""
+    python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[]):
+        random.seed(_SEED)
+        np.random.seed(_SEED)  # noqa: NPY002
+        torch.manual_seed(_SEED)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)  # noqa: NPY002
