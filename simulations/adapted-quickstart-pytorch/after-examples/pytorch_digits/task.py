@@ -51,9 +51,8 @@ def load_test() -> DataLoader:
 def fit(net: nn.Module, loader: DataLoader, epochs: int, learning_rate: float) -> float:
     """Train by SGD; return the mean loss of the last epoch."""
     optimizer = torch.optim.SGD(net.parameters(), lr=learning_rate, momentum=0.9)
-    spend = {"ledger": peer_folder() / "examples.jsonl", "epsilon": 8.0, "delta": 1e-3, "rounds": 20 * epochs}
-    spend["show_loss"] = True  # PeerMod keeps it in this peer's folder
-    net, optimizer, loader, criterion = private(net, optimizer, loader, functional.cross_entropy, **spend)
+    dp = {"ledger": peer_folder() / "examples.jsonl", "epsilon": 8.0, "delta": 1e-3, "rounds": 20 * epochs}
+    net, optimizer, loader, criterion = private(net, optimizer, loader, functional.cross_entropy, show_loss=True, **dp)
     for _ in range(epochs):
         total = 0.0
         for x, y in loader:
