@@ -67,7 +67,7 @@ class Objective:
         if not any(part.requires_grad for part in gradients):
             return 0.0
         gradient, direction, eigenvalue = _flat(gradients), start / start.norm(), 0.0
-        options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
         for _ in range(ITERATIONS):
             product = _flat(torch.autograd.grad(gradient @ direction, parameters, **options))
             before, eigenvalue = eigenvalue, float(product.norm())

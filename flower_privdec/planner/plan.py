@@ -95,11 +95,13 @@ def _affordable(experiment: Experiment) -> int:
 
 
 def _timed(experiment: Experiment, work: Callable[[], object]) -> float:
-    synchronize = torch.cuda.synchronize if experiment.device.type == "cuda" else lambda: None
-    synchronize()
+    cuda = experiment.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
     began = time.perf_counter()
     work()
-    synchronize()
+    if cuda:
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
