@@ -24,7 +24,7 @@ from flower_privdec.network.local.peer_processes import on_this_machine
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
-from flower_privdec.pushsum.timetable import Timetable, network_mixing
+from flower_privdec.pushsum.lockstep import Timetable, network_mixing
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario, to_yaml
 from tools.bench import transport_baseline
 from tools.bench.timing import quiet
