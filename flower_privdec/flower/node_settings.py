@@ -1,4 +1,4 @@
-"""A node's own settings, from its node-config: its peer, folder, data, budget, keys, and where its noise comes from."""
+"""A node's own settings, read from its node-config: its peers, folder, data, budget, keys and addresses."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ from flower_privdec.engine.shards.rendezvous import GIVE as SHARD
 from flower_privdec.engine.shards.rendezvous import MeetingPlace
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
-from flower_privdec.flower.apps.records import Order
+from flower_privdec.flower.apps.records import WorkRequest
 from flower_privdec.scenario import Scenario, parse_scenario
 from flower_privdec.scenario.data_section import PEER
 from flower_privdec.scenario.topology_section import TopologySection
 
 log = logging.getLogger("flwr.privdec")
 
-FOLDER = "PRIVDEC_FOLDER"  # the environment's word on where a simulation's peers keep what is theirs
+FOLDER = "PRIVDEC_FOLDER"  # environment variable: the folder of a simulation's peers
+SECRET_BYTES = 32
 START = "start the SuperNode with --node-config 'partition-id=I num-partitions=N folder=\"FOLDER\"'"
+GIVE = "start it with --node-config 'partition-id=I num-partitions=N ledger=\"FOLDER\" epsilon=E delta=D'"
 
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """A node's own place.
+    """The settings of a node that is one peer of a user's app (`PeerMod`).
 
     Attributes:
-        peer, n_peers: which it is, of how many.
-        folder: where its state, ledger and identity lie.
+        peer, n_peers: its index, and the number of peers.
+        folder: of its state, ledger and identity.
         simulated: whether the node is one of a simulation.
-        epsilon, delta: the budget that its owner sets, whatever the app says; ∞ and None where there is none.
+        epsilon, delta: its owner's budget, which holds beside the app's; ∞ and None where there is none.
         known_peers: the file of pinned keys, or None.
         address: HOST:PORT at which other peers can reach it; empty where they cannot.
         certificates: the folder with its certificate, as `privdec certs` makes it; None where it has none.
@@ -66,48 +68,45 @@ class PeerSettings:
 
         Args:
             addressed: the peer that the message is for; -1 for any.
-            run_folder: where a simulation's peers keep their folders by default.
-            folder: the app's, where the node-config has no `folder`.
+            run_folder: the default parent of a simulation's peer folders.
+            folder: the app's default, where the node-config has no `folder`.
 
         Raises:
-            RunError: it does not say which peer it is, or where its things are kept; or the message is for another.
+            RunError: the node-config lacks a partition or a folder, or the message is for another peer.
         """
         config, simulated = context.node_config, in_simulation()
         peer, total = (_whole(config, key, START) for key in ("partition-id", "num-partitions"))
         if not 0 <= peer < total:
-            raise RunError(f"partition-id={peer} must be 0 to {total - 1}; {START}")
+            raise RunError(f"partition-id={peer} must be 0 to {total - 1}; {START}", code="node.partition")
         if addressed not in (-1, peer):
-            raise RunError(f"the message is for peer {addressed}, and this SuperNode is peer {peer}")
+            raise RunError(f"the message is for peer {addressed}, and this SuperNode is peer {peer}", code="node.peer")
         own = config.get("folder", folder) or (run_folder if simulated else None)
         if not own:
-            raise RunError(f"this SuperNode must say where its state and ledger are kept: {START}")
-        given, certificates = config.get("known-peers"), config.get("certificates")
+            raise RunError(f"this SuperNode has no folder for its state and ledger: {START}", code="node.folder")
+        known_peers, certificates = config.get("known-peers"), config.get("certificates")
         return cls(
             peer,
             total,
             Path(str(own)).expanduser() / f"peer-{peer}",
             simulated,
             *_budget(config, START),
-            None if given is None else Path(str(given)).expanduser(),
+            None if known_peers is None else Path(str(known_peers)).expanduser(),
             "" if certificates is None else str(config.get("address", "")),
             None if certificates is None else Path(str(certificates)).expanduser(),
         )
 
 
 def safe_name(name: str) -> str:
-    """Return a folder's name for a run, whatever that is called."""
+    """Return a run's name with all characters replaced that a folder's name cannot have."""
     return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:80].lstrip(".") or "run"
 
-
-SECRET_BYTES = 32
-GIVE = "start it with --node-config 'partition-id=I num-partitions=N ledger=\"FOLDER\" epsilon=E delta=D'"
 
 _in_process: ContextVar[bool] = ContextVar("in_process", default=False)
 
 
 @contextmanager
 def simulating() -> Iterator[None]:
-    """Mark what runs inside as a simulation: one user's process plays the server and all nodes."""
+    """Mark what runs inside as a simulation: one process runs the server and all nodes."""
     token = _in_process.set(True)
     try:
         yield
@@ -118,7 +117,7 @@ def simulating() -> Iterator[None]:
 def in_simulation() -> bool:
     """Return whether this process is a simulation's: an in-process grid, or a worker of Flower's Ray backend.
 
-    A SuperNode runs its ClientApp in neither, and nothing that a message says has a part in it.
+    A SuperNode runs its ClientApp in neither. No message can change the answer.
     """
     ray = sys.modules.get("ray")
     return _in_process.get() or (ray is not None and bool(ray.is_initialized()))
@@ -126,18 +125,18 @@ def in_simulation() -> bool:
 
 @dataclass(frozen=True)
 class HostSettings:
-    """A node's own part.
+    """The settings of a node that hosts peers of a scenario.
 
     Attributes:
-        simulated: whether the node is one of a simulation; only then is noise drawn from keys that can be drawn again.
-        folder: where its ledger, its checkpoints and its secret lie.
-        data_root: where its data lie, in place of the scenario's; None in a simulation.
-        data_test: where the public test set lies, likewise; None where it is with the data.
-        epsilon, delta: the budget that its ledger is held to, whatever the scenario says; None in a simulation.
-        partition: which peer or which shard it is; None in a simulation, where the server deals the peers out.
-        partitions: of how many shards; None where nobody has said.
-        place: where its shard meets the others (sharded mode); None where nobody has said.
-        modules: those of its owner's that a scenario may name, in full; in a simulation it may name any.
+        simulated: whether the node is one of a simulation; only then do noise and batches follow from the scenario.
+        folder: of its ledger, its checkpoints and its secret.
+        data_root: its data, in place of the scenario's; None in a simulation.
+        data_test: the public test set, likewise; None where it is with the data.
+        epsilon, delta: the ledger's budget, which no scenario can raise; None in a simulation.
+        partition: the index of its peer or shard; None in a simulation, where the server assigns peers.
+        partitions: the number of shards; None where the node-config has none.
+        place: the rendezvous of the shards (sharded mode); None where the node-config has none.
+        modules: the full names of a user's own modules that a scenario may import; in a simulation it may import any.
     """
 
     simulated: bool
@@ -156,17 +155,20 @@ class HostSettings:
         """Read a node's configuration.
 
         Args:
-            run: the folder of the run, in which a simulation's nodes keep what is theirs unless told otherwise.
+            run: the run's folder, the default parent of a simulation's node folders.
 
         Raises:
-            RunError: when a deployed node does not say what it has to.
+            RunError: when a deployed node's configuration lacks a key.
         """
         config = context.node_config
         if in_simulation():
             return cls(True, Path(str(config.get("folder") or Path(run) / "nodes")))
         missing = [key for key in ("ledger", "epsilon", "delta", "partition-id") if key not in config]
         if missing:
-            raise RunError(f"this SuperNode's own {', '.join(missing)} must be given, whatever a server sends: {GIVE}")
+            raise RunError(
+                f"this SuperNode's node-config lacks {', '.join(missing)}, which no server may set: {GIVE}",
+                code="node.missing",
+            )
         epsilon, delta = _budget(config, GIVE)
         root, test = (None if config.get(key) is None else str(config[key]) for key in ("data-root", "data-test"))
         folder, partition = Path(str(config["ledger"])), _whole(config, "partition-id", GIVE)
@@ -177,36 +179,37 @@ class HostSettings:
             place = MeetingPlace.given(str(config.get("shard-address", "")), str(config.get("shard-meeting", "")))
         return cls(False, folder, root, test, epsilon, delta, partition, partitions, place, modules)
 
-    def meeting(self, order: Order) -> MeetingPlace:
-        """Return where the shards of an order meet: what the node's owner says, or in a simulation a file.
+    def meeting(self, request: WorkRequest) -> MeetingPlace:
+        """Return the rendezvous of a request's shards: the node-config's, or in a simulation a file.
 
         Raises:
-            RunError: the owner of a deployed node has not said.
+            RunError: a deployed node's configuration has none.
         """
         if self.simulated:
-            return MeetingPlace(path=self.folder / f"meeting-{order.token}")
+            return MeetingPlace(path=self.folder / f"meeting-{request.token}")
         if self.place is None:
             raise RunError(
-                "this SuperNode's own shard-address and shard-meeting must be given: shards send rows to each other "
-                f"without encryption, on a private network of machines that trust each other; start it with {SHARD}"
+                "this SuperNode's node-config lacks shard-address and shard-meeting: shards send rows to each other "
+                f"without encryption, on a private network of machines that trust each other; start it with {SHARD}",
+                code="node.missing",
             )
         if self.place.is_open:
             log.warning("Rows pass %s unencrypted: keep its ports to machines that you trust", self.place.address)
         return self.place
 
     def allowing(self) -> AbstractContextManager[None]:
-        """Import nobody's code inside but what the node's owner allows: a server may write any scenario."""
+        """Import inside only those users' modules that the node-config allows: a server may write any scenario."""
         return nullcontext() if self.simulated else only_from(self.modules)
 
-    def scenario(self, order: Order) -> Scenario:
-        """Return the scenario of an order as far as this node goes along with it.
+    def scenario(self, request: WorkRequest) -> Scenario:
+        """Return the scenario of a request, with this node's own data paths.
 
         Raises:
-            RunError: when it asks a deployed node for what only a simulation may do.
+            RunError: when it needs of a deployed node what only a simulation permits.
         """
-        if self.simulated and order.base and Path.cwd() != Path(order.base):
-            os.chdir(order.base)
-        scenario = parse_scenario(order.scenario)
+        if self.simulated and request.base and Path.cwd() != Path(request.base):
+            os.chdir(request.base)
+        scenario = parse_scenario(request.scenario)
         if scenario.private is not None and scenario.private.ledger is not None:
             raise RunError(
                 f"privacy.ledger={scenario.private.ledger} is not for relay mode or shards, where each node keeps a "
@@ -214,7 +217,7 @@ class HostSettings:
             )
         if self.simulated:
             return scenario
-        self._check_peers(order, scenario)
+        self._check_peers(request, scenario)
         if scenario.private is None and self.epsilon != math.inf:
             raise RunError(f"privacy: none breaks this SuperNode's epsilon={self.epsilon}: set a privacy section")
         if scenario.data.batch.sampling == "shuffle":
@@ -233,47 +236,48 @@ class HostSettings:
             )
         return scenario.model_copy(update={"data": scenario.data.model_copy(update=paths)})
 
-    def _check_peers(self, order: Order, scenario: Scenario) -> None:
-        """Refuse to host other peers than a deployed node's own configuration says.
-
-        Raises:
-            RunError: naming them.
-        """
-        if not order.shards:
-            if order.peers != [self.partition]:
-                raise RunError(f"this SuperNode is peer {self.partition}, not {order.peers}: run one SuperNode a peer")
+    def _check_peers(self, request: WorkRequest, scenario: Scenario) -> None:
+        """Raise RunError unless the peers of a request are those of a deployed node's own configuration."""
+        if not request.shards:
+            if request.peers != [self.partition]:
+                raise RunError(
+                    f"this SuperNode is peer {self.partition}, not {request.peers}: run one SuperNode a peer",
+                    code="node.peers",
+                )
             return
         shards, shard = Shards.deal(scenario.n_peers, self.partitions or 1), self.partition or 0
-        if len(shards) != order.shards or not 0 <= shard < len(shards) or order.peers != shards.peers(shard).tolist():
+        own_peers = shards.peers(shard).tolist() if 0 <= shard < len(shards) else []
+        if len(shards) != request.shards or not own_peers or request.peers != own_peers:
             raise RunError(
-                f"this SuperNode is partition {self.partition} of {self.partitions} and hosts that share of the "
-                f"{scenario.n_peers} peers, not peers {peer_ranges(order.peers)} of {order.shards} shards"
+                f"this SuperNode is partition {self.partition} of {self.partitions} and hosts that shard of the "
+                f"{scenario.n_peers} peers, not peers {peer_ranges(request.peers)} of {request.shards} shards",
+                code="node.peers",
             )
-        if scenario.data.each_its_own and len(order.peers) > 1 and PEER not in (self.data_root or PEER):
+        if scenario.data.each_its_own and len(request.peers) > 1 and PEER not in (self.data_root or PEER):
             raise RunError(
                 f"data-root={self.data_root!r} of this SuperNode must have {PEER} in it, for each of its "
-                f"{len(order.peers)} peers has a file of its own: start it with --node-config '... "
+                f"{len(request.peers)} peers has a file of its own: start it with --node-config '... "
                 f'data-root="FOLDER/{PEER}.npz"\''
             )
 
     def parts(self, agreement: Agreement, peers: Sequence[int]) -> OwnParts:
-        """Read what is its peers' own, with this node's keys, and from its own place; see `OwnParts.of`."""
+        """Read the private parts of its peers, with this node's keys and data; see `OwnParts.of`."""
         secret = None if self.simulated else self._secret()
         return OwnParts.of(agreement, np.asarray(peers), secret, root=self.data_root)
 
     def _secret(self) -> bytes:
-        """Return what this node's runs are named by, made once by the operating system and told to nobody."""
+        """Return the secret key of this node's run names, drawn once from the operating system; it never leaves."""
         path = self.folder / "secret"
         self.folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
             write_atomically(path, secrets.token_bytes(SECRET_BYTES), private=True)
         return path.read_bytes()
 
-    def run_folder(self, experiment: Experiment, order: Order) -> Path:
-        """Return where a run's checkpoints lie; in a simulation its ledger too, which is then this run's alone."""
+    def run_folder(self, experiment: Experiment, request: WorkRequest) -> Path:
+        """Return the folder of a run's checkpoints; in a simulation its ledger too, which is then this run's alone."""
         if not self.simulated:
             return self.folder
-        name = f"peers-{order.peers[0]}-{order.peers[-1]}"
+        name = f"peers-{request.peers[0]}-{request.peers[-1]}"
         return self.folder / (experiment.own.run.id[:16] or "unprotected") / name
 
 

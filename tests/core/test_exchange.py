@@ -256,7 +256,7 @@ def test_edges_are_read_back_from_a_checkpoint(courteous: Experiment, tmp_path: 
 def test_a_gathering_algorithm_is_the_same_in_relay(courteous: Experiment, tmp_path: Path, nodes: int) -> None:
     pytest.importorskip("flwr")
     from flower_privdec.flower.apps.client_app import client_app
-    from flower_privdec.flower.apps.hosting import Relay
+    from flower_privdec.flower.apps.server_app import Relay
     from flower_privdec.flower.launch.local_grid import LocalGrid
 
     relay = Relay(courteous.scenario, tmp_path / "run")
@@ -332,7 +332,7 @@ def protection(experiment: Experiment) -> Protection:
 def test_releases_for_a_neighbour_each_are_the_same_in_relay(crossing: Experiment, tmp_path: Path, nodes: int) -> None:
     pytest.importorskip("flwr")
     from flower_privdec.flower.apps.client_app import client_app
-    from flower_privdec.flower.apps.hosting import Relay
+    from flower_privdec.flower.apps.server_app import Relay
     from flower_privdec.flower.launch.local_grid import LocalGrid
 
     relay = Relay(crossing.scenario, tmp_path / "run")

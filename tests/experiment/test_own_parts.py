@@ -15,7 +15,7 @@ from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.flower.apps.client_app import client_app
-from flower_privdec.flower.apps.hosting import Relay
+from flower_privdec.flower.apps.server_app import Relay
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.scenario import Scenario
 

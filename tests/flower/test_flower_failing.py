@@ -15,8 +15,8 @@ from tiny_scenario import Tiny
 
 from flower_privdec.cli.main import main
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.flower.apps.server_app import Settings, typed_in
-from flower_privdec.flower.launch.error_formatting import answering_plainly, failing_plainly, reason
+from flower_privdec.flower.apps.server_app import Settings, caller_folder
+from flower_privdec.flower.launch.error_formatting import one_line_failure, one_line_replies, reason
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.scenario import to_yaml
 
@@ -32,7 +32,7 @@ def logged() -> Iterator[list[str]]:
     FLOWER.addHandler(handler)
     yield lines
     FLOWER.removeHandler(handler)
-    with failing_plainly():
+    with one_line_failure():
         pass
 
 
@@ -51,7 +51,7 @@ def end_as_flower_does(error: Exception) -> None:
     ],
 )
 def test_a_failure_that_can_be_mended_is_the_logs_last_line(logged: list[str], error: Exception, said: str) -> None:
-    @failing_plainly()
+    @one_line_failure()
     def main() -> None:
         raise error from ValueError("how it came about")
 
@@ -62,7 +62,7 @@ def test_a_failure_that_can_be_mended_is_the_logs_last_line(logged: list[str], e
 
 
 def test_a_failure_of_the_code_keeps_its_traceback(logged: list[str]) -> None:
-    with pytest.raises(ZeroDivisionError) as caught, failing_plainly():
+    with pytest.raises(ZeroDivisionError) as caught, one_line_failure():
         _ = 1 / 0
     end_as_flower_does(caught.value)
     assert "Traceback" in logged[0]
@@ -70,10 +70,10 @@ def test_a_failure_of_the_code_keeps_its_traceback(logged: list[str]) -> None:
 
 
 def test_a_run_after_a_failed_one_is_logged_whole(logged: list[str]) -> None:
-    with pytest.raises(RunError), failing_plainly():
+    with pytest.raises(RunError), one_line_failure():
         raise RunError("first")
     end_as_flower_does(RunError("first"))
-    with failing_plainly():
+    with one_line_failure():
         FLOWER.error("second")
     FLOWER.error("third")
     assert logged == ["first", "second", "third"]
@@ -92,7 +92,7 @@ def test_the_end_of_a_nodes_process_is_told_once_by_the_strategy(logged: list[st
         except Exception as caught:
             FLOWER.error(caught)
 
-    with failing_plainly():
+    with one_line_failure():
         report(ActorDiedError("The actor died unexpectedly\n\tclass_name: ClientAppActor\n\tpid: 7"))
         report(ValueError("the code is wrong"))
     assert logged == ["the code is wrong"]
@@ -124,7 +124,7 @@ def test_a_handler_answers_a_failure_with_one_line(error: Exception) -> None:
     app = ClientApp()
 
     @app.train("relay")
-    @answering_plainly
+    @one_line_replies
     def train(message: Message, context: Context) -> Message:
         raise error
 
@@ -170,17 +170,17 @@ def flwr(tmp_path: Path) -> Iterator[Callable[..., None]]:
 def test_the_folder_is_that_of_the_latest_command_for_the_app(tmp_path: Path, flwr: Callable[..., None]) -> None:
     app, other = write_app(tmp_path / "app", "one"), write_app(tmp_path / "other", "two")
     installed = write_app(tmp_path / "home" / "apps" / "one", "one")  # Flower's copy, from which the ServerApp runs
-    assert typed_in(installed) is None
+    assert caller_folder(installed) is None
     flwr(other, "run", ".", "--stream")
     flwr(app, "log", "7")
-    assert typed_in(installed) is None
+    assert caller_folder(installed) is None
     flwr(app, "run", "--stream")
-    assert typed_in(installed) == app
+    assert caller_folder(installed) == app
     flwr(tmp_path / "work", "run", "../app", "--stream", "-c", "rounds=1")
-    assert typed_in(installed) == tmp_path / "work"
+    assert caller_folder(installed) == tmp_path / "work"
     flwr(tmp_path / "elsewhere", "run", "--stream", str(other))
-    assert typed_in(installed) == tmp_path / "work"
-    assert typed_in(tmp_path / "no-app") is None
+    assert caller_folder(installed) == tmp_path / "work"
+    assert caller_folder(tmp_path / "no-app") is None
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked up in /proc")

@@ -27,7 +27,7 @@ from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.flower import node_settings
 from flower_privdec.flower.apps import client_app as clients
 from flower_privdec.flower.apps.client_app import client_app
-from flower_privdec.flower.apps.hosting import CohortRun, Relay, Sharded
+from flower_privdec.flower.apps.server_app import CohortRun, Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import read_chain, runs_in
@@ -75,7 +75,6 @@ def seen_under_flower(host: str) -> Callable[[Experiment], Seen]:
         strategy, nodes = HOSTS[host]
         clients._build.cache_clear()
         clients._whole.cache_clear()
-        clients._hosted.cache_clear()
 
         def own_parts(agreement: Agreement, peers: np.ndarray | None = None, *_: object, **__: object) -> OwnParts:
             """The own parts of some peers: keys as ever, and the experiment's examples."""
@@ -146,7 +145,7 @@ def test_an_answer_holds_what_other_peers_may_see_and_no_more(tiny: Tiny, tmp_pa
 def order(scenario: Scenario, **fields: object) -> Message:
     values = {"scenario": to_yaml(scenario), "until": 2, "peers": [0], "base": "", "folder": "", "resume": False}
     record = ConfigRecord(values | {"begin": 0} | fields)  # type: ignore[arg-type]
-    return Message(RecordDict({"order": record}), 100, "train.relay")
+    return Message(RecordDict({"request": record}), 100, "train.relay")
 
 
 def deployed(folder: Path, **config: object) -> LocalGrid:
@@ -165,7 +164,7 @@ def answer(grid: LocalGrid, message: Message) -> Message:
 
 
 def go_on(grid: LocalGrid, scenario: Scenario, heard: Message, **fields: object) -> Message:
-    """Order a node to go on with what it said itself, as if its neighbours had said it."""
+    """WorkRequest a node to go on with what it said itself, as if its neighbours had said it."""
     message = order(scenario, **{"begin": -1, **fields})
     for peer in range(1, 4):
         message.content[f"peer-{peer}"] = heard.content.array_records["peer-0"]
@@ -261,7 +260,7 @@ def test_a_deployed_node_does_not_go_on_with_the_state_of_another_run(tiny: Tiny
     private = tiny(base % 0.0)  # its personal model is neither clipped nor noised, and must not be sent
     reply = answer(grid, order(private, until=6))
     refused = go_on(grid, tiny(base % 0.5), reply, until=6)
-    assert "is in the middle of another run: begin anew" in refused.error.reason
+    assert "is in the middle of another run" in refused.error.reason
     assert not go_on(grid, private, reply, until=6).has_error()
 
 
@@ -289,8 +288,8 @@ def test_a_deployed_nodes_own_budget_ends_its_steps_whatever_the_scenario_says(t
 @pytest.mark.parametrize(
     ("config", "fields", "settings", "rule"),
     [
-        ({"ledger": None}, {}, [], "own ledger must be given, whatever a server sends"),
-        ({"epsilon": None, "delta": None}, {}, [], "own epsilon, delta must be given"),
+        ({"ledger": None}, {}, [], "lacks ledger, which no server may set"),
+        ({"epsilon": None, "delta": None}, {}, [], "lacks epsilon, delta,"),
         ({"epsilon": "much"}, {}, [], "epsilon='much' of the node-config must be a number"),
         ({"epsilon": -1.0}, {}, [], "epsilon=-1.0 must be > 0"),
         ({"delta": 2.0}, {}, [], r"delta=2.0 in \(0, 1\)"),

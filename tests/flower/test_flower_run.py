@@ -24,8 +24,7 @@ import flower_privdec as fp
 from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
-from flower_privdec.flower.launch.launcher import flower_run
-from flower_privdec.flower.launch.superlink import LocalSuperLink
+from flower_privdec.flower.launch.launcher import LocalSuperLink, flower_run
 from flower_privdec.flower.launch.supervisor import family
 
 pytestmark = pytest.mark.slow
@@ -34,10 +33,10 @@ BROKEN_CLIENT = """\
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from flower_privdec.flower.apps.client_app import answer_place
+from flower_privdec.flower.apps.client_app import reply_partition
 
 app = ClientApp()
-app.query("place")(answer_place)
+app.query("partition")(reply_partition)
 
 
 @app.train("relay")
@@ -111,24 +110,24 @@ import signal
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from flower_privdec.flower.apps.client_app import answer_place
+from flower_privdec.flower.apps.client_app import reply_partition
 from flower_privdec.flower.apps.client_app import Node
 from flower_privdec.flower.apps.client_app import train_sharded
 
 app = ClientApp()
-app.query("place")(answer_place)
+app.query("partition")(reply_partition)
 
 
 @app.train("sharded")
 def train(message: Message, context: Context) -> Message:
-    keep = Node.keep
+    save = Node.save
 
     def die(node, state, cohort):
-        if node.peers[0] == 2 and state.round_index == 4:
+        if node.experiment.own.peers[0] == 2 and state.round_index == 4:
             os.kill(os.getpid(), signal.SIGKILL)
-        keep(node, state, cohort)
+        save(node, state, cohort)
 
-    Node.keep = die
+    Node.save = die
     return train_sharded(message, context)
 """
 
@@ -187,7 +186,7 @@ def test_python_runs_by_flower_and_stops_there(tiny: Tiny, tmp_path: Path, nothi
 
 
 class User:
-    """Somebody who types `flwr run`, with a home of one's own and nothing set."""
+    """A user of `flwr run`, with an empty home and no variables set."""
 
     def __init__(self, home: Path) -> None:
         self.home = home

@@ -12,7 +12,7 @@ from together_grid import TogetherGrid
 from torch import Tensor
 
 from flower_privdec.flower.apps.client_app import client_app
-from flower_privdec.flower.apps.hosting import CohortRun, Relay, Sharded
+from flower_privdec.flower.apps.server_app import CohortRun, Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.scenario import Scenario
 

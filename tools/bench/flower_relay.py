@@ -29,7 +29,7 @@ TRIED = 100  # examples on which the models are tried, at the end
 def in_process(workload: Workload, rounds: int) -> float:
     """Return the wall milliseconds of a relay round on an in-process grid with a node for each peer."""
     from flower_privdec.flower.apps.client_app import client_app
-    from flower_privdec.flower.apps.hosting import Relay
+    from flower_privdec.flower.apps.server_app import Relay
     from flower_privdec.flower.launch.local_grid import LocalGrid
 
     with tempfile.TemporaryDirectory() as folder, _silence():

@@ -1,7 +1,7 @@
-"""The ClientApp that hosts peers: all of them, a shard, or one.
+"""The ClientApp that hosts a scenario's peers: all of them, a shard, or one.
 
-The ServerApp deals out shares, and in a simulation says in which file the shards meet. Outside a simulation a node
-hosts the share that its own node-config makes its own, and listens and connects where that says, nowhere else.
+The ServerApp assigns peers to nodes, and in a simulation names the file through which the shards connect. Outside a
+simulation a node hosts the peers that its own node-config assigns to it, and uses no other address than its own.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +36,10 @@ from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.own_parts import public_name
 from flower_privdec.flower.apps.records import (
     METRICS,
-    PLACE,
+    PARTITION,
+    PROGRESS,
     SPENT,
-    Order,
+    WorkRequest,
     flat_record,
     pack_messages,
     pack_peers,
@@ -48,98 +48,94 @@ from flower_privdec.flower.apps.records import (
     unpack_message,
     unpack_state,
 )
-from flower_privdec.flower.launch.error_formatting import answering_plainly
+from flower_privdec.flower.launch.error_formatting import one_line_replies
 from flower_privdec.flower.node_settings import HostSettings, in_simulation
-from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
+from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml
 
-OWN = "own"  # of the record that says which run a kept state is of, and up to which step that has paid
-KEPT = 2  # checkpoints: the server may have missed the answer that told it of the last
+RUN = "run"  # the record of a context's state that names its run and the steps that are paid for
+GENERATIONS = 2  # checkpoints: the server may have lost the reply to the last message
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a node needs to take its peers through some steps of a run.
+    """A node's peers in one run: their experiment, and their state between two messages.
 
     Attributes:
-        folder: where checkpoints and ledger lie.
+        folder: of its checkpoints and its ledger.
     """
 
-    own: HostSettings
+    settings: HostSettings
     experiment: Experiment
     folder: Path
 
-    @property
-    def peers(self) -> np.ndarray:
-        """Return the global ids of the peers hosted here, int64 [m]."""
-        return self.experiment.own.peers
+    @classmethod
+    def of(cls, settings: HostSettings, request: WorkRequest) -> Node:
+        """Build the peers of a request, once a process."""
+        with _building:
+            experiment = _build(settings, request.scenario, tuple(request.peers), request.base, request.shards)
+        torch.set_num_threads(experiment.scenario.compute.threads)
+        return cls(settings, experiment, settings.run_folder(experiment, request))
 
-    def state(self, kept: RecordDict, begin: int) -> State | None:
-        """Return the state to go on from; None at the beginning of a run.
+    def state(self, stored: RecordDict, begin: int) -> State | None:
+        """Return the state to continue from; None at the start of a run.
 
         Args:
-            kept: where the state is between two messages.
-            begin: the round whose checkpoint to go on from; 0 to begin anew, -1 to go on from what is kept.
+            stored: the context's state, which `store` wrote.
+            begin: see `WorkRequest`.
 
         Raises:
-            RunError: where there is nothing to go on from, or it is other peers' or another run's.
+            RunError: there is none, or it is another run's or of other peers.
         """
         if begin == 0:
             return None
-        state = self._kept(kept) if begin < 0 else self._restored(begin)
-        if not np.array_equal(state.peers, self.peers):
-            raise RunError(f"the node hosts peers {state.peers.tolist()}, not {self.peers.tolist()}")
+        peers, experiment = self.experiment.own.peers, self.experiment
+        if begin > 0:
+            path = self._checkpoint(begin)
+            if not path.exists():
+                raise RunError(f"{path} is not there, and the run continues from it; start over with another out")
+            digest = scenario_hash(experiment.scenario)
+            state = load_checkpoint(path, digest, experiment.own.run, experiment.device).state
+            check_state(path, state, peers, experiment.scenario.rounds)
+        else:
+            unpacked = unpack_state(stored, experiment.device)
+            if unpacked is None:
+                raise RunError(f"the node of peers {peers.tolist()} has lost its state: start again with --resume")
+            if stored.config_records[RUN]["id"] != experiment.own.run.id:  # it may publish a row that is private here
+                raise RunError(f"the node of peers {peers.tolist()} is in the middle of another run: start over")
+            state = unpacked
+        if not np.array_equal(state.peers, peers):
+            raise RunError(f"the node hosts peers {state.peers.tolist()}, not {peers.tolist()}")
         return state
 
-    def _kept(self, kept: RecordDict) -> State:
-        """Return the state that the last message left: another run might send what this one keeps private."""
-        state = unpack_state(kept, self.experiment.device)
-        if state is None:
-            raise RunError(f"the node of peers {self.peers.tolist()} has lost its state: start again with --resume")
-        if kept.config_records[OWN]["run"] != self.experiment.own.run.id:
-            raise RunError(f"the node of peers {self.peers.tolist()} is in the middle of another run: begin anew")
-        return state
-
-    def put_away(self, state: State, cohort: Cohort, kept: RecordDict) -> None:
-        """Keep a state until the next message, with the run it is of and the step up to which that has paid."""
-        pack_state(state, kept)
+    def store(self, state: State, cohort: Cohort, stored: RecordDict) -> None:
+        """Keep a state until the next message, with its run and the number of steps that are paid for."""
+        pack_state(state, stored)
         paid = 0 if cohort.ledger is None else cohort.ledger.charged
-        kept[OWN] = ConfigRecord({"run": self.experiment.own.run.id, "paid": paid})
+        stored[RUN] = ConfigRecord({"id": self.experiment.own.run.id, "paid": paid})
 
-    def start(self, kept: RecordDict, begin: int) -> int:
-        """Return the step from which the state goes on; `begin` as in `state`.
-
-        The ledger cannot tell: a run that was begun again has paid for later steps than it will take next.
-        """
-        if begin < 0:
-            return int(kept.config_records[OWN]["paid"])  # type: ignore[arg-type]
-        return begin * self.experiment.algorithm.steps_per_round
-
-    def _path(self, round_index: int) -> Path:
+    def _checkpoint(self, round_index: int) -> Path:
         return self.folder / f"checkpoint-{round_index}"
 
-    def _restored(self, round_index: int) -> State:
-        path, experiment = self._path(round_index), self.experiment
-        if not path.exists():
-            raise RunError(f"{path} is not there, and the run is to go on from it; start anew with another out")
-        head = scenario_hash(experiment.scenario)
-        state = load_checkpoint(path, head, experiment.own.run, experiment.device).state
-        check_state(path, state, self.peers, experiment.scenario.rounds)
-        return state
-
-    def keep(self, state: State, cohort: Cohort) -> None:
-        """Write a checkpoint of everything, for this node alone; forget all but the one before."""
+    def save(self, state: State, cohort: Cohort) -> None:
+        """Write a checkpoint of the whole state, for this node alone; remove all but the one before."""
         self.folder.mkdir(parents=True, exist_ok=True)
         run, head = self.experiment.own.run, None if cohort.ledger is None else cohort.ledger.head
-        hashed = scenario_hash(self.experiment.scenario)
-        save_checkpoint(self._path(state.round_index), Checkpoint(state, hashed, run, head=head))
-        for old in sorted(self.folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime_ns)[:-KEPT]:
+        checkpoint = Checkpoint(state, scenario_hash(self.experiment.scenario), run, head=head)
+        save_checkpoint(self._checkpoint(state.round_index), checkpoint)
+        for old in sorted(self.folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime_ns)[:-GENERATIONS]:
             old.unlink()
 
     @contextmanager
-    def cohort(self, start: int) -> Iterator[Cohort]:
-        """Yield the node's cohort with its ledger open, to go on from a step."""
-        own = self.own
-        budget = None if own.epsilon is None or own.delta is None else (own.epsilon, own.delta)
+    def cohort(self, stored: RecordDict, begin: int) -> Iterator[Cohort]:
+        """Yield the node's cohort with its ledger open.
+
+        Its first step is the first that is not paid for, as the state has it: the ledger of a run that was started over
+        has charges for later steps than those that come next.
+        """
+        settings, start = self.settings, begin * self.experiment.algorithm.steps_per_round
+        if begin < 0:
+            start = int(stored.config_records[RUN]["paid"])  # type: ignore[arg-type]
+        budget = None if settings.epsilon is None or settings.delta is None else (settings.epsilon, settings.delta)
         cohort = self.experiment.cohort(self.folder / "ledger", budget, start)
         try:
             yield cohort
@@ -151,100 +147,14 @@ class Node:
 _building = Lock()  # models are drawn by torch's one generator
 
 
-@dataclass
-class ShardLines:
-    """What a shard says of the evaluations of one message, each list in their order.
-
-    Attributes:
-        metrics: of the whole network, as JSON; on the first shard alone.
-        epsilons: the most that a peer hosted here had spent.
-        seconds: of training since the message began.
-    """
-
-    metrics: list[str] = field(default_factory=list)
-    epsilons: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-
-def train_sharded(message: Message, context: Context) -> Message:
-    """Run this node's share of the peers up to a round, together with the other shards.
-
-    Privacy: rows go to other shards as the algorithm's exchanges say, and to the first shard those that it declares
-    open, where they are tried on the public test set; these go to the ServerApp with the last round. All else stays.
-    """
-    order = Order.of(message.content)
-    own = HostSettings.of(context, order.folder)
-    scenario = own.scenario(order)
-    shards = Shards.deal(scenario.n_peers, order.shards)
-    shard, place = int(shards.of(np.array(order.peers[:1]))[0]), own.meeting(order)
-    with place.store(shard, shards, order.token) as store:
-        wires = ProcessGroup.meet(store, shard, shards, place.address)
-        try:
-            content = _train(own, order, wires)
-            wires.part()
-        finally:
-            wires.close()
-    return Message(content, reply_to=message)
-
-
-def _train(own: HostSettings, order: Order, wires: ProcessGroup) -> RecordDict:
-    """Go through the rounds, and return what to answer."""
-    with _building:
-        experiment = _hosted(own, order.scenario, tuple(order.peers), order.base, order.shards)
-    torch.set_num_threads(experiment.scenario.compute.threads)
-    wires.agree(_digest(order, experiment))
-    node, content = Node(own, experiment, own.run_folder(experiment, order)), RecordDict()
-    state = node.state(RecordDict(), order.begin)
-    with node.cohort(order.begin * experiment.algorithm.steps_per_round) as cohort:
-        engine = ShardEngine(experiment.algorithm, cohort, state or experiment.initial_state(cohort), wires)
-        lines = _rounds(engine, experiment, order.until)
-        state = engine.state
-        node.keep(state, cohort)
-        content[SPENT] = spent_record(cohort, state.round_index)
-        content[PLACE] = ConfigRecord({"round": state.round_index, "coalition_seconds": cohort.game_seconds})
-    content[METRICS] = ConfigRecord(vars(lines))
-    if state.round_index == experiment.scenario.rounds:
-        content.update(pack_peers(state, experiment.algorithm.open_rows))
-    return content
-
-
-@lru_cache(maxsize=2)
-def _hosted(own: HostSettings, text: str, peers: tuple[int, ...], base: str, shards: int) -> Experiment:
-    """Build a node's view once a process, with nothing that another node of this process has."""
-    with own.allowing():
-        agreement = Agreement.of(own.scenario(Order(text, 0, list(peers), base=base, shards=shards)))
-        return Experiment.joined(agreement, own.parts(agreement, peers))
-
-
-def _digest(order: Order, experiment: Experiment) -> bytes:
-    """Return a hash of what all shards have to have alike."""
-    made = public_name(experiment, experiment.own.source)
-    facts = [order.scenario, order.begin, order.until, order.shards, made.environment, experiment.device.type]
-    found = hashlib.sha256(json.dumps(facts).encode())
-    found.update(experiment.initial.detach().cpu().contiguous().numpy().tobytes())
-    return found.digest()
-
-
-def _rounds(engine: ShardEngine, experiment: Experiment, until: int) -> ShardLines:
-    """Run the rounds; at each evaluation the first shard tries the rows that others may see."""
-    lines, seconds, state = ShardLines(), 0.0, engine.state
-    for stop in _stops(experiment.scenario, state, until):
-        began = time.perf_counter()
-        while state.round_index < stop:
-            engine.round()
-        seconds += time.perf_counter() - began
-        rows = engine.collect()
-        if rows is not None:
-            measured: dict[str, Any] = measure(experiment, rows, stop)
-            lines.metrics.append(json.dumps(measured))
-        lines.epsilons.append(max(epsilons(engine.cohort, stop)))
-        lines.seconds.append(seconds)
-    return lines
-
-
-def _stops(scenario: Scenario, state: State, until: int) -> list[int]:
-    rounds = evaluation_rounds(scenario.rounds, scenario.evaluation.every)
-    return [stop for stop in rounds if state.round_index < stop <= until]
+@lru_cache(maxsize=128)
+def _build(settings: HostSettings, text: str, peers: tuple[int, ...], base: str, shards: int) -> Experiment:
+    """Build a node's experiment once a process, as far as the node permits the scenario."""
+    with settings.allowing():
+        scenario = settings.scenario(WorkRequest(text, 0, list(peers), base=base, shards=shards))
+        # Shards compute at the same time, in threads where all are in one process, and share no model.
+        agreement = Agreement.of(scenario) if shards else _agreement(to_yaml(scenario))
+        return Experiment.joined(agreement, settings.parts(agreement, peers))
 
 
 @lru_cache(maxsize=2)
@@ -252,44 +162,32 @@ def _agreement(scenario: str) -> Agreement:
     return Agreement.of(parse_scenario(scenario))
 
 
-@lru_cache(maxsize=128)
-def _build(own: HostSettings, text: str, peers: tuple[int, ...], base: str) -> Experiment:
-    """Build a node's view once a process, as far as the node goes along with the scenario."""
-    with own.allowing():
-        scenario = own.scenario(Order(text, 0, list(peers), base=base))
-        agreement = _agreement(to_yaml(scenario))
-        return Experiment.joined(agreement, own.parts(agreement, peers))
+@lru_cache(maxsize=2)
+def _whole(scenario: str) -> Experiment:
+    return Experiment.build(parse_scenario(scenario))
 
 
-def _experiment(own: HostSettings, order: Order) -> Experiment:
-    experiment = _build(own, order.scenario, tuple(order.peers), order.base)
-    torch.set_num_threads(experiment.scenario.compute.threads)
-    return experiment
-
-
-def answer_place(message: Message, context: Context) -> Message:
-    """Say which partition of how many this node is."""
-    place = ConfigRecord()
-    for name in ("partition-id", "num-partitions"):
-        place[name] = int(context.node_config.get(name, -1))
-    return Message(RecordDict({PLACE: place}), reply_to=message)
+def reply_partition(message: Message, context: Context) -> Message:
+    """Reply which partition of how many this node is; -1 where its node-config has none."""
+    config = {name: int(context.node_config.get(name, -1)) for name in ("partition-id", "num-partitions")}
+    return Message(RecordDict({PARTITION: ConfigRecord({**config})}), reply_to=message)
 
 
 def train_cohort(message: Message, context: Context) -> Message:
-    """Run many rounds of the whole network; the state is kept in the run's folder, not in the context.
+    """Run many rounds of the whole network; the state is stored in the run's folder, not in the context.
 
     Raises:
-        RunError: outside a simulation, for no node may hold what is every peer's own.
+        RunError: outside a simulation, for no node may hold every peer's private part.
     """
-    order = Order.of(message.content)
+    request = WorkRequest.of(message.content)
     if not in_simulation():
         raise RunError("cohort mode hosts all peers in one node, which is for simulation: set mode to relay")
-    os.chdir(order.base)
-    experiment = _whole(order.scenario)
+    os.chdir(request.base)
+    experiment = _whole(request.scenario)
     torch.set_num_threads(experiment.scenario.compute.threads)
-    run = Run(experiment, Path(order.folder), runtime="flower", resume=order.resume, workers=1)
+    run = Run(experiment, Path(request.folder), runtime="flower", resume=request.resume, workers=1)
     try:
-        while run.round_index < order.until:
+        while run.round_index < request.until:
             run.advance()
         if run.round_index == run.experiment.scenario.rounds:
             run.finish()
@@ -299,77 +197,121 @@ def train_cohort(message: Message, context: Context) -> Message:
     return Message(RecordDict({METRICS: metrics}), reply_to=message)
 
 
-@lru_cache(maxsize=2)
-def _whole(scenario: str) -> Experiment:
-    return Experiment.build(parse_scenario(scenario))
+def train_sharded(message: Message, context: Context) -> Message:
+    """Run this node's shard up to a round, together with the other shards.
+
+    Privacy: rows go to other shards as the algorithm's exchanges declare, and to the first shard those that it declares
+    open, which it evaluates on the public test set; these go to the ServerApp with the last round. All else stays.
+    """
+    request = WorkRequest.of(message.content)
+    settings = HostSettings.of(context, request.folder)
+    shards = Shards.deal(settings.scenario(request).n_peers, request.shards)
+    shard, place = int(shards.of(np.array(request.peers[:1]))[0]), settings.meeting(request)
+    with place.store(shard, shards, request.token) as store:
+        group = ProcessGroup.meet(store, shard, shards, place.address)
+        try:
+            content = _train_shard(Node.of(settings, request), request, group)
+            group.part()
+        finally:
+            group.close()
+    return Message(content, reply_to=message)
+
+
+def _train_shard(node: Node, request: WorkRequest, group: ProcessGroup) -> RecordDict:
+    """Run the rounds, and return the content of the reply.
+
+    METRICS has lists with an entry for each evaluation: `metrics`, of the whole network as JSON, on the first shard
+    alone; `epsilons`, the largest of the peers hosted here; `seconds` of training since the message began.
+    """
+    experiment, content = node.experiment, RecordDict()
+    name = public_name(experiment, experiment.own.source)
+    facts = [request.scenario, request.begin, request.until, request.shards, name.environment, experiment.device.type]
+    digest = hashlib.sha256(json.dumps(facts).encode())
+    digest.update(experiment.initial.detach().cpu().contiguous().numpy().tobytes())
+    group.agree(digest.digest())
+    state = node.state(RecordDict(), request.begin)
+    metrics, spent, clock, seconds = [], [], [], 0.0
+    with node.cohort(RecordDict(), request.begin) as cohort:
+        engine = ShardEngine(experiment.algorithm, cohort, state or experiment.initial_state(cohort), group)
+        state = engine.state
+        for stop in evaluation_rounds(experiment.scenario.rounds, experiment.scenario.evaluation.every):
+            if not state.round_index < stop <= request.until:
+                continue
+            began = time.perf_counter()
+            while state.round_index < stop:
+                engine.round()
+            seconds += time.perf_counter() - began
+            rows = engine.collect()
+            if rows is not None:
+                metrics.append(json.dumps(measure(experiment, rows, stop)))
+            spent.append(max(epsilons(cohort, stop)))
+            clock.append(seconds)
+        node.save(state, cohort)
+        content[SPENT] = spent_record(cohort, state.round_index)
+        content[PROGRESS] = ConfigRecord({"round": state.round_index, "coalition_seconds": cohort.game_seconds})
+    content[METRICS] = ConfigRecord({"metrics": metrics, "epsilons": spent, "seconds": clock})
+    if state.round_index == experiment.scenario.rounds:
+        content.update(pack_peers(state, experiment.algorithm.open_rows))
+    return content
 
 
 def train_relay(message: Message, context: Context) -> Message:
-    """Finish the pending exchange with the neighbours' rows, go on to the next, and hand out one's own.
+    """Finish the pending exchange with the neighbours' rows, continue to the next, and reply with one's own rows.
 
-    Between two evaluations the answer holds what the exchange sends; at one, the rows that others may see, what was
-    spent and run, and the node keeps a checkpoint of everything else for itself.
+    Between two evaluations the reply holds what the exchange sends; at one, the rows that others may see, what was
+    spent and run, and the node writes a checkpoint of everything else for itself.
     """
-    order = Order.of(message.content)
-    own = HostSettings.of(context, order.folder)
-    experiment = _experiment(own, order)
-    node = Node(own, experiment, own.run_folder(experiment, order))
-    state = node.state(context.state, order.begin)
-    with node.cohort(node.start(context.state, order.begin)) as cohort:
+    request = WorkRequest.of(message.content)
+    settings = HostSettings.of(context, request.folder)
+    node, content = Node.of(settings, request), RecordDict()
+    exchange: Exchange | None = None
+    experiment, algorithm = node.experiment, node.experiment.algorithm
+    state = node.state(context.state, request.begin)
+    with node.cohort(context.state, request.begin) as cohort:
         if state is None:
             state = experiment.initial_state(cohort)
         _finish_exchange(experiment, state, message.content)
-        exchange = _proceed(experiment, cohort, state, order.until)
-        content = RecordDict()
-        place = {"round": state.round_index, "at": state.at, "waiting": exchange is not None}
-        content[PLACE] = ConfigRecord({**place, "coalition_seconds": cohort.game_seconds})
+        while exchange is None and state.round_index < request.until:
+            exchange = advance(algorithm, cohort, state)
+        progress = {"round": state.round_index, "at": state.at, "waiting": exchange is not None}
+        content[PROGRESS] = ConfigRecord({**progress, "coalition_seconds": cohort.game_seconds})
         if exchange is None:
-            node.keep(state, cohort)
+            node.save(state, cohort)
             content[SPENT] = spent_record(cohort, state.round_index)
-        node.put_away(state, cohort, context.state)
+        node.store(state, cohort, context.state)
     if exchange is None or experiment.mixing is None:
-        content.update(pack_peers(state, experiment.algorithm.open_rows))
+        content.update(pack_peers(state, algorithm.open_rows))
     else:
         content.update(pack_messages(exchange, exchange.outgoing(state, experiment.mixing)))
     return Message(content, reply_to=message)
 
 
 def _finish_exchange(experiment: Experiment, state: State, content: RecordDict) -> None:
-    """Give a waiting state what it was promised: what its peers send each other, and what is in the message."""
+    """Give a waiting state the messages between its own peers, and those in the content."""
     exchange = experiment.algorithm.program[state.at] if state.waiting else None
     if not isinstance(exchange, Exchange) or experiment.mixing is None:
         return
-    device = state.rows["x"].device
-    among = exchange.outgoing(state, experiment.mixing)
-    messages = {
-        link: among[link] if link in among else unpack_message(exchange, content, link, device)
-        for link in exchange.awaited(state, experiment.mixing)
-    }
-    there = {link: payload for link, payload in messages.items() if payload is not None}
-    exchange.incoming(state, experiment.mixing, there).apply_(state)
-
-
-def _proceed(experiment: Experiment, cohort: Cohort, state: State, until: int) -> Exchange | None:
-    """Run to the next exchange, which is returned, or until so many rounds are done."""
-    while state.round_index < until:
-        exchange = advance(experiment.algorithm, cohort, state)
-        if exchange is not None:
-            return exchange
-    return None
+    messages = exchange.outgoing(state, experiment.mixing)
+    for link in exchange.awaited(state, experiment.mixing):
+        if link not in messages:
+            payload = unpack_message(exchange, content, link, state.rows["x"].device)
+            if payload is not None:
+                messages[link] = payload
+    exchange.incoming(state, experiment.mixing, messages).apply_(state)
 
 
 def client_app() -> ClientApp:
-    """Return the ClientApp that hosts peers in whichever mode the ServerApp's strategy asks for.
+    """Return the ClientApp that hosts peers in the mode of the ServerApp's strategy.
 
-    Messages: `query.place`, `train.cohort` (simulation alone), `train.relay` and `train.sharded`.
+    Messages: `query.partition`, `train.cohort` (simulation alone), `train.relay` and `train.sharded`.
 
     Privacy: what leaves a node is the rows that its algorithm declares open, functions of what was clipped and noised;
     every step is charged to the node's ledger, a file, before an example is read. Folder, budget, keys and data are
-    the node's own (`own`).
+    the node's own (`node_settings`).
     """
     client = ClientApp()
-    client.query("place")(answering_plainly(answer_place))
-    client.train("cohort")(answering_plainly(train_cohort))
-    client.train("relay")(answering_plainly(train_relay))
-    client.train("sharded")(answering_plainly(train_sharded))
+    client.query("partition")(one_line_replies(reply_partition))
+    client.train("cohort")(one_line_replies(train_cohort))
+    client.train("relay")(one_line_replies(train_relay))
+    client.train("sharded")(one_line_replies(train_sharded))
     return client

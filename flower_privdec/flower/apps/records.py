@@ -1,11 +1,11 @@
-"""What the messages carry: rows, states, metrics and budgets as Flower records, exactly and without pickle."""
+"""Codec of a scenario's messages: requests, rows, states, metrics and budgets as Flower records, without pickle."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,25 +19,28 @@ from flower_privdec.engine.spent import Spent
 from flower_privdec.errors import RunError
 from flower_privdec.graph.mixing import Link
 
-ORDER, POSITION, ROWS, EDGES = "order", "position", "rows", "edges"
+# Names of records: in messages, and of a state in a node's context.
+REQUEST, PARTITION, PROGRESS, METRICS, SPENT = "request", "partition", "progress", "metrics", "spent"
+POSITION, ROWS, EDGES = "position", "rows", "edges"
 
 
 @dataclass(frozen=True)
-class Order:
-    """What the ServerApp asks of a node in every train message.
+class WorkRequest:
+    """What the ServerApp requests of a node in every train message.
 
-    It names no ledger, no key and, outside a simulation, no path: those are the node's own (`own`).
+    It names no ledger, no key and, outside a simulation, no path: those are the node's own (`node_settings`).
 
     Attributes:
         scenario: the scenario, as YAML.
         until: stop when so many rounds are done.
         peers: global ids of the peers the node hosts.
         base: the folder from which the scenario's relative paths start (simulation).
-        folder: where the run is kept (simulation).
-        resume: go on from the checkpoint in `folder` (cohort mode).
-        begin: go on from the node's own checkpoint of this round; 0 to begin anew, -1 to go on as it is (relay mode).
-        shards: among how many shards the peers are dealt out (sharded mode); 0 in the other modes.
-        token: of the meeting of these shards for this message (sharded mode).
+        folder: of the run (simulation).
+        resume: continue from the checkpoint in `folder` (cohort mode).
+        begin: continue from the node's own checkpoint of this round; 0 to start over, -1 to continue from the state
+            of the last message (relay mode).
+        shards: the number of shards (sharded mode); 0 in the other modes.
+        token: of the rendezvous of the shards for this message (sharded mode).
     """
 
     scenario: str
@@ -51,19 +54,19 @@ class Order:
     token: str = ""
 
     def record(self) -> ConfigRecord:
-        """Return the order as a record."""
+        """Return the request as a record."""
         return ConfigRecord(asdict(self))
 
     @classmethod
-    def of(cls, content: RecordDict) -> Order:
-        """Read the order of a message.
+    def of(cls, content: RecordDict) -> WorkRequest:
+        """Read the request of a message.
 
         Raises:
             RunError: when the message carries none.
         """
-        if ORDER not in content.config_records:
-            raise RunError("the message has no record 'order': send it with a strategy of flower_privdec")
-        fields = dict(content.config_records[ORDER])
+        if REQUEST not in content.config_records:
+            raise RunError(f"the message has no record {REQUEST!r}: send it with a strategy of flower_privdec")
+        fields = dict(content.config_records[REQUEST])
         return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})  # type: ignore[arg-type]
 
 
@@ -78,7 +81,7 @@ def unpack_rows(record: ArrayRecord, device: torch.device) -> dict[str, Tensor]:
 
 
 def pack_peers(state: State, names: Iterable[str]) -> dict[str, ArrayRecord]:
-    """Return each peer's own rows as a record of its own, so that a router need not open any."""
+    """Return each peer's rows as a record of its own, so that a router need not decode any."""
     names = tuple(names)
     return {
         row_key(peer): pack_rows({name: state.rows[name][i] for name in names})
@@ -87,24 +90,24 @@ def pack_peers(state: State, names: Iterable[str]) -> dict[str, ArrayRecord]:
 
 
 def pack_messages(exchange: Exchange, messages: Mapping[Link, Payload]) -> dict[str, ArrayRecord]:
-    """Return what peers send, a record for each key: of an exchange in which all receivers get the same, one a peer."""
+    """Return an exchange's messages as records by key: one a sender where all its receivers get the same."""
     return {message_key(exchange, link): pack_rows(payload) for link, payload in messages.items()}
 
 
 def unpack_message(exchange: Exchange, content: RecordDict, link: Link, device: torch.device) -> Payload | None:
-    """Return what one peer sent to another, or None where the message has nothing of it."""
+    """Return what one peer sent to another, or None where the content has no such message."""
     record = content.array_records.get(message_key(exchange, link))
     return None if record is None else unpack_rows(record, device)
 
 
 def message_key(exchange: Exchange, link: Link) -> str:
-    """Return the key under which what one peer sends to another travels."""
+    """Return the key of the record that one peer sends to another."""
     sender, receiver = link
     return f"{row_key(sender)}-to-{receiver}" if exchange.differs else row_key(sender)
 
 
 def row_key(peer: int) -> str:
-    """Return the key under which a peer's own record travels."""
+    """Return the key of a peer's own record."""
     return f"peer-{peer}"
 
 
@@ -123,27 +126,19 @@ def unpack_state(content: RecordDict, device: torch.device) -> State | None:
     """Return the state that `pack_state` put there, or None."""
     if ROWS not in content.array_records:
         return None
-    position = content.config_records[POSITION]
+    position, edges = content.config_records[POSITION], {}
+    for name, values in unpack_rows(content.array_records[EDGES], device).items():
+        ends = content.config_records[f"{EDGES}.{name}"]
+        own, other = (np.asarray(ends[end], dtype=np.int64) for end in ("own", "other"))
+        edges[name] = Edges(own, other, values)
     return State(
         peers=np.asarray(position["peers"], dtype=np.int64),
         round_index=int(position["round"]),  # type: ignore[arg-type]
         at=int(position["at"]),  # type: ignore[arg-type]
         rows=unpack_rows(content.array_records[ROWS], device),
-        edges={
-            name: Edges(*_pairs(content.config_records[f"{EDGES}.{name}"]), values)
-            for name, values in unpack_rows(content.array_records[EDGES], device).items()
-        },
+        edges=edges,
         waiting=bool(position["waiting"]),
     )
-
-
-def _pairs(record: ConfigRecord) -> tuple[np.ndarray, np.ndarray]:
-    own, other = (np.asarray(record[name], dtype=np.int64) for name in ("own", "other"))
-    return own, other
-
-
-METRICS, PLACE, SPENT = "metrics", "place", "spent"
-Number = TypeVar("Number", int, float)
 
 
 def spent_record(cohort: Cohort, rounds: int) -> ConfigRecord:
@@ -155,22 +150,20 @@ def spent_record(cohort: Cohort, rounds: int) -> ConfigRecord:
     return record
 
 
-def spent_of(told: Sequence[ConfigRecord]) -> Spent:
-    """Return what all peers have spent, from the records of their nodes in order."""
-    claimed = [None if math.isnan(claim) else claim for claim in _joined(told, "claimed", float)]
-    epsilons, deltas, replies = (_joined(told, name, float) for name in ("epsilons", "deltas", "replies"))
-    return Spent(epsilons, deltas, claimed, _joined(told, "rounds_run", int), replies=replies)
+def spent_of(records: Sequence[ConfigRecord]) -> Spent:
+    """Return what all peers have spent, from the records of their nodes in the order of the peers."""
 
+    def joined(name: str) -> list[Any]:
+        return [value for record in records for value in record[name]]  # type: ignore[union-attr]
 
-def _joined(told: Sequence[ConfigRecord], name: str, kind: type[Number]) -> list[Number]:
-    """Return what the nodes, in the order of their peers, tell of each of them."""
-    return [kind(value) for record in told for value in record[name]]  # type: ignore[union-attr]
+    claimed = [None if math.isnan(claim) else claim for claim in joined("claimed")]
+    return Spent(joined("epsilons"), joined("deltas"), claimed, joined("rounds_run"), replies=joined("replies"))
 
 
 def flat_record(metrics: dict[str, Any], prefix: str = "") -> MetricRecord:
     """Return nested metrics as the flat numbers a MetricRecord holds; "inf" becomes infinity, None is left out.
 
-    Left out too is what each peer made of each neighbour, `shapley`, of which there may be very much: the file has it.
+    Left out too is `shapley`, a number for each pair of peers: metrics.jsonl has it.
     """
     flat = MetricRecord()
     for name, value in metrics.items():

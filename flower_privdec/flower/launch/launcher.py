@@ -1,14 +1,22 @@
-"""`privdec run --runtime flower`: submit a run to a SuperLink of its own, follow it, and clean up."""
+"""Run a scenario or a Flower app by `flwr run`, on a SuperLink of its own that is gone afterwards."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,11 +27,15 @@ from flower_privdec.common.files import FolderLock
 from flower_privdec.engine.recorder import OnMetrics, Recorder
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
+from flower_privdec.flower.launch import supervisor
 from flower_privdec.flower.launch.local_grid import read_app
-from flower_privdec.flower.launch.superlink import INSTALL, LocalSuperLink, submit, tail
 from flower_privdec.flower.node_settings import FOLDER
 from flower_privdec.scenario import Scenario, to_yaml
 
+CONNECTION = "privdec"
+INSTALL = "pip install 'flower-privdec[simulation]'"
+LOG = "flower.log"
+APP, RUN_CONFIG = "privdec-run", "run.toml"
 PYPROJECT = f"""\
 [project]
 name = "privdec-run"
@@ -45,14 +57,14 @@ mode = "cohort"
 base = ""
 resume = false
 """
-
-APP, RUN_CONFIG = "privdec-run", "run.toml"
 MODULES = {
     "__init__.py": "",
     "server_app.py": "from pathlib import Path\n\nfrom flower_privdec.flower.apps.server_app import server_app\n\n"
     "app = server_app(Path.cwd())\n",
     "client_app.py": "from flower_privdec.flower.apps.client_app import client_app\n\napp = client_app()\n",
 }
+ROUND = re.compile(rb"\[ROUND (\d+)/(\d+)\]")  # in the log of Flower's strategies and ours
+OnRound = Callable[[int, int], object]
 
 
 def flower_run(
@@ -66,17 +78,17 @@ def flower_run(
     resume: bool = False,
     on_metrics: OnMetrics | None = None,
 ) -> dict[str, Any]:
-    """Run a scenario by `flwr run` in Flower's simulation, to its summary.
+    """Run a scenario by `flwr run` in Flower's simulation, and return its summary.
 
     Args:
-        scenario: what to train; an experiment spares building it a second time.
+        scenario: what to train; an experiment is not built a second time.
         out: the run's folder.
         mode: how SuperNodes host the peers: "cohort", "sharded" or "relay", see `catalogue.FLOWER_MODES`.
-        n_supernodes: how many SuperNodes; one in cohort mode, by default one a peer in relay mode, and in sharded mode
-            as many as there are CPUs for.
+        n_supernodes: how many SuperNodes; by default one in cohort mode, one a peer in relay mode, and as many as
+            there are CPUs for in sharded mode.
         cpus, gpus: what each ClientApp gets; where the scenario computes on a GPU and gpus is 0, the
             ClientApps share one.
-        resume: go on from the checkpoint in `out`.
+        resume: continue from the checkpoint in `out`.
         on_metrics: called with each evaluation's metrics.
 
     Returns:
@@ -86,106 +98,20 @@ def flower_run(
         ScenarioError: when the input is wrong, or Flower's simulation is not installed; nothing was started or written.
         RunError: when the run failed.
     """
-    if find_spec("ray") is None:
-        raise ScenarioError(f"Flower's simulation needs ray, which is not installed: {INSTALL}")
+    _check_simulation(cpus, gpus)
     experiment = scenario if isinstance(scenario, Experiment) else Experiment.build(scenario)
-    nodes = _check_nodes(experiment, mode, n_supernodes, cpus)
-    gpus = _check_resources(experiment, nodes, cpus, gpus)
-    own = experiment.own if mode == "cohort" else None  # elsewhere the nodes keep what is the peers' own
+    nodes = _n_nodes(experiment.scenario.n_peers, mode, n_supernodes, cpus)
+    if gpus == 0 and experiment.device.type == "cuda":
+        gpus = 1 / nodes
+    own = experiment.own if mode == "cohort" else None  # in the other modes nodes read their peers' own parts
     Recorder(experiment, own, out, "flower", resume)  # refuses a folder that holds another run
-    resources = {"num-supernodes": nodes, "client-resources-num-cpus": cpus, "client-resources-num-gpus": gpus}
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
     with LocalSuperLink() as superlink:
         _write_app(superlink.folder, experiment.scenario, config)
-        progress = _Progress(out / "metrics.jsonl", resume, on_metrics)
-        submit(superlink, APP, resources, [RUN_CONFIG], out / "flower.log", lambda _: progress.poll())
+        progress = _Metrics(out / "metrics.jsonl", resume, on_metrics)
+        superlink.run(APP, _resources(nodes, cpus, gpus), [RUN_CONFIG], out / LOG, progress)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
-
-
-def _check_nodes(experiment: Experiment, mode: str, n_supernodes: int | None, cpus: int) -> int:
-    """Return how many SuperNodes to simulate."""
-    n_peers, places = experiment.scenario.n_peers, max(1, (os.cpu_count() or 1) // max(cpus, 1))
-    FLOWER_MODES.check(mode, "mode")
-    if n_supernodes is None:
-        return {"cohort": 1, "sharded": min(places, n_peers), "relay": n_peers}[mode]
-    if mode == "cohort" and n_supernodes > 1:
-        raise ScenarioError(
-            f"n_supernodes={n_supernodes} must be 1 in mode cohort, where one SuperNode hosts all peers: "
-            "choose mode sharded or relay, or leave it out"
-        )
-    if not 1 <= n_supernodes <= n_peers:
-        raise ScenarioError(
-            f"n_supernodes={n_supernodes} must be 1 to n_peers={n_peers}: a SuperNode hosts at least one peer"
-        )
-    if mode == "sharded" and n_supernodes > places:
-        raise ScenarioError(
-            f"n_supernodes={n_supernodes} with cpus={cpus} each must be at most {places} in mode sharded, where all "
-            "run at the same time: give fewer, or choose mode relay"
-        )
-    return n_supernodes
-
-
-def _check_resources(experiment: Experiment, nodes: int, cpus: int, gpus: float) -> float:
-    """Return how much of a GPU each ClientApp gets; refuse what this machine does not have."""
-    check_machine(cpus, gpus)
-    shared = gpus == 0 and experiment.device.type == "cuda"
-    return 1 / nodes if shared else float(gpus)
-
-
-def check_machine(cpus: int, gpus: float) -> None:
-    """Refuse resources for a ClientApp that this machine does not have.
-
-    Raises:
-        ScenarioError: naming them.
-    """
-    have = os.cpu_count() or 1
-    if not 1 <= cpus <= have:
-        raise ScenarioError(f"cpus={cpus} must be 1 to {have}, the CPUs of this machine; give fewer")
-    if gpus > torch.cuda.device_count():
-        raise ScenarioError(
-            f"gpus={gpus} must be at most {torch.cuda.device_count()}, the GPUs of this machine; give fewer"
-        )
-
-
-def _write_app(folder: Path, scenario: Scenario, config: dict[str, Any]) -> None:
-    """Write a Flower app that only names the installed package's, with its run-config beside it."""
-    package = folder / APP / "privdec_run"
-    package.mkdir(parents=True)
-    (folder / APP / "pyproject.toml").write_text(PYPROJECT)
-    for name, text in MODULES.items():
-        (package / name).write_text(text)
-    (folder / "scenario.yaml").write_text(to_yaml(scenario))
-    config = {"scenario": str(folder / "scenario.yaml")} | config
-    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items()]
-    (folder / RUN_CONFIG).write_text("".join(lines))
-
-
-class _Progress:
-    """Passes on each line that metrics.jsonl gains, once."""
-
-    def __init__(self, path: Path, resume: bool, on_metrics: OnMetrics | None) -> None:
-        self.path, self.on_metrics = path, on_metrics
-        self.seen = {metrics["round"] for metrics in self._read()} if resume else set()
-
-    def _read(self) -> list[dict[str, Any]]:
-        with suppress(FileNotFoundError):
-            lines = self.path.read_text().split("\n")[:-1]
-            return [json.loads(line) for line in lines]
-        return []
-
-    def poll(self) -> None:
-        if self.on_metrics is None:
-            return
-        for metrics in self._read():
-            if metrics["round"] not in self.seen:
-                self.seen.add(metrics["round"])
-                self.on_metrics(metrics)
-
-
-ROUND = re.compile(rb"\[ROUND (\d+)/(\d+)\]")  # as Flower's strategies and ours say it
-LOG = "flower.log"
-OnRound = Callable[[int, int], object]
 
 
 def run_flower_app(
@@ -198,36 +124,38 @@ def run_flower_app(
     run_config: Sequence[str] = (),
     on_round: OnRound | None = None,
 ) -> str:
-    """Run a Flower app to its end, in the Python environment of this process.
+    """Run a Flower app by `flwr run` in the Python environment of this process, and return the last lines of its log.
 
     Args:
         app: the app's folder; nothing in it is changed.
-        out: the folder in which the app's processes run: what they save by a relative path is there afterwards, with
-            the log, and the peers' own folders of strategies of this package.
+        out: the working folder of the app's processes: files that they save by a relative path are there afterwards,
+            with the log, and the peers' own folders of strategies of this package.
         n_supernodes: how many SuperNodes are simulated.
         cpus, gpus: what each ClientApp gets.
-        run_config: laid over the app's own, as KEY=VALUE.
-        on_round: called with the round that began and how many there are, where the app's log says so.
-
-    Returns:
-        The last lines of the log.
+        run_config: overrides the app's own, as KEY=VALUE.
+        on_round: called with the current round and the number of rounds, when the app's log shows a new round.
 
     Raises:
         ScenarioError: the input is wrong, or Flower's simulation is not installed; nothing was started.
         RunError: the run failed.
     """
-    if find_spec("ray") is None:
-        raise ScenarioError(f"Flower's simulation needs ray, which is not installed: {INSTALL}")
-    _check_config(read_app(app)["config"], run_config)
+    _check_simulation(cpus, gpus)
+    keys = read_app(app)["config"]
+    for pair in run_config:
+        key, equals, _ = pair.partition("=")
+        if not equals or key.strip() not in keys:
+            raise ScenarioError(
+                f"run-config {pair!r} must be KEY=VALUE with a key of the app's: {', '.join(keys)}",
+                code="flower.run-config",
+            )
     if n_supernodes < 1:
-        raise ScenarioError(f"n_supernodes={n_supernodes} must be >= 1")
-    check_machine(cpus, gpus)
+        raise ScenarioError(f"n_supernodes={n_supernodes} must be >= 1", code="flower.supernodes")
     lock, out = FolderLock(out), out.absolute()
     lock.take()
-    resources = {"num-supernodes": n_supernodes, "client-resources-num-cpus": cpus, "client-resources-num-gpus": gpus}
+    resources = _resources(n_supernodes, cpus, gpus)
     try:
         with LocalSuperLink(out, {FOLDER: str(out / "peers")}) as superlink:
-            submit(superlink, str(app.absolute()), resources, run_config, out / LOG, _Rounds(on_round))
+            superlink.run(str(app.absolute()), resources, run_config, out / LOG, _Rounds(on_round))
     except RunError as error:
         raise RunError(f"{error}\nThe last lines of {out / LOG}:\n{tail(out / LOG)}") from error
     finally:
@@ -235,22 +163,258 @@ def run_flower_app(
     return tail(out / LOG)
 
 
-def _check_config(known: dict[str, object], given: Sequence[str]) -> None:
-    for each in given:
-        key, equals, _ = each.partition("=")
-        if not equals or key.strip() not in known:
-            raise ScenarioError(f"run-config {each!r} must be KEY=VALUE with a key of the app's: {', '.join(known)}")
+def _check_simulation(cpus: int, gpus: float) -> None:
+    """Raise ScenarioError unless Flower's simulation is installed and a ClientApp's resources exist here."""
+    if find_spec("ray") is None:
+        raise ScenarioError(f"Flower's simulation needs ray, which is not installed: {INSTALL}")
+    available = os.cpu_count() or 1
+    if not 1 <= cpus <= available:
+        raise ScenarioError(
+            f"cpus={cpus} must be 1 to {available}, the CPUs of this machine; give fewer", code="flower.resources"
+        )
+    if gpus > torch.cuda.device_count():
+        raise ScenarioError(
+            f"gpus={gpus} must be at most {torch.cuda.device_count()}, the GPUs of this machine; give fewer",
+            code="flower.resources",
+        )
+
+
+def _resources(nodes: int, cpus: int, gpus: float) -> dict[str, int | float]:
+    return {"num-supernodes": nodes, "client-resources-num-cpus": cpus, "client-resources-num-gpus": gpus}
+
+
+def _n_nodes(n_peers: int, mode: str, n_supernodes: int | None, cpus: int) -> int:
+    """Return how many SuperNodes to simulate."""
+    at_once = max(1, (os.cpu_count() or 1) // max(cpus, 1))
+    FLOWER_MODES.check(mode, "mode")
+    if n_supernodes is None:
+        return {"cohort": 1, "sharded": min(at_once, n_peers), "relay": n_peers}[mode]
+    problem = ""
+    if mode == "cohort" and n_supernodes > 1:
+        problem = "1 in mode cohort, where one SuperNode hosts all peers: choose mode sharded or relay, or leave it out"
+    elif not 1 <= n_supernodes <= n_peers:
+        problem = f"1 to n_peers={n_peers}: a SuperNode hosts at least one peer"
+    elif mode == "sharded" and n_supernodes > at_once:
+        problem = f"at most {at_once} in mode sharded, where all run at the same time: give fewer, or choose mode relay"
+    if problem:
+        raise ScenarioError(
+            f"n_supernodes={n_supernodes} (cpus={cpus} each) must be {problem}", code="flower.supernodes"
+        )
+    return n_supernodes
+
+
+def _write_app(folder: Path, scenario: Scenario, config: dict[str, Any]) -> None:
+    """Write a Flower app that imports the installed package's apps, with its run-config beside it."""
+    package = folder / APP / "privdec_run"
+    package.mkdir(parents=True)
+    (folder / APP / "pyproject.toml").write_text(PYPROJECT)
+    for name, text in MODULES.items():
+        (package / name).write_text(text)
+    (folder / "scenario.yaml").write_text(to_yaml(scenario))
+    config = {"scenario": str(folder / "scenario.yaml")} | config
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in config.items()]
+    (folder / RUN_CONFIG).write_text("".join(lines))
+
+
+class _Metrics:
+    """Reports each new line of metrics.jsonl once."""
+
+    def __init__(self, path: Path, resume: bool, on_metrics: OnMetrics | None) -> None:
+        self._path, self._on_metrics = path, on_metrics
+        self._reported = {metrics["round"] for metrics in self._read()} if resume else set()
+
+    def _read(self) -> list[dict[str, Any]]:
+        with suppress(FileNotFoundError):
+            return [json.loads(line) for line in self._path.read_text().split("\n")[:-1]]
+        return []
+
+    def __call__(self, log: Path) -> None:
+        for metrics in self._read() if self._on_metrics else ():
+            if self._on_metrics and metrics["round"] not in self._reported:
+                self._reported.add(metrics["round"])
+                self._on_metrics(metrics)
 
 
 class _Rounds:
-    """Passes on which round a log is in, when that changes."""
+    """Reports the last round in a log when it changes."""
 
     def __init__(self, on_round: OnRound | None) -> None:
         self._on_round, self._last = on_round, (0, 0)
 
     def __call__(self, log: Path) -> None:
-        found = ROUND.findall(log.read_bytes()) if self._on_round and log.exists() else []
-        latest = (int(found[-1][0]), int(found[-1][1])) if found else self._last
-        if self._on_round and latest != self._last:
-            self._last = latest
-            self._on_round(*latest)
+        rounds = ROUND.findall(log.read_bytes()) if self._on_round and log.exists() else []
+        last = (int(rounds[-1][0]), int(rounds[-1][1])) if rounds else self._last
+        if self._on_round and last != self._last:
+            self._last = last
+            self._on_round(*last)
+
+
+class LocalSuperLink:
+    """A SuperLink for simulations that listens on a free port of 127.0.0.1; stops all it started at exit.
+
+    The user's own Flower configuration, app folder and SuperLink are neither read nor written. Runs use
+    the Python environment of this process; Flower installs nothing.
+
+    Args:
+        cwd: the working folder of all processes; by default `folder`.
+        variables: of their environment.
+
+    Attributes:
+        folder: a temporary folder, removed at exit.
+    """
+
+    def __init__(self, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="privdec-"))
+        self._cwd, self._variables = cwd or self.folder, dict(variables or {})
+        self.home = self.folder / "home"
+        self.log = self.folder / "superlink.log"
+        self._supervisor: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> LocalSuperLink:
+        try:
+            for attempt in range(3):
+                if self._starts():
+                    return self
+                time.sleep(0.2 * attempt)
+            raise RunError(f"the SuperLink did not start:\n{tail(self.log)}")
+        except BaseException:
+            self._stop()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def run(
+        self,
+        app: str,
+        resources: Mapping[str, int | float],
+        run_config: Sequence[str],
+        log_copy: Path,
+        poll: Callable[[Path], object],
+    ) -> None:
+        """Run an app to its end.
+
+        Args:
+            app: its folder, absolute or from `folder`.
+            resources: of the simulation, as Flower names them.
+            run_config: overrides the app's own, each as `flwr run --run-config` takes it.
+            log_copy: where the log is copied to in the end, if its folder exists.
+            poll: called with the log, several times a second.
+
+        Raises:
+            RunError: it did not complete, with the reason.
+        """
+        log = self.folder / LOG
+        options = [word for override in run_config for word in ("--run-config", override)]
+        federation = " ".join(f"{key}={value}" for key, value in resources.items())
+        options += ["--federation-config", federation]
+        process = self.popen("flwr", "run", app, CONNECTION, "--stream", *options, output=log)
+        try:
+            while process.poll() is None:
+                poll(log)
+                time.sleep(0.1)
+            poll(log)
+            listing = self.call("flwr", "list", CONNECTION, "--format", "json")
+            runs: list[dict[str, str]] = []
+            with suppress(json.JSONDecodeError):
+                runs = json.loads(listing[listing.index("{") :])["runs"] if "{" in listing else []
+            if not runs:
+                raise RunError(f"`flwr run` did not submit the run:\n{tail(log)}", code="flower.failed")
+            status = runs[0]["status"]
+            if status != "finished:completed":
+                details = " ".join(runs[0]["status-details"].removeprefix("Simulation failed with exception: ").split())
+                where = f"; its log is {log_copy}" if log_copy.parent.is_dir() else ""
+                raise RunError(f"the Flower run ended as {status}: {details or tail(log)}{where}", code="flower.failed")
+        finally:
+            process.kill()
+            process.wait()
+            with suppress(OSError):  # a run that failed at once may have left no folder
+                log_copy.write_bytes(log.read_bytes())
+
+    def popen(self, *command: str, output: Path, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+        """Start a command, such as `flwr`, that uses this SuperLink."""
+        with output.open("ab") as file:
+            return subprocess.Popen(
+                [self._executable(command[0]), *command[1:]],
+                cwd=self._cwd,
+                env=self._environment(),
+                stdin=stdin,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def call(self, *command: str, timeout: float = 60) -> str:
+        """Run a command to its end and return its output."""
+        output = self.folder / "call.log"
+        output.unlink(missing_ok=True)
+        process = self.popen(*command, output=output)
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise RunError(f"`{' '.join(command)}` did not end within {timeout:.0f} s") from error
+        finally:
+            process.kill()
+            process.wait()
+        return output.read_text(errors="replace")
+
+    def _executable(self, name: str) -> str:
+        path = shutil.which(name, path=self._environment()["PATH"])
+        if path is None:
+            raise RunError(f"the command {name} is not there: {INSTALL}")
+        return path
+
+    def _environment(self) -> dict[str, str]:
+        extra = {
+            "FLWR_HOME": str(self.home),
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "NO_PROXY": "127.0.0.1,localhost",
+            "no_proxy": "127.0.0.1,localhost",
+            "PYTHONUNBUFFERED": "1",
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+        }
+        if len(str(self.folder)) < 40:  # Ray's sockets lie below, and a socket's path has 107 characters
+            extra["RAY_TMPDIR"] = str(self.folder)
+        return os.environ | extra | self._variables
+
+    def _starts(self) -> bool:
+        """Start the SuperLink on a free port and return whether it answers."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.home.mkdir(exist_ok=True)
+        (self.home / "config.toml").write_text(
+            f'[superlink]\ndefault = "{CONNECTION}"\n\n'
+            f'[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        )
+        options = f"--insecure --simulation --host 127.0.0.1 --port {port}"
+        supervise = (sys.executable, "-I", supervisor.__file__, str(self.folder))
+        superlink = (self._executable("flower-superlink"), *options.split())
+        self._supervisor = self.popen(*supervise, *superlink, output=self.log, stdin=subprocess.PIPE)
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        deadline = time.monotonic() + 60
+        while self._supervisor.poll() is None and time.monotonic() < deadline:
+            with suppress(OSError), direct.open(f"http://127.0.0.1:{port}/health", timeout=1):
+                return True
+            time.sleep(0.1)
+        return False
+
+    def _stop(self) -> None:
+        """Let the supervisor end the SuperLink and all its descendants, and remove the folder."""
+        if self._supervisor is not None and self._supervisor.stdin is not None:
+            self._supervisor.stdin.close()
+            self._supervisor.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def tail(path: Path, lines: int = 12) -> str:
+    """Return the last lines of a log, without colours."""
+    with suppress(FileNotFoundError):
+        text = re.sub(r"\x1b\[[0-9;]*m", "", path.read_text(errors="replace"))
+        return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-lines:])
+    return "(no log)"

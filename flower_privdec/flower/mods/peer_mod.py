@@ -15,7 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 
 from flower_privdec.common.arguments import check_kinds, check_paths
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError
-from flower_privdec.flower.launch.error_formatting import CLIENT_APP_RAISED, MENDABLE, reason, said
+from flower_privdec.flower.launch.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, reason
 from flower_privdec.flower.mods.peer_state import (
     Layout,
     PeerState,
@@ -486,8 +486,8 @@ class PeerMod:
         """Answer a message in the app's place, and let it answer what is its own."""
         try:
             return self._answer(message, context, app)
-        except MENDABLE as error:
-            return Message(Error(CLIENT_APP_RAISED, said(error)), reply_to=message)
+        except USER_ERRORS as error:
+            return Message(Error(CLIENT_APP_RAISED, error_line(error)), reply_to=message)
 
     def _answer(self, message: Message, context: Context, app: App) -> Message:
         asked = Asked.of(message.content, NO_STRATEGY)

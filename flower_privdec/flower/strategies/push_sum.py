@@ -18,7 +18,7 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
 from flower_privdec.common.arguments import check_calls, check_kinds, check_numbers, check_paths, check_whole
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.flower.launch.error_formatting import failing_plainly
+from flower_privdec.flower.launch.error_formatting import one_line_failure
 from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, ROUND, Told
 from flower_privdec.flower.mods.peer_state import Layout, numpy_arrays
 from flower_privdec.flower.node_settings import FOLDER, safe_name
@@ -242,7 +242,7 @@ class Routed(Strategy):
         check_start(grid, initial_arrays, num_rounds, timeout, given, evaluate_fn)
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         self._wants_mean = evaluate_fn is not None
-        with failing_plainly():
+        with one_line_failure():
             self._begin(grid, initial_arrays, num_rounds, timeout)
             return self._run(num_rounds, *configs, evaluate_fn)
 

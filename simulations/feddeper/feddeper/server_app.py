@@ -6,13 +6,13 @@ from flwr.serverapp import Grid, ServerApp
 from feddeper.task import CLIENTS, accuracy, build_model, digits
 from flower_privdec.errors import RunError
 from flower_privdec.flower import FedDeper
-from flower_privdec.flower.launch.error_formatting import failing_plainly
+from flower_privdec.flower.launch.error_formatting import one_line_failure
 
 app = ServerApp()
 
 
 @app.main()
-@failing_plainly()
+@one_line_failure()
 def main(grid: Grid, context: Context) -> None:
     """Train, and try the global model on all digits after every round."""
     config, nodes = context.run_config, len(list(grid.get_node_ids()))

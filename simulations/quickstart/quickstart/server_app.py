@@ -6,14 +6,14 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from flower_privdec.flower.apps.server_app import Settings
-from flower_privdec.flower.launch.error_formatting import failing_plainly
+from flower_privdec.flower.launch.error_formatting import one_line_failure
 from flower_privdec.reporting.plots import save_run_plots
 
 app = ServerApp()
 
 
 @app.main()
-@failing_plainly()
+@one_line_failure()
 def main(grid: Grid, context: Context) -> None:
     """Run the scenario that the run-config names."""
     run = Settings.read(context, folder=Path(__file__).resolve().parents[1])
