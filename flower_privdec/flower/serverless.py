@@ -36,7 +36,7 @@ from flower_privdec.engine.spent import json_number
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.flower.launch.error_formatting import reason
-from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, message_to, opened_app
+from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
 from flower_privdec.flower.mods.peer_state import Layout, PeerState, numpy_arrays
 from flower_privdec.flower.mods.private_update import (
     APP_SPENT,
@@ -314,7 +314,7 @@ class ClientAppRunner:
         return {}
 
     def _call(self, kind: str, arrays: ArrayRecord, server_round: int) -> Message:
-        message = message_to(self._node, kind, self._content(kind, arrays, server_round))
+        message = with_id(Message(self._content(kind, arrays, server_round), self._node, kind))
         with working_in(self._folder):
             reply = self._client(message, self._context)
         if not isinstance(reply, Message):

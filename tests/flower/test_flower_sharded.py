@@ -24,7 +24,7 @@ from flower_privdec.flower.apps import server_app
 from flower_privdec.flower.apps.client_app import Node, client_app
 from flower_privdec.flower.apps.server_app import Sharded
 from flower_privdec.flower.launch.launcher import flower_run
-from flower_privdec.flower.launch.local_grid import named
+from flower_privdec.flower.launch.local_grid import with_id
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.scenario import Scenario, to_yaml
 
@@ -179,7 +179,7 @@ def test_deployed_nodes_host_shares_and_keep_their_own_ledgers(tiny: Tiny, tmp_p
 
 def order(scenario: Scenario, **fields: object) -> Message:
     values = {"scenario": to_yaml(scenario), "until": 2, "peers": [0, 1], "begin": 0, "shards": 2, "token": "t"}
-    return named(Message(RecordDict({"request": ConfigRecord(values | fields)}), 100, "train.sharded"))  # type: ignore[arg-type]
+    return with_id(Message(RecordDict({"request": ConfigRecord(values | fields)}), 100, "train.sharded"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from flwr.app import Message
 
-from flower_privdec.flower.launch.local_grid import LocalGrid, named
+from flower_privdec.flower.launch.local_grid import LocalGrid, with_id
 
 
 class TogetherGrid(LocalGrid):
@@ -15,7 +15,7 @@ class TogetherGrid(LocalGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Let all messages be answered, each in a thread of its own; return their ids."""
-        asked = [named(message) for message in messages]
+        asked = [with_id(message) for message in messages]
         ids = [message.metadata.message_id for message in asked]
         if asked:
             with ThreadPoolExecutor(len(asked)) as threads:

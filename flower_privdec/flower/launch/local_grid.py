@@ -1,6 +1,6 @@
-"""Nodes in this process: a Grid without Ray or a SuperLink, for tests and notebooks.
+"""Nodes in this process: a Grid without Ray or a SuperLink, and the loader of an app's folder.
 
-What it needs of Flower's internals (the identity of the running task, message ids) is here alone.
+All use of Flower's internals (the identity of the running task, message ids) is here.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class LocalGrid(Grid):
     Args:
         client_app: what every node runs.
         n_nodes: how many nodes there are.
-        run_id: the run they take part in.
-        folder: where the nodes keep what is theirs; None is a temporary folder that goes with the grid.
-        config: more of each node's own configuration; nodes that say more than their folder are no simulation's.
-        run_config: the run's, which every node is given.
+        run_id: the run's.
+        folder: the nodes' own folder; None is a temporary one that is removed with the grid.
+        config: more of each node's own configuration; the nodes are then deployed ones, not a simulation's.
+        run_config: the run's, for every node.
 
     Raises:
         ScenarioError: there is no node.
@@ -53,8 +53,8 @@ class LocalGrid(Grid):
         run_config: UserConfig | None = None,
     ) -> None:
         check_whole({"n_nodes": n_nodes})
-        if n_nodes < 1:
-            raise ScenarioError(f"n_nodes={n_nodes} must be >= 1")
+        if n_nodes is None or n_nodes < 1:
+            raise ScenarioError(f"n_nodes={n_nodes} must be >= 1", code="grid.nodes")
         self.client_app = client_app
         self._temporary = TemporaryDirectory() if folder is None else None
         own = str(self._temporary.name if self._temporary is not None else folder)
@@ -79,7 +79,7 @@ class LocalGrid(Grid):
         return self._run
 
     def set_run(self, run: Run) -> None:
-        """Take part in another run."""
+        """Set the run."""
         self._run = run
 
     def create_message(
@@ -90,7 +90,7 @@ class LocalGrid(Grid):
         group_id: str,
         ttl: float | None = None,
     ) -> Message:
-        """Return a new message; kept for Flower's older interface."""
+        """Return a new message; an abstract method of Flower's older interface."""
         return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
 
     def get_node_ids(self) -> Iterable[int]:
@@ -98,11 +98,10 @@ class LocalGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Let every message be answered; return the messages' ids."""
+        """Call the ClientApp with every message; return the messages' ids."""
         ids = []
         for message in messages:
-            named(message)
-            ids.append(message.metadata.message_id)
+            ids.append(with_id(message).metadata.message_id)
             self._replies[ids[-1]] = self._deliver(message)
         return ids
 
@@ -114,27 +113,18 @@ class LocalGrid(Grid):
             return Message(Error(code=0, reason=str(error)), reply_to=message)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return the answers to some messages."""
+        """Return the replies to some messages."""
         return [self._replies.pop(name) for name in list(message_ids) if name in self._replies]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Return the answers to messages."""
+        """Return the replies to messages."""
         return list(self.pull_messages(self.push_messages(messages)))
 
 
-def named(message: Message) -> Message:
-    """Give a message an id, without which nobody can reply to it, and return it."""
+def with_id(message: Message) -> Message:
+    """Give a message an id, which Flower needs for a reply and a SuperLink would assign, and return it."""
     message.metadata.__dict__["_message_id"] = str(uuid4())
     return message
-
-
-def message_to(node_id: int, kind: str, content: RecordDict) -> Message:
-    """Return a message to a node of this process, as it would come from a SuperLink.
-
-    Args:
-        kind: of the function that is to answer, train or evaluate.
-    """
-    return named(Message(content, node_id, kind))
 
 
 def run_in_process(
@@ -145,8 +135,8 @@ def run_in_process(
     Args:
         app: the app's folder, with its pyproject.toml.
         n_nodes: how many nodes; each gets its partition-id and num-partitions, as in Flower's simulation.
-        config: laid over the run-config of the app's pyproject.toml; keys that it has.
-        folder: where the nodes keep what is theirs; by default it goes with the grid.
+        config: overrides the run-config of the app's pyproject.toml; keys that it has.
+        folder: the nodes' own folder; by default a temporary one that is removed with the grid.
 
     Returns:
         The grid, whose contexts are the nodes'.
@@ -154,8 +144,8 @@ def run_in_process(
     Raises:
         ScenarioError: the folder is no Flower app, or has no such key.
     """
-    check_app(app, n_nodes, config)
-    with opened_app(Path(app), config or {}) as opened:
+    check_kinds({"config": config}, (Mapping,), "a dict")
+    with opened_app(app, config or {}) as opened:
         grid = LocalGrid(opened.client, n_nodes, folder=folder, run_config=opened.run_config)
         opened.server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), dict(opened.run_config)))
     return grid
@@ -167,7 +157,7 @@ class OpenedApp:
 
     Attributes:
         server, client: its two components.
-        run_config: of its pyproject.toml, with what was laid over it.
+        run_config: of its pyproject.toml, with overrides.
     """
 
     server: ServerApp
@@ -176,49 +166,50 @@ class OpenedApp:
 
 
 @contextmanager
-def opened_app(app: Path, config: Mapping[str, Any]) -> Iterator[OpenedApp]:
-    """Load a Flower app from its folder, whose modules can be imported until the end; see `run_in_process`.
+def opened_app(app: Path | str, overrides: Mapping[str, Any]) -> Iterator[OpenedApp]:
+    """Load a Flower app from its folder; its modules can be imported inside, and are unloaded afterwards.
 
     Raises:
-        ScenarioError: the folder is no Flower app, or has no such key.
+        ScenarioError: the folder is no Flower app, or its run-config has no such key.
     """
     settings = read_app(app)
-    run_config = _laid_over(settings["config"], config)
-    with _importable(app.absolute()):
+    config = settings["config"]
+    for key, value in overrides.items():
+        problem = ""
+        if key not in config:
+            problem = f"{key!r} is no key of the app's run-config{did_you_mean(key, config)}; it has {list(config)}"
+        elif isinstance(value, str) != isinstance(config[key], str):
+            problem = f"{key}={value!r} must be of the kind that the app's run-config has, as {config[key]!r}"
+        if problem:
+            raise ScenarioError(problem, code="flower.run-config")
+    folder = Path(app).absolute()
+    sys.path.insert(0, str(folder))
+    try:
         server, client = (_load(settings["components"][name]) for name in ("serverapp", "clientapp"))
         if not isinstance(server, ServerApp) or not isinstance(client, ClientApp):
             raise ScenarioError(f"{app}: its components are {type(server).__name__} and {type(client).__name__}")
-        yield OpenedApp(server, client, run_config)
+        yield OpenedApp(server, client, {**config, **overrides})
+    finally:
+        sys.path.remove(str(folder))
+        for name, module in list(sys.modules.items()):  # the next app may have modules of the same name
+            if str(getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
+                del sys.modules[name]
 
 
-def check_app(app: object, n_nodes: object, config: object) -> None:
-    """Refuse what cannot be run.
-
-    Raises:
-        ScenarioError: naming it.
-    """
-    if app is None or n_nodes is None:
-        raise ScenarioError("give the app's folder, and how many nodes it runs on")
+def read_app(app: Path | str | None) -> dict[str, Any]:
+    """Return `components` and the flat run-config `config` of an app's pyproject.toml; raises ScenarioError."""
     check_paths({"app": app})
-    check_whole({"n_nodes": n_nodes})
-    check_kinds({"config": config}, (Mapping,), "a dict")
-    if n_nodes < 1:  # type: ignore[operator]
-        raise ScenarioError(f"n_nodes={n_nodes} must be >= 1")
-
-
-def read_app(app: Path) -> dict[str, Any]:
-    """Return what an app's pyproject.toml says of its components and its run-config, flat.
-
-    Raises:
-        ScenarioError: it says nothing of the kind.
-    """
-    path = app / "pyproject.toml"
+    if app is None:
+        raise ScenarioError("app=None must be the app's folder", code="app.pyproject")
+    path = Path(app) / "pyproject.toml"
     try:
-        said = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]
-        components = {name: str(said["components"][name]) for name in ("serverapp", "clientapp")}
+        section = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]
+        components = {name: str(section["components"][name]) for name in ("serverapp", "clientapp")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ScenarioError(f"{path} must be a Flower app's, with [tool.flwr.app.components]: {error!r}") from error
-    return {"components": components, "config": _flat(said.get("config", {}))}
+        raise ScenarioError(
+            f"{path} must be a Flower app's, with [tool.flwr.app.components]: {error!r}", code="app.pyproject"
+        ) from error
+    return {"components": components, "config": _flat(section.get("config", {}))}
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -228,41 +219,16 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _laid_over(config: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    for key, value in given.items():
-        if key in config and isinstance(value, str) != isinstance(config[key], str):
-            raise ScenarioError(
-                f"{key}={value!r} must be of the kind that the app's run-config has, as {config[key]!r}"
-            )
-        if key not in config:
-            raise ScenarioError(
-                f"{key!r} is no key of the app's run-config{did_you_mean(key, config)}; it has {list(config)}"
-            )
-    return {**config, **given}
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Let an app's modules be imported, and forget them afterwards: the next app may have some of the same name."""
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        for name, module in list(sys.modules.items()):
-            if str(getattr(module, "__file__", None) or "").startswith(f"{folder}/"):
-                del sys.modules[name]
-
-
 def _load(reference: str) -> object:
-    module, _, name = reference.partition(":")
+    """Return a component, which pyproject.toml names as module:name."""
+    path, _, name = reference.partition(":")
     importlib.invalidate_caches()
     try:
-        found = importlib.import_module(module)
+        module = importlib.import_module(path)
     except (ModuleNotFoundError, ValueError) as error:
-        if not module.startswith(getattr(error, "name", None) or ""):
-            raise  # what the app itself imports
-        raise ScenarioError(f"component {reference!r} of pyproject.toml is in no module: {error}") from error
-    if not hasattr(found, name):
-        raise ScenarioError(f"component {reference!r} of pyproject.toml: {module} has no {name!r}")
-    return getattr(found, name)
+        if not path.startswith(getattr(error, "name", None) or ""):
+            raise  # an import of the app's own
+        raise ScenarioError(f"component {reference!r} of pyproject.toml: {error}", code="app.component") from error
+    if not hasattr(module, name):
+        raise ScenarioError(f"component {reference!r} of pyproject.toml: {path} has no {name!r}", code="app.component")
+    return getattr(module, name)
