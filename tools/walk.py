@@ -188,9 +188,9 @@ def network_round(mode: str) -> Callable[[Walk, Path], None]:
         begin = threading.Barrier(len(peers), walk.record)
         end = threading.Barrier(len(peers), walk.pause)
 
-        def on_round(status: dict[str, Any]) -> None:
-            if status["round"] in (STEADY, STEADY + 1):
-                (begin if status["round"] == STEADY else end).wait()
+        def on_round(peer: Any) -> None:
+            if peer.state.round_index in (STEADY, STEADY + 1):
+                (begin if peer.state.round_index == STEADY else end).wait()
 
         def run(peer: Any) -> None:
             try:

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from flower_privdec.common.files import replacing
 from flower_privdec.common.formatting import one_line, peer_ranges, shown
-from flower_privdec.common.tensor_file import write_tensors
 from flower_privdec.core import Edges, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.ledger.ledger import RunName
@@ -234,3 +234,44 @@ def _state(facts: dict[str, Any], rows: dict[str, Tensor]) -> State:
         for name, (own, other) in facts["edges"].items()
     }
     return State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows, edges)
+
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
+    """Write a safetensors file in the place of another, whole or not at all.
+
+    Args:
+        tensors: by name; wherever and however they lie.
+        facts: strings beside them.
+
+    Raises:
+        OSError: the disk is full, or the path cannot be written.
+    """
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    described: dict[str, Any] = {"__metadata__": dict(facts)}
+    end = 0
+    for name, tensor in ordered.items():
+        begin, end = end, end + tensor.nbytes
+        described[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = json.dumps(described, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    rows = (
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for tensor in ordered.values()
+    )
+    with replacing(path) as part, part.open("wb", buffering=0) as file:
+        for remaining in (memoryview(len(header).to_bytes(8, "little") + header), *rows):
+            while remaining:
+                remaining = remaining[file.write(remaining) :]

@@ -17,8 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.algorithms.dual_averaging import DPDDA
-from flower_privdec.common.files import write_atomically
-from flower_privdec.common.folder_lock import FolderLock
+from flower_privdec.common.files import FolderLock, write_atomically
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.core import Algorithm, Exchange, State
 from flower_privdec.engine.checkpoint import Checkpoint, check_state, load_checkpoint, save_checkpoint

@@ -19,7 +19,7 @@ from safetensors.torch import save
 from tiny_scenario import TINY, Build
 
 from flower_privdec.cli import main
-from flower_privdec.common.folder_lock import FolderLock
+from flower_privdec.common.files import FolderLock
 from flower_privdec.engine.checkpoint import read_checkpoint
 from flower_privdec.engine.recorder import keep_metrics_until, read_metrics
 from flower_privdec.engine.run import Run, run
@@ -144,7 +144,7 @@ def test_a_folder_that_changes_between_look_and_lock_is_refused(
 
 def test_the_lock_dies_with_its_process(tmp_path: Path, build: Build) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from flower_privdec.common.folder_lock import FolderLock\n"
+        "import os, sys; from pathlib import Path; from flower_privdec.common.files import FolderLock\n"
         "lock = FolderLock(Path(sys.argv[1])); lock.take(); os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], check=False, timeout=500)

@@ -11,7 +11,6 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from flower_privdec import testing
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.local.fault_proxy import PIECE, FaultProxy, Faults
 from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.scenario import Scenario
 
 LINK = (0, 1)
@@ -243,10 +243,10 @@ def test_peers_behind_it_still_do_what_the_engine_does(
     torch.testing.assert_close(found, wanted)
 
 
-def cut_all(proxy: FaultProxy, status: dict[str, Any]) -> None:
+def cut_all(proxy: FaultProxy, running: RunningPeer) -> None:
     """Cut all links after each round of peer 0, but for the last two: after them nobody is left to be asked again."""
-    for name in proxy.names if status["peer"] == 0 else ():
-        if status["round"] < status["rounds"] - 1:
+    for name in proxy.names if running.device.peer == 0 else ():
+        if running.state.round_index < running.rounds - 1:
             proxy.cut(name)
         else:
             proxy.set(name, Faults())

@@ -14,7 +14,7 @@ from flower_privdec.network.peer.connections import Messages
 from flower_privdec.network.peer.synchronous import GONE, Machine, SynchronousSession
 from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage, formats_of
-from flower_privdec.pushsum.timetable import Timetable
+from flower_privdec.pushsum.lockstep import Timetable
 
 ROWS = {"x": torch.arange(3.0)}
 

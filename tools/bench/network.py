@@ -22,9 +22,9 @@ from flower_privdec.core import advance
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.network.local.peer_processes import on_this_machine
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
-from flower_privdec.pushsum.timetable import Timetable, network_mixing
+from flower_privdec.pushsum.lockstep import Timetable, network_mixing
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario, to_yaml
 from tools.bench import transport_baseline
 from tools.bench.timing import quiet
@@ -225,8 +225,9 @@ def run_peer(scenario: str, peer: int, folder: str, certificates: str) -> list[t
     device = PeerDevice(peer, Path(folder), credentials_of(loaded, Path(certificates), peer), addresses)
     timed, rounds = TimedSync(), list[tuple[float, ...]]()
 
-    def note(status: dict[str, Any]) -> None:
-        rounds.append((time.monotonic(), time.process_time(), timed.seconds, timed.count, status["bytes_sent"]))
+    def note(running: RunningPeer) -> None:
+        sent = running.connections.bytes_sent
+        rounds.append((time.monotonic(), time.process_time(), timed.seconds, timed.count, sent))
 
     running = running_peer(loaded, device)
     try:

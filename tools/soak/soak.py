@@ -29,7 +29,7 @@ from flower_privdec.experiment import Agreement
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import PeerProcesses, on_this_machine
 from flower_privdec.network.local.watch import Watch
-from flower_privdec.pushsum.timetable import Timetable, network_mixing
+from flower_privdec.pushsum.lockstep import Timetable, network_mixing
 from flower_privdec.scenario import Scenario
 from tools.soak.checks import Paid, Weight, look_at_ledger, resident_bytes, weight_on_disk
 from tools.soak.fault_schedule import KINDS, Fault, Pair, check_kinds, faults

@@ -23,7 +23,7 @@ import torch
 
 from flower_privdec import __version__
 from flower_privdec.catalogue import FLOWER_MODES
-from flower_privdec.common.folder_lock import FolderLock
+from flower_privdec.common.files import FolderLock
 from flower_privdec.engine.recorder import OnMetrics, Recorder
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment

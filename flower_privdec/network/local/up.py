@@ -25,7 +25,7 @@ from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import PeerProcesses, on_this_machine
 from flower_privdec.network.local.watch import OnStatus, Watch
 from flower_privdec.network.peer.trainer import noise_source, rows_path
-from flower_privdec.pushsum.timetable import network_mixing
+from flower_privdec.pushsum.lockstep import network_mixing
 from flower_privdec.scenario import Scenario
 
 _log = logging.getLogger(__name__)

@@ -140,14 +140,14 @@ class _StatusLine:
     def __init__(self, every: int) -> None:
         self._terminal, self._every, self._last = sys.stderr.isatty(), every, 0.0
 
-    def __call__(self, status: dict[str, Any]) -> None:
-        """Show a status, unless one was shown just now."""
-        over = status["round"] == status["rounds"]
+    def __call__(self, running: RunningPeer) -> None:
+        """Show a peer's status, unless one was shown just now."""
+        round_index, over = running.state.round_index, running.state.round_index == running.rounds
         if self._terminal and (over or time.monotonic() - self._last >= LINE_SECONDS):
-            print(f"\r\x1b[K{status_line(status)}", end="", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K{status_line(running.status())}", end="", file=sys.stderr, flush=True)
             self._last = time.monotonic()
-        elif not self._terminal and (over or status["round"] % self._every == 0):
-            print(status_line(status), file=sys.stderr, flush=True)
+        elif not self._terminal and (over or round_index % self._every == 0):
+            print(status_line(running.status()), file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Leave the line."""

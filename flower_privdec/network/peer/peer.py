@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.files import write_atomically
-from flower_privdec.common.folder_lock import FolderLock
-from flower_privdec.common.tensor_file import write_tensors
+from flower_privdec.common.files import FolderLock, write_atomically
 from flower_privdec.core import Exchange, State
 from flower_privdec.engine.checkpoint import (
     BESIDE,
@@ -26,6 +24,7 @@ from flower_privdec.engine.checkpoint import (
     load_checkpoint,
     read_checkpoint,
     save_checkpoint,
+    write_tensors,
 )
 from flower_privdec.engine.recorder import evaluation_rounds
 from flower_privdec.errors import ScenarioError, StoppedError
@@ -36,12 +35,12 @@ from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
 from flower_privdec.pushsum.codec import TensorArithmetic, unpack, wire_codec
 from flower_privdec.pushsum.frames import RowFormats, formats_of
-from flower_privdec.pushsum.timetable import Timetable
+from flower_privdec.pushsum.lockstep import Timetable
 from flower_privdec.scenario import numbers_hash, scenario_hash, to_yaml
 
 POLL = 0.2  # seconds between two looks at whether to stop
 LARGE = 2**20  # bytes of a share from which a file of its own costs less than to write it again
-OnRound = Callable[[dict[str, Any]], None]
+OnRound = Callable[["RunningPeer"], None]
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ class RunningPeer(ABC):
         """Take part until the rounds are done and the neighbours have what they need.
 
         Args:
-            on_round: called after every round with `status`.
+            on_round: called after every round with this peer, whose `status` computes ε when it is requested.
 
         Raises:
             RunError: the run cannot continue, as the neighbours are.
@@ -202,7 +201,7 @@ class RunningPeer(ABC):
             if self.state.round_index in evaluated:
                 self.trainer.evaluate(self.state)
             if on_round is not None:
-                on_round(self.status())
+                on_round(self)
         self._leave()
         self.trainer.finish(self.state)
 
@@ -210,13 +209,11 @@ class RunningPeer(ABC):
     def _begin(self) -> None:
         """Prepare what is sent first, before any neighbour calls."""
 
-    @abstractmethod
-    def _meet(self) -> None:
-        """Wait for the neighbours, before the first step."""
+    def _meet(self) -> None:  # noqa: B027
+        """Wait for the neighbours before the first step, where the first exchange does not."""
 
-    @abstractmethod
-    def _before(self, round_index: int) -> None:
-        """Make sure that a round's steps can be taken."""
+    def _before(self, round_index: int) -> None:  # noqa: B027
+        """Make sure that a round's steps can be taken, where that is not certain."""
 
     @abstractmethod
     def _exchange(self, exchange: Exchange) -> None:

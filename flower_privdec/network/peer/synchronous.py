@@ -16,8 +16,7 @@ from flower_privdec.network.peer.connections import Messages, Session
 from flower_privdec.network.peer.peer import POLL, RunningPeer
 from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Progress, RowMessage
-from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep
-from flower_privdec.pushsum.timetable import Timetable
+from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep, Timetable
 
 Machine = Lockstep[RowMessage, Mapping[str, Tensor]]
 GONE = 3  # calls in a row that failed, after which a neighbour that is at the end has left
@@ -57,27 +56,23 @@ class SynchronousSession(Session):
         """See Session; the answer holds this peer's progress."""
         for message in messages:
             if isinstance(message, RowMessage):
-                self.machine.take(caller, self._place(message), message.values)
+                place = self._timetable.place(message.round_index, message.at)
+                self.machine.take(caller, place, message.values)
         self._learn(caller, messages)
         self._answering[caller] += 1
-        return lambda: self._answer(caller)
 
-    def _place(self, message: RowMessage) -> int:
-        return self._timetable.place(message.round_index, message.at)
+        def answer() -> Messages:
+            self._answering[caller] -= 1
+            if not self.machine.is_at_end:  # a caller without the answer calls again, but for its last message
+                self._informed[caller] = self.machine.place
+            return [Progress(self.peer, caller, self.machine.place + 1)]
 
-    def _progress(self, neighbor: int) -> Progress:
-        return Progress(self.peer, neighbor, self.machine.place + 1)
-
-    def _answer(self, caller: int) -> Messages:
-        self._answering[caller] -= 1
-        if not self.machine.is_at_end:  # a caller without the answer calls again, but for its last message
-            self._informed[caller] = self.machine.place
-        return [self._progress(caller)]
+        return answer
 
     def is_answered(self, caller: int, messages: Messages) -> bool:
         """See Session: the answer to rows waits until they were used."""
-        places = [self._place(message) for message in messages if isinstance(message, RowMessage)]
-        return all(place < self.machine.place for place in places)
+        rows = [message for message in messages if isinstance(message, RowMessage)]
+        return all(self._timetable.place(row.round_index, row.at) < self.machine.place for row in rows)
 
     def _learn(self, neighbor: int, messages: Messages) -> None:
         """Take in a neighbour's progress; one that is behind the first exchange listens, and is nowhere yet."""
@@ -90,14 +85,13 @@ class SynchronousSession(Session):
                     raise
 
     def has_news(self, neighbor: int, now: float) -> bool:
-        """See Session: rows that were not sent, or not used for a while, or progress that the neighbour waits for."""
-        return self._awaits_progress(neighbor) or bool(self._due(neighbor, now))
+        """See Session: rows that were not sent, or not used for a while, or progress that the neighbour waits for.
 
-    def _awaits_progress(self, neighbor: int) -> bool:
-        """Return whether a neighbour has to learn where this peer is, and no answer to it is about to say that."""
-        informed = self._informed.get(neighbor)
-        waits = self.machine.place >= 0 if informed is None else informed < self.machine.wanted(neighbor)
-        return waits and (self.machine.is_at_end or not self._answering[neighbor])
+        Progress waits where an answer to the neighbour, which carries it, is about to leave.
+        """
+        machine, informed = self.machine, self._informed.get(neighbor)
+        awaits = machine.place >= 0 if informed is None else informed < machine.wanted(neighbor)
+        return (awaits and (machine.is_at_end or not self._answering[neighbor])) or bool(self._due(neighbor, now))
 
     def _due(self, neighbor: int, now: float) -> list[RowMessage]:
         due = self.machine.due(neighbor)
@@ -105,8 +99,8 @@ class SynchronousSession(Session):
 
     def calls(self, neighbor: int, now: float) -> list[Messages]:
         """See Session."""
-        progress, due = self._progress(neighbor), self._due(neighbor, now)
-        return [[progress, rows] for rows in due] or [[progress]]
+        progress = Progress(self.peer, neighbor, self.machine.place + 1)
+        return [[progress, rows] for rows in self._due(neighbor, now)] or [[progress]]
 
     def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
         """See Session."""
@@ -117,7 +111,8 @@ class SynchronousSession(Session):
                 self._informed[neighbor] = max(place, self._informed.get(neighbor, -1))
             elif isinstance(message, RowMessage):
                 self._again = {key: when for key, when in self._again.items() if key[1] > place - UNDER_WAY}
-                self._again[neighbor, self._place(message)] = time.monotonic() + self._retry
+                used_at = self._timetable.place(message.round_index, message.at)
+                self._again[neighbor, used_at] = time.monotonic() + self._retry
         self._learn(neighbor, answer)
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
@@ -148,12 +143,6 @@ class SynchronousPeer(RunningPeer):
     def _begin(self) -> None:
         for state in self._restored:
             self._arrive(state, self._place_of(state))
-
-    def _meet(self) -> None:
-        """The first exchange waits for them."""
-
-    def _before(self, round_index: int) -> None:
-        """They always can."""
 
     def _place_of(self, state: State) -> int:
         if state.round_index >= self.rounds:

@@ -21,7 +21,7 @@ from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.privacy.ledger.ledger import RunName
-from flower_privdec.pushsum.timetable import network_mixing
+from flower_privdec.pushsum.lockstep import network_mixing
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.app_scenario import AppScenario
 
