@@ -25,8 +25,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flower_privdec.api.comparing import Comparison, compare
-    from flower_privdec.api.result import RunResult, load_run
-    from flower_privdec.api.running import OnEvaluation, Plan, plan, run
+    from flower_privdec.api.running import OnEvaluation, Plan, RunResult, load_run, plan, run
     from flower_privdec.api.scenarios import load_scenario, make_scenario
     from flower_privdec.errors import BudgetError, PrivdecError, RunError, ScenarioError
     from flower_privdec.scenario import Scenario
@@ -40,11 +39,11 @@ else:
         "Plan": "api.running",
         "PrivdecError": "errors",
         "RunError": "errors",
-        "RunResult": "api.result",
+        "RunResult": "api.running",
         "Scenario": "scenario",
         "ScenarioError": "errors",
         "compare": "api.comparing",
-        "load_run": "api.result",
+        "load_run": "api.running",
         "load_scenario": "api.scenarios",
         "make_scenario": "api.scenarios",
         "plan": "api.running",

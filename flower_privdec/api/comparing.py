@@ -5,26 +5,26 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from flower_privdec.api.objects import check_everywhere
-from flower_privdec.api.result import as_frame, flat
-from flower_privdec.api.running import threads_kept
+from flower_privdec.api.running import as_frame, flat, threads_kept
 from flower_privdec.api.scenarios import as_scenario, make_scenario
-from flower_privdec.common.formatting import NOTHING, epsilon_text, number, setting, shown
+from flower_privdec.common.formatting import NOTHING, epsilon_text, setting, shown
 from flower_privdec.common.user_code import Given
 from flower_privdec.core import Algorithm
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment.model_code import code_of
 from flower_privdec.reporting.console import comparison_text
 from flower_privdec.reporting.run_folder import Result, read_result
+from flower_privdec.reporting.wording import measured
 from flower_privdec.scenario import Scenario, own_parts, scenario_hash
 from flower_privdec.study.cells import Cell, folder_of, is_finished, missing_cells, run_cells
 from flower_privdec.study.measured import Reading, kinds_of, metric
-from flower_privdec.study.results import Estimate
+from flower_privdec.study.results import Group
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
 SHARED = ("learning_rate", "learning_rate_decay")  # keys of every algorithm's section
@@ -35,13 +35,13 @@ class Comparison:
     """Runs side by side; printed, a table.
 
     Attributes:
-        rows: for each algorithm or scenario its label, how many runs it has (`runs`), its largest ε of any peer in any
+        rows: for each algorithm or scenario its label, its number of runs (`runs`), its largest ε of any peer in any
             run (infinity without privacy), and for each metric its `mean`, `std` (sample standard deviation, None for
             one run) and `n`, or None where no run has it.
-        metrics: what they are, by their names.
+        metrics: by their names.
         seeds: of the runs.
-        failures: why runs failed that did, by label and seed.
-        note: what the ε of a run does not count.
+        failures: the errors of failed runs, by label and seed.
+        note: the ε of all runs together.
     """
 
     rows: list[dict[str, Any]]
@@ -59,11 +59,11 @@ class Comparison:
         return as_frame([flat(row) for row in self.rows])
 
     def __str__(self) -> str:
-        """Return the table, with its note and what failed below it."""
+        """Return the table, and its note and the failed runs below it."""
         headings = ["", "runs", "ε", *(reading.title for reading in self.metrics.values())]
         rows = [
             [row["label"], str(row["runs"]), epsilon_text(row["epsilon"])]
-            + [_spread(row[name], reading.share) for name, reading in self.metrics.items()]
+            + [_spread(row[name], {"share": reading.share}) for name, reading in self.metrics.items()]
             for row in self.rows
         ]
         failed = [f"{label}, seed {seed}, failed: {why}" for (label, seed), why in self.failures.items()]
@@ -82,57 +82,69 @@ def compare(
     """Run algorithms on one scenario, or several scenarios, with several seeds each.
 
     Args:
-        scenario: what all algorithms run, or scenarios by their labels.
+        scenario: the scenario of all algorithms, or scenarios by their labels.
         algorithms: names, classes of your own, or by label one of these or a whole section `{"name": ..., ...}`. A
             learning rate that is not given is the scenario's.
         seeds: of the runs; a seed decides partition, graph and initial model, and so the noise.
-        metrics: to show of each run at its end, by the names that studies use: a metric of the task for the mean model,
+        metrics: of each run at its end, by the names that studies use: a metric of the task for the mean model,
             with `peer-` or `worst-peer-` before it for the peers', `loss`, `consensus`. By default the task's first,
             the same of the peers' models, and the consensus distance.
-        folder: where finished runs are kept, each found again by its scenario and the code of its own parts, so that
-            the same comparison goes on after an interrupt. Runs of what was given as a Python object are found by this
-            process alone. By default nothing is kept.
+        folder: for finished runs, each cached by its scenario and the code of your own parts, so that the same
+            comparison resumes after an interrupt. Runs of Python objects are cached for this process alone. By default
+            nothing is kept.
         jobs: processes; 1 runs all in this one.
 
     Raises:
         ScenarioError: when something does not fit; nothing was run.
         RunError: when every run failed.
 
-    Privacy: every run is charged as a run alone, in a ledger of its own; what all of them cost together stands in the
-        note. So `privacy.ledger` has to be left out.
+    Privacy: every run is charged alone, in its own ledger; the note has the cost of all of them together. So
+        `privacy.ledger` must be left out.
     """
     variants = _variants(scenario, algorithms)
     cells = [_cell(label, variant, seed) for label, variant in variants.items() for seed in _distinct(seeds)]
     if not isinstance(jobs, int) or jobs < 1:
-        raise ScenarioError(f"jobs={shown(jobs)} must be >= 1, and a whole number")
-    _check_seeds(cells)
+        raise ScenarioError(f"jobs={shown(jobs)} must be >= 1, and a whole number", code="api.argument")
+    if len({(cell.labels, cell.key) for cell in cells}) < len(cells):
+        raise ScenarioError(
+            "seeds data, model and run are all given in the scenario, so that another seed changes nothing; leave out "
+            "those that should vary",
+            code="study.seeds-fixed",
+        )
     for variant in variants.values() if jobs > 1 else ():
         check_everywhere(variant, f"jobs={jobs} are processes")
-    readings = _readings(variants.values(), metrics)
+    kinds = kinds_of(variants.values())
+    first = next(iter(kinds))
+    readings = {name: metric(name, kinds) for name in metrics or (first, f"peer-{first}", "consensus")}
     with ExitStack() as stack:
         stack.enter_context(threads_kept())
         cache = Path(folder or stack.enter_context(TemporaryDirectory(prefix="privdec-")))
         failed = run_cells(missing_cells(cells, cache), cache, jobs, lambda _: None)
         errors = {outcome.cell.key: str(outcome.error) for outcome in failed}
-        runs = {label: _finished(label, cells, cache) for label in variants}
+        runs: dict[str, list[Result]] = {label: [] for label in variants}
+        for cell in cells:
+            path = folder_of(cache, cell.key)
+            if is_finished(path):
+                runs[cell.labels[0]].append(read_result(path))
     failures = {(cell.labels[0], cell.seed): errors[cell.key] for cell in cells if cell.key in errors}
     if len(failures) == len(cells):
         (label, seed), why = next(iter(failures.items()))
         raise RunError(f"every run failed; {label}, seed {seed}: {why}")
-    rows = [_row(label, finished, readings) for label, finished in runs.items()]
-    return Comparison(
-        rows, readings, tuple(seeds), failures, _note([run for finished in runs.values() for run in finished], seeds)
-    )
+    groups = [Group((label,), tuple(finished), 0, kinds) for label, finished in runs.items()]
+    note = _note([run for group in groups for run in group.runs], seeds)
+    return Comparison([_row(group, readings) for group in groups], readings, tuple(seeds), failures, note)
 
 
 def _variants(
     scenario: Scenario | str | Path | Mapping[str, Scenario],
     algorithms: Iterable[str | type[Algorithm]] | Mapping[str, AlgorithmChoice] | None,
 ) -> dict[str, Scenario]:
-    """Return what is compared, by label."""
+    """Return the scenarios to compare, by label."""
     if isinstance(scenario, Mapping):
         if algorithms is not None or not scenario:
-            raise ScenarioError("compare takes one scenario with algorithms, or a mapping of scenarios alone")
+            raise ScenarioError(
+                "compare takes one scenario with algorithms, or a mapping of scenarios alone", code="api.argument"
+            )
         return {label: as_scenario(choice) for label, choice in scenario.items()}
     base = as_scenario(scenario)
     if algorithms is None:
@@ -142,15 +154,21 @@ def _variants(
     )
     labels = [label for label, _ in named]
     if not labels or len(set(labels)) < len(labels):
-        raise ScenarioError(f"algorithms must be at least one, and have labels that differ, not {labels}")
+        raise ScenarioError(
+            f"algorithms must be at least one, and have labels that differ, not {labels}", code="api.argument"
+        )
     return {label: make_scenario(base, algorithm=_section(base, choice)) for label, choice in named}
 
 
 def _label(algorithm: AlgorithmChoice) -> str:
     if isinstance(algorithm, Mapping):
-        raise ScenarioError('a whole section needs a label: algorithms={"mine": {"name": ..., ...}}')
+        raise ScenarioError(
+            'a whole section needs a label: algorithms={"mine": {"name": ..., ...}}', code="api.argument"
+        )
     if not isinstance(algorithm, str | type):
-        raise ScenarioError(f"algorithms: {shown(algorithm)} must be a name, or a subclass of Algorithm")
+        raise ScenarioError(
+            f"algorithms: {shown(algorithm)} must be a name, or a subclass of Algorithm", code="api.argument"
+        )
     return algorithm if isinstance(algorithm, str) else algorithm.__name__
 
 
@@ -164,21 +182,15 @@ def _section(base: Scenario, algorithm: AlgorithmChoice) -> dict[str, Any]:
 
 def _distinct(seeds: Sequence[int]) -> Sequence[int]:
     if not isinstance(seeds, Collection) or not seeds or len(set(seeds)) < len(seeds):
-        raise ScenarioError(f"seeds={shown(seeds)} must be at least one, each once, in a list")
+        raise ScenarioError(f"seeds={shown(seeds)} must be at least one, each once, in a list", code="api.argument")
     return seeds
-
-
-def _check_seeds(cells: Sequence[Cell]) -> None:
-    if len({(cell.labels, cell.key) for cell in cells}) < len(cells):
-        raise ScenarioError(
-            "seeds data, model and run are all given in the scenario, so that another seed changes nothing; leave out "
-            "those that should vary"
-        )
 
 
 def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
     if scenario.private is not None and scenario.private.ledger is not None:
-        raise ScenarioError(f"{label}: privacy.ledger must be left out of a comparison: every run has its own")
+        raise ScenarioError(
+            f"{label}: privacy.ledger must be left out of a comparison: every run has its own", code="study.ledger"
+        )
     seeded = make_scenario(scenario, seed=seed)
     parts = own_parts(seeded, metrics=True)
     named = [part for part in parts if not isinstance(part, Given)]
@@ -189,26 +201,11 @@ def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
     return Cell("comparison", (label,), seed, seeded, key.hexdigest())
 
 
-def _readings(scenarios: Collection[Scenario], metrics: Sequence[str] | None) -> dict[str, Reading]:
-    """Return what is read of each run, by its name."""
-    first = next(name for scenario in scenarios for name in scenario.task.kinds())
-    kinds = kinds_of(scenarios)
-    return {name: metric(name, kinds) for name in metrics or (first, f"peer-{first}", "consensus")}
-
-
-def _finished(label: str, cells: Sequence[Cell], cache: Path) -> list[Result]:
-    folders = [folder_of(cache, cell.key) for cell in cells if cell.labels == (label,)]
-    return [read_result(folder) for folder in folders if is_finished(folder)]
-
-
-def _row(label: str, runs: Sequence[Result], readings: Mapping[str, Reading]) -> dict[str, Any]:
-    row: dict[str, Any] = {"label": label, "runs": len(runs), "epsilon": max(map(_epsilon, runs), default=None)}
-    for name, reading in readings.items():
-        by_run = [[reading.read(line, run.scenario.algorithm.name) for line in run.metrics] for run in runs]
-        values = [[value for value in series if value is not None] for series in by_run]
-        estimate = Estimate.of([reading.over(series) for series in values if series])
-        row[name] = None if estimate is None else {"mean": estimate.mean, "std": estimate.std, "n": estimate.n}
-    return row
+def _row(group: Group, readings: Iterable[str]) -> dict[str, Any]:
+    epsilons = map(_epsilon, group.runs)
+    row: dict[str, Any] = {"label": group.labels[0], "runs": len(group.runs), "epsilon": max(epsilons, default=None)}
+    estimates = {name: group.final(name) for name in readings}
+    return row | {name: None if estimate is None else asdict(estimate) for name, estimate in estimates.items()}
 
 
 def _epsilon(run: Result) -> float:
@@ -216,7 +213,7 @@ def _epsilon(run: Result) -> float:
 
 
 def _note(runs: Sequence[Result], seeds: Sequence[int]) -> str:
-    """Say what the table shows, and what all runs cost together: ε and δ add up, at most."""
+    """Describe the table's spread, and the cost of all runs together: ε and δ add up, at most."""
     spread = f"Mean and standard deviation over the seeds {', '.join(map(str, seeds))}." if len(seeds) > 1 else ""
     epsilons = [_epsilon(run) for run in runs]
     private = [run.summary["privacy"] for run, epsilon in zip(runs, epsilons, strict=True) if epsilon < float("inf")]
@@ -227,10 +224,5 @@ def _note(runs: Sequence[Result], seeds: Sequence[int]) -> str:
     return f"{spread} ε is that of a run alone; {together}.".strip()
 
 
-def _spread(estimate: dict[str, Any] | None, share: bool) -> str:
-    if estimate is None:
-        return NOTHING
-    mean, std = estimate["mean"], estimate["std"]
-    if share:
-        return f"{100 * mean:.1f} %" if std is None else f"{100 * mean:.1f} ± {100 * std:.1f} %"
-    return number(mean) if std is None else f"{number(mean)} ± {number(std)}"
+def _spread(estimate: dict[str, Any] | None, kind: dict[str, Any]) -> str:
+    return NOTHING if estimate is None else measured(estimate["mean"], kind, estimate["std"])

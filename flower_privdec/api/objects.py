@@ -1,7 +1,7 @@
 """Python objects in a scenario: arrays, models, functions and graphs in place of names.
 
-A class or function that lies in a module is named by its module. Any other object, such as a function of a notebook, an
-array or a graph, gets a name that is valid in this process for as long as a scenario uses it.
+A class or function of an importable module gets the name `package.module:name`. Any other object, such as a function of
+a notebook, an array or a graph, gets a name that is valid in this process for as long as a scenario uses it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Arrays:
     """Copies of a caller's arrays.
 
     Attributes:
-        train: x and y of everybody together, or of each peer.
+        train: x and y of all peers together, or of each peer.
         test: x and y of the public test set.
         per_peer: whether there is one pair for each peer.
     """
@@ -53,77 +53,92 @@ class Arrays:
         """
         per_peer = isinstance(train, list)
         if per_peer and not train:
-            raise ScenarioError("data.train is an empty list: give a pair (x, y) or a torch dataset for each peer")
+            raise ScenarioError(
+                "data.train is an empty list: give a pair (x, y) or a torch dataset for each peer", code="api.data"
+            )
         parts = [(f"data.train[{i}]", part) for i, part in enumerate(train)] if per_peer else [("data.train", train)]
         if test is None:
-            raise ScenarioError("data.test is missing: give a public test set beside data.train")
+            raise ScenarioError("data.test is missing: give a public test set beside data.train", code="api.data")
         return cls([_pair(part, where) for where, part in parts], _pair(test, "data.test"), per_peer)
 
     def __call__(self, part: str, root: str = "0") -> Pair:
-        """Return a half, as `data.dataset.module` has it; root is the peer's number, where each has data of its own."""
+        """Return a part, `train` or `test`; root is the peer's number where each has its own data."""
         return self.test if part == "test" else self.train[int(root)]
 
 
-def _pair(value: Any, where: str) -> Pair:
+def _pair(value: Any, key: str) -> Pair:
     if isinstance(value, Dataset):
-        return _read(value, where)
+        return _read(value, key)
     if not isinstance(value, tuple) or len(value) != 2:
         kind = type(value).__name__
         raise ScenarioError(
-            f"{where} is a {kind}: it must be a tuple (x, y) of arrays, or a torch dataset of such pairs"
+            f"{key} is a {kind}: it must be a tuple (x, y) of arrays, or a torch dataset of such pairs", code="api.data"
         )
-    return _array(value[0], f"{where}: x"), _array(value[1], f"{where}: y")
+    return _array(value[0], f"{key}: x"), _array(value[1], f"{key}: y")
 
 
-def _read(dataset: Any, where: str) -> Pair:
-    """Read a torch dataset whole: every example once, in order."""
+def _read(dataset: Any, key: str) -> Pair:
+    """Read a torch dataset: every example once, in order."""
     try:
         count = len(dataset)
     except (TypeError, ValueError) as error:
-        raise ScenarioError(f"{where} is a dataset without a length: give one that has one, or arrays") from error
+        raise ScenarioError(
+            f"{key} is a dataset without a length: give one that has one, or arrays", code="api.data"
+        ) from error
     try:
         pairs = [dataset[i] for i in range(count)]
     except RAISED_BY_USERS as error:  # a user's own dataset may raise anything
-        raise ScenarioError(f"{where}: the dataset fails: {one_line(error)}") from error
+        raise ScenarioError(f"{key}: the dataset fails: {one_line(error)}", code="api.data") from error
     if not pairs or not all(isinstance(example, tuple | list) and len(example) == 2 for example in pairs):
-        raise ScenarioError(f"{where}: the dataset must have examples, each of them a pair (x, y)")
+        raise ScenarioError(f"{key}: the dataset must have examples, each of them a pair (x, y)", code="api.data")
     x, y = zip(*pairs, strict=True)
-    return _stack(x, f"{where}: x"), _stack(y, f"{where}: y")
+    return _stack(x, f"{key}: x"), _stack(y, f"{key}: y")
 
 
-def _stack(values: Sequence[Any], where: str) -> np.ndarray:
-    parts = [_array(value, where) for value in values]
-    if len({part.shape for part in parts}) > 1:
-        raise ScenarioError(f"{where} has shapes {sorted({part.shape for part in parts})}: all examples' must be alike")
+def _stack(values: Sequence[Any], key: str) -> np.ndarray:
+    parts = [_array(value, key) for value in values]
+    shapes = {part.shape for part in parts}
+    if len(shapes) > 1:
+        raise ScenarioError(f"{key} has shapes {sorted(shapes)}: all examples' must be alike", code="api.data")
     return np.stack(parts)
 
 
-def _array(value: Any, where: str) -> np.ndarray:
+def _array(value: Any, key: str) -> np.ndarray:
     """Return a copy of an array, a tensor or lists of numbers."""
     try:
         array = np.array(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError, MemoryError) as error:
-        raise ScenarioError(f"{where} is no array: {one_line(error)}") from error
+        raise ScenarioError(f"{key} is no array: {one_line(error)}", code="api.data") from error
     if array.dtype.kind not in "buif":
-        raise ScenarioError(f"{where} is a {type(value).__name__} of {array.dtype}: it must be an array of numbers")
+        kind = type(value).__name__
+        raise ScenarioError(f"{key} is a {kind} of {array.dtype}: it must be an array of numbers", code="api.data")
     return array
 
 
 Data = dict[str, Any]
 
 
+INSTANCES: dict[str, tuple[type, str]] = {
+    "algorithm": (
+        Algorithm,
+        'give the class, with the keys of its section beside it, as {"module": TheClass, "learning_rate": 0.1}',
+    ),
+    "model": (nn.Module, "its first parameters must be drawn by the seed: give a function that makes it"),
+}
+
+
 def name_objects(data: Data) -> list[Given]:
-    """Put names in place of the objects in a scenario's data, which is changed.
+    """Replace the objects in a scenario's data by names, in place.
 
     Returns:
-        The parts that were given a name; it holds for as long as one keeps them.
+        The named objects; a name is valid for as long as its object is referenced.
 
     Raises:
-        ScenarioError: an object that cannot stand where it does, or cannot be told from others.
+        ScenarioError: an object of a wrong kind, or one whose content cannot be hashed.
     """
     namer = _Namer()
-    namer.name_section(data, "algorithm", namer.algorithm)
-    namer.name_section(data, "model", namer.model)
+    namer.name_section(data, "algorithm", namer.code)
+    namer.name_section(data, "model", namer.code)
     namer.name_section(data, "topology", namer.topology)
     task, section = data.get("task"), data.get("data")
     if isinstance(task, dict):
@@ -133,14 +148,14 @@ def name_objects(data: Data) -> list[Given]:
     if isinstance(section, dict):
         namer.name_section(section, "dataset", namer.code, "data.")
         namer.arrays(section)
-    return namer.kept
+    return namer.named
 
 
 class _Namer:
-    """Names objects, and keeps what was given a name."""
+    """Names objects, and holds those that it named."""
 
     def __init__(self) -> None:
-        self.kept: list[Given] = []
+        self.named: list[Given] = []
 
     def name_section(self, data: Data, key: str, name: Callable[[Any, str], str], path: str = "") -> None:
         """Name the object of a section: the section itself, or its key `module`."""
@@ -158,37 +173,24 @@ class _Namer:
         if isinstance(value, str):
             return value
         label = getattr(value, "__name__", type(value).__name__)
+        kind, remedy = INSTANCES.get(key.partition(".")[0], (type(None), ""))
+        if isinstance(value, kind):
+            raise ScenarioError(f"{key} is a {label} that is made already: {remedy}", code="api.instance")
         if not callable(value):
-            raise ScenarioError(f"{key} is a {label}: it must be something to call, or its name")
-        there = _where(value)
-        if there is not None:
-            return there
+            message = f"{key} is a {label}: it must be something to call, or its name"
+            raise ScenarioError(message, code="api.not-callable")
+        name = _importable_name(value)
+        if name is not None:
+            return name
         try:
             content = tell(value)
         except ScenarioError as error:
             raise ScenarioError(
                 f"{key}={label}: {error}; give it numbers, text, arrays, functions and classes alone, or put it into a "
-                "module and name that"
+                "module and name that",
+                code=error.code,
             ) from error
-        return self._keep(give(value, label, content, partial(tell, value)))
-
-    def algorithm(self, value: Any, key: str) -> str:
-        """Name an algorithm's class."""
-        if isinstance(value, Algorithm):
-            raise ScenarioError(
-                f"{key} is a {type(value).__name__} that is made already: give the class, with the keys of its section "
-                'beside it, as {"module": TheClass, "learning_rate": 0.1}'
-            )
-        return self.code(value, key)
-
-    def model(self, value: Any, key: str) -> str:
-        """Name a function that makes a model."""
-        if isinstance(value, nn.Module):
-            raise ScenarioError(
-                f"{key} is a {type(value).__name__} that is made already, and its first parameters are drawn by the "
-                "seed: give a function that makes it"
-            )
-        return self.code(value, key)
+        return self._give(give(value, label, content, partial(tell, value)))
 
     def topology(self, value: Any, key: str) -> str:
         """Name a graph, or a function that makes it."""
@@ -197,11 +199,11 @@ class _Namer:
         if isinstance(value, networkx().Graph):
             graph = networkx().freeze(value.copy())
             content = tell((type(value).__name__, list(graph.nodes), list(graph.edges)))
-            return self._keep(give(_Always(graph), "graph", content, lambda: content))
-        return self._keep(give(_Always(value), "graph", tell(value), partial(tell, value)))
+            return self._give(give(lambda n_peers: graph, "graph", content, lambda: content))
+        return self._give(give(lambda n_peers: value, "graph", tell(value), partial(tell, value)))
 
     def metric(self, value: Any) -> Any:
-        """Name a metric, whose label is what it is called."""
+        """Name a metric; its label is the function's name by default."""
         if isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("module"), str)):
             return value
         section = dict(value) if isinstance(value, Mapping) else {"module": value}
@@ -210,38 +212,30 @@ class _Namer:
         return {"name": label, **section, "module": self.code(function, "task.metrics")}
 
     def arrays(self, section: Data) -> None:
-        """Name data that are given as `train` and `test`."""
+        """Name the data of the keys `train` and `test`."""
         if "train" not in section:
             return
         dataset = section.get("dataset")
-        if isinstance(dataset, dict) and is_given(dataset.get("module")):  # a base's, whose place these take
+        if isinstance(dataset, dict) and is_given(dataset.get("module")):  # the base's, which these replace
             test = section.get("test")
             section |= {"dataset": None, "root": None, "test": None if isinstance(test, str) else test}
         for key in ("dataset", "root"):
             if section.get(key) is not None:
-                raise ScenarioError(f"data.{key} names data, and data.train gives them: remove one of them")
+                raise ScenarioError(
+                    f"data.{key} names data, and data.train has them: remove one of them", code="api.data-twice"
+                )
         arrays = Arrays.of(section.pop("train"), section.pop("test", None))
-        section["dataset"] = {"module": self._keep(give(arrays, "data", tell((arrays.train, arrays.test))))}
+        section["dataset"] = {"module": self._give(give(arrays, "data", tell((arrays.train, arrays.test))))}
         if arrays.per_peer:
             section |= {"root": PEER, "test": "test"}
 
-    def _keep(self, part: Given) -> str:
-        self.kept.append(part)
+    def _give(self, part: Given) -> str:
+        self.named.append(part)
         return part.target
 
 
-class _Always:
-    """A function of n_peers that gives one graph."""
-
-    def __init__(self, graph: Any) -> None:
-        self.graph = graph
-
-    def __call__(self, n_peers: int) -> Any:
-        return self.graph
-
-
-def _where(value: Any) -> str | None:
-    """Return where a class or function lies, `package.module:name`; None where it can be imported from nowhere."""
+def _importable_name(value: Any) -> str | None:
+    """Return a class's or function's `package.module:name`; None where it cannot be imported."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     home = sys.modules.get(module or "")
     if module == "__main__" or getattr(home, "__spec__", None) is None or getattr(home, name, None) is not value:
@@ -250,7 +244,7 @@ def _where(value: Any) -> str | None:
 
 
 def check_given(scenario: Scenario) -> None:
-    """Refuse data that are given for more or fewer peers than there are.
+    """Raise unless a list of data has one entry for each peer.
 
     Raises:
         ScenarioError: naming both numbers.
@@ -260,22 +254,24 @@ def check_given(scenario: Scenario) -> None:
         if isinstance(arrays, Arrays) and arrays.per_peer and len(arrays.train) != scenario.n_peers:
             raise ScenarioError(
                 f"data.train lists data of {len(arrays.train)} peers for n_peers={scenario.n_peers}: give one of each, "
-                "or one pair (x, y) to deal out"
+                "or one pair (x, y) to partition",
+                code="api.data-per-peer",
             )
 
 
 def check_everywhere(scenario: Scenario, why: str) -> None:
-    """Refuse a scenario that other processes cannot run.
+    """Raise if a scenario has objects that other processes cannot import.
 
     Args:
-        why: there are other processes.
+        why: the reason that there are other processes, for the error.
 
     Raises:
-        ScenarioError: naming the part that was given as an object.
+        ScenarioError: naming the part that is an object.
     """
     for key, module in own_modules(scenario):
         if is_given(module):
             raise ScenarioError(
                 f"{key} was given as a Python object, and {why}, which cannot have it: put it into a module (data into "
-                "a file) and name that"
+                "a file) and name that",
+                code="api.object-in-processes",
             )

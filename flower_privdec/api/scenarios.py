@@ -1,4 +1,4 @@
-"""Scenarios from Python: read from a file, or built from the same sections, checked in the same words."""
+"""Scenarios from Python: read from a file, or built from the same sections and checked by the same rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_scenario(path: str | Path, settings: Settings | None = None, /, **secti
     """Read a scenario file.
 
     Args:
-        path: of the file, or the name of a scenario that comes along, as `digits`.
+        path: of the file, or the name of a bundled scenario, as `digits`.
         settings: values to lay over it by their keys, as `{"privacy.epsilon": 1}`: what `--set` does.
         sections: whole sections, or keys at the top, in place of the file's: `privacy="none"`, `rounds=10`.
 
@@ -48,10 +48,10 @@ def make_scenario(
     - `task`, as its `loss`: a function of one example's outputs and target; among its `metrics`: functions of a model's
       outputs and the targets of the test set.
     - `data`, as its `train` and `test` in place of a dataset: a pair (x, y) of arrays or tensors, or a torch dataset of
-      such pairs. A list of these as `train` has one for each peer, and then nothing is dealt out. Data are copied.
+      such pairs. A list of these as `train` has one for each peer, and then nothing is partitioned. Data are copied.
 
-    What lies in a module is named by where it lies. Anything else has a name that holds in this process alone, and so a
-    scenario with it runs in this process alone; the file that its run leaves cannot be run again.
+    A class or function of an importable module is named by it. A scenario with any other object runs in this process
+    alone; the scenario.yaml of its run cannot be run again.
 
     Args:
         base: another scenario, or all sections as one mapping, to start from.
@@ -61,9 +61,9 @@ def make_scenario(
     Raises:
         ScenarioError: naming the value, the rule and the remedy.
 
-    Privacy: a run's noise is keyed by the code of functions and classes that are given, by what they look up and hold,
-        and by the data; what cannot be told apart is refused, and so is a run after something of it has changed. With
-        `privacy.ledger`, data that are given need `data.source`, the name under which the ledger counts them.
+    Privacy: a run's noise is keyed by a hash of the objects: the code of functions and classes, the globals and
+        closures they use, and the data. An object that cannot be hashed is refused, and so is a run after one has
+        changed. With `privacy.ledger`, data arrays need `data.source`, the name under which the ledger counts them.
 
     Examples:
         >>> sections = {"name": "small", "n_peers": 4, "rounds": 10, "model": {"name": "softmax"}, "privacy": "none"}
@@ -89,7 +89,8 @@ def as_scenario(scenario: Scenario | str | Path) -> Scenario:
     if not isinstance(scenario, Scenario | str | os.PathLike):
         raise ScenarioError(
             f"a {type(scenario).__name__} is no scenario: give one (make_scenario makes one of a mapping), or the path "
-            "of its file"
+            "of its file",
+            code="api.argument",
         )
     return scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
 
@@ -99,13 +100,15 @@ def as_path(path: str | Path, name: str) -> Path:
 
     Args:
         path: of a file or a folder.
-        name: what to call it in an error.
+        name: of the argument, for an error.
 
     Raises:
-        ScenarioError: it is none.
+        ScenarioError: it is not a path.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path) or isinstance(os.fspath(path), bytes):
-        raise ScenarioError(f"{name}={shown(path)} must be a path: text that is not empty, or a pathlib.Path")
+        raise ScenarioError(
+            f"{name}={shown(path)} must be a path: text that is not empty, or a pathlib.Path", code="api.path"
+        )
     return Path(path)
 
 
@@ -126,33 +129,33 @@ def _checked(
     named = name_objects(data)
     scenario = validated(Scenario, plain(data), where, lines, overrides)
     check_given(scenario)
-    del named  # their names hold until here, and from here on by the scenario
+    del named  # names are valid while referenced: until here by this list, from here on by the scenario
     return scenario
 
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ScenarioError(f"{name}={shown(value)} must be a mapping whose keys are text")
+        raise ScenarioError(f"{name}={shown(value)} must be a mapping whose keys are text", code="api.mapping")
     return value
 
 
 def _copied(value: Any, depth: int = 0) -> Any:
-    """Return sections whose keys can be changed without changing what was given."""
-    return {key: _copied(item, depth + 1) for key, item in value.items()} if _nested(value, depth) else value
-
-
-def _nested(value: Any, depth: int) -> bool:
-    return isinstance(value, Mapping) and depth <= DEEPEST  # what is deeper, `plain` refuses
+    """Return sections whose keys can be changed without changing the caller's; deeper ones `plain` refuses."""
+    if not isinstance(value, Mapping) or depth > DEEPEST:
+        return value
+    return {key: _copied(item, depth + 1) for key, item in value.items()}
 
 
 def plain(value: Any, key: str = "", depth: int = 0) -> Any:
-    """Return a value of Python as a file would have it: lists, plain numbers, text."""
+    """Return a Python value as a file would have it: lists, plain numbers, text."""
     if depth > DEEPEST:
-        raise ScenarioError(f"scenario: {shown(key)[1:-1]} is more than {DEEPEST} levels deep, or holds itself")
+        raise ScenarioError(
+            f"scenario: {shown(key)[1:-1]} is more than {DEEPEST} levels deep, or holds itself", code="api.mapping"
+        )
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
-                raise ScenarioError(f"{key or 'scenario'}: key {name!r} must be text")
+                raise ScenarioError(f"{key or 'scenario'}: key {name!r} must be text", code="api.mapping")
         return {name: plain(item, f"{key}.{name}".lstrip("."), depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item, key, depth + 1) for item in value]

@@ -204,13 +204,13 @@ def list_parts(as_json: Json = False) -> None:
 def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = False) -> None:
     """Say what a run would cost: noise, ε over the rounds, memory and time; run nothing."""
     with starting():
-        from flower_privdec import planner
         from flower_privdec.experiment import Experiment
+        from flower_privdec.planner.plan import make_plan
         from flower_privdec.reporting import console
         from flower_privdec.scenario import load_scenario
 
         experiment = Experiment.build(load_scenario(scenario, settings or ()))
-    console.print_plan(planner.make_plan(experiment), as_json)
+    console.print_plan(make_plan(experiment), as_json)
 
 
 @command()

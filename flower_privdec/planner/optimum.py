@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,13 @@ from flower_privdec.tasks.losses import Loss
 
 ITERATIONS, SETTLED = 20, 5e-3  # of the power method: at most, and the relative change at which it stops
 LEAST_SAMPLE, MOST_SAMPLE = 64, 2048  # examples
+MISSING = "planner.constant-missing"
 SAMPLE_NUMBERS = 1 << 22  # numbers that the layers may put out for a sample: larger models get smaller samples
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The mean loss at a module's own parameters, on given examples."""
+    """The mean loss at a module's own parameters, on public examples x and y."""
 
     module: nn.Module
     loss: Loss
@@ -56,25 +58,18 @@ class Objective:
 
     def gradient(self, rows: np.ndarray | slice = slice(None)) -> Tensor:
         """Return its gradient, [d]."""
-        return _flat(torch.autograd.grad(self.value(rows), self._parameters))
-
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        return list(self.module.parameters())
+        return _flat(torch.autograd.grad(self.value(rows), list(self.module.parameters())))
 
     def curvature(self, start: Tensor) -> float:
         """Return the largest absolute eigenvalue of the Hessian, by power iteration from a vector [d]."""
-        parameters = self._parameters
+        parameters = list(self.module.parameters())
         gradients = torch.autograd.grad(self.value(), parameters, create_graph=True)
         if not any(part.requires_grad for part in gradients):
             return 0.0
         gradient, direction, eigenvalue = _flat(gradients), start / start.norm(), 0.0
+        options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
         for _ in range(ITERATIONS):
-            product = _flat(
-                torch.autograd.grad(
-                    gradient @ direction, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
-                )
-            )
+            product = _flat(torch.autograd.grad(gradient @ direction, parameters, **options))
             before, eigenvalue = eigenvalue, float(product.norm())
             if eigenvalue == 0 or abs(eigenvalue - before) <= SETTLED * eigenvalue:
                 break
@@ -92,8 +87,8 @@ def public_sample(experiment: Experiment) -> Objective:
     size = SAMPLE_NUMBERS // outputs_per_example(module, public.x)
     size = min(len(public.y), max(LEAST_SAMPLE, min(MOST_SAMPLE, size)))
     rows = keyed_generator(experiment.scenario.seed_of("data"), "plan sample").permutation(len(public.y))[:size]
-    chosen = public.x[rows]
-    x = inputs_like(chosen.dense() if isinstance(chosen, SparseRows) else chosen, experiment.initial)
+    x = public.x[rows]
+    x = inputs_like(x.dense() if isinstance(x, SparseRows) else x, experiment.initial)
     return Objective(module, experiment.loss, x, public.y[rows].to(x.device))
 
 
@@ -101,11 +96,13 @@ def initial_gap(objective: Objective) -> float:
     """Estimate F0.
 
     Raises:
-        ScenarioError: where the loss is not positive, as one of a user's own may be.
+        ScenarioError: where the loss is not positive, as a user's own loss may be.
     """
     gap = objective.value().item()
     if not gap > 0:
-        raise ScenarioError(f"plan.initial_gap is missing and the loss at x0 is {gap:.3g}, which bounds no gap: add it")
+        raise ScenarioError(
+            f"plan.initial_gap is missing and the loss at x0 is {gap:.3g}, which bounds no gap: add it", code=MISSING
+        )
     return gap
 
 
@@ -115,12 +112,13 @@ def smoothness(experiment: Experiment, objective: Objective) -> float:
     Raises:
         ScenarioError: where the Hessian vanishes at x0, as of a hinge loss.
     """
-    start = keyed_generator(experiment.scenario.seed_of("model"), "plan direction").standard_normal(
-        experiment.initial.numel()
-    )
-    curvature = objective.curvature(torch.as_tensor(start).to(experiment.initial))
+    generator = keyed_generator(experiment.scenario.seed_of("model"), "plan direction")
+    start = torch.as_tensor(generator.standard_normal(experiment.initial.numel())).to(experiment.initial)
+    curvature = objective.curvature(start)
     if not curvature > 0:
-        raise ScenarioError("plan.smoothness is missing and the loss has no curvature at x0 to estimate it by: add it")
+        raise ScenarioError(
+            "plan.smoothness is missing and the loss has no curvature at x0 to estimate it by: add it", code=MISSING
+        )
     return curvature
 
 
@@ -128,7 +126,7 @@ def heterogeneity(experiment: Experiment, objective: Objective) -> float:
     """Estimate b².
 
     Raises:
-        ScenarioError: where the sample cannot be dealt out like the training set.
+        ScenarioError: where the sample cannot be partitioned as the training set is.
     """
     scenario = experiment.scenario
     section, sizes = scenario.data.partition, experiment.own.sampler.partition_sizes
@@ -137,16 +135,18 @@ def heterogeneity(experiment: Experiment, objective: Objective) -> float:
         options["sizes"] = (sizes / sizes.sum()).tolist()
     if section.min_size is not None:
         options["min_size"] = max(1, min(section.min_size, len(objective.y) // scenario.n_peers))
+    y = objective.y.cpu().numpy()
     try:
-        parts = partition(
-            objective.y.cpu().numpy(), scenario.n_peers, section.kind, scenario.seed_of("data"), **options
-        )
+        parts = partition(y, scenario.n_peers, section.kind, scenario.seed_of("data"), **options)
     except ScenarioError as error:
-        raise ScenarioError(f"plan.heterogeneity is missing and cannot be estimated ({error}): add it") from error
+        raise ScenarioError(
+            f"plan.heterogeneity is missing and cannot be estimated ({error}): add it", code=MISSING
+        ) from error
     if min(map(len, parts)) < 2:
         raise ScenarioError(
-            f"plan.heterogeneity is missing and {len(objective.y)} test examples are too few to estimate it for "
-            f"{scenario.n_peers} peers: add it"
+            f"plan.heterogeneity is missing and {len(y)} test examples are too few to estimate it for "
+            f"{scenario.n_peers} peers: add it",
+            code=MISSING,
         )
     halves = [torch.stack([objective.gradient(part[half::2]) for part in parts]) for half in (0, 1)]
     first, second = (half - half.mean(0) for half in halves)
@@ -154,12 +154,9 @@ def heterogeneity(experiment: Experiment, objective: Objective) -> float:
 
 
 CURVE = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
-NOTHING: dict[str, Any] = {
-    "optimal_rounds": None,
-    "optimal_rounds_curve": [],
-    "optimal_rounds_constants": {},
-    "optimal_rounds_note": None,
-    "accountant": None,
+UNKNOWN: dict[str, Any] = {
+    **{"optimal_rounds": None, "optimal_rounds_note": None, "accountant": None},
+    **{"optimal_rounds_curve": [], "optimal_rounds_constants": {}},
 }
 
 
@@ -177,29 +174,49 @@ def optimum(experiment: Experiment) -> dict[str, Any]:
         optimal_rounds_curve: [ε, K*] for all peers at the same ε.
         optimal_rounds_constants: for each constant its value and where it is from: given, estimated, clip norm
             or scenario.
-        accountant: under calibration rigorous c_2, which makes eq. 11 the noise that the accountant asks for,
-            and K* with it; else None.
+        accountant: under calibration rigorous the c_2 with which eq. 11 gives the plan's noise at its K, and K* with
+            that c_2; else None.
 
     Source: PrivSGP-VR (Zhu et al.), Corollary 1, eq. 12.
     """
     private = experiment.scenario.private
     if experiment.algorithm.weights != "column-stochastic" or private is None or private.epsilon is None:
-        return dict(NOTHING)
+        return dict(UNKNOWN)
     try:
         constants = find_constants(experiment) | {"c_2": (private.c_2, "scenario")}
     except ScenarioError as error:
-        return NOTHING | {"optimal_rounds_note": str(error)}
-    epsilons = np.broadcast_to(np.asarray(private.epsilon, dtype=np.float64), (experiment.scenario.n_peers,))
+        return UNKNOWN | {"optimal_rounds_note": str(error)}
+    rounds, n_peers = experiment.scenario.rounds, experiment.scenario.n_peers
+    epsilons = np.broadcast_to(np.asarray(private.epsilon, dtype=np.float64), (n_peers,))
+    deltas = np.broadcast_to(np.asarray(private.delta), (n_peers,))
+    value = {name: number for name, (number, _) in constants.items()}
+
+    def best(epsilons: np.ndarray, c_2: float) -> int:
+        others = {name: value[name] for name in ("smoothness", "initial_gap", "heterogeneity", "initial_norm_squared")}
+        best = optimal_rounds(
+            **others,
+            gradient_bound_squared=value["gradient_bound"] ** 2,
+            dataset_size=value["dataset_size"],
+            dimension=int(value["dimension"]),
+            c_2=c_2,
+            epsilons=epsilons,
+            deltas=deltas,
+        )
+        return max(1, round(best))
+
+    accountant = None
+    if private.calibration != "paper" and private.noise_multiplier is None:
+        size = experiment.own.sampler.partition_sizes
+        per_unit = 3 * value["gradient_bound"] * np.sqrt(rounds * np.log(1 / np.asarray(private.delta)))
+        c_2 = float(np.median(noise_std(experiment, rounds // 2) / (per_unit / (size * epsilons))))
+        accountant = {"c_2": c_2, "optimal_rounds": best(epsilons, c_2)} if c_2 > 0 else None
     curve = sorted({*CURVE, *([float(epsilons[0])] if np.ptp(epsilons) == 0 else [])})
     return {
-        "optimal_rounds": max(1, round(best(experiment, constants, epsilons, private.c_2))),
-        "optimal_rounds_curve": [
-            [epsilon, max(1, round(best(experiment, constants, np.full_like(epsilons, epsilon), private.c_2)))]
-            for epsilon in curve
-        ],
+        "optimal_rounds": best(epsilons, private.c_2),
+        "optimal_rounds_curve": [[epsilon, best(np.full_like(epsilons, epsilon), private.c_2)] for epsilon in curve],
         "optimal_rounds_constants": {name: {"value": v, "from": source} for name, (v, source) in constants.items()},
         "optimal_rounds_note": None,
-        "accountant": _accountant(experiment, constants, epsilons),
+        "accountant": accountant,
     }
 
 
@@ -207,22 +224,16 @@ Constants = dict[str, tuple[float, str]]
 
 
 def find_constants(experiment: Experiment) -> Constants:
-    """Return every constant of eq. 12 but c_2 and the budgets, with where it is from.
+    """Return every constant of eq. 12 but c_2 and the budgets, each with its source.
 
     Raises:
-        ScenarioError: where one is not given and cannot be estimated.
+        ScenarioError: where one is missing and cannot be estimated.
     """
     section, initial = experiment.scenario.plan or PlanSection(), experiment.initial
-    sample: list[Objective] = []
-
-    def objective() -> Objective:
-        if not sample:
-            sample.append(public_sample(experiment))
-        return sample[0]
-
-    ways: dict[str, tuple[str, Callable[[], float]]] = {
+    objective = cache(partial(public_sample, experiment))
+    estimates: dict[str, tuple[str, Callable[[], float]]] = {
         "smoothness": ("estimated", lambda: smoothness(experiment, objective())),
-        "gradient_bound": ("clip norm", lambda: _largest_clip(experiment)),
+        "gradient_bound": ("clip norm", lambda: float(build_schedule(experiment.scenario).clip_norm.max())),
         "initial_gap": ("estimated", lambda: initial_gap(objective())),
         "heterogeneity": ("estimated", lambda: heterogeneity(experiment, objective())),
         "initial_norm_squared": ("scenario", lambda: float(initial.double().square().sum())),
@@ -230,13 +241,9 @@ def find_constants(experiment: Experiment) -> Constants:
         "dataset_size": ("scenario", lambda: _dataset_size(experiment)),
     }
     return {
-        name: (way(), source) if (value := getattr(section, name)) is None else (value, "given")
-        for name, (source, way) in ways.items()
+        name: (estimate(), source) if (value := getattr(section, name)) is None else (value, "given")
+        for name, (source, estimate) in estimates.items()
     }
-
-
-def _largest_clip(experiment: Experiment) -> float:
-    return float(build_schedule(experiment.scenario).clip_norm.max())
 
 
 def _dataset_size(experiment: Experiment) -> float:
@@ -244,38 +251,7 @@ def _dataset_size(experiment: Experiment) -> float:
     private, sizes = experiment.scenario.private, experiment.own.sampler.partition_sizes
     if private is None or private.epsilon is None:
         return float(sizes.mean())
-    share = np.log(1 / np.asarray(private.delta)) / np.asarray(private.epsilon) ** 2
-    share = np.broadcast_to(share, sizes.shape)
-    size = math.sqrt(float(share.sum() / (share / sizes.astype(np.float64) ** 2).sum()))
+    weight = np.log(1 / np.asarray(private.delta)) / np.asarray(private.epsilon) ** 2
+    weight = np.broadcast_to(weight, sizes.shape)
+    size = math.sqrt(float(weight.sum() / (weight / sizes.astype(np.float64) ** 2).sum()))
     return float(round(size)) if math.isclose(size, round(size), rel_tol=1e-9) else size
-
-
-def best(experiment: Experiment, constants: Constants, epsilons: np.ndarray, c_2: float) -> float:
-    """Return K* of eq. 12 for some budgets, not rounded."""
-    private = experiment.scenario.private
-    value = {name: number for name, (number, _) in constants.items()}
-    return optimal_rounds(
-        smoothness=value["smoothness"],
-        gradient_bound_squared=value["gradient_bound"] ** 2,
-        initial_gap=value["initial_gap"],
-        heterogeneity=value["heterogeneity"],
-        initial_norm_squared=value["initial_norm_squared"],
-        dataset_size=value["dataset_size"],
-        dimension=int(value["dimension"]),
-        c_2=c_2,
-        epsilons=epsilons,
-        deltas=np.broadcast_to(np.asarray(private.delta if private else 0.5), epsilons.shape),
-    )
-
-
-def _accountant(experiment: Experiment, constants: Constants, epsilons: np.ndarray) -> dict[str, float] | None:
-    """Return the c_2 with which eq. 11 gives the noise in the plan at its K, and K* with that c_2."""
-    plan, private, rounds = experiment.own.protection, experiment.scenario.private, experiment.scenario.rounds
-    if plan is None or private is None or private.calibration == "paper" or private.noise_multiplier is not None:
-        return None
-    bound, size = constants["gradient_bound"][0], experiment.own.sampler.partition_sizes
-    per_unit = 3 * bound * np.sqrt(rounds * np.log(1 / np.asarray(private.delta))) / (size * epsilons)
-    c_2 = float(np.median(noise_std(experiment, rounds // 2) / per_unit))
-    if not c_2 > 0:
-        return None
-    return {"c_2": c_2, "optimal_rounds": max(1, round(best(experiment, constants, epsilons, c_2)))}

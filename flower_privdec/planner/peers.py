@@ -1,4 +1,4 @@
-"""Each peer's noise, ε over the rounds, and what a paper's formulas say."""
+"""Each peer's noise, ε over the rounds, and claims of the papers' formulas."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ def noise_std(experiment: Experiment, round_index: int) -> np.ndarray:
 def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
     """Return the plan's row of every peer; see `make_plan`."""
     rounds, plan, private = experiment.scenario.rounds, experiment.own.protection, experiment.scenario.private
-    n_peers = experiment.scenario.n_peers
+    n_peers, participation = experiment.scenario.n_peers, experiment.participation
     sigma = np.stack([noise_std(experiment, k) for k in (0, rounds // 2, rounds - 1)], axis=1)
     multiplier = np.zeros(n_peers) if plan is None else plan.noise_multiplier(0)
     quarters = [math.ceil(rounds * quarter / 4) for quarter in (1, 2, 3, 4)]
     spent = [[math.inf] * n_peers if plan is None else plan.epsilons(k) for k in quarters]
     delta = None if private is None else np.broadcast_to(private.delta, (n_peers,))
-    ran = np.sum([experiment.participation.active(k) for k in range(rounds)], axis=0)
+    partial = participation.kind != "all"
+    active = np.sum([participation.active(k) for k in range(rounds)], axis=0)
     claims = [None] * n_peers if plan is None else plan.claims
     replies = [] if plan is None else plan.reply_epsilons(rounds)
     return [
@@ -48,24 +49,16 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
             "epsilon_after_quarters": [json_number(float(values[peer])) for values in spent],
             "epsilon_of_replies_to_one": json_number(replies[peer]) if replies else None,
             "delta": None if delta is None else float(delta[peer]),
-            **_activity(experiment, peer, ran),
+            "active_rounds": int(active[peer]) if partial else None,
+            "expected_rounds": rounds * float(participation.chances[peer]) if partial else None,
             **_claimed(experiment, claims[peer], float(multiplier[peer])),
         }
         for peer in range(n_peers)
     ]
 
 
-def _activity(experiment: Experiment, peer: int, ran: np.ndarray) -> dict[str, float | None]:
-    """Return in how many rounds a peer is active, and how many are to be expected; None where all always are."""
-    participation = experiment.participation
-    if participation.kind == "all":
-        return {"active_rounds": None, "expected_rounds": None}
-    expected = experiment.scenario.rounds * float(participation.chances[peer])
-    return {"active_rounds": int(ran[peer]), "expected_rounds": expected}
-
-
 def ledger_spending(experiment: Experiment) -> Spending | None:
-    """Return what the run would come to beside the others in the ledger that the scenario names; None without one."""
+    """Return the run's spending with that of other runs in the ledger that the scenario names; None without one."""
     private = experiment.scenario.private
     if private is None or private.ledger is None or experiment.own.protection is None:
         return None
@@ -82,7 +75,7 @@ def ledger_facts(experiment: Experiment) -> dict[str, Any] | None:
 
 
 def _claimed(experiment: Experiment, claim: Claim | None, multiplier: float) -> dict[str, Any]:
-    """Return claimed ε (in all and, where a paper says, by quarter) and μ_tot, and μ_0 and μ̄ of a schedule.
+    """Return claimed ε (of the run and, if the paper has it, by quarter) and μ_tot, and μ_0 and μ̄ of a schedule.
 
     μ_0 = C_0 / σ_0 is Dyn-D2P's per-step budget in round 0, from eq. 8 or from the accountant;
     where ρ_μ = 1 it is that of every round, μ̄ (eq. 9).

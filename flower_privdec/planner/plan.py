@@ -1,4 +1,4 @@
-"""The plan of a run, and the time it would take; nothing is charged or written."""
+"""The plan of a run, with its estimated time; nothing is charged or written."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from flower_privdec.data import Sampler
-from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.recorder import count_evaluations
-from flower_privdec.engine.workers import WorkerPool, deal, start_engine
+from flower_privdec.engine.workers import deal, start_engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import evaluate
 from flower_privdec.experiment.memory import memory_need, outputs_per_example, shortage, table_bytes
@@ -49,46 +48,41 @@ def estimate_seconds(experiment: Experiment) -> tuple[float, float]:
     """
     torch.set_num_threads(experiment.scenario.compute.threads)
     timed, shrunk = _shrunk(experiment)
-    timed, fewer = _with_fewer_tests(timed)
+    public = experiment.public
+    test_size = min(len(public.y), max(LEAST_TESTED, _affordable(experiment)))
+    timed = replace(timed, public=replace(public, x=public.x[:test_size], y=public.y[:test_size]))
     cohort = timed.cohort()
     began = time.perf_counter()
     state = timed.initial_state(cohort)
     filling = time.perf_counter() - began
     engine = start_engine(timed, cohort, state)
+    rounds = experiment.scenario.rounds
     try:
-        whole, per_round = _rounds(experiment, engine)
+        times = [_timed(experiment, partial(engine.rounds, 1))]  # the first warms up, and of SVRG is a snapshot
+        while len(times) < min(1 + TIMED_ROUNDS, rounds) and sum(times) < TIMED_SECONDS:
+            times.append(_timed(experiment, partial(engine.rounds, 1)))
         state = engine.collected()
         one = _timed(experiment, lambda: evaluate(timed, state.rows, state.round_index, timed.own, engine.trial))
     finally:
         engine.close()
-    rounds = experiment.scenario.rounds
+    per_round = median(times[1:] or times)
     training = per_round * rounds
     if experiment.algorithm.table is not None:
         passes = experiment.algorithm.full_passes(rounds)
-        training += filling * shrunk + passes * max(0.0, whole * shrunk - per_round)
-    evaluation = one * fewer * count_evaluations(rounds, experiment.scenario.evaluation.every)
+        training += filling * shrunk + passes * max(0.0, times[0] * shrunk - per_round)
+    evaluations = count_evaluations(rounds, experiment.scenario.evaluation.every)
+    evaluation = one * len(public.y) / test_size * evaluations
     return training + evaluation, evaluation / (training + evaluation)
-
-
-def _rounds(experiment: Experiment, engine: Engine | WorkerPool) -> tuple[float, float]:
-    """Return the seconds of the first round, which warms up and of SVRG is a snapshot, and of one of the others."""
-    whole = _timed(experiment, partial(engine.rounds, 1))
-    times = [whole]
-    while len(times) < min(1 + TIMED_ROUNDS, experiment.scenario.rounds) and sum(times) < TIMED_SECONDS:
-        times.append(_timed(experiment, partial(engine.rounds, 1)))
-    return whole, median(times[1:] or times)
 
 
 def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
     """Return the experiment with fewer examples a peer, and how many times fewer, where a table takes them all."""
     if experiment.algorithm.table is None:
         return experiment, 1.0
-    sampler = experiment.own.sampler
+    sampler, examples = experiment.own.sampler, experiment.own.examples
     batch = 1 if sampler.kind == "full" else math.ceil(float(sampler.normalizer.max()))
-    size_limit = max(2 * batch, min(FILLED, _affordable(experiment) // experiment.scenario.n_peers))
-    examples = replace(
-        experiment.own.examples, parts=tuple(part[:size_limit] for part in experiment.own.examples.parts)
-    )
+    limit = max(2 * batch, min(FILLED, _affordable(experiment) // experiment.scenario.n_peers))
+    examples = replace(examples, parts=tuple(part[:limit] for part in examples.parts))
     size = None if sampler.kind == "full" else sampler.size or batch
     smaller = Sampler(sampler.kind, size, examples.sizes, sampler.keys, sampler.peers, small_peers="full")
     own = replace(experiment.own, examples=examples, sampler=smaller)
@@ -96,29 +90,19 @@ def _shrunk(experiment: Experiment) -> tuple[Experiment, float]:
 
 
 def _affordable(experiment: Experiment) -> int:
-    """Return how many examples the model can be tried on in little time."""
+    """Return how many examples the model can be evaluated on in little time."""
     return NUMBERS // outputs_per_example(experiment.module, experiment.public.x)
 
 
-def _with_fewer_tests(experiment: Experiment) -> tuple[Experiment, float]:
-    """Return the experiment with a part of the test set where the model is large, and how many times larger it is."""
-    public = experiment.public
-    part = min(len(public.y), max(LEAST_TESTED, _affordable(experiment)))
-    return replace(experiment, public=replace(public, x=public.x[:part], y=public.y[:part])), len(public.y) / part
-
-
 def _timed(experiment: Experiment, work: Callable[[], object]) -> float:
-    _wait(experiment)
+    cuda = experiment.device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
     began = time.perf_counter()
     work()
-    _wait(experiment)
-    return time.perf_counter() - began
-
-
-def _wait(experiment: Experiment) -> None:
-    """Wait until the device has done what it was given."""
-    if experiment.device.type == "cuda":
+    if cuda:
         torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def make_plan(experiment: Experiment) -> dict[str, Any]:
@@ -127,12 +111,12 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
     Returns:
         peers: for each, sigma (noise std on its averaged gradient at rounds 0, K/2 and K-1),
             noise_multiplier (at round 0), epsilon, epsilon_after_quarters (of this run alone),
-            epsilon_of_replies_to_one (what one neighbour learns from the replies to it alone, which is not all that it
-            hears; None where all of a peer's messages go to everybody), delta, active_rounds and expected_rounds (None
-            where all peers always are), and what a paper's formulas say (claimed_epsilon, claimed_after_quarters,
+            epsilon_of_replies_to_one (of the replies to one neighbour alone, which are not all that it receives; None
+            where all neighbours receive the same), delta, active_rounds and expected_rounds (None where all peers are
+            active in all rounds), and the values of a paper's formulas (claimed_epsilon, claimed_after_quarters,
             mu_total, mu_0, mu_bar; None where there is none);
         ledger: where the scenario names one, its folder, the largest ε of any peer before and after this run;
-        optimal_rounds and all that `planner.optimum` says of it;
+        optimal_rounds and the other values of `planner.optimum`;
         gradients: which kernel computes them, and why that one;
         memory_bytes, memory (its parts), tables (bytes of each kind, for privsgp-vr) and table (the one used);
         workers (how many processes here), seconds (None where the run does not fit into memory), topology (None when

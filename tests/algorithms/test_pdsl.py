@@ -25,7 +25,7 @@ from flower_privdec.errors import PrivdecError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.gradients import build_kernel
 from flower_privdec.models import build_model, flatten
-from flower_privdec.planner import make_plan
+from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import plan_text
 from flower_privdec.tasks.losses import resolve_loss
 

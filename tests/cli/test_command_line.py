@@ -103,7 +103,7 @@ def test_ctrl_c_says_how_to_go_on(
 def test_ctrl_c_elsewhere_is_one_line_too(
     scenario: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flower_privdec.planner.make_plan", _pressed)
+    monkeypatch.setattr("flower_privdec.planner.plan.make_plan", _pressed)
     assert privdec("plan", scenario) == 130
     assert capsys.readouterr().err == "interrupted: run the same command again\n"
 
@@ -116,7 +116,7 @@ def test_memory_that_runs_out_is_one_line(
         def fail(*_: object, error: Exception = error) -> None:
             raise error
 
-        monkeypatch.setattr("flower_privdec.planner.make_plan", fail)
+        monkeypatch.setattr("flower_privdec.planner.plan.make_plan", fail)
         assert privdec("plan", scenario) == 1
         assert capsys.readouterr().err.startswith("error: memory ran out; use a smaller model")
 
@@ -125,7 +125,7 @@ def test_a_bug_is_not_hidden(scenario: Path, monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("flower_privdec.planner.make_plan", fail)
+    monkeypatch.setattr("flower_privdec.planner.plan.make_plan", fail)
     with pytest.raises(KeyError):
         main.main(["plan", str(scenario)])
 

@@ -14,7 +14,7 @@ from dp_accounting.pld import PLDAccountant
 from flower_privdec.engine.run import run
 from flower_privdec.engine.spent import Spent, privacy_rows
 from flower_privdec.errors import ScenarioError
-from flower_privdec.planner import make_plan
+from flower_privdec.planner.plan import make_plan
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.events import Release, event

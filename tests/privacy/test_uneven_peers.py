@@ -11,7 +11,7 @@ from tiny_scenario import Build, Tiny
 from flower_privdec.engine.run import run
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.planner import make_plan
+from flower_privdec.planner.plan import make_plan
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism.events import Release
 
