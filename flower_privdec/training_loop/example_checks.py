@@ -34,10 +34,20 @@ def check_examples(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
         ScenarioError: an item occurs twice, reads other items, or is changed by the others of its batch.
     """
     dataset: Any = loader.dataset
-    _check_once(dataset)
+    datasets: list[Any] = []
+    items = _indices(dataset, datasets)
+    examples, counts = np.unique(items, return_counts=True)
+    if counts.max() > 1:
+        raise ScenarioError(
+            f"{int((counts > 1).sum())} of {len(examples)} examples occur several times in the dataset, item "
+            f"{examples[counts.argmax()] % 2**40} {counts.max()} times: one example would count as several, each "
+            "clipped on its own; give every index once (Subset, ConcatDataset), and more passes in place of copies",
+            code="training-loop.repeated-example",
+        )
     probes = sorted({index * len(dataset) // PROBES for index in range(PROBES)} & {*range(len(dataset))})
-    for index in probes:
-        _check_alone(*_origin(dataset, index))
+    for probe in probes:
+        place, index = divmod(int(items[probe]), 2**40)
+        _check_alone(datasets[place], index)
     if loader.collate_fn is default_collate:  # which stacks rows
         return default_collate
     collate = RowCollate(loader.collate_fn)
@@ -102,11 +112,7 @@ def _same(one: Any, other: Any) -> bool:
     """Return whether two items are equal, bit for bit and NaN for NaN; what cannot be compared is not."""
     if type(one) is not type(other):
         return False
-    if isinstance(one, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())
-    if isinstance(one, np.ndarray):
+    if isinstance(one, Tensor | np.ndarray):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
         return bool(((one == other) | ((one != one) & (other != other))).all())
@@ -120,37 +126,20 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def _indices(dataset: Any, bases: dict[int, int]) -> np.ndarray:
-    """Return [items]: the index of each item in the dataset beneath subsets and concatenations, plus 2^40 for each."""
+def _indices(dataset: Any, datasets: list[Any]) -> np.ndarray:
+    """Return [items]: each item's index in the dataset beneath subsets and concatenations, plus 2^40 times that one's.
+
+    Args:
+        datasets: gets the datasets beneath.
+    """
     if type(dataset).__getitem__ is Subset.__getitem__:
-        return _indices(dataset.dataset, bases)[np.asarray(dataset.indices, dtype=np.int64)]
+        return _indices(dataset.dataset, datasets)[np.asarray(dataset.indices, dtype=np.int64)]
     if type(dataset).__getitem__ is ConcatDataset.__getitem__:
-        return np.concatenate([_indices(part, bases) for part in dataset.datasets])
-    return np.arange(len(dataset)) + (bases.setdefault(id(dataset), len(bases)) << 40)
-
-
-def _check_once(dataset: Any) -> None:
-    """Refuse a Subset or ConcatDataset that holds an item of what is beneath it twice."""
-    items, counts = np.unique(_indices(dataset, {}), return_counts=True)
-    if counts.max() > 1:
-        raise ScenarioError(
-            f"{int((counts > 1).sum())} of {len(items)} examples occur several times in the dataset, item "
-            f"{items[counts.argmax()] % 2**40} {counts.max()} times: one example would count as several, each clipped "
-            "on its own; give every index once (Subset, ConcatDataset), and more passes in place of copies",
-            code="training-loop.repeated-example",
-        )
-
-
-def _origin(dataset: Any, index: int) -> tuple[Any, int]:
-    """Return the dataset beneath subsets and concatenations that holds an item, and its index there."""
-    while True:
-        if type(dataset).__getitem__ is Subset.__getitem__:
-            dataset, index = dataset.dataset, int(dataset.indices[index])
-        elif type(dataset).__getitem__ is ConcatDataset.__getitem__:
-            part = int(np.searchsorted(dataset.cumulative_sizes, index, side="right"))
-            dataset, index = dataset.datasets[part], index - (dataset.cumulative_sizes[part - 1] if part else 0)
-        else:
-            return dataset, index % len(dataset)
+        return np.concatenate([_indices(part, datasets) for part in dataset.datasets])
+    places = [place for place, other in enumerate(datasets) if other is dataset] or [len(datasets)]
+    if places == [len(datasets)]:
+        datasets.append(dataset)
+    return np.arange(len(dataset)) + (places[0] << 40)
 
 
 class _Watched(Dataset[Any]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -63,10 +62,5 @@ def _grouped(norm: nn.Module, groups: int) -> nn.Module:
     count = max(n for n in range(1, groups + 1) if channels % n == 0 and (n == 1 or channels // n > 1))
     replacement = nn.GroupNorm(count, channels, eps=norm.eps, affine=norm.affine).train(norm.training)
     if norm.affine:
-        replacement = replacement.to(norm.weight)
-        with torch.no_grad():
-            replacement.weight.copy_(norm.weight)
-            replacement.bias.copy_(norm.bias)
-        replacement.weight.requires_grad_(norm.weight.requires_grad)
-        replacement.bias.requires_grad_(norm.bias.requires_grad)
+        replacement.weight, replacement.bias = norm.weight, norm.bias
     return replacement

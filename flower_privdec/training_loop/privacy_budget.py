@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -111,12 +110,6 @@ class PrivacyBudget:
         """Return the ε of everything charged."""
         return epsilon_of_runs(list(runs_in(entries).values()), self.delta)
 
-    @contextmanager
-    def opened(self) -> Iterator[OpenBudget]:
-        """Lock the ledger for a run of steps; raises BudgetError if it is in use or fails verification."""
-        with Ledger(self.folder, self.source) as ledger:
-            yield OpenBudget(self, ledger)
-
     def statement(self, entries: Sequence[Entry]) -> str:
         """Return one line: ε with its unit, its adjacency, what was charged, and what remains."""
         charged = "; ".join(map(_charge_text, releases_in(entries))) or "nothing yet"
@@ -130,16 +123,26 @@ class PrivacyBudget:
 
 
 class OpenBudget:
-    """A privacy budget whose ledger is locked.
+    """A privacy budget whose ledger is locked for a run of steps; a context manager.
 
     Attributes:
         first: how many steps of this mechanism were charged before.
+
+    Raises:
+        BudgetError: the ledger is in use or fails verification.
     """
 
-    def __init__(self, budget: PrivacyBudget, ledger: Ledger) -> None:
-        self._budget, self._ledger, self._charged = budget, ledger, 0
+    def __init__(self, budget: PrivacyBudget) -> None:
+        self._ledger = ledger = Ledger(budget.folder, budget.source)
+        self._budget, self._charged = budget, 0
         self.first, self._remaining = budget.taken(ledger.entries), budget.remaining_steps(ledger.entries)
         self._run = RunName(secrets.token_hex(16), "example-level", f"torch {torch.__version__}")
+
+    def __enter__(self) -> OpenBudget:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.close()
 
     def charge(self, most: int) -> int:
         """Charge some steps, on disk before this returns, and return how many: all that remain, up to `most`.
