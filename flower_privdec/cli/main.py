@@ -279,7 +279,7 @@ def main(arguments: list[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # a terminal that has no ε
     if arguments is None:
         arguments = sys.argv[1:]
-        atexit.register(lambda: "triton" in sys.modules or gc.freeze())  # no collection at exit; triton needs it
+        atexit.register(_skip_last_collection)
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -301,6 +301,12 @@ def main(arguments: list[str] | None = None) -> None:
     except Exception as error:
         _exit_unless_a_bug(error)
     sys.exit(result if isinstance(result, int) else 0)
+
+
+def _skip_last_collection() -> None:
+    """Exempt all objects from the garbage collection at exit; but with triton loaded that would print each of them."""
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def _exit(kind: str, message: str, status: int) -> NoReturn:
