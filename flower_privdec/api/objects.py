@@ -222,7 +222,7 @@ class _Namer:
         for key in ("dataset", "root"):
             if section.get(key) is not None:
                 raise ScenarioError(
-                    f"data.{key} names data, and data.train has them: remove one of them", code="api.data-twice"
+                    f"data.{key} names data, and data.train gives them: remove one of them", code="api.data-twice"
                 )
         arrays = Arrays.of(section.pop("train"), section.pop("test", None))
         section["dataset"] = {"module": self._give(give(arrays, "data", tell((arrays.train, arrays.test))))}
