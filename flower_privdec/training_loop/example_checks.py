@@ -1,9 +1,9 @@
 """What keeps the examples of a batch apart: checks of a data loader's items and rows, and GroupNorm for BatchNorm.
 
 Each item must be one example: read alone, drawn once, in a row that the others do not change. Example-level privacy
-bounds what one item of a dataset changes. A dataset whose items read other items (pairs, triplets, standardisation by the
-data's own mean), one that holds an item several times, and a `collate_fn` that pads to the longest or mixes rows let one
-example change several rows of a batch, each of which is clipped on its own.
+bounds what one item of a dataset changes. A dataset whose items read others (pairs, triplets, standardisation by the
+data's own mean), one that holds an item several times, and a `collate_fn` that pads to the longest or mixes rows let
+one example change several rows of a batch, each of which is clipped on its own.
 
 What these checks cannot see: statistics of the data that were computed before the dataset was made, copies of an
 example under another index, and what a loop does to a batch that it was given.
