@@ -104,7 +104,7 @@ class LedgerWitness:
         """
         j = report.sender
         if j not in self.neighbors:
-            raise RefusedError(f"peer {j} reports its ledger to peer {self.peer}, who are no neighbours")
+            raise RefusedError(f"peer {j} reports its ledger to peer {self.peer}, who are no neighbours here")
         with self._lock:
             self._received[j] = report.challenge
             if report.answers == self._challenges[j] and self._boots.get(j) != report.boot:
