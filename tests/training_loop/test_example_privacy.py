@@ -683,7 +683,7 @@ def test_the_noise_of_the_ledger_is_kept_where_the_solution_is_lost(
     first = setup(tmp_path, **budget)
     loop(first)
     monkeypatch.setattr(
-        "flower_privdec.training_loop.privacy_budget.noise_multiplier",
+        "flower_privdec.training_loop.private_loop.noise_multiplier",
         lambda *_, **__: first.noise_multiplier * (1 + 1e-4),
     )
     again = setup(tmp_path, **budget)
