@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from flower_privdec.rows.compiling import compiled, inlined
+from flower_privdec.rows.tensors import compiled, inlined
 
 HINGE, LOGISTIC, SQUARED_HINGE = range(3)
 _f8 = np.float64
