@@ -15,7 +15,7 @@ from tiny_scenario import Tiny
 
 from flower_privdec.cli.main import main
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.flower.apps.server_app import Settings, caller_folder
+from flower_privdec.flower.apps.server_app import ScenarioStrategy, caller_folder, scenario_strategy
 from flower_privdec.flower.launch.error_formatting import one_line_failure, one_line_replies, reason
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.scenario import to_yaml
@@ -192,8 +192,8 @@ def test_results_and_paths_start_where_the_command_was_typed(
     (work / "mine.yaml").write_text(to_yaml(tiny()))
     (work / "deeper").mkdir()
 
-    def read(**config: str) -> Settings:
-        return Settings.read(Context(7, 0, {}, RecordDict(), {"scenario": "mine.yaml", **config}), app)
+    def read(**config: str) -> ScenarioStrategy:
+        return scenario_strategy(Context(7, 0, {}, RecordDict(), {"scenario": "mine.yaml", **config}), app)
 
     assert read().out == work / "runs" / "tiny-7"
     assert read(out="mine").out == work / "mine"
