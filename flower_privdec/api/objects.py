@@ -24,8 +24,7 @@ from flower_privdec.experiment.object_code import tell
 from flower_privdec.graph.topology import Topology
 from flower_privdec.graph.topology.graphs import networkx
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.data_section import PEER
-from flower_privdec.scenario.fields import own_modules
+from flower_privdec.scenario.sections import PEER, own_modules
 
 Pair = tuple[np.ndarray, np.ndarray]
 

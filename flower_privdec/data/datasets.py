@@ -20,7 +20,7 @@ from flower_privdec.data.svmlight import read_svmlight
 from flower_privdec.data.targets import Wanted, some
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
-from flower_privdec.scenario.data_section import PEER, DataSection
+from flower_privdec.scenario.sections import PEER, DataSection
 from flower_privdec.tasks.kinds import Targets, fitting
 
 _READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(

@@ -27,7 +27,7 @@ from flower_privdec.data.scattering import Scattering2D, n_paths
 from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
-from flower_privdec.scenario.data_section import FeaturesSection
+from flower_privdec.scenario.sections import FeaturesSection
 
 VERSION = 1  # raise it with any change of the numbers: features kept on disk are then made afresh
 CHUNK, IMAGES = 256, 32  # examples that a thread takes at a time, and images that stay in its cache

@@ -27,8 +27,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.flower.apps.records import WorkRequest
 from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.data_section import PEER
-from flower_privdec.scenario.topology_section import TopologySection
+from flower_privdec.scenario.sections import PEER, TopologySection
 
 log = logging.getLogger("flwr.privdec")
 

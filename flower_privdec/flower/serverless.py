@@ -61,9 +61,10 @@ from flower_privdec.network.peer.trainer import Head, noise_source, rows_path
 from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.scenario import numbers_hash
-from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
+from flower_privdec.scenario.loading import parse_app_scenario
 from flower_privdec.scenario.plain_yaml import read_plain
-from flower_privdec.scenario.topology_section import TopologySection
+from flower_privdec.scenario.schema import AppPrivacySection, AppScenario
+from flower_privdec.scenario.sections import TopologySection
 
 log = logging.getLogger("flwr.privdec")
 

@@ -42,7 +42,8 @@ from flower_privdec.flower.serverless import (
 )
 from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
 from flower_privdec.privacy.ledger.ledger import ledger_path
-from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
+from flower_privdec.scenario.loading import parse_app_scenario
+from flower_privdec.scenario.schema import AppPrivacySection, AppScenario
 
 SIMULATIONS = ROOT / "simulations"
 QUICKSTARTS = {name: SIMULATIONS / f"adapted-quickstart-{name}" for name in ("sklearn", "pytorch")}

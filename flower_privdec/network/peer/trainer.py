@@ -23,7 +23,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.pushsum.lockstep import network_mixing
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.app_scenario import AppScenario
+from flower_privdec.scenario.schema import AppScenario
 
 SECRET_BYTES = 32
 Head = tuple[int, str]  # the length and the last hash of a ledger
