@@ -178,14 +178,14 @@ class HostSettings:
             place = MeetingPlace.given(str(config.get("shard-address", "")), str(config.get("shard-meeting", "")))
         return cls(False, folder, root, test, epsilon, delta, partition, partitions, place, modules)
 
-    def meeting(self, request: WorkRequest) -> MeetingPlace:
+    def rendezvous(self, request: WorkRequest) -> MeetingPlace:
         """Return the rendezvous of a request's shards: the node-config's, or in a simulation a file.
 
         Raises:
             RunError: a deployed node's configuration has none.
         """
         if self.simulated:
-            return MeetingPlace(path=self.folder / f"meeting-{request.token}")
+            return MeetingPlace(path=self.folder / f"rendezvous-{request.token}")
         if self.place is None:
             raise RunError(
                 "this SuperNode's node-config lacks shard-address and shard-meeting: shards send rows to each other "

@@ -42,7 +42,7 @@ def test_a_shard_that_fails_is_named_and_the_run_goes_on_from_the_round_that_all
     run(Experiment.build(tiny()), tmp_path / "engine")
     with monkeypatch.context() as broken:
         broken.setattr(Node, "save", full)
-        with pytest.raises(RunError, match=r"^the SuperNode of peers 2 to 3 failed: OSError.* No space left") as failed:
+        with raises(RunError, "nodes.failed", names="peers 2 to 3 .*OSError.* No space left") as failed:
             flower_runs.run_under_flower(tiny(), tmp_path / "flower", "sharded")
     assert "peers 0 to 1" not in str(failed.value)
     assert "the shards keep round 2: mend it, then run the same command with --resume" in str(failed.value)
