@@ -1,4 +1,4 @@
-"""The commands of `privdec` for peers on a network: certificates, one peer, all peers, how one does and how fast."""
+"""The commands of `privdec` for peers on a network: certificates, one peer, all peers, status, benchmark, soak."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def certs(
     authority: Annotated[Path | None, typer.Option(help="Certificate (PEM) of an authority of your own.")] = None,
     authority_key: Annotated[Path | None, typer.Option(help="Its key (PEM, without a password).")] = None,
 ) -> None:
-    """Make a certificate for every peer of a scenario, by which peers on a network know each other."""
+    """Make a TLS certificate for every peer of a scenario."""
     from flower_privdec.network.transport.tls import make_certificates
-    from flower_privdec.scenario.app_scenario import load_for_network
+    from flower_privdec.scenario.loading import load_for_network
 
     for identity, done in make_certificates(
         load_for_network(scenario, settings or ()), out, authority, authority_key
@@ -59,7 +59,7 @@ def peer(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="With --app: of this device. Repeatable.")
     ] = None,
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")] = False,
     insecure_seeds: InsecureSeeds = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
@@ -80,7 +80,7 @@ def peer(
         network = require("flower_privdec.network.peer.foreground", "privdec peer", "pip install grpcio")
         loaded = load_scenario(scenario, settings or ())
     folder = out or Path("peers") / f"{loaded.name}-{number}"
-    with saying_when_interrupted(f"the same command with --resume goes on from {folder}"):
+    with saying_when_interrupted(f"the same command with --resume continues from {folder}"):
         network.run_peer(
             loaded,
             number,
@@ -106,12 +106,12 @@ def _app_peer(
     with_parent: bool,
 ) -> None:
     from flower_privdec.data.readers import require
-    from flower_privdec.scenario.app_scenario import load_app_scenario
+    from flower_privdec.scenario.loading import load_app_scenario
 
     serverless = require("flower_privdec.flower.serverless", "privdec peer --app", "pip install grpcio")
     loaded = load_app_scenario(scenario, settings or ())
     folder = out or Path("peers") / f"{loaded.name}-{number}"
-    with saying_when_interrupted(f"the same command with --resume goes on from {folder}"):
+    with saying_when_interrupted(f"the same command with --resume continues from {folder}"):
         serverless.run_app_peer(
             app,
             loaded,
@@ -129,14 +129,14 @@ def up(
     scenario: ScenarioFile,
     out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME")] = None,
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoints.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoints.")] = False,
     insecure_seeds: InsecureSeeds = False,
     loss: Annotated[float, typer.Option(help="Share of all messages that a proxy between the peers loses.")] = 0.0,
     kill: Annotated[
         list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer for good after a round. Repeatable.")
     ] = None,
     restart: Annotated[
-        list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer, and start it again. Repeatable.")
+        list[str] | None, typer.Option(metavar="PEER@ROUND", help="Kill a peer and restart it. Repeatable.")
     ] = None,
 ) -> None:
     """Run all peers of a scenario as processes on this machine, over TLS, as they would run on devices."""
@@ -151,11 +151,11 @@ def up(
     folder = out or Path("runs") / loaded.name
     with (
         network.losing(loss) as proxy,
-        saying_when_interrupted(f"the same command with --resume goes on from {folder}"),
+        saying_when_interrupted(f"the same command with --resume continues from {folder}"),
         progress.network_progress(loaded, folder) as (on_metrics, on_status),
     ):
-        due = network.mishaps(kill or (), restart or (), loaded.n_peers, loaded.rounds)
-        options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "mishaps": due}
+        due = network.injected_kills(kill or (), restart or (), loaded.n_peers, loaded.rounds)
+        options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "kills": due}
         peers = network.Up(loaded, folder, **options)
         summary = peers.run(on_metrics, on_status)
     save_run_plots(folder)
@@ -168,7 +168,7 @@ def status(
     number: Annotated[int, typer.Option("--as", min=0, metavar="I", help="Whose certificate to show.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Ask a running peer how it does."""
+    """Show the status of a running peer."""
     from flower_privdec.data.readers import require
 
     network = require("flower_privdec.network.peer.foreground", "privdec status", "pip install grpcio")
@@ -203,11 +203,11 @@ def network_bench(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Measure rounds a second of eight peers on this machine, beside what their transport alone takes."""
+    """Measure rounds a second of eight peers on this machine, beside those of gRPC alone."""
     network = checkout_tool("tools.bench.network", "network-bench")
-    say = partial(typer.echo, err=as_json)
+    report = partial(typer.echo, err=as_json)
     measurement = network.measure_network(
-        size or list(ModelSize), mode or list(NetworkMode), settings or (), out, rounds, say
+        size or list(ModelSize), mode or list(NetworkMode), settings or (), out, rounds, report
     )
     if as_json:
         typer.echo(network.as_json(measurement))
@@ -225,7 +225,7 @@ def soak(
     every: Annotated[float, typer.Option(help="Seconds between two faults, on average.")] = 3.0,
     longest: Annotated[float, typer.Option(help="Seconds that a fault lasts at most.")] = 2.0,
 ) -> None:
-    """Run all peers of a scenario on this machine, break something all the time, and check what must hold."""
+    """Run all peers of a scenario on this machine, inject faults, and check the invariants."""
     from flower_privdec.scenario import load_scenario
 
     rig = checkout_tool("tools.soak", "soak")
@@ -233,12 +233,12 @@ def soak(
     folder = out or Path("runs") / f"{loaded.name}-soak"
     options = {"kinds": tuple(fault)} if fault else {}
     soaked = rig.Soak(loaded, folder, minutes=minutes, seed=seed, every=every, longest=longest, **options)
-    with saying_when_interrupted(f"what was seen is above, and its traces are in {folder}"):
+    with saying_when_interrupted(f"the results are above, and the traces in {folder}"):
         try:
             soaked.run(typer.echo)
         finally:
             typer.echo("\n".join(soaked.summary()))
-    typer.echo("all that must hold held")
+    typer.echo("all invariants held")
 
 
 NETWORK_COMMANDS = (certs, peer, up, status, network_bench, soak)

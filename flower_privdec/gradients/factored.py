@@ -175,7 +175,7 @@ def _is_compiled(layer: nn.MaxPool2d, x: Tensor) -> bool:
 @cache
 def _compiled() -> tuple[Any, Any]:
     """Compile the loops when they are first needed: numba takes long to import."""
-    from flower_privdec.rows.compiling import compiled
+    from flower_privdec.rows.tensors import compiled
 
     return compiled(_pool), compiled(_unpool)
 

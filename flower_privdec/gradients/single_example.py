@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from flower_privdec.gradients.protocol import LARGEST, LONGEST, Clipping, LabelledInputs, floor, slack
 from flower_privdec.gradients.stacked import Layer, StackedKernel
-from flower_privdec.rows.compiling import compiled, inlined
-from flower_privdec.rows.tensors import padded
+from flower_privdec.rows.tensors import compiled, inlined, padded
 from flower_privdec.tasks.losses import LOSSES, Loss
 
 COMPILED_LOSSES = {

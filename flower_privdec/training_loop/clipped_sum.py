@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import beyond, reason, row_chunks, upper
-from flower_privdec.tasks.isolated import no_own_rules
+from flower_privdec.tasks.own_functions import no_own_rules
 
 WAYS = ("auto", "vmap", "loop")
 BOTH = "the model or the criterion, on one example at a time,"
 CONSTANTS = (bool, int, float, str, type(None))
 Criterion = Callable[..., Tensor]
 Values = dict[str, Tensor]
+Rebuild = Callable[[Sequence[Tensor]], tuple[list[Any], dict[str, Any], list[Any]]]
 
 _log = logging.getLogger(__name__)
 
@@ -34,8 +35,8 @@ class ClippedSum:
     where g_b is the gradient of criterion(model(x_b), y_b), of example b as a batch of one (Abadi et al. 2016, Alg. 1).
     An example whose gradient is not finite, or beyond `bounds.LARGEST`, counts as zero. Model and criterion never see
     two examples together: `vmap` takes some at a time and lets none reach another, `loop` calls the model on one after
-    the other, on a fresh copy of it each time. What either keeps in itself is forgotten; of one that keeps something
-    elsewhere, in globals or files, nothing is promised.
+    the other, on a fresh copy of it each time. State in either is discarded; state elsewhere, in globals or files, is
+    not.
     """
 
     def __init__(
@@ -61,15 +62,15 @@ class ClippedSum:
         self._ways, self._way = WAYS[1:] if way == "auto" else (way,), ""
 
     def outputs(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what the model says of a batch, without a gradient and without a change to the model."""
+        """Return the model's outputs for a batch, without a gradient and without a change to the model."""
         with torch.no_grad():
             module = copy.deepcopy(self._module)
-            return without_telling("the model", lambda args, kwargs: module(*args, **kwargs), [args, kwargs])
+            return without_revealing("the model", lambda args, kwargs: module(*args, **kwargs), [args, kwargs])
 
     def loss(self, outputs: Tensor, targets: Sequence[Any]) -> Tensor:
         """Return the loss of a batch, without a gradient and without a change to the criterion."""
         with torch.no_grad():
-            loss: Tensor = without_telling("the criterion", _fresh(self._criterion), [outputs.detach(), *targets])
+            loss: Tensor = without_revealing("the criterion", _fresh(self._criterion), [outputs.detach(), *targets])
             return loss
 
     def __call__(self, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[Tensor, int]:
@@ -77,23 +78,21 @@ class ClippedSum:
 
         Args:
             args, kwargs: what the model is called with.
-            targets: what the criterion is given after the model's outputs.
+            targets: the criterion's arguments after the model's outputs.
 
         Raises:
-            ScenarioError: what is no batch, or a model or criterion that cannot take one example alone.
-            RunError: these fail on the examples, without what they said, which may tell of them.
+            ScenarioError: the arguments are no batch, or the model or criterion cannot take one example alone.
+            RunError: these fail on the examples; their message is withheld, for it may reveal them.
         """
-        leaves, spec = tree_flatten((list(args), dict(kwargs), list(targets)))
-        tensors, places = _batched(leaves)
+        tensors, rebuild = _batched(args, kwargs, targets)
         like = next(iter(self._parameters.values()))
         total, examples = torch.zeros(self.d, dtype=like.dtype, device=like.device), len(tensors[0])
         if examples == 0:
             return total, 0
-        rebuild = _Rebuild(leaves, places, spec)
         self._way = self._way or self._settle(rebuild, tensors)
         for part in row_chunks(examples, self.d * like.element_size(), self._memory):
             some = [tensor[part] for tensor in tensors]
-            self._add_(total, without_telling(BOTH, lambda *some: self._gradients(self._way, rebuild, some), some))
+            self._add_(total, without_revealing(BOTH, lambda *some: self._gradients(self._way, rebuild, some), some))
         return total, examples
 
     @property
@@ -108,8 +107,8 @@ class ClippedSum:
             gradients, norms = gradients.masked_fill(bad[:, None], 0), norms.masked_fill(bad, 0)
         total.add_((self._clip_norm / norms).clamp(max=1) @ gradients)
 
-    def _settle(self, rebuild: _Rebuild, tensors: list[Tensor]) -> str:
-        """Return the way that works on zeros of the examples' shapes: what these raise tells nothing of the data."""
+    def _settle(self, rebuild: Rebuild, tensors: list[Tensor]) -> str:
+        """Return the first way that works on zeros of the examples' shapes, whose errors reveal nothing of the data."""
         zeros = [torch.zeros_like(tensor[:1]).expand(2, *tensor.shape[1:]).clone() for tensor in tensors]
         reasons = []
         for way in self._ways:
@@ -124,25 +123,24 @@ class ClippedSum:
             return way
         raise ScenarioError(
             f"the model and the criterion cannot take one example alone, as a batch of one: {reasons[-1]}; let the "
-            "model turn [1, ...] into one tensor [1, ...], and the criterion that and its targets into a number"
+            "model turn [1, ...] into one tensor [1, ...], and the criterion that and its targets into a number",
+            code="training-loop.batch-of-one",
         )
 
-    def _gradients(self, way: str, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Tensor:
+    def _gradients(self, way: str, rebuild: Rebuild, tensors: Sequence[Tensor]) -> Tensor:
         """Return the gradients [b, d] of some examples."""
         with torch.enable_grad():
-            gradients = self._by_vmap(rebuild, tensors) if way == "vmap" else self._by_loop(rebuild, tensors)
+            if way == "vmap":
+                batched = vmap(grad(self._value(rebuild)), (None, *(0 for _ in tensors)), randomness="different")
+                gradients: Values = batched(self._values(), *tensors)
+            else:
+                gradients = self._by_loop(rebuild, tensors)
         return torch.cat([gradients[name].detach().reshape(len(tensors[0]), -1) for name in self._parameters], dim=1)
 
     def _values(self) -> Values:
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
 
-    def _by_vmap(self, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Values:
-        value = self._value(rebuild)
-        dims = (None, *(0 for _ in tensors))
-        gradients: Values = vmap(grad(value), in_dims=dims, randomness="different")(self._values(), *tensors)
-        return gradients
-
-    def _by_loop(self, rebuild: _Rebuild, tensors: Sequence[Tensor]) -> Values:
+    def _by_loop(self, rebuild: Rebuild, tensors: Sequence[Tensor]) -> Values:
         rows: list[tuple[Tensor, ...]] = []
         for example in zip(*tensors, strict=True):
             values = {name: value.requires_grad_() for name, value in self._values().items()}
@@ -152,7 +150,7 @@ class ClippedSum:
         columns = zip(*rows, strict=True)
         return {name: torch.stack(column) for name, column in zip(self._parameters, columns, strict=True)}
 
-    def _value(self, rebuild: _Rebuild) -> Callable[..., Tensor]:
+    def _value(self, rebuild: Rebuild) -> Callable[..., Tensor]:
         """Return the loss of one example as a function of the parameters, by copies that keep nothing of another."""
         module, criterion = copy.deepcopy(self._module), _fresh(self._criterion)
 
@@ -172,53 +170,48 @@ def _fresh(criterion: Criterion) -> Criterion:
     return copy.deepcopy(criterion) if isinstance(criterion, nn.Module) else criterion
 
 
-class _Rebuild:
-    """Puts tensors back where they stood among the arguments of the model and the criterion."""
-
-    def __init__(self, leaves: list[Any], places: list[int], spec: TreeSpec) -> None:
-        self._leaves, self._places, self._spec = leaves, places, spec
-
-    def __call__(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any], list[Any]]:
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        args, kwargs, targets = tree_unflatten(leaves, self._spec)
-        return args, kwargs, targets
-
-
-def _batched(leaves: list[Any]) -> tuple[list[Tensor], list[int]]:
-    """Return the tensors of a batch and where they stand; the first axis of each is the example.
+def _batched(args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[Any]) -> tuple[list[Tensor], Rebuild]:
+    """Return a batch's tensors, the first axis of which is the example, and the function from others to arguments.
 
     Raises:
-        ScenarioError: something else than tensors of as many examples and plain constants.
+        ScenarioError: an argument is neither tensors of as many examples each nor a plain constant.
     """
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[place].detach() for place in places]
+    leaves, spec = tree_flatten((list(args), dict(kwargs), list(targets)))
+    tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *CONSTANTS)):
             raise ScenarioError(
-                f"the model or the criterion is given a {type(leaf).__name__}, whose examples cannot be told apart: "
-                "give tensors [examples, ...], alone or in lists and dicts"
+                f"the model or the criterion is given a {type(leaf).__name__}, which cannot be split into examples: "
+                "give tensors [examples, ...], alone or in lists and dicts",
+                code="training-loop.batch",
             )
     if not tensors or any(tensor.ndim == 0 or len(tensor) != len(tensors[0]) for tensor in tensors):
         raise ScenarioError(
-            "the model and the criterion must be given tensors [examples, ...] of as many examples each, so that one "
-            "can be told from the other; keep what all examples share in the model"
+            "the model and the criterion must be given tensors [examples, ...] of as many examples each, to be split "
+            "into examples; keep what all examples share in the model",
+            code="training-loop.batch",
         )
-    return tensors, places
+
+    def rebuild(others: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any], list[Any]]:
+        replacements = iter(others)
+        replaced = [next(replacements) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        rebuilt: tuple[list[Any], dict[str, Any], list[Any]] = tree_unflatten(replaced, spec)
+        return rebuilt
+
+    return tensors, rebuild
 
 
-def without_telling(what: str, call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    """Call a user's code; where it fails, pass on what it says of zeros in the tensors' place, and nothing else.
+def without_revealing(what: str, call: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    """Call a user's code; where it fails, raise its error on zeros in the tensors' place, if there is one.
 
-    A server that hears why a client failed would hear of its examples, as "target 7 is out of bounds" does.
+    The text of an error on private examples, such as "target 7 is out of bounds", would reveal them to the server.
 
     Args:
         what: the code, as an error names it.
 
     Raises:
-        ScenarioError: it fails on zeros too; with what it said of them.
-        RunError: it fails on the examples alone; with the error's kind.
+        ScenarioError: it fails on zeros too; with that error's text.
+        RunError: it fails on the examples alone; with the error's type.
     """
     failure = explanation = None
     try:
@@ -230,10 +223,17 @@ def without_telling(what: str, call: Callable[..., Any], arguments: Sequence[Any
     except RAISED_BY_USERS as error:
         explanation = reason(error)
     if explanation is not None:  # raised here, errors that do not carry the other ones along
-        raise ScenarioError(f"{what} fails on zeros of the batch's shapes too: {explanation}")
-    raise RunError(
-        f"{what} raised {failure} on private examples (what it said is withheld, for it may tell of them); try it on "
-        "made-up ones, of every size and class"
+        problem = f"{what} fails on zeros of the batch's shapes too: {explanation}"
+        raise ScenarioError(problem, code="training-loop.fails-on-zeros")
+    raise withheld(what, failure)
+
+
+def withheld(what: str, failure: str) -> RunError:
+    """Return the error of a user's code that failed on private examples, by its type alone."""
+    return RunError(
+        f"{what} raised {failure} on private examples (its message is withheld, for it may contain them); try it on "
+        "made-up ones, of every size and class",
+        code="training-loop.withheld",
     )
 
 

@@ -14,7 +14,8 @@ import copy
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,55 +29,68 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from flower_privdec.common.arguments import check_calls, check_numbers, check_paths, check_whole
-from flower_privdec.common.formatting import one_line
+from flower_privdec.common.formatting import epsilon_text, one_line, setting
 from flower_privdec.data.peer_data import draw_poisson
-from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
-from flower_privdec.privacy.accountant.accounting import check_delta
-from flower_privdec.privacy.accountant.calibration import max_steps
-from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
+from flower_privdec.privacy.accountant.accounting import check_delta, epsilon
+from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
+from flower_privdec.privacy.accountant.calibration import ACCEPTED, max_steps, noise_multiplier
+from flower_privdec.privacy.ledger.cohort_ledger import Account, Spending
+from flower_privdec.privacy.ledger.ledger import (
+    Charge,
+    Entry,
+    Ledger,
+    RunName,
+    ledger_path,
+    read_entries,
+    releases_in,
+    runs_in,
+)
+from flower_privdec.privacy.mechanism.events import Release, Spend
 from flower_privdec.privacy.noise import NoiseSource, SystemNoise, build_noise
 from flower_privdec.rows.keys import KEY_BYTES, keyed_generator
-from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion
-from flower_privdec.training_loop.example_checks import MixedBatch, check_examples, mixed_batch
-from flower_privdec.training_loop.group_norms import mixes
-from flower_privdec.training_loop.privacy_budget import PrivacyBudget
+from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion, withheld
+from flower_privdec.training_loop.example_checks import MixedBatch, check_examples, mixed_batch, mixes
 
 DTYPES = (torch.float32, torch.float64)
-LINES = 16  # that a pass writes into the ledger, or so
-KEPT = (
+LINES = 16  # about so many ledger entries a pass
+LOADER_OPTIONS = (  # of the user's data loader that the private one keeps
     *("num_workers", "pin_memory", "timeout", "worker_init_fn"),
     *("multiprocessing_context", "generator", "prefetch_factor", "pin_memory_device"),
 )
 CALL = "_flower_privdec_call"  # an attribute of outputs: what the model was called with
 MARK = "_flower_privdec_steps"  # an attribute of an optimizer whose steps are noised
-WITHOUT_VALUE = {  # what a loss is asked by those who call backward() on it
+WITHOUT_VALUE = {  # attributes of a loss that backward() needs
     *("backward", "dim", "size", "numel", "is_floating_point"),
     *("requires_grad", "grad_fn", "is_leaf", "shape", "ndim", "dtype", "device", "is_cuda"),
 }
+# Codes of errors.
+ARGUMENT, LOADER, MODEL = "training-loop.argument", "training-loop.loader", "training-loop.model"
+PRIVATE = "training-loop.private-already"
+STEP, PAST = "training-loop.one-step-a-batch", "training-loop.gradient-past-clipping"
 GUARD = "_flower_privdec_guard"  # of a parameter that no other gradient may reach
-NOBODY = np.zeros(1, dtype=np.int64)  # the peer of a process that hosts one
+PEER = np.zeros(1, dtype=np.int64)  # the only peer of this process
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class ExamplePrivacy:
-    """What `private` returns; unpacks into model, optimizer, data_loader, criterion.
+    """The wrapped parts of a training loop; unpacks into model, optimizer, data_loader, criterion.
 
     Attributes:
-        model, optimizer, data_loader, criterion: what the training loop uses in place of its own.
-        noise_multiplier: noise std over clip norm.
+        model, optimizer, data_loader, criterion: for the training loop, in place of its own.
     """
 
-    def __init__(
-        self,
-        model: PrivateModel,
-        optimizer: Optimizer,
-        data_loader: PrivateLoader,
-        criterion: PrivateCriterion,
-        steps: NoisedSteps,
-        budget: PrivacyBudget,
-    ) -> None:
-        self.model, self.optimizer, self.data_loader, self.criterion = model, optimizer, data_loader, criterion
-        self.noise_multiplier = budget.release.noise_multiplier
-        self._steps, self._budget = steps, budget
+    model: PrivateModel
+    optimizer: Optimizer
+    data_loader: PrivateLoader
+    criterion: PrivateCriterion
+    _steps: NoisedSteps
+    _budget: PrivacyBudget
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Return the noise's standard deviation over the clip norm."""
+        return self._budget.release.noise_multiplier
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.data_loader, self.criterion))
@@ -163,22 +177,48 @@ def private(
     Deviations: the divisor is the expected batch, not the drawn one.
     """
     whole = {"steps": steps, "rounds": rounds, "local_epochs": local_epochs, "reserve": reserve}
-    _check_kinds(whole, {"delta": delta, "clip_norm": clip_norm}, {"ledger": ledger, "report": report})
-    check_numbers({"epsilon": epsilon, "noise_multiplier": noise_multiplier})
-    check_whole({"insecure_seed": insecure_seed})
-    if isinstance(model, PrivateModel):
-        raise ScenarioError("this model is private already: give private() the model that it was made of")
-    check_loader(data_loader)
+    numbers = {"delta": delta, "clip_norm": clip_norm, "epsilon": epsilon, "noise_multiplier": noise_multiplier}
+    check_whole({**whole, "insecure_seed": insecure_seed})
+    check_numbers(numbers)
+    check_paths({"ledger": ledger})
+    check_calls({"report": report})
+    optional = {"epsilon", "noise_multiplier", "steps", "rounds", "reserve"}
+    for name, value in {**numbers, **whole, "ledger": ledger, "report": report}.items():
+        if value is None and name not in optional:
+            raise ScenarioError(f"{name}=None must be given", code=ARGUMENT)
+        if name in whole and value is not None and value < 1:  # type: ignore[operator]
+            raise ScenarioError(f"{name}={value} must be >= 1", code=ARGUMENT)
+    _check_loader(data_loader)
     _check_modules(model)
     parameters = _trained(model, optimizer)
-    if not (clip_norm >= 1e-12 and math.isfinite(clip_norm)):
-        raise ScenarioError(f"clip_norm={clip_norm} must be finite and > 0 (1e-12 at least)")
-    if Path(ledger).is_dir():
-        raise ScenarioError(f"ledger={str(ledger)!r} is a folder: name a file in it, one for each peer and dataset")
+    check_delta(delta)
+    for name in ("clip_norm", "noise_multiplier", "epsilon"):
+        value = numbers[name]
+        if value is not None and not (math.isfinite(value) and value > 0 and (value >= 1e-12 or name != "clip_norm")):
+            raise ScenarioError(f"{name}={value} must be finite and > 0 (clip_norm: 1e-12 at least)", code=ARGUMENT)
+    path = Path(ledger)
+    if path.is_dir():
+        problem = f"ledger={str(ledger)!r} is a folder: name a file in it, one for each peer and dataset"
+        raise ScenarioError(problem, code=ARGUMENT)
     if rounds is not None and steps is None:
         steps = rounds * local_epochs * len(data_loader)
-    budget = _budget_of(Path(ledger), data_loader, epsilon, delta, steps, noise_multiplier, insecure_seed is not None)
-    budget = replace(budget, loss_shown=show_loss)
+    size = len(data_loader.dataset)  # type: ignore[arg-type]
+    batch = min(data_loader.batch_size or 1, size)
+    sampling, rate = ("poisson", batch / size) if batch < size else ("full", 1.0)
+    budget = PrivacyBudget(
+        path.parent,
+        path.name.removesuffix(".jsonl"),
+        Release(sampling, rate, size, batch, noise_multiplier or 1.0),
+        epsilon,
+        delta,
+        steps,
+        insecure=insecure_seed is not None,
+        loss_shown=show_loss,
+    )
+    if noise_multiplier is None:
+        budget = budget.with_noise_solved()
+    elif epsilon is not None and steps is None:
+        budget = replace(budget, limit=max_steps(budget.release, epsilon, delta))
     spent = budget.remaining_steps(budget.entries()) < 1  # then no example is read
     collate = data_loader.collate_fn if spent else check_examples(data_loader)
     seed = None if insecure_seed is None else hashlib.sha256(f"INSECURE {int(insecure_seed)}".encode()).digest()
@@ -191,79 +231,37 @@ def private(
         noise_multiplier=budget.release.noise_multiplier,
         expected_batch=budget.release.batch_size,
     )
-    wrapped, loss = (
-        PrivateModel(model, clipped_sum, noised),
-        PrivateCriterion(criterion, clipped_sum, noised, show_loss),
-    )
     loader = PrivateLoader(data_loader, noised, budget, collate, reserve=reserve, seed=seed, report=report)
-    return ExamplePrivacy(wrapped, optimizer, loader, loss, noised, budget)
-
-
-def _budget_of(
-    ledger: Path,
-    loader: DataLoader[Any],
-    epsilon: float | None,
-    delta: float,
-    steps: int | None,
-    noise: float | None,
-    insecure: bool,
-) -> PrivacyBudget:
-    """Return the privacy budget of a loader's data, its noise given or solved for."""
-    check_delta(delta)
-    for name, value in {"steps": steps, "noise_multiplier": noise, "epsilon": epsilon}.items():
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ScenarioError(f"{name}={value} must be finite and > 0")
-    size, batch = len(loader.dataset), loader.batch_size or 1  # type: ignore[arg-type]
-    batch = min(batch, size)
-    sampling, rate = ("poisson", batch / size) if batch < size else ("full", 1.0)
-    release = Release(sampling, rate, size, batch, noise or 1.0)
-    budget = PrivacyBudget(
-        ledger.parent, ledger.name.removesuffix(".jsonl"), release, epsilon, delta, steps, insecure=insecure
-    )
-    if noise is None:
-        return budget.with_noise_solved()
-    if epsilon is not None and steps is None:
-        return replace(budget, limit=max_steps(release, epsilon, delta))
-    return budget
-
-
-def _check_kinds(whole: dict[str, Any], numbers: dict[str, Any], others: dict[str, Any]) -> None:
-    """Refuse settings of the wrong kind, whole numbers below 1, and what must be given and is None."""
-    check_whole(whole)
-    for name, value in whole.items():
-        if value is not None and value < 1:
-            raise ScenarioError(f"{name}={value} must be >= 1")
-    for name, value in {**numbers, **others, "local_epochs": whole["local_epochs"]}.items():
-        if value is None:
-            raise ScenarioError(f"{name}=None must be given")
-    check_numbers(numbers)
-    check_paths({"ledger": others["ledger"]})
-    check_calls({"report": others["report"]})
+    loss = PrivateCriterion(criterion, clipped_sum, noised, show_loss)
+    return ExamplePrivacy(PrivateModel(model, clipped_sum, noised), optimizer, loader, loss, noised, budget)
 
 
 def _check_modules(model: nn.Module) -> None:
     """Refuse layers by which examples reach each other, or a model's parameters change without a gradient."""
     if not isinstance(model, nn.Module):
-        raise ScenarioError(f"model is a {type(model).__name__}: it must be a torch.nn.Module")
+        raise ScenarioError(f"model is a {type(model).__name__}: it must be a torch.nn.Module", code=MODEL)
+    if isinstance(model, PrivateModel):
+        raise ScenarioError("this model is private already: give private() the model in it", code=PRIVATE)
     for path, part in model.named_modules():
-        kind, where = type(part).__name__, path or "the model itself"
+        problem = ""
         if mixes(part):
-            raise ScenarioError(
-                f"{kind} ({where}) mixes the examples of a batch, so that none can be clipped alone: use "
+            problem = (
+                "mixes the examples of a batch, so that none can be clipped alone: use "
                 "flower_privdec.training_loop.group_norm(model), before the optimizer is made"
             )
-        if isinstance(part, nn.parallel.DataParallel | nn.parallel.DistributedDataParallel):
-            raise ScenarioError(f"{kind} ({where}) cannot be private: give the model in it")
-        if getattr(part, "max_norm", None) is not None:
-            raise ScenarioError(
-                f"{kind} ({where}) has max_norm, which changes the weights of what occurs without noise: leave it out"
-            )
+        elif isinstance(part, nn.parallel.DataParallel | nn.parallel.DistributedDataParallel):
+            problem = "cannot be private: give the model in it"
+        elif getattr(part, "max_norm", None) is not None:
+            problem = "has max_norm, which changes the weights of what occurs without noise: leave it out"
+        if problem:
+            raise ScenarioError(f"{type(part).__name__} ({path or 'the model itself'}) {problem}", code=MODEL)
     try:
         copy.deepcopy(model)
-    except (RuntimeError, TypeError, ValueError) as error:  # what torch says of a tensor with a gradient's history
+    except (RuntimeError, TypeError, ValueError) as error:  # of a tensor with a gradient's history
         raise ScenarioError(
             "the model cannot be copied, as it is for each example; torch.nn.utils.parametrizations has the norms of "
-            f"weights that can: {one_line(error)}"
+            f"weights that can: {one_line(error)}",
+            code=MODEL,
         ) from error
 
 
@@ -277,19 +275,51 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         raise ScenarioError(f"optimizer is a {type(optimizer).__name__}: it must be a torch.optim.Optimizer")
     of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     trained: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in of_optimizer}
+    kinds = {(parameter.dtype, parameter.device) for parameter in trained.values()}
+    problem = ""
     if not trained or len(trained) != len(of_optimizer):
-        raise ScenarioError(
+        problem = (
             f"the optimizer trains {len(of_optimizer)} parameters, of which {len(trained)} are the model's: it must "
             "train some of the model's and no others (make it after the model is changed or moved)"
         )
-    kinds = {(parameter.dtype, parameter.device) for parameter in trained.values()}
-    if len(kinds) > 1 or next(iter(kinds))[0] not in DTYPES:
+    elif len(kinds) > 1 or next(iter(kinds))[0] not in DTYPES:
         listing = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise ScenarioError(
+        problem = (
             f"the trained parameters are {listing}: they must be all float32 or all float64 on one device (for half "
             "precision use torch.autocast)"
         )
+    if problem:
+        raise ScenarioError(problem, code=MODEL)
     return trained
+
+
+def _check_loader(loader: object) -> None:
+    """Raise ScenarioError unless a loader's dataset can be sampled example by example."""
+    if isinstance(loader, PrivateLoader):
+        raise ScenarioError("this data loader is private already: give private() the loader in it", code=PRIVATE)
+    if not isinstance(loader, DataLoader):
+        problem = f"data_loader is a {type(loader).__name__}: it must be a torch.utils.data.DataLoader"
+        raise ScenarioError(problem, code=LOADER)
+    dataset, sampler, problem = loader.dataset, loader.sampler, ""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        problem = (
+            f"{type(dataset).__name__} can only be iterated over, so no example can be drawn at random: give a "
+            "map-style dataset, with __getitem__ and __len__"
+        )
+    elif loader.batch_size is None:
+        problem = "the data loader has a batch_sampler, or batches of its own: give it a batch_size instead"
+    elif not isinstance(sampler, RandomSampler | SequentialSampler) or getattr(sampler, "replacement", False):
+        problem = (
+            f"the data loader's {type(sampler).__name__} decides which examples are drawn, and Poisson sampling has "
+            "to: leave it out; a part of a dataset is a torch.utils.data.Subset of it"
+        )
+    elif len(sampler) != len(dataset) or len(dataset) < 1 or len(loader) < 1:
+        problem = (
+            f"{len(dataset)} examples in batches of {loader.batch_size} make {len(loader)} batches: give at least one, "
+            "a sampler over all examples, and no drop_last where there are fewer than a batch"
+        )
+    if problem:
+        raise ScenarioError(problem, code=LOADER)
 
 
 class PrivateLoader:
@@ -310,15 +340,7 @@ class PrivateLoader:
         seed: bytes | None,
         report: Callable[[str], None],
     ) -> None:
-        """Draw from a loader's dataset.
-
-        Args:
-            collate: as `check_examples` returned it.
-            reserve: how many steps a line in the ledger pays for; None is a sixteenth of a pass, or a whole one where
-                workers read ahead.
-            seed: a key to draw from, INSECURE; None is fresh entropy from the operating system.
-            report: what is called with a line on what was spent, after each pass.
-        """
+        """Draw from a loader's dataset, by a key or else from the operating system's entropy; see `private`."""
         self._loader, self._steps, self._budget, self._seed, self._report = loader, steps, budget, seed, report
         self._collate = collate
         self._reserve = reserve or (len(loader) if loader.num_workers else max(1, len(loader) // LINES))
@@ -332,88 +354,52 @@ class PrivateLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        with self._budget.opened() as open_budget:
-            done = 0
+        budget, done = self._budget, 0
+        with Ledger(budget.folder, budget.source) as ledger:
+            taken, remaining = budget.taken(ledger.entries), budget.remaining_steps(ledger.entries)
+            run = RunName(secrets.token_hex(16), "example-level", f"torch {torch.__version__}")
             try:
                 while done < len(self):
-                    count = open_budget.charge(min(self._reserve, len(self) - done))
-                    yield from self._batches(count, open_budget.first + done)
+                    count = min(self._reserve, len(self) - done, remaining - done)
+                    if count < 1:
+                        raise BudgetError(
+                            f"{ledger.path}: the privacy budget is spent, and no batch was read: "
+                            f"{budget.statement(ledger.entries)}; check `allowed` before training",
+                            code="ledger.budget-spent",
+                        )
+                    spend = Spend(done, done + count, budget.release.times(count))
+                    ledger.charge(run, done, done + count, [Charge.of([0], [spend])])
+                    yield from self._batches(count, taken + done)
                     done += count
             finally:
                 if done:
-                    self._report(str(open_budget))
+                    self._report(budget.statement(ledger.entries))
 
     def _batches(self, count: int, first: int) -> Iterator[Any]:
         """Yield the batches of some steps that are paid."""
-        sizes, places = self._draw(count, first)
-        members = np.split(places, np.cumsum(sizes)[:-1])
-        batches = iter(self._read([batch_members.tolist() for batch_members in members if len(batch_members)]))
+        key = os.urandom(2 * KEY_BYTES) if self._seed is None else self._seed
+        generator, release = keyed_generator(key, "sampling", first), self._budget.release
+        sizes, examples = draw_poisson(generator, count, release.dataset_size, release.sampling_rate)
+        drawn = [batch.tolist() for batch in np.split(examples, np.cumsum(sizes)[:-1]) if len(batch)]
+        options: Mapping[str, Any] = {name: getattr(self._loader, name) for name in LOADER_OPTIONS}
+        dataset = self._loader.dataset
+        batches = iter(DataLoader(dataset, batch_sampler=drawn, collate_fn=self._collate, **options))
         for number, size in enumerate(sizes.tolist(), start=first):
             if size == 0:
                 self._steps.step_on_noise(number)
                 continue
-            batch = _next(batches)
+            failure = ""
+            try:
+                batch = next(batches)
+            except RAISED_BY_USERS as error:
+                failure = type(error).__name__
+            if failure:  # raised here, an error that does not carry the other one along
+                raise withheld("the dataset or the collate_fn", failure)
             if isinstance(batch, MixedBatch):
                 raise mixed_batch()
             self._steps.draw(size, number)
             yield batch
             self._steps.check_taken()
-
-    def _draw(self, count: int, first: int) -> tuple[np.ndarray, np.ndarray]:
-        key = os.urandom(2 * KEY_BYTES) if self._seed is None else self._seed
-        release = self._budget.release
-        return draw_poisson(keyed_generator(key, "sampling", first), count, release.dataset_size, release.sampling_rate)
-
-    def _read(self, batches: list[list[int]]) -> DataLoader[Any]:
-        options: Mapping[str, Any] = {name: getattr(self._loader, name) for name in KEPT}
-        return DataLoader(self._loader.dataset, batch_sampler=batches, collate_fn=self._collate, **options)
-
-
-def _next(batches: Iterator[Any]) -> Any:
-    """Return the next batch.
-
-    Raises:
-        RunError: the dataset or the collate_fn fails, without what it said, which may tell of examples.
-    """
-    try:
-        return next(batches)
-    except RAISED_BY_USERS as error:
-        failure = type(error).__name__
-    raise RunError(
-        f"the dataset or the collate_fn raised {failure} on private examples (what it said is withheld, for it may "
-        "tell of them); try them on made-up ones, each by its number"
-    )
-
-
-def check_loader(loader: object) -> None:
-    """Refuse what cannot be sampled example by example.
-
-    Raises:
-        ScenarioError: with the remedy.
-    """
-    if isinstance(loader, PrivateLoader):
-        raise ScenarioError("this data loader is private already: give private() the loader that it was made of")
-    if not isinstance(loader, DataLoader):
-        raise ScenarioError(f"data_loader is a {type(loader).__name__}: it must be a torch.utils.data.DataLoader")
-    dataset = loader.dataset
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-        raise ScenarioError(
-            f"{type(dataset).__name__} is read from its beginning to its end, so no example can be drawn by chance: "
-            "give a map-style dataset, with __getitem__ and __len__"
-        )
-    if loader.batch_size is None:
-        raise ScenarioError("the data loader has a batch_sampler, or batches of its own: give it a batch_size instead")
-    sampler = loader.sampler
-    if not isinstance(sampler, RandomSampler | SequentialSampler) or getattr(sampler, "replacement", False):
-        raise ScenarioError(
-            f"the data loader's {type(sampler).__name__} decides which examples are drawn, and Poisson sampling has "
-            "to: leave it out; a part of a dataset is a torch.utils.data.Subset of it"
-        )
-    if len(sampler) != len(dataset) or len(dataset) < 1 or len(loader) < 1:
-        raise ScenarioError(
-            f"{len(dataset)} examples in batches of {loader.batch_size} make {len(loader)} batches: give at least one, "
-            "a sampler over all examples, and no drop_last where there are fewer than a batch"
-        )
 
 
 @dataclass(frozen=True)
@@ -427,13 +413,12 @@ class _Call:
 
 
 class PrivateModel(nn.Module):
-    """The user's model; its state_dict, its parameters and whatever else it has are those of the model itself.
+    """The user's model; its state_dict, its parameters and its other attributes are those of the model itself.
 
-    Where gradients are on, what it returns has none of its own: only the private criterion makes a loss of it.
+    Where gradients are on, its outputs carry none: only the private criterion turns them into a loss.
     """
 
     def __init__(self, module: nn.Module, clipped_sum: ClippedSum, steps: NoisedSteps) -> None:
-        """Wrap a model whose clipped sums are known."""
         super().__init__()
         self.module = module
         self._clipped_sum, self._steps = clipped_sum, steps
@@ -447,32 +432,23 @@ class PrivateModel(nn.Module):
         """
         if not torch.is_grad_enabled():
             buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            return functional_call(
-                self.module, buffers, args, kwargs
-            )  # what they became of these examples is forgotten
+            return functional_call(self.module, buffers, args, kwargs)
         output = self._clipped_sum.outputs(args, kwargs)
         if not isinstance(output, Tensor):
-            raise ScenarioError(
-                f"the model returns a {type(output).__name__}: it must return one tensor [examples, ...]"
-            )
-        sealed: Tensor = _Sealed.apply(output.requires_grad_() if output.is_floating_point() else output)
-        setattr(sealed, CALL, _Call(args, kwargs, sealed._version, self._steps.drawn))
-        return sealed
+            kind = type(output).__name__
+            raise ScenarioError(f"the model returns a {kind}: it must return one tensor [examples, ...]", code=MODEL)
+        outputs: Tensor = _WithoutGradient.apply(output.requires_grad_() if output.is_floating_point() else output)
+        setattr(outputs, CALL, _Call(args, kwargs, outputs._version, self._steps.drawn))
+        return outputs
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own, under its own names."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the model's own; `assign` would put other parameters in the place of those that are watched.
-
-        Raises:
-            ScenarioError: assign.
-        """
+        """Load the model's own; raises ScenarioError for `assign`, which would replace the watched parameters."""
         if assign:
-            raise ScenarioError(
-                "assign=True must be left out: the optimizer and the noise hold the parameters as they are"
-            )
+            raise ScenarioError("assign=True must be left out: the optimizer and the noise hold the parameters")
         return self.module.load_state_dict(state_dict, strict)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
@@ -491,7 +467,7 @@ class PrivateModel(nn.Module):
 
 
 class PrivateCriterion(nn.Module):
-    """The user's criterion; what backward() brings of its loss is the clipped sum of the batch."""
+    """The user's criterion; backward() of its loss passes on the clipped sum of the batch."""
 
     def __init__(self, criterion: Criterion, clipped_sum: ClippedSum, steps: NoisedSteps, show_loss: bool) -> None:
         """Wrap a criterion, called as criterion(outputs, targets, ...).
@@ -504,7 +480,8 @@ class PrivateCriterion(nn.Module):
         if by_class and getattr(criterion, "reduction", None) == "mean":
             raise ScenarioError(
                 f"{type(criterion).__name__}(weight=...) divides by the weights of a batch, which cancels them where "
-                "each example is alone: give it reduction='sum'"
+                "each example is alone: give it reduction='sum'",
+                code="training-loop.criterion",
             )
         self.criterion = criterion
         self._clipped_sum, self._steps, self._show_loss = clipped_sum, steps, show_loss
@@ -520,8 +497,9 @@ class PrivateCriterion(nn.Module):
             return self.criterion(outputs, *targets)
         if call is None or call.version != outputs._version:
             raise RunError(
-                "the criterion must be given what the model returned, as it is, for what is done between could mix "
-                "examples: move that into the model or into the criterion"
+                "the criterion must be given the model's outputs unchanged, for an operation between them could mix "
+                "examples: move it into the model or into the criterion",
+                code=PAST,
             )
         shown = self._clipped_sum.loss(outputs, targets) if self._show_loss else torch.full((), math.nan)
         total, examples = (None, 0) if call.of is None else self._clipped_sum(call.args, call.kwargs, targets)
@@ -534,7 +512,7 @@ class PrivateLoss(Tensor):
     """The loss of private examples: it has `backward()`, and its value was never computed.
 
     Raises:
-        RunError: whatever reads it, compares it or computes with it.
+        RunError: on every operation that reads it, compares it or computes with it.
     """
 
     @classmethod
@@ -552,7 +530,7 @@ class PrivateLoss(Tensor):
         )
 
 
-class _Sealed(torch.autograd.Function):
+class _WithoutGradient(torch.autograd.Function):
     """Outputs through which no gradient goes."""
 
     @staticmethod
@@ -563,12 +541,13 @@ class _Sealed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise RunError(
             "a loss was computed from the model's outputs without the criterion that private() returned, so that its "
-            "gradient is not clipped: use that criterion alone"
+            "gradient is not clipped: use that criterion alone",
+            code=PAST,
         )
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose backward pass hands on the sum that was clipped when the loss was computed."""
+    """A loss whose backward pass passes on the sum that was clipped when the loss was computed."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, shown: Tensor, arrive: Callable[[], None]) -> Tensor:
@@ -581,7 +560,8 @@ class _Loss(torch.autograd.Function):
             raise RunError(
                 "the loss was changed before backward() (divided, scaled by a GradScaler, averaged, squared?), which "
                 "the clipping would not see: call backward() on what the criterion returned; a scale belongs into the "
-                "learning rate, mixed precision into torch.autocast with bfloat16, which needs no scaler"
+                "learning rate, mixed precision into torch.autocast with bfloat16, which needs no scaler",
+                code=PAST,
             )
         ctx.arrive()
         return None, None, None
@@ -589,7 +569,7 @@ class _Loss(torch.autograd.Function):
 
 @dataclass(eq=False)
 class Drawn:
-    """A batch that was drawn and paid for, and for which no step was taken yet.
+    """A batch that was drawn and paid for, before its step.
 
     Attributes:
         size: how many examples it has.
@@ -607,8 +587,8 @@ class NoisedSteps:
 
         grad = (sum_b g_b min(1, C / |g_b|) + σ C N(0, I)) / expected batch
 
-    (Abadi et al. 2016, Alg. 1.) Everything else is the optimizer's own. What is not one backward pass over one drawn
-    batch between two steps is refused, for its cost was not counted.
+    (Abadi et al. 2016, Alg. 1.) Everything else is the optimizer's own. Between two steps there must be one backward
+    pass over one drawn batch: anything else was not charged, and raises RunError.
 
     Attributes:
         drawn: the batch that awaits its step, or None.
@@ -626,38 +606,32 @@ class NoisedSteps:
         noise_multiplier: float,
         expected_batch: float,
     ) -> None:
-        """Hook into an optimizer and watch its parameters.
-
-        Raises:
-            ScenarioError: the optimizer is in use by another call of this.
-        """
+        """Hook into an optimizer and watch its parameters; raises ScenarioError if it is in use by another instance."""
         if hasattr(optimizer, MARK):
-            raise ScenarioError("this optimizer is private already: keep what private() returned, or close() it first")
+            problem = "this optimizer is private already: keep what private() returned, or close() it first"
+            raise ScenarioError(problem, code=PRIVATE)
         self._optimizer, self._parameters, self._noise = optimizer, parameters, noise
         self._std, self._divisor = noise_multiplier * clip_norm, expected_batch
         self.drawn: Drawn | None = None
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         setattr(optimizer, MARK, self)
         for name, parameter in parameters.items():
-            parameter.grad = None  # one from before is not noised, and anybody's step would take it
+            parameter.grad = None  # one from before is not noised
             _guard(name, parameter, self)
 
     def draw(self, size: int, number: int) -> None:
-        """Take note of a batch that was drawn and paid for; see `check_taken`."""
+        """Record a batch that was drawn and paid for; see `check_taken`."""
         self.check_taken()
         self.drawn = Drawn(size, number)
 
     def check_taken(self) -> None:
-        """Check that a step was taken for the last batch.
-
-        Raises:
-            RunError: none was.
-        """
+        """Raise RunError unless a step was taken for the last batch."""
         if self.drawn is not None:
             self.drawn = None
             raise RunError(
-                "a batch was drawn and no step taken for it, which tells something of its examples that was not "
-                "counted: take optimizer.step() for each batch, whatever it holds"
+                "a batch was drawn and no step taken for it, which reveals something of its examples that was not "
+                "counted: take optimizer.step() for each batch, without exception",
+                code=STEP,
             )
 
     def arrive(self, total: Tensor | None, examples: int, of: Drawn | None) -> None:
@@ -669,21 +643,25 @@ class NoisedSteps:
         Raises:
             RunError: no batch awaits it, it is of another batch, or is the second one.
         """
+        problem = ""
         if self.drawn is None or of is not self.drawn:
-            raise RunError(
-                "loss.backward() without a batch of the private loader, or of one before: iterate over what private() "
-                "returned, and call the model and backward() once for each batch"
+            problem = (
+                "without a batch of the private loader, or of one before: iterate over what private() returned, and "
+                "call the model and backward() once for each batch"
             )
-        if self.drawn.total is not None:
-            raise RunError(
-                "loss.backward() came twice for one batch, which would count its examples twice (gradient "
-                "accumulation, two losses?): call it once before each step, and make batch_size larger instead"
+        elif self.drawn.total is not None:
+            problem = (
+                "came twice for one batch, which would count its examples twice (gradient accumulation, two losses?): "
+                "call it once before each step, and make batch_size larger instead"
             )
-        if examples != self.drawn.size:
-            raise RunError(
-                "loss.backward() is over another number of examples than the loader drew: give the model every batch "
-                "whole, as it was drawn"
+        elif examples != self.drawn.size:
+            problem = (
+                "is over another number of examples than the loader drew: give the model every batch whole, as it was "
+                "drawn"
             )
+        if problem:
+            raise RunError(f"loss.backward() {problem}", code=STEP)
+        assert self.drawn is not None
         self.drawn.total = total
 
     def step_on_noise(self, number: int) -> None:
@@ -706,38 +684,39 @@ class NoisedSteps:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise RunError(
                 "optimizer.step(closure) evaluates a batch more than once, and one release was paid: call "
-                "loss.backward() and step() without a closure (LBFGS cannot be private)"
+                "loss.backward() and step() without a closure (LBFGS cannot be private)",
+                code=STEP,
             )
         trained = {id(parameter) for parameter in self._parameters.values()}
         of_optimizer = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if any(parameter.requires_grad and id(parameter) not in trained for parameter in of_optimizer):
             raise RunError(
                 "the optimizer was given more parameters after private(), whose gradients are not clipped: give it all "
-                "before"
+                "before",
+                code=PAST,
             )
         drawn, self.drawn = self.drawn, None
-        if drawn is None:
-            raise RunError("optimizer.step() without a batch of the private loader: take one step for each batch")
-        if drawn.total is None and drawn.size:
-            raise RunError(
-                "optimizer.step() without loss.backward() through the model and the criterion that private() returned"
-            )
+        if drawn is None or (drawn.total is None and drawn.size):
+            lacking = "a batch of the private loader: take one step for each batch"
+            if drawn is not None:
+                lacking = "loss.backward() through the model and the criterion that private() returned"
+            raise RunError(f"optimizer.step() without {lacking}", code=STEP)
         self._release(drawn)
 
     @torch.no_grad()
     def _release(self, drawn: Drawn) -> None:
-        """Noise a batch's sum and lay its mean over the parameters as their gradients."""
+        """Add noise to a batch's sum, and set the parameters' gradients to its mean."""
         like = next(iter(self._parameters.values()))
         sizes = [parameter.numel() for parameter in self._parameters.values()]
         row = like.new_zeros(sum(sizes)) if drawn.total is None else drawn.total.clone()
-        self._noise.add_(row[None], row.new_tensor([self._std]), drawn.number, NOBODY)
+        self._noise.add_(row[None], row.new_tensor([self._std]), drawn.number, PEER)
         row /= self._divisor
         for parameter, part in zip(self._parameters.values(), row.split(sizes), strict=True):
             parameter.grad = part.view_as(parameter).clone()
 
 
 def _guard(name: str, parameter: Tensor, owner: NoisedSteps) -> None:
-    """Refuse whatever gradient reaches a parameter past the clipping, until its last owner is closed."""
+    """Refuse each gradient that reaches a parameter past the clipping, until its last owner is closed."""
     if hasattr(parameter, GUARD):
         setattr(parameter, GUARD, (getattr(parameter, GUARD)[0], owner))
         return
@@ -745,7 +724,109 @@ def _guard(name: str, parameter: Tensor, owner: NoisedSteps) -> None:
     def refuse(gradient: Tensor) -> None:
         raise RunError(
             f"a gradient reached {name} past the model and the criterion that private() returned, neither clipped nor "
-            "counted: use these alone in the loss (weight decay: the optimizer's weight_decay)"
+            "counted: use these alone in the loss (weight decay: the optimizer's weight_decay)",
+            code=PAST,
         )
 
     setattr(parameter, GUARD, (parameter.register_hook(refuse), owner))
+
+
+UNLIMITED = 10**9  # steps, where there is no limit
+
+
+@dataclass(frozen=True)
+class PrivacyBudget:
+    """What a peer may still spend on its data: a ledger, the mechanism of a step, and a budget.
+
+    Each pass over the loader is a run of its own in the ledger, since it draws fresh noise; ε is that of all runs
+    together, whichever process wrote them.
+
+    Attributes:
+        folder, source: the ledger is FOLDER/SOURCE.jsonl.
+        release: one step.
+        budget: ε, or None for no limit (every step is still recorded).
+        delta: δ of ε.
+        steps: of this mechanism, over all runs, or None where the budget alone ends them.
+        limit: an upper bound on the steps that remain.
+        insecure: whether batches and noise come from a seed, so that there is no ε against those who know it.
+        loss_shown: whether the loop is shown the losses of private batches, which ε does not cover.
+    """
+
+    folder: Path
+    source: str
+    release: Release
+    budget: float | None
+    delta: float
+    steps: int | None = None
+    limit: int = UNLIMITED
+    insecure: bool = False
+    loss_shown: bool = False
+
+    @property
+    def path(self) -> Path:
+        """Return the ledger's file."""
+        return ledger_path(self.folder, self.source)
+
+    def entries(self) -> list[Entry]:
+        """Return all entries of the ledger without locking it; raises BudgetError if it fails verification."""
+        return read_entries(self.folder, self.source)
+
+    def with_noise_solved(self) -> PrivacyBudget:
+        """Return this budget with the least noise whose `steps` fit it: the noise already in the ledger if that does.
+
+        Raises:
+            ScenarioError: there is no ε or no number of steps, or no noise fits.
+        """
+        if self.budget is None or self.steps is None:
+            raise ScenarioError(
+                "give epsilon and rounds (with local_epochs) or steps, so that the noise can be solved for, or give "
+                "noise_multiplier"
+            )
+        for charged in releases_in(self.entries()):
+            same = replace(charged, noise_multiplier=1.0, steps=1) == replace(self.release, noise_multiplier=1.0)
+            if same and ACCEPTED * self.budget <= epsilon([charged.times(self.steps)], self.delta) <= self.budget:
+                return replace(self, release=charged.times(1))
+        one = self.release
+        noise = noise_multiplier(
+            self.budget,
+            self.delta,
+            sampling=one.sampling,
+            sampling_rate=one.sampling_rate,
+            dataset_size=one.dataset_size,
+            batch_size=one.batch_size,
+            steps=self.steps,
+        )
+        return replace(self, release=replace(one, noise_multiplier=noise))
+
+    def remaining_steps(self, entries: Sequence[Entry]) -> int:
+        """Return how many more steps fit."""
+        limit = self.limit if self.steps is None else self.steps - self.taken(entries)
+        if limit <= 0:
+            return 0
+        account = Account(0, (Spend(0, limit, self.release.times(limit)),), self.budget, self.delta)
+        return int(Spending(list(runs_in(entries).values()), [account]).limits[0])
+
+    def taken(self, entries: Sequence[Entry]) -> int:
+        """Return how many steps of this mechanism were charged."""
+        return sum(r.steps for r in releases_in(entries) if r.mechanism == self.release.mechanism)
+
+    def epsilon(self, entries: Sequence[Entry]) -> float:
+        """Return the ε of everything charged."""
+        return epsilon_of_runs(list(runs_in(entries).values()), self.delta)
+
+    def statement(self, entries: Sequence[Entry]) -> str:
+        """Return one line: ε with its unit, its adjacency, what was charged, and what remains."""
+        ways = {"poisson": "Poisson sampling at rate {:.3g} of", "full": "taking all of"}
+        charged = "; ".join(
+            f"{r.steps:,} step{'' if r.steps == 1 else 's'} by "
+            f"{ways.get(r.sampling, f'{r.sampling} sampling of').format(r.sampling_rate)} {r.dataset_size:,} examples, "
+            f"noise multiplier {r.noise_multiplier:.3g}"
+            for r in releases_in(entries)
+        )
+        rest = "no budget" if self.budget is None else f"budget ε = {setting(self.budget)}"
+        rest += "" if self.budget is None and self.steps is None else f", {self.remaining_steps(entries):,} steps left"
+        warning = "INSECURE, drawn from a seed: " if self.insecure else ""
+        spent = f"ε = {epsilon_text(self.epsilon(entries))} at δ = {setting(self.delta)}"
+        unit = "unit: example; adjacency: zero-out"
+        shown = "; not covered: the loop was shown private losses" if self.loss_shown else ""
+        return f"{warning}{spent} ({unit}; charged: {charged or 'nothing yet'}; {rest}; ledger: {self.path}{shown})"

@@ -23,10 +23,9 @@ from networked import wait_until
 from flower_privdec.cli import main
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
-from flower_privdec.network.local.fault_injection import mishaps
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import PRIVDEC, PeerProcesses, on_this_machine
-from flower_privdec.network.local.up import Up
+from flower_privdec.network.local.up import Up, injected_kills
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
 
 pytestmark = pytest.mark.slow
@@ -106,8 +105,8 @@ def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_an
             for name in proxy.names:
                 proxy.cut(name)
 
-        due = mishaps([], ["1@4"], 3, 60)
-        network = Up(scenario, tmp_path / "up", insecure_seeds=True, proxy=proxy, mishaps=due)
+        due = injected_kills([], ["1@4"], 3, 60)
+        network = Up(scenario, tmp_path / "up", insecure_seeds=True, proxy=proxy, kills=due)
         found = network.run(cut, lambda peer, status, word: said[peer].append((status, word)))
         assert len(proxy.names) == 6
         assert all(proxy.counts(pair)["bytes"] > 0 for pair in [(0, 1), (1, 2), (2, 0)])
@@ -136,7 +135,7 @@ def test_a_loss_that_is_no_share_is_refused(
 def test_a_peer_that_is_gone_ends_nobody_elses_run_and_is_named(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
     quick = "network={retry: 0.2, start: 200.0, deadline: 1.0}"
     scenario = tiny("n_peers=3", "rounds=200", "evaluation.every=20", "topology.name=complete", quick)
-    found = Up(scenario, tmp_path / "up", mishaps=mishaps(["2@20"], [], 3, 200)).run()
+    found = Up(scenario, tmp_path / "up", kills=injected_kills(["2@20"], [], 3, 200)).run()
     assert re.fullmatch(r"peer 2 after round \d+: its last model is among those above", found["gone"])
     assert json.loads((tmp_path / "up" / "peers" / "1" / "summary.json").read_text())["round"] == 200
     assert not peers_of(tmp_path / "up")
@@ -152,7 +151,7 @@ def test_a_peer_that_is_gone_ends_nobody_elses_run_and_is_named(tiny: Callable[.
         (["--kill", "0@1"], "network.mode=synchronous ends with a peer that is gone"),
     ],
 )
-def test_mishaps_that_cannot_be_are_refused(
+def test_kills_that_cannot_be_injected_are_refused(
     options: list[str], says: str, scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [word for setting in SETTINGS for word in ("--set", setting)]

@@ -272,7 +272,7 @@ def test_the_command_soaks_until_the_time_is_over(
     assert privdec("soak", str(tmp_path / "tiny.yaml"), *words, *settings) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"[\d.]+ s  run 1  rounds \d+ to \d+ of 20  \d+ faults.*", lines[0])
-    assert lines[-1] == "all that must hold held"
+    assert lines[-1] == "all invariants held"
     assert any(re.fullmatch(r"seed 4: \d+ runs, \d+ of them to their end, \d+ rounds", line) for line in lines)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"run-1"}
 

@@ -150,7 +150,9 @@ def of_dicts(samples: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rows", "collate"), [(SEQUENCES, padded), (data(), standardised), (data(), mixed_up)], ids=lambda value: str(value)
+    ("rows", "collate"),
+    [(SEQUENCES, padded), (data(), standardised), (data(), mixed_up)],
+    ids=["padded", "standardised", "mixed up"],
 )
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_whose_rows_depend_on_each_other_is_refused(

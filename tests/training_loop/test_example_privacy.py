@@ -19,6 +19,7 @@ import torch
 from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from raising import raises
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, embedding, linear
 from torch.utils.checkpoint import checkpoint
@@ -631,9 +632,7 @@ def test_a_hundred_rounds_cost_what_dp_accounting_says_and_then_it_is_over(tmp_p
     parts = setup(tmp_path, loader=loader, **budget)
     assert parts.allowed == 0
     reading = iter(parts.data_loader)
-    with pytest.raises(
-        BudgetError, match=r"no batch was read: ε = 4.00 at δ = 0.001 \(unit: example; adjacency: zero-"
-    ):
+    with raises(BudgetError, "ledger.budget-spent", names=r"ε = 4.00 at δ = 0.001 \(unit: example; adjacency: zero-"):
         next(reading)
 
 
@@ -682,7 +681,7 @@ def test_the_noise_of_the_ledger_is_kept_where_the_solution_is_lost(
     first = setup(tmp_path, **budget)
     loop(first)
     monkeypatch.setattr(
-        "flower_privdec.training_loop.privacy_budget.noise_multiplier",
+        "flower_privdec.training_loop.private_loop.noise_multiplier",
         lambda *_, **__: first.noise_multiplier * (1 + 1e-4),
     )
     again = setup(tmp_path, **budget)
@@ -769,7 +768,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     one, other = setup(tmp_path), setup(tmp_path)
     stepping = _stepping(one)
     next(stepping)
-    with pytest.raises(BudgetError, match="in use"):
+    with raises(BudgetError, "ledger.in-use"):
         loop(other)
     stepping.close()
     loop(other)
@@ -808,9 +807,9 @@ def test_a_ledger_that_was_edited_or_cut_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], json.dumps(json.loads(lines[1]) | {"to_step": 9}) + "\n", *lines[2:]]))
-    with pytest.raises(BudgetError, match="edited"):
+    with raises(BudgetError, "ledger.damaged"):
         _ = parts.allowed
-    with pytest.raises(BudgetError, match="edited"):
+    with raises(BudgetError, "ledger.damaged"):
         loop(parts)
 
 
@@ -822,7 +821,7 @@ def test_a_disk_that_fails_draws_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("flower_privdec.privacy.ledger.ledger.os.fsync", full)
-    with pytest.raises(BudgetError, match="No space left"):
+    with raises(BudgetError, "ledger.folder", names="No space left"):
         loop(parts)
     assert torch.equal(before, parts.model.state_dict()["0.weight"])
 
@@ -830,7 +829,7 @@ def test_a_disk_that_fails_draws_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 # --- what is refused, by name ---
 
 
-def refused(parts: ExamplePrivacy, said: str, body: Callable[[Any, Any, Any, Any], None]) -> None:
+def refused(parts: ExamplePrivacy, code: str, named: str, body: Callable[[Any, Any, Any, Any], None]) -> None:
     """Check that what a loop does with a batch is refused, and that the parameters are where they were."""
     net, optimizer, loader, criterion = parts
 
@@ -838,8 +837,8 @@ def refused(parts: ExamplePrivacy, said: str, body: Callable[[Any, Any, Any, Any
         for x, y in loader:
             body(x, y, optimizer, lambda x, y: criterion(net(x), y))
 
-    before = [each.detach().clone() for each in net.parameters()]
-    with pytest.raises(RunError, match=said):
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    with raises(RunError, f"training-loop.{code}", names=named):
         train()
     assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
 
@@ -880,20 +879,20 @@ def scaler(x: Tensor, y: Tensor, optimizer: Any, loss: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "code", "named"),
     [
-        (twice, "gradient accumulation"),
-        (no_backward, "without loss.backward"),
-        (no_step, "no step taken"),
-        (closure, "closure"),
-        (part, "another number of examples"),
-        (scaled, "divided"),
-        (squared, "squared"),
-        (scaler, "GradScaler"),
+        (twice, "one-step-a-batch", "gradient accumulation"),
+        (no_backward, "one-step-a-batch", "loss.backward"),
+        (no_step, "one-step-a-batch", "no step"),
+        (closure, "one-step-a-batch", "closure"),
+        (part, "one-step-a-batch", "number of examples"),
+        (scaled, "gradient-past-clipping", "divided"),
+        (squared, "gradient-past-clipping", "squared"),
+        (scaler, "gradient-past-clipping", "GradScaler"),
     ],
 )
-def test_what_was_not_paid_for_is_refused(body: Any, said: str, tmp_path: Path) -> None:
-    refused(setup(tmp_path, loader=DataLoader(data(400), batch_size=100), show_loss=True), said, body)
+def test_what_was_not_paid_for_is_refused(body: Any, code: str, named: str, tmp_path: Path) -> None:
+    refused(setup(tmp_path, loader=DataLoader(data(400), batch_size=100), show_loss=True), code, named, body)
 
 
 def test_a_batch_does_not_come_back_in_the_step_of_another(tmp_path: Path) -> None:
@@ -907,7 +906,7 @@ def test_a_batch_does_not_come_back_in_the_step_of_another(tmp_path: Path) -> No
                 optimizer.step()
 
     for keep_outputs in (True, False):
-        with pytest.raises(RunError, match="or of one before"):
+        with raises(RunError, "training-loop.one-step-a-batch", names="backward"):
             train(keep_outputs)
 
 
@@ -915,26 +914,29 @@ def test_a_gradient_past_the_wrapping_is_refused(tmp_path: Path) -> None:
     model = made("linear")[0]
     parts = setup(tmp_path, model)
     x, y = batch((5,))
-    with pytest.raises(RunError, match=r"reached .* past the model"):
+    with raises(RunError, PAST, names="weight"):
         cross_entropy(model(x), y).backward()
-    with pytest.raises(RunError, match="without the criterion"):
+    with raises(RunError, PAST, names="criterion"):
         cross_entropy(parts.model(x), y).backward()
-    with pytest.raises(RunError, match="as it is"):
+    with raises(RunError, PAST, names="outputs"):
         parts.criterion(parts.model(x) - 1, y)
-    with pytest.raises(RunError, match="as it is"):
+    with raises(RunError, PAST, names="outputs"):
         parts.criterion(parts.model(x).sub_(1), y)
-    with pytest.raises(RunError, match="without a batch"):
+    with raises(RunError, STEP, names="backward"):
         parts.criterion(parts.model(x), y).backward()
-    with pytest.raises(RunError, match="without a batch"):
+    with raises(RunError, STEP, names="step"):
         parts.optimizer.step()
-    with pytest.raises(RunError, match="weight_decay"):
+    with raises(RunError, PAST, names="weight_decay"):
         (0.1 * parts.model.get_submodule("module.0").weight.norm()).backward()
     parts.optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
-    with pytest.raises(RunError, match="more parameters"):
+    with raises(RunError, PAST, names="parameters"):
         parts.optimizer.step()
     parts.close()
     cross_entropy(model(x), y).backward()
     parts.optimizer.step()
+
+
+STEP, PAST = "training-loop.one-step-a-batch", "training-loop.gradient-past-clipping"
 
 
 class Stream(IterableDataset[Any]):
@@ -943,7 +945,7 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(
-    ("loader", "said"),
+    ("loader", "named"),
     [
         (lambda: DataLoader(Stream(), batch_size=10), "map-style"),
         (lambda: DataLoader(data(), batch_size=None), "batch_size"),
@@ -953,8 +955,8 @@ class Stream(IterableDataset[Any]):
         (lambda: [1, 2], "DataLoader"),
     ],
 )
-def test_a_loader_that_cannot_be_sampled_is_refused(loader: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ScenarioError, match=said):
+def test_a_loader_that_cannot_be_sampled_is_refused(loader: Any, named: str, tmp_path: Path) -> None:
+    with raises(ScenarioError, "training-loop.loader", names=named):
         setup(tmp_path, loader=loader())
 
 
@@ -996,17 +998,17 @@ def test_a_setting_that_cannot_be_private_is_refused(options: dict[str, Any], sa
 
 def test_what_is_private_already_or_a_folder_is_refused(tmp_path: Path) -> None:
     parts = setup(tmp_path)
-    with pytest.raises(ScenarioError, match="model is private already"):
+    with raises(ScenarioError, "training-loop.private-already", names="model"):
         setup(tmp_path, parts.model)
-    with pytest.raises(ScenarioError, match="loader is private already"):
+    with raises(ScenarioError, "training-loop.private-already", names="loader"):
         setup(tmp_path, loader=parts.data_loader)
-    with pytest.raises(ScenarioError, match="optimizer is private already"):
+    with raises(ScenarioError, "training-loop.private-already", names="optimizer"):
         setup(tmp_path, parts.model.module, optimizer=parts.optimizer)
-    with pytest.raises(ScenarioError, match="folder"):
+    with raises(ScenarioError, "training-loop.argument", names="ledger="):
         setup(tmp_path, ledger=tmp_path)
 
 
-def test_what_a_model_says_of_private_examples_is_withheld(tmp_path: Path) -> None:
+def test_the_error_of_a_model_on_private_examples_is_withheld(tmp_path: Path) -> None:
     class Telling(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -1018,32 +1020,32 @@ def test_what_a_model_says_of_private_examples_is_withheld(tmp_path: Path) -> No
             return self.head(x)
 
     parts = setup(tmp_path, Telling(), loader=DataLoader(data(400), 100), way="loop")
-    with pytest.raises(RunError, match="ValueError") as caught:
+    with raises(RunError, "training-loop.withheld", names="ValueError") as caught:
         loop(parts)
     assert "secret" not in str(caught.value)
     assert caught.value.__context__ is None
     parts = setup(tmp_path, nn.Linear(5, 2), loader=DataLoader(data(400), 100), ledger=tmp_path / "b")
-    with pytest.raises(RunError, match=r"criterion.* raised \w+Error on private") as caught:  # a class too many
+    with raises(RunError, "training-loop.withheld", names=r"criterion.* \w+Error") as caught:  # a class too many
         loop(parts)
     assert "2" not in str(caught.value)
-    with pytest.raises(ScenarioError, match=r"the model fails on zeros .* mat1 and mat2"):
+    with raises(ScenarioError, "training-loop.fails-on-zeros", names="model.* mat1 and mat2"):
         loop(setup(tmp_path, nn.Linear(6, 2), ledger=tmp_path / "c"))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_a_loader_says_of_private_examples_is_withheld(workers: int, tmp_path: Path) -> None:
+def test_the_error_of_a_loader_on_private_examples_is_withheld(workers: int, tmp_path: Path) -> None:
     def telling(examples: list[Any]) -> Any:
         raise ValueError(f"secret {examples}")
 
     parts = setup(tmp_path, loader=DataLoader(data(), 10, collate_fn=telling, num_workers=workers))
-    with pytest.raises(RunError, match="the dataset or the collate_fn raised ValueError") as caught:
+    with raises(RunError, "training-loop.withheld", names="collate_fn.* ValueError") as caught:
         loop(parts)
     assert "secret" not in str(caught.value)
     assert caught.value.__context__ is None
     shrinking = [(torch.zeros(5), torch.tensor(0)) for _ in range(40)]
     parts = setup(tmp_path, loader=DataLoader(shrinking, 40), ledger=tmp_path / "b")  # type: ignore[arg-type]
     del shrinking[20:]
-    with pytest.raises(RunError, match="raised IndexError on private examples"):
+    with raises(RunError, "training-loop.withheld", names="IndexError"):
         loop(parts)
 
 
@@ -1088,7 +1090,7 @@ def test_a_gradient_from_before_is_forgotten(tmp_path: Path) -> None:
 
 def test_one_example_and_none(tmp_path: Path) -> None:
     assert loop(setup(tmp_path, loader=DataLoader(data(1), 5))) == 1
-    with pytest.raises(ScenarioError, match="0 examples in batches of 5"):
+    with raises(ScenarioError, "training-loop.loader", names="0 examples in batches of 5"):
         setup(tmp_path, loader=DataLoader(Subset(data(), []), 5))
 
 
@@ -1098,7 +1100,7 @@ def test_a_model_that_takes_no_single_example_is_named(tmp_path: Path) -> None:
             return super().forward(x).squeeze(0)
 
     parts = setup(tmp_path, Squeezing(5, 3), loader=DataLoader(data(400), 100))
-    with pytest.raises(ScenarioError, match="batch of one"):
+    with raises(ScenarioError, "training-loop.batch-of-one"):
         loop(parts)
 
 
@@ -1200,5 +1202,5 @@ def test_a_flower_task_becomes_private_by_at_most_eight_lines(tmp_path: Path, ca
     assert len(said) == 6
     assert "18 steps by Poisson sampling" in said[-1]
     assert "0 steps left" in said[-1]
-    with pytest.raises(BudgetError, match="budget is spent"):
+    with raises(BudgetError, "ledger.budget-spent"):
         names["train"](names["Net"](), DataLoader(digits, 20), 2, 0.1, "cpu", tmp_path / "peer-3.jsonl")

@@ -27,8 +27,7 @@ from flower_privdec.common.formatting import duration, memory, peer_ranges
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
-from flower_privdec.network.local.peer_processes import PeerProcesses, on_this_machine
-from flower_privdec.network.local.watch import Watch
+from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, on_this_machine
 from flower_privdec.pushsum.lockstep import Timetable, network_mixing
 from flower_privdec.scenario import Scenario
 from tools.soak.checks import Paid, Weight, look_at_ledger, resident_bytes, weight_on_disk
@@ -195,7 +194,7 @@ class SoakedRun:
         if fault.kind == "kill":
             self._start(fault.peer)
         elif fault.kind == "pause":
-            self.processes.go_on(fault.peer)
+            self.processes.unpause(fault.peer)
         else:
             for pair in where:
                 self._proxy.set(pair, Faults())
@@ -208,7 +207,7 @@ class SoakedRun:
     def _check_alive(self) -> None:
         for peer in self.processes.peers:
             if peer not in self._gone and self.processes.status(peer) not in (None, 0):
-                raise self._broken(f"peer {peer} ended by itself ({self.processes.last_words(peer)})")
+                raise self._broken(f"peer {peer} ended by itself ({self.processes.last_line(peer)})")
 
     def _check_further(self, now: float) -> None:
         best = max(self._rounds.values())

@@ -18,11 +18,11 @@ from flower_privdec.errors import RunError
 from flower_privdec.flower.mods.peer_mod import MODEL
 from flower_privdec.flower.strategies.peer_network import log_privacy
 from flower_privdec.flower.strategies.push_sum import EvaluateMean, PushSum
-from flower_privdec.graph.topology.graphs import Topology
-from flower_privdec.scenario.algorithm_sections import FedDeperSection
+from flower_privdec.graph.topology import Topology
 from flower_privdec.scenario.loading import validated
+from flower_privdec.scenario.sections import FedDeperSection
 from flower_privdec.training_loop import private
-from flower_privdec.training_loop.private_loop import KEPT
+from flower_privdec.training_loop.private_loop import LOADER_OPTIONS
 
 PERSONAL, PREFIX = "feddeper.personal", "feddeper."
 NAMES = ("learning_rate", "rho", "mixing_rate", "local_steps")
@@ -286,7 +286,7 @@ class _LocalSteps(DataLoader[Any]):
     """A loader's data in as many batches as a round has local steps, for `private`."""
 
     def __init__(self, loader: DataLoader[Any], steps: int) -> None:
-        super().__init__(loader.dataset, loader.batch_size, **{name: getattr(loader, name) for name in KEPT})
+        super().__init__(loader.dataset, loader.batch_size, **{name: getattr(loader, name) for name in LOADER_OPTIONS})
         self._steps = steps
 
     def __len__(self) -> int:

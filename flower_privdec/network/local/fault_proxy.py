@@ -37,7 +37,7 @@ class Faults:
         jitter: seconds more at most; pieces stay in order.
         rate: bytes a second in each direction; None for as many as there are.
         black_hole: whether nothing comes out on the other side until that is over, as where a cable is pulled out:
-            connections are taken, and what they say is kept back.
+            connections are accepted, and no byte passes.
 
     Raises:
         ValueError: a number is none of these.
@@ -223,7 +223,7 @@ class FaultyLink:
                 writer.transport.abort()
 
     async def _way(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, draw: Random) -> None:
-        """Carry what one side says to the other until it says no more."""
+        """Copy one side's bytes to the other until it closes."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(WAITING)
         carrying = asyncio.ensure_future(self._carry(under_way, writer))
         last = -PAUSE
@@ -244,8 +244,8 @@ class FaultyLink:
 
     def _chance(self, begins: bool) -> float:
         """Return the chance that a piece is lost, which may begin a message."""
-        kept = (1 - self.faults.cut) * (1 - self.faults.lose * begins)
-        return 1 - kept
+        passes = (1 - self.faults.cut) * (1 - self.faults.lose * begins)
+        return 1 - passes
 
     async def _carry(self, under_way: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
         while True:
@@ -286,7 +286,7 @@ class FaultProxy:
 
         Args:
             name: of the link, as (sender, receiver).
-            target: HOST:PORT, where nobody has to listen yet.
+            target: HOST:PORT; need not be listened on yet.
 
         Raises:
             ValueError: the name is taken.
@@ -304,10 +304,10 @@ class FaultProxy:
             peer: whose links they are.
             addresses: HOST:PORT of every peer.
         """
-        found = list(addresses)
-        for other in sorted({*range(len(found))} - {peer}):
-            found[other] = self.link((peer, other), found[other])
-        return tuple(found)
+        proxied = list(addresses)
+        for other in sorted({*range(len(proxied))} - {peer}):
+            proxied[other] = self.link((peer, other), proxied[other])
+        return tuple(proxied)
 
     @property
     def names(self) -> list[Hashable]:

@@ -1,4 +1,4 @@
-"""The peers of a scenario as processes on this machine: started, watched, stopped, killed and started again."""
+"""The peers of a scenario as processes on this machine: start, watch, stop, kill and restart them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event, Thread
 from types import TracebackType
 from typing import Any, Self
 
 from flower_privdec.common.files import write_atomically
-from flower_privdec.errors import ScenarioError
+from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.network.local.fault_proxy import FaultProxy
-from flower_privdec.network.transport.tls import make_certificates
+from flower_privdec.network.peer.status import STATUS_CAP, request_status
+from flower_privdec.network.transport.grpc_transport import GrpcConnection
+from flower_privdec.network.transport.tls import credentials_of, identities, make_certificates
 from flower_privdec.scenario import Scenario, to_yaml
-from flower_privdec.scenario.network_section import NetworkPeer, is_loopback
+from flower_privdec.scenario.sections import NetworkPeer, is_loopback
 
-STOP_SECONDS = 10.0  # until a peer that was asked to stop is made to
+STOP_SECONDS = 10.0  # between SIGTERM and SIGKILL
 PRIVDEC = (sys.executable, "-m", "flower_privdec")
 
 LEAST_PORT, MOST_PORT = 10_000, 32_000  # below those that outgoing connections are given
@@ -56,15 +59,15 @@ def on_this_machine(scenario: Scenario) -> Scenario:
 
 
 def free_addresses(count: int) -> list[str]:
-    """Return addresses on this machine that nobody listens on, of ports that no system lends to those who call."""
-    found: list[int] = []
+    """Return free addresses on this machine, below the ports of outgoing connections."""
+    ports: list[int] = []
     with ExitStack() as stack:
-        while len(found) < count:
+        while len(ports) < count:
             port, one = LEAST_PORT + secrets.randbelow(MOST_PORT - LEAST_PORT), stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 one.bind(("127.0.0.1", port))
-                found.append(port)
-    return [f"127.0.0.1:{port}" for port in found]
+                ports.append(port)
+    return [f"127.0.0.1:{port}" for port in ports]
 
 
 class PeerProcesses:
@@ -111,7 +114,7 @@ class PeerProcesses:
         return self.out / "peers" / str(peer)
 
     def log(self, peer: int) -> Path:
-        """Return where a peer's words go."""
+        """Return a peer's log file."""
         return self.out / "peers" / f"{peer}.log"
 
     def prepare(self) -> None:
@@ -129,8 +132,8 @@ class PeerProcesses:
         network = self.scenario.network
         assert self.proxy is not None
         assert network.peers is not None
-        seen = self.proxy.through(peer, [each.address for each in network.peers])
-        there = [each.model_copy(update={"address": at}) for each, at in zip(network.peers, seen, strict=True)]
+        seen = self.proxy.through(peer, [one.address for one in network.peers])
+        there = [one.model_copy(update={"address": at}) for one, at in zip(network.peers, seen, strict=True)]
         return self.scenario.model_copy(update={"network": network.model_copy(update={"peers": there})})
 
     def start(self, peer: int, *, resume: bool = False) -> None:
@@ -138,14 +141,14 @@ class PeerProcesses:
 
         Args:
             peer: which.
-            resume: go on from its checkpoint, where there is one.
+            resume: continue from its checkpoint, where there is one.
         """
         command = [*self._program(peer), "peer", str(self._file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
         command += ["--resume"] * (resume and any(self.folder(peer).glob("checkpoint-?")))
         command += ["--insecure-seeds"] * self._insecure
         with self.log(peer).open("ab") as log:
-            # A group of its own has no part in Ctrl-C; one that is paused when this process is killed is ended with it.
+            # A process group of its own gets no Ctrl-C; a peer that is paused when this process is killed ends with it.
             self._processes[peer] = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0
             )
@@ -158,30 +161,30 @@ class PeerProcesses:
         """Return the number of a peer's process."""
         return self._processes[peer].pid
 
-    def last_words(self, peer: int) -> str:
-        """Return the last line of a peer's log, or its exit status where it left without a word."""
-        words = self.log(peer).read_text(errors="replace").strip().splitlines()
-        return words[-1].removeprefix("error: ") if words else f"status {self.status(peer)}"
+    def last_line(self, peer: int) -> str:
+        """Return the last line of a peer's log, or its exit status where the log is empty."""
+        lines = self.log(peer).read_text(errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("error: ") if lines else f"status {self.status(peer)}"
 
-    def told(self, peer: int) -> dict[str, Any] | None:
-        """Return what a peer that came to its end said last; None where it did not."""
+    def last_status(self, peer: int) -> dict[str, Any] | None:
+        """Return the last status of a peer that finished; None for others."""
         path = self.folder(peer) / "summary.json"
         if self.status(peer) != 0 or not path.exists():
             return None
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        status: dict[str, Any] = json.loads(path.read_text())
+        return status
 
     def kill(self, peer: int) -> None:
-        """End a peer without a warning."""
+        """Kill a peer by SIGKILL."""
         self._signal(peer, signal.SIGKILL)
         self._processes[peer].wait()
 
     def pause(self, peer: int) -> None:
-        """Stop a peer in the middle of whatever it does."""
+        """Pause a peer by SIGSTOP."""
         self._signal(peer, signal.SIGSTOP)
 
-    def go_on(self, peer: int) -> None:
-        """Let a peer that was paused go on."""
+    def unpause(self, peer: int) -> None:
+        """Continue a peer by SIGCONT."""
         self._signal(peer, signal.SIGCONT)
 
     def _signal(self, peer: int, number: signal.Signals) -> None:
@@ -189,7 +192,7 @@ class PeerProcesses:
             os.killpg(self.pid(peer), number)
 
     def end(self) -> None:
-        """Ask those that still run to stop, and make them after a while."""
+        """Terminate all peers; kill those that still run after STOP_SECONDS."""
         for peer, process in self._processes.items():
             self._signal(peer, signal.SIGCONT)
             if process.stdin is not None:
@@ -210,3 +213,74 @@ class PeerProcesses:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
+
+
+OnStatus = Callable[[int, dict[str, Any] | None, str], None]  # of a peer: its status and a word on it
+EVERY = 0.5  # seconds between two requests
+ANSWER_SECONDS = 1.0
+STARTING, SILENT, DONE = "starting", "no answer", "done"
+
+
+class Watch:
+    """Requests the status of every peer in a thread of its own; a context manager.
+
+    Each request is made as if the peer made it itself: with its own certificate, at its own address.
+    """
+
+    def __init__(self, processes: PeerProcesses, on_status: OnStatus, every: float = EVERY) -> None:
+        """Begin to request.
+
+        Args:
+            processes: the peers.
+            on_status: called in these threads with a peer, its status (None where it did not answer) and a word:
+                STARTING before its first answer, SILENT where it does not answer any more, DONE at its end.
+            every: seconds between an answer and the next request.
+        """
+        self._processes, self._on_status, self._every, self._stopping = processes, on_status, every, Event()
+        self._threads = [Thread(target=self._follow, args=(peer,), daemon=True) for peer in processes.peers]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop requesting."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _follow(self, peer: int) -> None:
+        scenario, processes = self._processes.scenario, self._processes
+        assert scenario.network.peers is not None
+        credentials = credentials_of(scenario, processes.certificates, peer)
+        address, name = scenario.network.peers[peer].address, identities(scenario)[peer]
+        connection = GrpcConnection(address, name, credentials, STATUS_CAP)
+        word = STARTING
+        try:
+            while not self._stopping.is_set() and not self._is_done(peer):
+                status = self._request(connection)
+                word = SILENT if status is not None else word  # from now on
+                self._on_status(peer, status, word if status is None else "")
+                self._stopping.wait(self._every)
+            self._is_done(peer)
+        finally:
+            connection.close()
+
+    def _is_done(self, peer: int) -> bool:
+        """Report a peer's last status, if it came to its end."""
+        status = self._processes.last_status(peer)
+        if status is not None:
+            self._on_status(peer, status, DONE)
+        return status is not None
+
+    def _request(self, connection: GrpcConnection) -> dict[str, Any] | None:
+        try:
+            return request_status(connection, ANSWER_SECONDS)
+        except RunError:  # reported by the word instead
+            return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,12 +1,14 @@
-"""All peers of a scenario as processes on this machine: how a newcomer tries a network, and what it comes to."""
+"""`privdec up`: all peers of a scenario as processes on this machine, their evaluation, and injected faults."""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,8 @@ from flower_privdec.engine.recorder import OnMetrics, Recorder, evaluation_round
 from flower_privdec.engine.spent import Spent
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
-from flower_privdec.network.local.fault_injection import Mishap, mishaps
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
-from flower_privdec.network.local.peer_processes import PeerProcesses, on_this_machine
-from flower_privdec.network.local.watch import OnStatus, Watch
+from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
 from flower_privdec.network.peer.trainer import noise_source, rows_path
 from flower_privdec.pushsum.lockstep import network_mixing
 from flower_privdec.scenario import Scenario
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 POLL = 0.1
 NUMBERS = {
     "synchronous": "the engine's to about 1e-6 in float32 with --insecure-seeds: each peer adds in an order of its own",
-    "asynchronous": "of this run alone: who was heard in time decides them",
+    "asynchronous": "of this run alone: they depend on which messages arrived in time",
 }
 
 
@@ -53,11 +53,8 @@ def losing(share: float) -> Iterator[FaultProxy | None]:
         yield proxy
 
 
-__all__ = ["Up", "losing", "mishaps"]
-
-
 class Up:
-    """The peers of a scenario as processes, and the run's folder that is kept of what they hand in.
+    """The peers of a scenario as processes, and the run folder made of the models that they hand in.
 
     Folder: what a run leaves (metrics, summary, models), certs/, network.yaml with the addresses, and for each peer
     peers/I/ (its own folder) and peers/I.log.
@@ -71,22 +68,22 @@ class Up:
         resume: bool = False,
         insecure_seeds: bool = False,
         proxy: FaultProxy | None = None,
-        mishaps: Sequence[Mishap] = (),
+        kills: Sequence[InjectedKill] = (),
     ) -> None:
-        """Look at the scenario and the folder, and write nothing yet.
+        """Check the scenario and the folder; write nothing yet.
 
         Args:
-            resume: go on from the folder's checkpoints.
+            resume: continue from the folder's checkpoints.
             insecure_seeds: draw noise and batches from the scenario's seed.
             proxy: through which each peer reaches each other; by default directly.
-            mishaps: what is done to the peers on the way.
+            kills: faults to inject.
 
         Raises:
-            ScenarioError: a part cannot be had, or the folder holds another run, or nothing to resume; or a peer is to
-                be killed for good for which all others would wait.
+            ScenarioError: a part cannot be had, or the folder holds another run, or nothing to resume; or --kill would
+                leave the others waiting.
         """
-        self.scenario, self.out, self._mishaps = on_this_machine(scenario), out, list(mishaps)
-        if scenario.network.mode == "synchronous" and not all(each.comes_back for each in mishaps):
+        self.scenario, self.out, self._kills = on_this_machine(scenario), out, list(kills)
+        if scenario.network.mode == "synchronous" and not all(kill.comes_back for kill in kills):
             raise ScenarioError(
                 "network.mode=synchronous ends with a peer that is gone, for the others wait for it: use asynchronous, "
                 "or --restart"
@@ -94,8 +91,8 @@ class Up:
         self._resume, self._insecure = resume, insecure_seeds
         if not scenario.network.hands_in:
             raise ScenarioError(
-                "network.hand_in=false: the peers leave their models for nobody, and this command compares them; set "
-                "it to true, or start each peer by `privdec peer`, whose own loss `privdec status` tells"
+                "network.hand_in=false: the peers hand in no models, which this command compares; set it to true, or "
+                "start each peer by `privdec peer`, whose own loss `privdec status` shows"
             )
         self.agreement = Agreement.of(self.scenario)
         network_mixing(self.agreement)
@@ -109,28 +106,28 @@ class Up:
 
         Args:
             on_metrics: called with each evaluation's metrics.
-            on_status: called with what each peer says of itself, see `Watch`; nobody asks them without.
+            on_status: called with the status of each peer, see `Watch`; without it no status is requested.
 
         Raises:
-            RunError: a peer failed; naming it, with its last words. In asynchronous mode one that was killed by
-                somebody else is gone, and the others go on.
+            RunError: a peer failed; with the last line of its log. In asynchronous mode the others continue without
+                one that was killed by a signal.
         """
         state = self.recorder.start(lambda: State(np.arange(self.scenario.n_peers)), None)
         self._processes.prepare()
         every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
         try:
             with self._running(on_status):
-                for round_index in [each for each in every if each > state.round_index]:
+                for round_index in [number for number in every if number > state.round_index]:
                     metrics = self._evaluation(round_index)
                     if on_metrics is not None:
                         on_metrics(metrics)
-                    self._do_mishaps(round_index)
+                    self._inject(round_index)
                 self._wait()
             facts = {
                 "noise": noise_source(self._insecure, self._is_hardened()),
                 "numbers": NUMBERS[self.scenario.network.mode],
             }
-            return self.recorder.finish(self._rows(self.scenario.rounds), self._spent, **facts, **self._casualties())
+            return self.recorder.finish(self._rows(self.scenario.rounds), self._spent, **facts, **self._gone_peers())
         finally:
             self.recorder.close()
 
@@ -159,32 +156,32 @@ class Up:
         return [peer for peer in self._processes.peers if peer not in self._gone]
 
     def _check(self) -> None:
-        """Raise the last words of the peer that failed first, if one did, or if none is left."""
+        """Raise the error of the first peer that failed, if one did or none is left."""
         for peer in self._alive():
             status = self._processes.status(peer)
             if status in (None, 0):
                 continue
             if status > 0 or self.scenario.network.mode == "synchronous" or len(self._alive()) == 1:
-                last, log = self._processes.last_words(peer), self._processes.log(peer)
+                last, log = self._processes.last_line(peer), self._processes.log(peer)
                 raise RunError(f"peer {peer} ended ({last}); its log is {log}")
             self._gone.add(peer)
             _log.warning("peer %s was killed (signal %s); the others go on", peer, -status)
 
-    def _do_mishaps(self, round_index: int) -> None:
-        """Do what is due by a round."""
-        due = [each for each in self._mishaps if each.round_index <= round_index]
-        self._mishaps = [each for each in self._mishaps if each not in due]
-        for each in due:
-            self._processes.kill(each.peer)
-            if each.comes_back:
-                self._processes.start(each.peer, resume=True)
+    def _inject(self, round_index: int) -> None:
+        """Kill the peers whose round has come."""
+        due = [kill for kill in self._kills if kill.round_index <= round_index]
+        self._kills = [kill for kill in self._kills if kill not in due]
+        for kill in due:
+            self._processes.kill(kill.peer)
+            if kill.comes_back:
+                self._processes.start(kill.peer, resume=True)
 
-    def _casualties(self) -> dict[str, str]:
-        """Say who is gone, and of when its models are that count on."""
+    def _gone_peers(self) -> dict[str, str]:
+        """Return which peers are gone, and from which round the model is that stands for each."""
         last = [f"peer {peer} after round {self._last_round(peer)}" for peer in sorted(self._gone)]
         return {"gone": f"{', '.join(last)}: its last model is among those above"} if last else {}
 
-    # --- what they hand in ---
+    # --- models that the peers hand in ---
 
     def _evaluation(self, round_index: int) -> dict[str, Any]:
         since = time.perf_counter()
@@ -192,7 +189,7 @@ class Up:
             self._check()
             time.sleep(POLL)
         self.recorder.seconds += time.perf_counter() - since
-        rows, self._spent = self._rows(round_index), self._told(round_index)
+        rows, self._spent = self._rows(round_index), self._reported(round_index)
         metrics = self.recorder.record(rows, round_index, self._spent.epsilons)
         self.recorder.save(State(np.arange(self.scenario.n_peers), round_index, rows=rows), None)
         return metrics
@@ -201,7 +198,7 @@ class Up:
         return rows_path(self._processes.folder(peer), round_index)
 
     def _handed_in(self, peer: int, round_index: int) -> Path:
-        """Return what a peer handed in of a round; of one that is gone, the last that it did."""
+        """Return the file that a peer handed in for a round; for one that is gone, its last."""
         return self._path(peer, min(round_index, self._last_round(peer)) if peer in self._gone else round_index)
 
     def _last_round(self, peer: int) -> int:
@@ -211,28 +208,75 @@ class Up:
             RunError: it handed in nothing.
         """
         every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
-        found = [each for each in every if self._path(peer, each).exists()]
-        if not found:
+        present = [round_index for round_index in every if self._path(peer, round_index).exists()]
+        if not present:
             raise RunError(
                 f"peer {peer} was killed before it handed in a model; its log is {self._processes.log(peer)}"
             )
-        return max(found)
+        return max(present)
 
     def _rows(self, round_index: int) -> dict[str, torch.Tensor]:
-        each = [load_file(self._handed_in(peer, round_index)) for peer in range(self.scenario.n_peers)]
-        return {name: torch.cat([rows[name] for rows in each]) for name in each[0]}
+        models = [load_file(self._handed_in(peer, round_index)) for peer in range(self.scenario.n_peers)]
+        return {name: torch.cat([rows[name] for rows in models]) for name in models[0]}
 
-    def _told(self, round_index: int) -> Spent:
-        """Return what the peers say that they have spent."""
-        said: dict[str, list[Any]] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
+    def _reported(self, round_index: int) -> Spent:
+        """Return the ε that the peers report."""
+        columns: dict[str, list[Any]] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
         notes = []
         for peer in range(self.scenario.n_peers):
             with safe_open(self._handed_in(peer, round_index), framework="pt") as file:
                 facts = json.loads(file.metadata()["privdec"])
             notes += [facts["note"]] * bool(facts["note"])
-            for name, column in said.items():
+            for name, column in columns.items():
                 column += facts[name]
         notes += [
             f"peer {peer} was killed, and took no step after round {self._last_round(peer)}" for peer in self._gone
         ]
-        return Spent(**said, note="; ".join(dict.fromkeys(notes)) or None)
+        return Spent(**columns, note="; ".join(dict.fromkeys(notes)) or None)
+
+
+FORM = re.compile(r"(?P<peer>[0-9]{1,9})@(?P<round>[0-9]{1,9})")
+
+
+@dataclass(frozen=True)
+class InjectedKill:
+    """A peer is killed by SIGKILL once all peers have handed in a round.
+
+    Attributes:
+        peer: which.
+        round_index: the round.
+        comes_back: whether it is started again and resumes from its disk.
+    """
+
+    peer: int
+    round_index: int
+    comes_back: bool
+
+
+def injected_kills(kill: Iterable[str], restart: Iterable[str], n_peers: int, rounds: int) -> tuple[InjectedKill, ...]:
+    """Parse the options --kill and --restart, each PEER@ROUND.
+
+    Args:
+        kill: those after which the peer does not come back.
+        restart: those after which it does.
+
+    Raises:
+        ScenarioError: one names no peer or no round before the last, or no peer would be left.
+    """
+    final = [_injected_kill("--kill", text, n_peers, rounds, False) for text in kill]
+    gone = {one.peer for one in final}
+    if len(gone) >= n_peers:
+        raise ScenarioError(f"--kill ends all {n_peers} peers: leave one, or more that can still train together")
+    return (*final, *(_injected_kill("--restart", text, n_peers, rounds, True) for text in restart))
+
+
+def _injected_kill(option: str, text: str, n_peers: int, rounds: int, comes_back: bool) -> InjectedKill:
+    form = FORM.fullmatch(text)
+    if form is None:
+        raise ScenarioError(f"{option} {text!r} must be PEER@ROUND, as 3@100")
+    peer, round_index = int(form["peer"]), int(form["round"])
+    if peer >= n_peers:
+        raise ScenarioError(f"{option} {text}: there are the peers 0 to {n_peers - 1}")
+    if not round_index < rounds:
+        raise ScenarioError(f"{option} {text}: the round must be before the last, {rounds}")
+    return InjectedKill(peer, round_index, comes_back)

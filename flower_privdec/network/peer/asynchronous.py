@@ -1,6 +1,6 @@
 """A peer that does not wait for neighbours that are late: a slow or lost one costs its own edges alone.
 
-Push-sum algorithms send shares that are added exactly once (`PushSumProtocol`), whatever is lost, repeated or killed.
+Push-sum algorithms send shares that are added exactly once (`PushSumProtocol`), under any loss, repetition and kill.
 All others send rows, of which a neighbour uses the newest it has, once; the weight of a neighbour that was not heard in
 time returns to the peer itself for that round (`PartlyHeard`). `StragglerPolicy` decides which neighbours to wait for.
 
@@ -71,7 +71,7 @@ class SendQueue:
 class AsynchronousSession(Session):
     """Hellos, shares that count once, and rows of which the newest counts.
 
-    A hello is sent until an edge is open, and then now and again, which also tells the neighbour this peer's round.
+    A hello is sent until an edge is open, and then every `retry` seconds, which also reports this peer's round.
     Shares and acknowledgements are sent once they follow from what is on disk, and a share again where the neighbour
     reports that it has not come. Rows of an exchange are replaced by newer ones until they are sent: a slow neighbour
     gets the newest alone.
@@ -295,7 +295,7 @@ class AsynchronousSession(Session):
             elif isinstance(message, RowMessage) and queue.rows.get(message.at) is message:
                 del queue.rows[message.at]
         queue.hellos = [hello for hello in queue.hellos if hello not in sent]
-        queue.acknowledgements = [each for each in queue.acknowledgements if each not in sent]
+        queue.acknowledgements = [ack for ack in queue.acknowledgements if ack not in sent]
         queue.hellos = [*queue.hellos, *self._received(neighbor, answer)][-1:]
 
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
@@ -654,7 +654,7 @@ class AsynchronousPeer(RunningPeer):
             for neighbor, values in rows.items():
                 if not is_reply:
                     self.session.post(at, round_index, neighbor, values)
-                elif neighbor in self._replied:  # else it asked before this process began, and asks again
+                elif neighbor in self._replied:  # else its request came before this process began, and is repeated
                     self.session.post(at, self._replied[neighbor], neighbor, values)
             self.connections.notify()
 
@@ -662,7 +662,7 @@ class AsynchronousPeer(RunningPeer):
         """Perform an exchange with the rows that have come."""
         with self.connections.changed:
             messages = self.session.collect(state.at, wanted)
-        if isinstance(exchange, Reply):  # a reply is to what was asked in this round
+        if isinstance(exchange, Reply):  # a reply belongs to the request of this round
             messages = {j: message for j, message in messages.items() if message.round_index == state.round_index}
         else:
             self._replied.update({j: message.round_index for j, message in messages.items()})

@@ -24,7 +24,7 @@ from flower_privdec.network.peer.trainer import ScenarioTrainer, Trainer
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, identity_at
 from flower_privdec.network.transport.tls import Credentials, credentials_of, files_of, identities_of
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.app_scenario import AppScenario
+from flower_privdec.scenario.schema import AppScenario
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 REQUEST_SECONDS = 5.0
@@ -66,7 +66,7 @@ def run_peer(
     Raises:
         ScenarioError: what is given does not fit, before any work.
         RunError: the run could not go on; all is on disk.
-        StoppedError: it was asked to stop.
+        StoppedError: it received SIGTERM or Ctrl-C.
     """
     device = device_of(scenario, peer, folder, certificates, data, insecure_seeds)
     run_in_foreground(running_peer(scenario, device, resume), scenario.evaluation.every, with_parent)
@@ -119,7 +119,7 @@ def _addresses(scenario: Scenario | AppScenario) -> tuple[str, ...]:
             "network.peers is missing: list the address of every peer, as {address: 10.0.0.7:7100}; `privdec up` runs "
             "all peers on this machine without"
         )
-    return tuple(each.address for each in scenario.network.peers)
+    return tuple(peer.address for peer in scenario.network.peers)
 
 
 def _wake_at_parents_end() -> None:

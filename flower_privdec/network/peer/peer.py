@@ -69,7 +69,7 @@ class PeerDevice:
 class RunningPeer(ABC):
     """One peer of a run, from its beginning or its last checkpoint to the end of the rounds.
 
-    Before it sends anything, all that it needs to send it again is on its disk; so whatever ends its process, it
+    Before it sends anything, all that it needs to send it again is on its disk; however its process ends, it
     continues from there, and its neighbours with it.
 
     Args:
@@ -78,7 +78,7 @@ class RunningPeer(ABC):
         resume: continue from the folder's checkpoints.
 
     Attributes:
-        generations: how many checkpoints are kept.
+        generations: how many checkpoints stay on disk.
 
     Raises:
         ScenarioError: the folder holds another run, or nothing to resume, or the network cannot carry the algorithm.
@@ -258,7 +258,7 @@ class RunningPeer(ABC):
     # --- what others and its owner see ---
 
     def status(self) -> dict[str, Any]:
-        """Return how this peer does: round, loss, ε, its neighbours, which of them are down and why, bytes.
+        """Return the status: round, loss, ε, neighbours, which of them are down and why, bytes.
 
         The loss is of its model on public test examples at the last evaluation; None before one, or where it is not
         finite.
@@ -326,7 +326,7 @@ class ShareFiles:
 def mass_on_disk(folders: Sequence[Path], names: Sequence[str] = ("x", "w")) -> dict[str, Tensor]:
     """Return Σ mass + Σ shares in flight over all peers of a run in asynchronous mode, float64, by name.
 
-    Without gradient steps it stays what it was at the beginning, whatever was lost, repeated or killed: for w that is
+    Without gradient steps it stays what it was at the beginning, under any loss, repetition and kill: for w that is
     the number of peers. A peer that was reset, or joined late, has no mass of its own: then it is less.
 
     Args:

@@ -1,4 +1,4 @@
-"""The door for what peers train: rows, private steps and a ledger, whoever computes them."""
+"""The protocol of what a running peer trains (`Trainer`), and the trainer of a scenario."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.pushsum.lockstep import network_mixing
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.app_scenario import AppScenario
+from flower_privdec.scenario.schema import AppScenario
 
 SECRET_BYTES = 32
 Head = tuple[int, str]  # the length and the last hash of a ledger
@@ -86,7 +86,7 @@ class Trainer(Protocol):
         """
 
     def use_mixing(self, mixing: Mixing) -> None:
-        """Take this mixing in steps that depend on what was heard."""
+        """Use this mixing in steps that depend on which neighbours were heard."""
 
     def advance(self, state: State) -> Exchange | None:
         """Take the steps up to the next exchange, each paid for on disk before it reads an example.
@@ -101,14 +101,14 @@ class Trainer(Protocol):
     def evaluate(self, state: State) -> None:
         """Evaluate the model, and leave in the peer's folder what the scenario allows others to read there.
 
-        Privacy: what `status` tells of it must be of public examples and of rows that others may see.
+        Privacy: what `status` reports of it must come from public examples and of rows that others may see.
         """
 
     def status(self, state: State) -> dict[str, Any]:
-        """Return `loss` (None where there is none), `epsilon`, `budget` and `noise`, and what else there is to say."""
+        """Return `loss` (None where there is none), `epsilon`, `budget` and `noise`, and anything more to report."""
 
     def finish(self, state: State) -> None:
-        """Keep the model after the last round."""
+        """Save the model after the last round."""
 
     def close(self) -> None:
         """Close the ledger; a second time does nothing."""
@@ -240,7 +240,7 @@ def rows_path(folder: Path, round_index: int) -> Path:
 
 
 def noise_source(insecure_seeds: bool, hardened: bool = False) -> str:
-    """Return in words where a peer's noise comes from, and how it is rounded where that is exactly."""
+    """Return the source of a peer's noise, and whether its rounding is hardened."""
     if insecure_seeds:
         return INSECURE
     return f"of the operating system's generator{', hardened: rounded exactly' if hardened else ''}"

@@ -39,9 +39,9 @@ SPARE_THREADS = 4  # of the server, beside those for callers
 METHOD = "/flower_privdec.Peer/Call"
 CALLS_EACH = 4  # of one caller at a time; an honest peer has one, and one that it gave up
 CALL_SECONDS = 120.0  # until all of a call must have come
-LOOKS = 8  # at the clock while a limit lasts
-REFUSALS = 100  # different ones that are written down
-CONNECTION_SECONDS = 600  # after which a connection is made anew, and certificates are shown anew
+LOOKS = 8  # checks of the clock while a limit lasts
+REFUSALS = 100  # different ones that are logged
+CONNECTION_SECONDS = 600  # after which a connection, with its handshake, is made again
 ALIVE = [
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 3_000),
@@ -85,17 +85,17 @@ def assembled(parts: Iterable[bytes], cap: int, who: str) -> memoryview:
     Raises:
         RefusedError: there are more; what came is forgotten.
     """
-    found, size = memoryview(bytearray()), 0
+    buffer, size = memoryview(bytearray()), 0
     for part in parts:
         if size + len(part) > cap:
             raise RefusedError(f"{who} sent more than {cap:,} bytes, which no message of this run has")
-        if size + len(part) > len(found):  # room for one piece, or for all that may come: pages are taken as they fill
+        if size + len(part) > len(buffer):  # room for one piece, or for all that may come: pages are taken as they fill
             room = np.empty(cap if size else len(part), np.uint8).data
-            room[:size] = found[:size]
-            found = room
-        found[size : size + len(part)] = part
+            room[:size] = buffer[:size]
+            buffer = room
+        buffer[size : size + len(part)] = part
         size += len(part)
-    return found[:size]
+    return buffer[:size]
 
 
 class GrpcTransport:
@@ -137,17 +137,17 @@ class GrpcTransport:
 
 
 class GrpcServer:
-    """Answers the calls of the scenario's peers, and of nobody else.
+    """Answers the calls of the scenario's peers alone.
 
     Args:
         address: HOST:PORT to listen on; port 0 takes a free one.
         credentials: its own.
         members: the number of every peer by its identity.
-        answer: called in a thread of its own with the caller's number; a `RefusedError` is told to the caller.
+        answer: called in a thread of its own with the caller's number; the caller gets its `RefusedError`.
         cap: bytes of a call at most.
         threads: callers at a time.
-        clock: tells the time, by which certificates expire.
-        patience: seconds that a call may take until all that it says has come; a stream that trickles is ended.
+        clock: returns the time, by which certificates expire.
+        patience: seconds until all of a call must have arrived; a slower stream is cancelled.
 
     Raises:
         RunError: the address cannot be had.
@@ -186,15 +186,15 @@ class GrpcServer:
         try:
             caller = self._caller(context)
             with self._counted(caller):
-                reply = self._answer(caller, self._heard(parts, caller, context))
+                reply = self._answer(caller, self._received(parts, caller, context))
         except RefusedError as error:
-            said = " ".join(str(error).split())
-            self._note(said)
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, said)
+            reason = " ".join(str(error).split())
+            self._note(reason)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         yield from pieces(reply)
 
-    def _heard(self, parts: Iterator[bytes], caller: int, context: Any) -> memoryview:
-        """Return what a call says, once all of it has come."""
+    def _received(self, parts: Iterator[bytes], caller: int, context: Any) -> memoryview:
+        """Return a call's content, once all of it has arrived."""
         with self._limit.ending(context.cancel):
             return assembled(parts, self._cap, f"peer {caller}")
 
@@ -216,7 +216,7 @@ class GrpcServer:
                 self._under_way[caller] -= 1
 
     def _note(self, refusal: str) -> None:
-        """Write a refusal down, each once and not without end: who is refused decides how often it calls."""
+        """Log a refusal once, and REFUSALS of them at most: a stranger decides how often it calls."""
         with self._guard:
             new = refusal not in self._refusals and len(self._refusals) < REFUSALS
             self._refusals |= {refusal} if new else set()
@@ -224,25 +224,25 @@ class GrpcServer:
             _log.warning("a call was refused: %s", refusal)
 
     def _caller(self, context: Any) -> int:
-        """Return who calls, by the certificate that the connection was made with.
+        """Return the caller, by the certificate of the connection.
 
         Raises:
-            RefusedError: it is nobody of the scenario, or the certificate is no longer valid.
+            RefusedError: the certificate names no peer of the scenario, or is not valid now.
         """
         (certificate,) = context.auth_context().get("x509_pem_cert", [b""])
         names = identities_of(certificate)
-        known = [self._members[name] for name in names if name in self._members]
-        if len(known) != 1:
+        peers = [self._members[name] for name in names if name in self._members]
+        if len(peers) != 1:
             raise RefusedError(
-                f"the certificate is for {', '.join(names) or 'nobody'}, which is no peer of this scenario"
+                f"the certificate is for {', '.join(names) or 'no DNS name'}, which is no peer of this scenario"
             )
         problem = standing_problem(certificate, self._clock())
         if problem is not None:
-            raise RefusedError(f"peer {known[0]}: {problem}")
-        return known[0]
+            raise RefusedError(f"peer {peers[0]}: {problem}")
+        return peers[0]
 
     def close(self, grace: float = 0.2) -> None:
-        """Take no more calls, and end those that are under way after some seconds."""
+        """Accept no more calls; cancel those under way after `grace` seconds."""
         self._server.stop(grace).wait()
         self._limit.close()
 
@@ -269,29 +269,29 @@ class GrpcConnection:
         self._short, self._long = self._channel.unary_stream(METHOD), self._channel.stream_stream(METHOD)
 
     def call(self, content: Content, seconds: float) -> memoryview:
-        """Return what the peer answers.
+        """Return the peer's answer.
 
         Args:
-            content: what to say.
+            content: what to send.
             seconds: to wait at most.
 
         Raises:
-            RefusedError: the peer would not have it.
+            RefusedError: the peer refused the call.
             UnreachableError: it did not answer, or not in time.
         """
         try:
-            return assembled(self._said(content, seconds), self._cap, self.identity)
-        except ValueError as error:  # what the library says of a channel that was closed
+            return assembled(self._begin(content, seconds), self._cap, self.identity)
+        except ValueError as error:  # gRPC's for a closed channel
             raise UnreachableError(f"{self.identity} at {self.address}: the connection was closed here") from error
         except grpc.RpcError as error:
-            code, said = error.code(), " ".join((error.details() or "").split())
+            code, reason = error.code(), " ".join((error.details() or "").split())
             if code == grpc.StatusCode.FAILED_PRECONDITION:
-                raise RefusedError(said) from error
+                raise RefusedError(reason) from error
             raise UnreachableError(
                 f"{self.identity} at {self.address}: {code.name.lower().replace('_', ' ')}"
             ) from error
 
-    def _said(self, content: Content, seconds: float) -> Any:
+    def _begin(self, content: Content, seconds: float) -> Any:
         """Begin a call; what is one piece takes no thread that sends it."""
         if len(content) <= PIECE:
             return self._short(next(pieces(content)), timeout=seconds)
@@ -303,7 +303,7 @@ class GrpcConnection:
         self.sending = time.monotonic() - began
 
     def diagnosis(self, seconds: float = 1.0) -> str:
-        """Return in words why a connection cannot be made, by trying with a library that says."""
+        """Return why a connection cannot be made, by trying a TLS handshake, whose errors are exact."""
         host, _, port = self.address.rpartition(":")
         try:
             with (
@@ -328,7 +328,7 @@ class GrpcConnection:
         return f"{self.identity} at {self.address} can be reached"
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._channel.close()
 
 
@@ -340,7 +340,7 @@ class TimeLimit:
     """
 
     def __init__(self, seconds: float) -> None:
-        """Begin to look at the clock."""
+        """Start the watching thread."""
         self._seconds, self._guard, self._closed = seconds, Lock(), Event()
         self._numbers = count()
         self._under_way: dict[int, tuple[float, Callable[[], object]]] = {}
@@ -348,7 +348,7 @@ class TimeLimit:
 
     @contextmanager
     def ending(self, end: Callable[[], object]) -> Iterator[None]:
-        """Call something once, where what is done inside takes too long."""
+        """Call `end` once if the block takes too long."""
         with self._guard:
             number = next(self._numbers)
             self._under_way[number] = time.monotonic() + self._seconds, end
@@ -363,7 +363,7 @@ class TimeLimit:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """End what takes too long at a moment."""
+        """End what takes too long at time `now`."""
         with self._guard:
             late = [number for number, (until, _) in self._under_way.items() if now >= until]
             ends = [self._under_way.pop(number)[1] for number in late]
@@ -371,15 +371,15 @@ class TimeLimit:
             end()
 
     def close(self) -> None:
-        """Look at the clock no more."""
+        """Stop the watching thread."""
         self._closed.set()
 
 
 def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) -> str:
-    """Return the identity of who listens at an address, once it is sure that a trusted authority signed it.
+    """Return the identity of the peer at an address, verified by a trusted authority.
 
     Raises:
-        RunError: nobody is there, or nobody who is known.
+        RunError: no peer listens there, or one of another authority.
     """
     host, _, port = address.rpartition(":")
     context = _context(credentials)

@@ -1,8 +1,8 @@
 """TLS certificates of peers: an authority signs one for each peer of a scenario, and no connection opens without one.
 
-A peer's identity is a DNS name in its certificate's subject alternative names, whatever machine it runs on. Both sides
-of a connection show a certificate, so each one serves for clients and servers. The scenario says which identity is
-which peer; a certificate of the same authority with any other identity is a stranger's.
+A peer's identity is a DNS name in its certificate's subject alternative names, on any machine. Both sides of a
+connection show a certificate, so each one serves for clients and servers. The scenario maps identities to peers; a
+certificate of the same authority with any other identity is a stranger's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.app_scenario import AppScenario
+from flower_privdec.scenario.schema import AppScenario
 
 AUTHORITY_DAYS, PEER_DAYS = 3650, 365
 AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
@@ -196,9 +196,9 @@ def identities_of(certificate: bytes) -> tuple[str, ...]:
 
 
 def time_problem(certificate: bytes, now: datetime | None = None) -> str | None:
-    """Say that a certificate is not valid yet, or no more; None where it is.
+    """Return why a certificate is not valid yet, or no longer; None where it is.
 
-    A connection outlives what was shown when it was made, so this is asked at every call.
+    A connection outlives what was shown when it was made, so this is checked at every call.
     """
     leaf, now = _read(certificate), now or datetime.now(UTC)
     if now > leaf.not_valid_after_utc:
@@ -209,7 +209,7 @@ def time_problem(certificate: bytes, now: datetime | None = None) -> str | None:
 
 
 def certificate_problem(certificate: bytes, authority: bytes, identity: str, now: datetime | None = None) -> str | None:
-    """Say why a certificate is not one that a peer shows; None where it is.
+    """Return why a certificate is not valid for a peer; None where it is.
 
     Args:
         certificate: PEM, the peer's own first.
@@ -232,7 +232,7 @@ def certificate_problem(certificate: bytes, authority: bytes, identity: str, now
 
 
 def usage_problem(leaf: x509.Certificate) -> str | None:
-    """Say that a certificate is for something else than to be a peer; None where it is for that, or for everything."""
+    """Return why a certificate may not be used by a peer; None where it may."""
     basic, key_usage, extended = (
         _extension(leaf, kind) for kind in (x509.BasicConstraints, x509.KeyUsage, x509.ExtendedKeyUsage)
     )
@@ -254,7 +254,7 @@ def _extension(leaf: x509.Certificate, kind: type[x509.ExtensionType]) -> Any:
 
 
 def standing_problem(certificate: bytes, now: datetime | None = None) -> str | None:
-    """Say why a certificate that a trusted authority signed is not a peer's now; None where it is."""
+    """Return why a peer's certificate, signed by a trusted authority, is not valid now; None where it is."""
     return time_problem(certificate, now) or _usage_problem_of(certificate)
 
 
@@ -264,9 +264,9 @@ def _usage_problem_of(certificate: bytes) -> str | None:
 
 
 def _signed(chain: Sequence[x509.Certificate], trusted: Sequence[x509.Certificate]) -> bool:
-    """Return whether each certificate is signed by the next, and the last by somebody trusted."""
-    issuers = [*([each] for each in chain[1:]), trusted]
-    return all(any(_issued(each, by) for by in group) for each, group in zip(chain, issuers, strict=True))
+    """Return whether each certificate is signed by the next, and the last by a trusted authority."""
+    issuers = [*([one] for one in chain[1:]), trusted]
+    return all(any(_issued(one, by) for by in group) for one, group in zip(chain, issuers, strict=True))
 
 
 def _issued(certificate: x509.Certificate, by: x509.Certificate) -> bool:
@@ -324,16 +324,16 @@ def credentials_of(scenario: Scenario | AppScenario, folder: Path, peer: int) ->
 def make_certificates(
     scenario: Scenario | AppScenario, folder: Path, authority: Path | None = None, authority_key: Path | None = None
 ) -> dict[str, str]:
-    """Make a certificate and a key for each peer of a scenario; those that are there and good for a month are kept.
+    """Make a certificate and a key for each peer of a scenario; those that are valid for another month stay.
 
     Args:
-        scenario: says the identities.
+        scenario: has the identities.
         folder: gets authority.pem, and for each peer peer-I.pem and peer-I.key; authority.key too where the authority
-            is made here, and whoever has that can make peers.
+            is made here; its holder can make peers.
         authority, authority_key: of an authority of one's own; left out, the folder's, made where there is none.
 
     Returns:
-        What was done for each identity: `made`, or `kept`.
+        For each identity `made` or `kept`.
 
     Raises:
         ScenarioError: the authority cannot be read, or one of its two files is missing.
@@ -355,7 +355,7 @@ def make_certificates(
 
 
 def _good(files: tuple[Path, Path, Path], identity: str) -> bool:
-    """Return whether what is there is whole, and will be for a while."""
+    """Return whether the files are whole, and valid for another month."""
     try:
         own = Credentials.read(*files, identity)
     except ScenarioError:

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from flower_privdec.privacy.noise.source import NO_RECEIVER, check_call
-from flower_privdec.rows.compiling import compiled, inlined
 from flower_privdec.rows.keys import checked_key, digest
+from flower_privdec.rows.tensors import compiled, inlined
 
 LANES = 32
 ROUNDS = 7

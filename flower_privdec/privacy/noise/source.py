@@ -16,7 +16,7 @@ from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.graph.participation import Participation
 from flower_privdec.privacy.mechanism.declared import Declaration
 from flower_privdec.rows.keys import digest
-from flower_privdec.scenario.fields import OwnSection
+from flower_privdec.scenario.sections import OwnSection
 
 STEPS = 2**32  # steps of a run, and ids of receivers, are counted in 32 bits
 NO_RECEIVER = STEPS - 1  # the counter word of noise that goes to no receiver in particular
