@@ -21,8 +21,7 @@ from flower_privdec.common.user_code import Given, give, is_given
 from flower_privdec.core import Algorithm
 from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.experiment.object_code import tell
-from flower_privdec.graph.topology import Topology
-from flower_privdec.graph.topology.graphs import networkx
+from flower_privdec.graph.topology import Topology, networkx
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import PEER, own_modules
 
