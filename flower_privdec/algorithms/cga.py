@@ -14,7 +14,7 @@ from flower_privdec.core.exchange import Gather, Reply, State
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
-from flower_privdec.scenario.algorithm_sections import CrossGradientSection
+from flower_privdec.scenario.sections import CrossGradientSection
 
 
 class CrossGradientAggregation(Algorithm):

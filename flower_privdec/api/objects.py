@@ -21,11 +21,9 @@ from flower_privdec.common.user_code import Given, give, is_given
 from flower_privdec.core import Algorithm
 from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.experiment.object_code import tell
-from flower_privdec.graph.topology import Topology
-from flower_privdec.graph.topology.graphs import networkx
+from flower_privdec.graph.topology import Topology, networkx
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.data_section import PEER
-from flower_privdec.scenario.fields import own_modules
+from flower_privdec.scenario.sections import PEER, own_modules
 
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -222,7 +220,7 @@ class _Namer:
         for key in ("dataset", "root"):
             if section.get(key) is not None:
                 raise ScenarioError(
-                    f"data.{key} names data, and data.train has them: remove one of them", code="api.data-twice"
+                    f"data.{key} names data, and data.train gives them: remove one of them", code="api.data-twice"
                 )
         arrays = Arrays.of(section.pop("train"), section.pop("test", None))
         section["dataset"] = {"module": self._give(give(arrays, "data", tell((arrays.train, arrays.test))))}

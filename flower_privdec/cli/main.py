@@ -77,26 +77,9 @@ app = typer.Typer(
 command = partial(app.command, cls=Command)
 
 
-class Runtime(StrEnum):
-    """Where the peers run."""
-
-    engine = "engine"
-    flower = "flower"
-
-
-class Device(StrEnum):
-    """Where numbers are computed."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class FlowerMode(StrEnum):
-    """How Flower hosts the peers."""
-
-    cohort = "cohort"
-    sharded = "sharded"
-    relay = "relay"
+Runtime = StrEnum("Runtime", ["engine", "flower"])
+Device = StrEnum("Device", ["cpu", "cuda"])
+FlowerMode = StrEnum("FlowerMode", ["cohort", "sharded", "relay"])
 
 
 def _print_version(requested: bool) -> None:
@@ -108,8 +91,7 @@ def _print_version(requested: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version),
+        bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     pass
@@ -121,12 +103,12 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/NAME")] = None,
     settings: Settings = None,
     runtime: Annotated[Runtime, typer.Option(help="In this process, or by `flwr run`.")] = Runtime.engine,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the folder's checkpoint.")] = False,
     mode: Annotated[
         FlowerMode | None,
         typer.Option(
-            help="flower: all peers in one SuperNode, or shares of them in several that send each other rows, or one "
-            "each by a relay.",
+            help="flower: all peers in one SuperNode, or a shard of them in each of several that exchange rows, or one "
+            "in each, through a relay.",
             show_default="cohort",
         ),
     ] = None,
@@ -140,14 +122,20 @@ def run(
     ] = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write OUT/tensorboard as well.")] = False,
 ) -> None:
-    """Train: run a scenario to its end and leave metrics, models, ledgers and a summary."""
+    """Train: run a scenario to its end and write metrics, models, ledgers and a summary."""
     with starting():
         from flower_privdec.experiment import Experiment
         from flower_privdec.reporting import console, progress
         from flower_privdec.reporting.plots import save_run_plots
         from flower_privdec.scenario import load_scenario
 
-        for_flower = _for_flower(runtime, mode=mode, n_supernodes=supernodes, cpus=cpus, gpus=gpus)
+        options = {"mode": mode, "n_supernodes": supernodes, "cpus": cpus, "gpus": gpus}
+        for_flower: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        if for_flower and runtime is Runtime.engine:
+            name, value = next(iter(for_flower.items()))
+            flag = f"--{name.removeprefix('n_')}"
+            message = f"{flag} {value} is for --runtime flower: add that, or leave {flag} out"
+            raise ScenarioError(message, code="cli.flower-option")
         loaded = load_scenario(scenario, settings or ())
         folder = out or Path("runs") / loaded.name
         experiment = Experiment.build(loaded)
@@ -171,16 +159,6 @@ def run(
     console.print_summary(summary, folder)
 
 
-def _for_flower(runtime: Runtime, **options: Any) -> dict[str, Any]:
-    """Return the options of Flower's runtime that were given, none of which the engine has."""
-    settings = {name: value for name, value in options.items() if value is not None}
-    if settings and runtime is Runtime.engine:
-        name, value = next(iter(settings.items()))
-        flag = f"--{name.removeprefix('n_')}"
-        raise ScenarioError(f"{flag} {value} is for --runtime flower: add that, or leave {flag} out")
-    return settings
-
-
 @command()
 def show(scenario: ScenarioFile, settings: Settings = None) -> None:
     """Print a scenario with every default: as a value, or as a comment where it follows from something else."""
@@ -202,7 +180,7 @@ def list_parts(as_json: Json = False) -> None:
 
 @command()
 def plan(scenario: ScenarioFile, settings: Settings = None, as_json: Json = False) -> None:
-    """Say what a run would cost: noise, ε over the rounds, memory and time; run nothing."""
+    """Plan a run: its noise, ε over the rounds, memory and time; run nothing."""
     with starting():
         from flower_privdec.experiment import Experiment
         from flower_privdec.planner.plan import make_plan
@@ -230,7 +208,7 @@ def topology(
 
 @command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `privdec run` left.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `privdec run` wrote.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
 ) -> None:
     """Write a self-contained HTML page about one run, or comparing several."""
@@ -253,7 +231,7 @@ def study(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the cells still to run; run none.")] = False,
     list_studies: Annotated[bool, typer.Option("--list", help="List the studies and their parts.")] = False,
 ) -> None:
-    """Run a grid of scenarios, a paper's or your own, and publish tables, plots and whether its claims show."""
+    """Run a grid of scenarios, a paper's or your own, and write tables, plots and whether its claims are reproduced."""
     with starting():
         from flower_privdec.cli import study_command as studies
 
@@ -301,63 +279,49 @@ def main(arguments: list[str] | None = None) -> None:
             stream.reconfigure(errors="backslashreplace")  # a terminal that has no ε
     if arguments is None:
         arguments = sys.argv[1:]
-        atexit.register(_leave_all)
-    if not _somewhere():
-        _leave("error", "the folder this was started in is gone; cd to one that is there", 2)
+        atexit.register(_skip_last_collection)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        _exit("error", "the folder this was started in is gone; cd to one that is there", 2)
     if "" in arguments:
-        _leave("error", "an argument is empty: give it a value, or leave it out", 2)
+        _exit("error", "an argument is empty: give it a value, or leave it out", 2)
     try:
         result: Any = app(arguments or ["--help"], prog_name="privdec", standalone_mode=False)
     except StoppedError as error:
-        _leave("interrupted", str(error), 130)
+        _exit("interrupted", str(error), 130)
     except PrivdecError as error:
-        _leave("error", str(error), 1 if isinstance(error, RunError) else 2)
+        _exit("error", str(error), 1 if isinstance(error, RunError) else 2)
     except typer.Exit as leaving:
         sys.exit(leaving.exit_code)
-    except OSError as error:
-        _leave("error", f"{_place(error)}: {error.strerror or error}; mend that, then try again", _status(error))
+    except OSError as error:  # without a file name it is about the output
+        path = "the output" if error.filename is None else shown(str(error.filename))[1:-1]
+        status = 2 if error.errno == errno.ENAMETOOLONG else 1
+        _exit("error", f"{path}: {error.strerror or error}; mend that, then try again", status)
     except Exception as error:
-        _leave_unless_a_bug(error)
+        _exit_unless_a_bug(error)
     sys.exit(result if isinstance(result, int) else 0)
 
 
-def _leave_all() -> None:
-    """Let all objects go with the process, unlooked at; but triton, which torch may bring along, tells of each."""
+def _skip_last_collection() -> None:
+    """Exempt all objects from the garbage collection at exit; but with triton loaded that would print each of them."""
     if "triton" not in sys.modules:
         gc.freeze()
 
 
-def _somewhere() -> bool:
-    """Return whether the folder one is in is still there."""
-    try:
-        return bool(os.getcwd())
-    except FileNotFoundError:
-        return False
-
-
-def _place(error: OSError) -> str:
-    """Return the file that could not be used; an error without a file name is about the output."""
-    return "the output" if error.filename is None else shown(str(error.filename))[1:-1]
-
-
-def _status(error: OSError) -> int:
-    return 2 if error.errno == errno.ENAMETOOLONG else 1
-
-
-def _leave(kind: str, message: str, status: int) -> NoReturn:
-    """Say in one line why, and end."""
+def _exit(kind: str, message: str, status: int) -> NoReturn:
     typer.echo(f"{kind}: {printable(message)}", err=True)
     sys.exit(status)
 
 
-def _leave_unless_a_bug(error: Exception) -> NoReturn:
-    """End with one line where the command line was wrong or memory ran out; anything else is a bug, and is shown."""
-    say = getattr(error, "format_message", None)  # of a usage error of click's, typer's own copy of it included
-    if say is not None:
+def _exit_unless_a_bug(error: Exception) -> NoReturn:
+    """Exit with one line on a usage error or where memory ran out; raise anything else, which is a bug."""
+    usage = getattr(error, "format_message", None)  # of a usage error of click's, typer's own copy of it included
+    if usage is not None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "privdec"
-        message = " ".join(say().split()).rstrip(".")
-        _leave("error", f"{message}; `{command} --help` says what there is", getattr(error, "exit_code", 2))
+        message = " ".join(usage().split()).rstrip(".")
+        _exit("error", f"{message}; see `{command} --help`", getattr(error, "exit_code", 2))
     if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):
-        _leave("error", "memory ran out; use a smaller model or fewer peers (`privdec plan` estimates the need)", 1)
+        _exit("error", "memory ran out; use a smaller model or fewer peers (`privdec plan` estimates the need)", 1)
     raise error

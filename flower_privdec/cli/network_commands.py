@@ -28,7 +28,7 @@ def certs(
 ) -> None:
     """Make a TLS certificate for every peer of a scenario."""
     from flower_privdec.network.transport.tls import make_certificates
-    from flower_privdec.scenario.app_scenario import load_for_network
+    from flower_privdec.scenario.loading import load_for_network
 
     for identity, done in make_certificates(
         load_for_network(scenario, settings or ()), out, authority, authority_key
@@ -113,7 +113,7 @@ def _app_peer(
     options: dict[str, bool],
 ) -> None:
     from flower_privdec.data.readers import require
-    from flower_privdec.scenario.app_scenario import load_app_scenario
+    from flower_privdec.scenario.loading import load_app_scenario
 
     serverless = require("flower_privdec.flower.serverless", "privdec peer --app", "pip install grpcio")
     loaded = load_app_scenario(scenario, settings or ())

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from flower_privdec.common.formatting import duration
 from flower_privdec.errors import RunError
-from flower_privdec.reporting.progress import counting_bar
+from flower_privdec.reporting.progress import counting_bar, error_console
 from flower_privdec.study.cells import CACHE, Cell, OnCell, Outcome, expand, missing_cells, run_cells
 from flower_privdec.study.claims import criterion, judge
 from flower_privdec.study.publish import columns, make_folder, publish, row
@@ -21,33 +21,19 @@ from flower_privdec.study.results import PartResult, collect
 from flower_privdec.study.spec import load_study, study_files
 
 
-class Pace:
-    """The time left, from how much of the cells' estimated work is done."""
-
-    def __init__(self, cells: Sequence[Cell]) -> None:
-        self.total = sum(cell.work for cell in cells)
-        self.done, self.began = 0.0, time.monotonic()
-
-    def after(self, cell: Cell) -> str:
-        """Return the time left after one more cell."""
-        self.done += cell.work
-        passed = time.monotonic() - self.began
-        return duration(max(0.0, passed / self.done * (self.total - self.done)))
-
-
 @contextmanager
 def study_progress(name: str, cells: Sequence[Cell], console: Console | None = None) -> Iterator[OnCell]:
-    """Show on stderr how many cells are done while the context lasts; yield what to call after each."""
-    console = console or Console(stderr=True, highlight=False, markup=False, emoji=False)
-    pace, done = Pace(cells), 0
-    bar = counting_bar(console)
-    with bar:
+    """Show on stderr how many cells are done while the context lasts; yield a function to call after each."""
+    console = console or error_console()
+    total, work_done, done, began = sum(cell.work for cell in cells), 0.0, 0, time.monotonic()
+    with counting_bar(console) as bar:
         task = bar.add_task(f"study {name}", total=len(cells), left="")
 
         def on_cell(outcome: Outcome) -> None:
-            nonlocal done
+            nonlocal work_done, done
             done += 1
-            left = f"{pace.after(outcome.cell)} left"
+            work_done += outcome.cell.work
+            left = f"{duration(max(0.0, (time.monotonic() - began) / work_done * (total - work_done)))} left"
             bar.update(task, completed=done, left=left)
             if outcome.error is not None:
                 console.print(f"failed: {outcome.cell.title}: {outcome.error}", soft_wrap=True)
@@ -68,16 +54,16 @@ def run_study(
     cache: Path = CACHE,
     console: Console | None = None,
 ) -> list[PartResult]:
-    """Run a study's missing cells and publish its tables, pictures and verdicts.
+    """Run a study's missing cells and publish its tables, figures and verdicts.
 
     Args:
         name: a study's name, or its file.
         size: one of the study's; by default its first, if it has any.
         out: the folder to publish to; by default results/NAME-SIZE, or results/NAME.
-        jobs: processes, each of one thread; 0 runs nothing and publishes what is finished.
+        jobs: processes, each of one thread; 0 runs nothing and publishes the finished cells.
         only: parts to run; others are published where all their cells are finished already.
         settings: laid over every cell, as data.root=/data.
-        cache: where finished cells lie.
+        cache: the folder of the cells' folders.
 
     Returns:
         The published parts.
@@ -102,7 +88,11 @@ def run_study(
     publish(study, size, _command(name, size, parts, settings), shown, failed, out)
     print_verdicts(shown, out, console)
     if failed:
-        raise RunError(_failures(failed))
+        raise RunError(
+            f"{len(failed)} cells failed, the first: {failed[0].cell.title}: {failed[0].error}; "
+            "the others are published; the same command tries the failed ones again",
+            code="study.cells-failed",
+        )
     return shown
 
 
@@ -112,31 +102,19 @@ def _command(name: str, size: str | None, parts: Sequence[str], settings: Sequen
     return shlex.join(["privdec", "study", name, *(word for option in options for word in option)])
 
 
-def _failures(failed: Sequence[Outcome]) -> str:
-    first = failed[0]
-    return (
-        f"{len(failed)} cells failed, the first: {first.cell.title}: {first.error}; "
-        "the others are published; the same command tries the failed ones again"
-    )
-
-
 def print_verdicts(results: Sequence[PartResult], out: Path, console: Console | None = None) -> None:
-    """Print each part's verdicts, or its table where it claims nothing, and where the rest is."""
+    """Print each part's verdicts, or its table where it claims nothing, and the path of the published page."""
     console = console or Console(highlight=False, markup=False, emoji=False)
     for result in results:
         console.print(result.part.heading, style="bold")
         if not result.part.checks:
-            console.print(_table(result))
+            table = Table(*columns(result), box=None, pad_edge=False)
+            for group in result.groups:
+                table.add_row(*row(result, group))
+            console.print(table)
         for check in result.part.checks:
             console.print(f"  {criterion(check, result)}: {judge(check, result).sentence}")
     console.print(f"published: {out}/README.md")
-
-
-def _table(result: PartResult) -> Table:
-    table = Table(*columns(result), box=None, pad_edge=False)
-    for group in result.groups:
-        table.add_row(*row(result, group))
-    return table
 
 
 def print_studies() -> None:
@@ -151,7 +129,7 @@ def print_studies() -> None:
 
 
 def print_cells(name: str, size: str | None, only: Sequence[str], settings: Sequence[str], cache: Path = CACHE) -> None:
-    """Say how many cells each part has and how many are still to run; run nothing."""
+    """Print how many cells each part has and how many are still to run; run nothing."""
     study, base = load_study(name)
     cells: list[Cell] = expand(study, base, study.size(size), study.chosen(only), settings)
     table = Table("part", "cells", "to run", box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""What commands share: arguments that several have, and what typer lacks (whole help, words for Ctrl-C)."""
+"""Arguments that several commands share, and what typer lacks: complete help, and a message at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from flower_privdec.errors import ScenarioError, StoppedError
 
 ScenarioFile = Annotated[
-    Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML), or the name of one that comes along.")
+    Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML), or the name of a bundled one.")
 ]
 Settings = Annotated[
     list[str] | None,
@@ -28,22 +28,23 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text."
 
 
 class Command(TyperCommand):
-    """A command whose help is whole, whichever versions of typer and click print it."""
+    """A command whose help is complete with every version of typer and click."""
 
     def get_help(self, ctx: Any) -> str:
         """Return the help."""
-        helps = _argument_helps(self.callback)
+        hints = get_type_hints(self.callback, include_extras=True) if self.callback else {}
         for parameter in self.params:
-            if not getattr(parameter, "help", None) and parameter.name in helps:
-                parameter.help = helps[parameter.name]
+            texts = [getattr(note, "help", None) for note in getattr(hints.get(parameter.name), "__metadata__", ())]
+            if not getattr(parameter, "help", None) and any(texts):
+                parameter.help = next(filter(None, texts))
         return _plain(super().get_help(ctx))
 
     def format_arguments(self, ctx: Any, formatter: Any) -> None:
-        """Leave to typer what newer versions of click list a second time."""
+        """Print nothing: typer prints the arguments, which newer versions of click would repeat."""
 
 
 class CommandGroup(TyperGroup):
-    """The commands, of which each may be stopped by Ctrl-C."""
+    """The commands; Ctrl-C ends each with a message."""
 
     def get_help(self, ctx: Any) -> str:
         """Return the help."""
@@ -53,7 +54,7 @@ class CommandGroup(TyperGroup):
         """Run a command.
 
         Raises:
-            StoppedError: Ctrl-C was pressed, which typer would end without a word.
+            StoppedError: Ctrl-C was pressed, at which typer would exit without a message.
         """
         try:
             with saying_when_interrupted("run the same command again"):
@@ -64,9 +65,9 @@ class CommandGroup(TyperGroup):
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """Import and build without Python's garbage collector, which would look through all modules again and again.
+    """Import and build without Python's garbage collector, which would scan all modules again and again.
 
-    What is there at the end lasts as long as the command, and is not looked at before it ends.
+    Objects that exist at the end last as long as the command, and are not scanned before it ends.
     """
     gc.disable()
     try:
@@ -78,14 +79,14 @@ def starting() -> Iterator[None]:
 
 @contextmanager
 def saying_when_interrupted(*remedies: str, chosen: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Turn Ctrl-C into a line that says how to go on.
+    """Turn Ctrl-C into an error with a remedy.
 
     Args:
-        remedies: what may be done then.
-        chosen: says which of them, when it happens.
+        remedies: one or several.
+        chosen: returns the index of the remedy, when it happens.
 
     Raises:
-        StoppedError: with that line.
+        StoppedError: with that remedy.
     """
     try:
         yield
@@ -105,7 +106,8 @@ def checkout_tool(module: str, command: str) -> ModuleType:
     if not (root / "tools" / "walk.py").is_file():
         raise ScenarioError(
             f"`privdec {command}` needs a source checkout, for tools/ is not in the wheel: unpack the source "
-            "distribution or clone the repository, then run `pip install -e .` in it"
+            "distribution or clone the repository, then run `pip install -e .` in it",
+            code="cli.no-checkout",
         )
     if str(root) not in sys.path[:1]:
         sys.path.insert(0, str(root))
@@ -117,11 +119,3 @@ def checkout_tool(module: str, command: str) -> ModuleType:
 
 def _plain(text: str) -> str:
     return text.replace("\\[", "[")
-
-
-def _argument_helps(function: Callable[..., Any] | None) -> dict[str, str]:
-    """Return what the function's annotations say of its parameters."""
-    hints = get_type_hints(function, include_extras=True) if function else {}
-    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    helps = {name: getattr(note, "help", None) for name, annotation in notes.items() for note in annotation}
-    return {name: text for name, text in helps.items() if text}

@@ -28,9 +28,8 @@ from flower_privdec.catalogue import WEIGHTS
 from flower_privdec.common.formatting import did_you_mean
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.participation import Everybody, Participation
-from flower_privdec.graph.topology.connectivity import check_topology
-from flower_privdec.graph.topology.graphs import CompleteTopology, EdgeArray, Peers, Topology
-from flower_privdec.rows.tensors import empty_rows, padded
+from flower_privdec.graph.topology import CompleteTopology, EdgeArray, Peers, Topology, check_topology
+from flower_privdec.rows.tensors import compiled, empty_rows, padded
 
 Link = tuple[int, int]  # sender, receiver
 Term = tuple[int, int, float]  # sender, receiver, weight
@@ -212,12 +211,8 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array,
 
 
 @cache
-def _compiled_loop() -> Callable[..., None]:
-    """Compile the fused loop when it is first needed."""
-    from flower_privdec.rows.compiling import compiled
-
-    loop: Callable[..., None] = compiled(_loop)
-    return loop
+def _compiled_loop() -> Any:
+    return compiled(_loop)
 
 
 def _loop(indptr: Array, columns: Array, weights: Array, x: Array, out: Array, width: int) -> None:

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from flower_privdec.catalogue import PARTICIPATIONS
 from flower_privdec.errors import ScenarioError
-from flower_privdec.graph.topology.graphs import CompleteTopology, RandomEdges, Topology
-from flower_privdec.graph.topology.limits import check_edges
+from flower_privdec.graph.topology import CompleteTopology, RandomEdges, Topology, check_edges
 from flower_privdec.rows.keys import keyed_generator
 
 

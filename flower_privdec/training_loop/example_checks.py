@@ -1,8 +1,9 @@
-"""Checks that an item of a data loader is one example: read alone, drawn once, in a row that the others do not change.
+"""What keeps the examples of a batch apart: checks of a data loader's items and rows, and GroupNorm for BatchNorm.
 
-Example-level privacy bounds what one item of a dataset changes. A dataset whose items read other items (pairs,
-triplets, standardisation by the data's own mean), one that holds an item several times, and a `collate_fn` that pads to
-the longest or mixes rows let one example change several rows of a batch, each of which is clipped on its own.
+Each item must be one example: read alone, drawn once, in a row that the others do not change. Example-level privacy
+bounds what one item of a dataset changes. A dataset whose items read others (pairs, triplets, standardisation by the
+data's own mean), one that holds an item several times, and a `collate_fn` that pads to the longest or mixes rows let
+one example change several rows of a batch, each of which is clipped on its own.
 
 What these checks cannot see: statistics of the data that were computed before the dataset was made, copies of an
 example under another index, and what a loop does to a batch that it was given.
@@ -18,9 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, default_collate
 
+from flower_privdec.common.arguments import check_whole
 from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
 
 PROBES = 8  # items of a dataset that are read before a run, evenly spaced
@@ -54,7 +59,7 @@ def check_examples(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
     try:
         with _same_random_numbers():
             batch = collate([dataset[index] for index in probes])
-    except RAISED_BY_USERS:  # which the first batch will show, without what it said
+    except RAISED_BY_USERS:  # which the first batch will raise, without its message
         return collate
     if isinstance(batch, MixedBatch):
         raise mixed_batch()
@@ -62,7 +67,7 @@ def check_examples(loader: DataLoader[Any]) -> Callable[[list[Any]], Any]:
 
 
 class MixedBatch:
-    """What stands for a batch whose rows depend on each other; an exception would lose its text in a worker."""
+    """Stands for a batch whose rows depend on each other; an exception would lose its text in a worker."""
 
 
 class RowCollate:
@@ -185,7 +190,7 @@ def _check_alone(dataset: Any, index: int) -> None:
             expected = dataset[index]
         with _same_random_numbers():
             repeatable = _same(expected, dataset[index])
-    except RAISED_BY_USERS:  # a class that cannot be copied, or an item that cannot be read, which its batch will show
+    except RAISED_BY_USERS:  # a class that cannot be copied, or an item that cannot be read, as its batch will raise
         return
     try:
         with _same_random_numbers():
@@ -243,3 +248,58 @@ def _same_random_numbers() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(legacy)  # noqa: NPY002
+
+
+def mixes(part: nn.Module) -> bool:
+    """Return whether a layer is a BatchNorm of any kind, or keeps running statistics as one does."""
+    if isinstance(part, _InstanceNorm):
+        return bool(part.track_running_stats)
+    return isinstance(part, _BatchNorm)
+
+
+def group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
+    """Put a GroupNorm in the place of each BatchNorm of a model (Wu and He 2018), in place, and return the model.
+
+    Each keeps the weight, bias and eps of the layer it replaces, and takes the most groups, up to `groups`, that divide
+    the channels and leave two or more in each. Running statistics go: all peers must do so before they exchange models.
+
+    Args:
+        model: changed in place; one that is itself a BatchNorm is returned as a GroupNorm.
+        groups: the most groups of a layer.
+
+    Raises:
+        ScenarioError: the model is none, `groups` is no whole number or below 1, or a lazy layer does not know its
+            channels yet.
+
+    Examples:
+        >>> group_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1].num_groups
+        4
+    """
+    if not isinstance(model, nn.Module):
+        raise ScenarioError(f"model is a {type(model).__name__}: it must be a torch.nn.Module")
+    check_whole({"groups": groups})
+    if groups is None or groups < 1:
+        raise ScenarioError(f"groups={groups} must be >= 1")
+    return _replaced(model, groups, {})
+
+
+def _replaced(part: nn.Module, groups: int, done: dict[int, nn.Module]) -> nn.Module:
+    """Return what takes a module's place, the same one wherever the module stands."""
+    if id(part) not in done:
+        done[id(part)] = part
+        if mixes(part):
+            done[id(part)] = _grouped(part, groups)
+        for name, child in part.named_children():
+            setattr(part, name, _replaced(child, groups, done))
+    return done[id(part)]
+
+
+def _grouped(norm: nn.Module, groups: int) -> nn.Module:
+    if isinstance(norm, LazyModuleMixin) or not isinstance(norm, _BatchNorm | _InstanceNorm):
+        raise ScenarioError(f"{type(norm).__name__} does not know its channels yet: call the model on one batch first")
+    channels = int(norm.num_features)
+    count = max(n for n in range(1, groups + 1) if channels % n == 0 and (n == 1 or channels // n > 1))
+    replacement = nn.GroupNorm(count, channels, eps=norm.eps, affine=norm.affine).train(norm.training)
+    if norm.affine:
+        replacement.weight, replacement.bias = norm.weight, norm.bias
+    return replacement

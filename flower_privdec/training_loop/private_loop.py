@@ -14,7 +14,8 @@ import copy
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,18 +29,28 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from flower_privdec.common.arguments import check_calls, check_numbers, check_paths, check_whole
-from flower_privdec.common.formatting import one_line
+from flower_privdec.common.formatting import epsilon_text, one_line, setting
 from flower_privdec.data.peer_data import draw_poisson
-from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
-from flower_privdec.privacy.accountant.accounting import check_delta
-from flower_privdec.privacy.accountant.calibration import max_steps
-from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
+from flower_privdec.privacy.accountant.accounting import check_delta, epsilon
+from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
+from flower_privdec.privacy.accountant.calibration import ACCEPTED, max_steps, noise_multiplier
+from flower_privdec.privacy.ledger.cohort_ledger import Account, Spending
+from flower_privdec.privacy.ledger.ledger import (
+    Charge,
+    Entry,
+    Ledger,
+    RunName,
+    ledger_path,
+    read_entries,
+    releases_in,
+    runs_in,
+)
+from flower_privdec.privacy.mechanism.events import Release, Spend
 from flower_privdec.privacy.noise import NoiseSource, SystemNoise, build_noise
 from flower_privdec.rows.keys import KEY_BYTES, keyed_generator
 from flower_privdec.training_loop.clipped_sum import ClippedSum, Criterion, withheld
-from flower_privdec.training_loop.example_checks import MixedBatch, check_examples, mixed_batch
-from flower_privdec.training_loop.group_norms import mixes
-from flower_privdec.training_loop.privacy_budget import OpenBudget, PrivacyBudget
+from flower_privdec.training_loop.example_checks import MixedBatch, check_examples, mixed_batch, mixes
 
 DTYPES = (torch.float32, torch.float64)
 LINES = 16  # about so many ledger entries a pass
@@ -329,15 +340,7 @@ class PrivateLoader:
         seed: bytes | None,
         report: Callable[[str], None],
     ) -> None:
-        """Draw from a loader's dataset.
-
-        Args:
-            collate: as `check_examples` returned it.
-            reserve: how many steps a line in the ledger pays for; None is a sixteenth of a pass, or a whole one where
-                workers read ahead.
-            seed: a key to draw from, INSECURE; None is fresh entropy from the operating system.
-            report: what is called with a line on what was spent, after each pass.
-        """
+        """Draw from a loader's dataset, by a key or else from the operating system's entropy; see `private`."""
         self._loader, self._steps, self._budget, self._seed, self._report = loader, steps, budget, seed, report
         self._collate = collate
         self._reserve = reserve or (len(loader) if loader.num_workers else max(1, len(loader) // LINES))
@@ -351,16 +354,26 @@ class PrivateLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        with OpenBudget(self._budget) as open_budget:
-            done = 0
+        budget, done = self._budget, 0
+        with Ledger(budget.folder, budget.source) as ledger:
+            taken, remaining = budget.taken(ledger.entries), budget.remaining_steps(ledger.entries)
+            run = RunName(secrets.token_hex(16), "example-level", f"torch {torch.__version__}")
             try:
                 while done < len(self):
-                    count = open_budget.charge(min(self._reserve, len(self) - done))
-                    yield from self._batches(count, open_budget.first + done)
+                    count = min(self._reserve, len(self) - done, remaining - done)
+                    if count < 1:
+                        raise BudgetError(
+                            f"{ledger.path}: the privacy budget is spent, and no batch was read: "
+                            f"{budget.statement(ledger.entries)}; check `allowed` before training",
+                            code="ledger.budget-spent",
+                        )
+                    spend = Spend(done, done + count, budget.release.times(count))
+                    ledger.charge(run, done, done + count, [Charge.of([0], [spend])])
+                    yield from self._batches(count, taken + done)
                     done += count
             finally:
                 if done:
-                    self._report(str(open_budget))
+                    self._report(budget.statement(ledger.entries))
 
     def _batches(self, count: int, first: int) -> Iterator[Any]:
         """Yield the batches of some steps that are paid."""
@@ -424,9 +437,9 @@ class PrivateModel(nn.Module):
         if not isinstance(output, Tensor):
             kind = type(output).__name__
             raise ScenarioError(f"the model returns a {kind}: it must return one tensor [examples, ...]", code=MODEL)
-        sealed: Tensor = _Sealed.apply(output.requires_grad_() if output.is_floating_point() else output)
-        setattr(sealed, CALL, _Call(args, kwargs, sealed._version, self._steps.drawn))
-        return sealed
+        outputs: Tensor = _WithoutGradient.apply(output.requires_grad_() if output.is_floating_point() else output)
+        setattr(outputs, CALL, _Call(args, kwargs, outputs._version, self._steps.drawn))
+        return outputs
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own, under its own names."""
@@ -517,7 +530,7 @@ class PrivateLoss(Tensor):
         )
 
 
-class _Sealed(torch.autograd.Function):
+class _WithoutGradient(torch.autograd.Function):
     """Outputs through which no gradient goes."""
 
     @staticmethod
@@ -716,3 +729,104 @@ def _guard(name: str, parameter: Tensor, owner: NoisedSteps) -> None:
         )
 
     setattr(parameter, GUARD, (parameter.register_hook(refuse), owner))
+
+
+UNLIMITED = 10**9  # steps, where there is no limit
+
+
+@dataclass(frozen=True)
+class PrivacyBudget:
+    """What a peer may still spend on its data: a ledger, the mechanism of a step, and a budget.
+
+    Each pass over the loader is a run of its own in the ledger, since it draws fresh noise; ε is that of all runs
+    together, whichever process wrote them.
+
+    Attributes:
+        folder, source: the ledger is FOLDER/SOURCE.jsonl.
+        release: one step.
+        budget: ε, or None for no limit (every step is still recorded).
+        delta: δ of ε.
+        steps: of this mechanism, over all runs, or None where the budget alone ends them.
+        limit: an upper bound on the steps that remain.
+        insecure: whether batches and noise come from a seed, so that there is no ε against those who know it.
+        loss_shown: whether the loop is shown the losses of private batches, which ε does not cover.
+    """
+
+    folder: Path
+    source: str
+    release: Release
+    budget: float | None
+    delta: float
+    steps: int | None = None
+    limit: int = UNLIMITED
+    insecure: bool = False
+    loss_shown: bool = False
+
+    @property
+    def path(self) -> Path:
+        """Return the ledger's file."""
+        return ledger_path(self.folder, self.source)
+
+    def entries(self) -> list[Entry]:
+        """Return all entries of the ledger without locking it; raises BudgetError if it fails verification."""
+        return read_entries(self.folder, self.source)
+
+    def with_noise_solved(self) -> PrivacyBudget:
+        """Return this budget with the least noise whose `steps` fit it: the noise already in the ledger if that does.
+
+        Raises:
+            ScenarioError: there is no ε or no number of steps, or no noise fits.
+        """
+        if self.budget is None or self.steps is None:
+            raise ScenarioError(
+                "give epsilon and rounds (with local_epochs) or steps, so that the noise can be solved for, or give "
+                "noise_multiplier"
+            )
+        for charged in releases_in(self.entries()):
+            same = replace(charged, noise_multiplier=1.0, steps=1) == replace(self.release, noise_multiplier=1.0)
+            if same and ACCEPTED * self.budget <= epsilon([charged.times(self.steps)], self.delta) <= self.budget:
+                return replace(self, release=charged.times(1))
+        one = self.release
+        noise = noise_multiplier(
+            self.budget,
+            self.delta,
+            sampling=one.sampling,
+            sampling_rate=one.sampling_rate,
+            dataset_size=one.dataset_size,
+            batch_size=one.batch_size,
+            steps=self.steps,
+        )
+        return replace(self, release=replace(one, noise_multiplier=noise))
+
+    def remaining_steps(self, entries: Sequence[Entry]) -> int:
+        """Return how many more steps fit."""
+        limit = self.limit if self.steps is None else self.steps - self.taken(entries)
+        if limit <= 0:
+            return 0
+        account = Account(0, (Spend(0, limit, self.release.times(limit)),), self.budget, self.delta)
+        return int(Spending(list(runs_in(entries).values()), [account]).limits[0])
+
+    def taken(self, entries: Sequence[Entry]) -> int:
+        """Return how many steps of this mechanism were charged."""
+        return sum(r.steps for r in releases_in(entries) if r.mechanism == self.release.mechanism)
+
+    def epsilon(self, entries: Sequence[Entry]) -> float:
+        """Return the ε of everything charged."""
+        return epsilon_of_runs(list(runs_in(entries).values()), self.delta)
+
+    def statement(self, entries: Sequence[Entry]) -> str:
+        """Return one line: ε with its unit, its adjacency, what was charged, and what remains."""
+        ways = {"poisson": "Poisson sampling at rate {:.3g} of", "full": "taking all of"}
+        charged = "; ".join(
+            f"{r.steps:,} step{'' if r.steps == 1 else 's'} by "
+            f"{ways.get(r.sampling, f'{r.sampling} sampling of').format(r.sampling_rate)} {r.dataset_size:,} examples, "
+            f"noise multiplier {r.noise_multiplier:.3g}"
+            for r in releases_in(entries)
+        )
+        rest = "no budget" if self.budget is None else f"budget ε = {setting(self.budget)}"
+        rest += "" if self.budget is None and self.steps is None else f", {self.remaining_steps(entries):,} steps left"
+        warning = "INSECURE, drawn from a seed: " if self.insecure else ""
+        spent = f"ε = {epsilon_text(self.epsilon(entries))} at δ = {setting(self.delta)}"
+        unit = "unit: example; adjacency: zero-out"
+        shown = "; not covered: the loop was shown private losses" if self.loss_shown else ""
+        return f"{warning}{spent} ({unit}; charged: {charged or 'nothing yet'}; {rest}; ledger: {self.path}{shown})"

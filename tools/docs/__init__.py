@@ -1,1 +1,1 @@
-"""What mkdocs runs: the parts of pages that are made from the code."""
+"""Hooks of mkdocs: the parts of pages that are made from the code."""

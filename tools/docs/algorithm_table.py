@@ -13,18 +13,18 @@ SOURCE = re.compile(r"Source: (.*?)\.?$", re.DOTALL)
 
 
 def source(algorithm: type[Algorithm]) -> str:
-    """Return where an algorithm's equations are from, as its docstring ends."""
-    found = SOURCE.search(inspect.cleandoc(algorithm.__doc__ or ""))
-    return " ".join(found[1].split()) if found else ""
+    """Return the source of an algorithm's equations, the last line of its docstring."""
+    match = SOURCE.search(inspect.cleandoc(algorithm.__doc__ or ""))
+    return " ".join(match[1].split()) if match else ""
 
 
 def sends(algorithm: type[Algorithm]) -> str:
-    """Return by which weights an algorithm exchanges."""
+    """Return the weights of an algorithm's exchanges."""
     return algorithm.weights or "nothing is exchanged"
 
 
 def algorithm_table() -> str:
     """Return the table as Markdown."""
-    said = parts()["algorithms"]
-    rows = [f"| `{name}` | {said[name]} | {sends(cls)} | {source(cls)} |" for name, cls in ALGORITHMS.items()]
+    lines = parts()["algorithms"]
+    rows = [f"| `{name}` | {lines[name]} | {sends(cls)} | {source(cls)} |" for name, cls in ALGORITHMS.items()]
     return "\n".join(["| name | what it is | weights | source |", "|---|---|---|---|", *rows])

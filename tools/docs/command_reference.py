@@ -12,7 +12,7 @@ from typer.utils import get_params_from_function
 from flower_privdec.cli.main import app
 
 
-def option(parameter: click.Parameter, said: str) -> str:
+def option(parameter: click.Parameter, text: str) -> str:
     """Return a row for an argument or an option."""
     choices = list(getattr(parameter.type, "choices", ()))
     flag = getattr(parameter, "is_flag", False) or isinstance(parameter, click.Argument)
@@ -20,9 +20,9 @@ def option(parameter: click.Parameter, said: str) -> str:
     name = parameter.metavar if isinstance(parameter, click.Argument) else f"{parameter.opts[0]} {kind}".strip()
     shown = getattr(parameter, "show_default", None)
     default = shown if isinstance(shown, str) else None if flag else parameter.default
-    more = [f"One of {', '.join(f'`{each}`' for each in choices)}."] if choices else []
+    more = [f"One of {', '.join(f'`{choice}`' for choice in choices)}."] if choices else []
     more += [] if default is None else [f"Default `{getattr(default, 'value', default)}`."]
-    return f"| `{name}` | {' '.join([said, *more])} |"
+    return f"| `{name}` | {' '.join([text, *more])} |"
 
 
 def options(command: click.Command, callback: Callable[..., Any]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What mkdocs asks for while it builds the site: the parts of pages that are made from the code, and linked files."""
+"""Hooks that mkdocs calls while it builds the site: parts of pages that are made from the code, and linked files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OUTSIDE = re.compile(r"\]\(((?:\.\./)+)(results|scenarios|simulations|CONTRIBUTI
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Take in the files of the repository that pages link to, each where it lies there."""
+    """Add the files of the repository that pages link to, each at its path there."""
     for pattern in SHIPPED:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
@@ -29,7 +29,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put in what is made from the code, and let links that leave docs/ lead to where the site has those files."""
+    """Insert what is made from the code, and rewrite links out of docs/ to the site's paths of those files."""
 
     def part(match: re.Match[str]) -> str:
         if match[1] not in made.PARTS:

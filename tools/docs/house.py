@@ -30,12 +30,12 @@ def imports() -> nx.DiGraph:
 
 
 def levels(graph: nx.DiGraph) -> dict[str, int]:
-    """Return how high each room stands: as low as what it imports allows."""
+    """Return each room's floor: the lowest above all rooms that it imports."""
     return {room: level for level, rooms in enumerate(nx.topological_generations(graph.reverse())) for room in rooms}
 
 
 def ways(graph: nx.DiGraph, level: dict[str, int]) -> dict[tuple[str, str], list[Place]]:
-    """Return the way of each arrow down the floors; arrows that follow from others are left out."""
+    """Return the path of each arrow down the floors; arrows that follow from others are left out."""
     return {
         (above, below): [
             (above, level[above]),
@@ -64,17 +64,17 @@ def arranged(level: dict[str, int], paths: Iterable[list[Place]]) -> list[list[P
 
 
 def middles(floors: list[list[Place]], level: dict[str, int]) -> tuple[Points, float]:
-    """Return where the middle of each place is, and how wide the picture is."""
+    """Return the x of the middle of each place, and the width of the picture."""
     sizes = [[WIDTH if room in level else PASSING for room, _ in floor] for floor in floors]
     wide = max(sum(row) + GAP * (len(row) + 1) for row in sizes)
-    found: Points = {}
+    middle_of: Points = {}
     for floor, row in zip(floors, sizes, strict=True):
         gap = (wide - sum(row)) / (len(row) + 1)
         left = gap
         for place, size in zip(floor, row, strict=True):
-            found[place] = left + size / 2
+            middle_of[place] = left + size / 2
             left += size + gap
-    return found, wide
+    return middle_of, wide
 
 
 def arrow(path: list[Place], x: Points, top: int) -> str:
@@ -85,9 +85,9 @@ def arrow(path: list[Place], x: Points, top: int) -> str:
     for (x0, y0), (x1, y1) in pairwise(points):
         half = (y0 + y1) / 2
         drawn += f" C{x0:.0f} {half:.0f} {x1:.0f} {half:.0f} {x1:.0f} {y1:.0f}"
-    said = f"{path[0][0]} imports {path[-1][0]}"
+    title = f"{path[0][0]} imports {path[-1][0]}"
     ends_at = f'data-from="{path[0][0]}" data-to="{path[-1][0]}"'
-    return f'<path d="{drawn}" {ends_at} marker-end="url(#tip)"><title>{said}</title></path>'
+    return f'<path d="{drawn}" {ends_at} marker-end="url(#tip)"><title>{title}</title></path>'
 
 
 def room(name: str, middle: float, floor: int) -> str:
@@ -119,7 +119,7 @@ def picture() -> str:
 
 
 def purpose(name: str) -> str:
-    """Return the first line of what a room says it is for."""
+    """Return the first line of a room's docstring."""
     path = PACKAGE / name / "__init__.py"
     text = (path if path.exists() else PACKAGE / f"{name}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]

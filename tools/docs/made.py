@@ -1,4 +1,4 @@
-"""The parts of pages that are made from the code: `<!-- made: NAME -->` stands where each goes."""
+"""The parts of pages that are made from the code, inserted at `<!-- made: NAME -->`."""
 
 from __future__ import annotations
 

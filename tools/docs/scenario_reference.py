@@ -1,4 +1,4 @@
-"""Every key of a scenario, read from the schema: its type, its default, its rule and what it means."""
+"""Every key of a scenario, read from the schema: its type, its default, its bounds and its meaning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.fields import Section
+from flower_privdec.scenario.sections import Section
 
 Json = dict[str, Any]
 KINDS = {
@@ -29,30 +29,30 @@ ATTRIBUTE = re.compile(r"^    (?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {8}.*)*
 
 
 def described(model: type[BaseModel]) -> dict[str, str]:
-    """Return what the docstrings of a section and of those it builds on say of each key."""
-    found: dict[str, str] = {}
+    """Return the text on each key in the docstrings of a section and its base classes."""
+    texts: dict[str, str] = {}
     for cls in reversed(model.__mro__):
         attributes = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
         for match in ATTRIBUTE.finditer(attributes):
             text = " ".join(match["text"].split())
-            found |= dict.fromkeys(match["names"].split(", "), text)
-    return found
+            texts |= dict.fromkeys(match["names"].split(", "), text)
+    return texts
 
 
 def introduced(model: type[BaseModel]) -> str:
-    """Return what a section's docstring says before its attributes."""
+    """Return a section's docstring up to its attributes."""
     return inspect.cleandoc(model.__doc__ or "").partition("\nAttributes:")[0].strip()
 
 
 def by_name() -> dict[str, type[BaseModel]]:
     """Return every section of the schema by the name of its class."""
-    found: dict[str, type[BaseModel]] = {"Scenario": Scenario}
+    sections: dict[str, type[BaseModel]] = {"Scenario": Scenario}
     waiting: list[type[BaseModel]] = [Section]
     while waiting:
         subclasses = waiting.pop().__subclasses__()
-        found |= {cls.__name__: cls for cls in subclasses}
+        sections |= {cls.__name__: cls for cls in subclasses}
         waiting += subclasses
-    return found
+    return sections
 
 
 def forms(schema: Json) -> list[str]:
@@ -64,7 +64,7 @@ def forms(schema: Json) -> list[str]:
 
 
 def typed(schema: Json) -> str:
-    """Say what type a value has."""
+    """Return the type of a value, as text."""
     choices = [one for one in schema.get("anyOf") or schema.get("oneOf") or () if one.get("type") != "null"]
     if choices:
         return " or ".join(dict.fromkeys(typed(one) for one in choices))
@@ -79,21 +79,21 @@ def typed(schema: Json) -> str:
 
 
 def ruled(schema: Json) -> str:
-    """Say what bounds a value keeps."""
+    """Return the bounds of a value, as text."""
     own = [f"{sign} {bound(schema[name])}" for name, sign in BOUNDS.items() if name in schema]
     inner = [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *([schema["items"]] if "items" in schema else [])]
-    found = [", ".join(own), *map(ruled, inner)]
-    return "; ".join(dict.fromkeys(text for text in found if text))
+    rules = [", ".join(own), *map(ruled, inner)]
+    return "; ".join(dict.fromkeys(text for text in rules if text))
 
 
 def bound(value: float) -> str:
-    """Return a bound as somebody would write it."""
+    """Return a bound as a power of 2 where it is one, else as a number."""
     power = math.log2(value) if value > 2**20 else 0.5
     return f"2^{power:.0f}" if power.is_integer() else f"{value:g}"
 
 
 def defaulted(key: str, schema: Json, required: list[str]) -> str:
-    """Say what a key is when the file leaves it out."""
+    """Return a key's default, as text."""
     if key in required:
         return "**required**"
     value = schema.get("default")
@@ -113,23 +113,23 @@ def rows(model: type[BaseModel], path: str, heading: int) -> Iterator[str]:
 
 
 def ordered(model: type[BaseModel]) -> list[tuple[str, Json]]:
-    """Return a section's keys and what its schema says of each, those first that decide what the others mean."""
+    """Return a section's keys with their schemas; first those that decide what the others mean."""
     properties = model.model_json_schema().get("properties", {})
     return sorted(properties.items(), key=lambda pair: pair[0] not in FIRST)
 
 
 def table(model: type[BaseModel], path: str) -> Iterator[str]:
-    """Yield what a section is and the table of its keys."""
-    required, said = model.model_json_schema().get("required", []), described(model)
+    """Yield a section's introduction and the table of its keys."""
+    required, texts = model.model_json_schema().get("required", []), described(model)
     yield f"{introduced(model)}\n\n| key | type | default | rule | meaning |\n|---|---|---|---|---|"
     for key, part in ordered(model):
-        cells = [typed(part), defaulted(key, part, required), ruled(part), said.get(key, "")]
+        cells = [typed(part), defaulted(key, part, required), ruled(part), texts.get(key, "")]
         yield f"| `{path}{key}` | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     yield ""
 
 
 def titled(place: str, section: type[BaseModel]) -> str:
-    """Return a section's heading: where it stands, and by which names its form is chosen."""
+    """Return a section's heading: its path, and the names that select it."""
     properties = section.model_json_schema()["properties"]
     if place in ("algorithm", "topology", "task.loss", "task.metrics") and "module" in properties:
         return f"{place}: your own"

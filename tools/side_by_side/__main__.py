@@ -3,9 +3,9 @@
     python -m tools.side_by_side --data FOLDER --work FOLDER
     python -m tools.side_by_side --data FOLDER --work FOLDER --only flower_privdec
 
-makes what environments are missing (some 20 GB in all), does the task in each, and writes results/side-by-side. Rows
-that are there already stay as they are, unless --only names them or --again asks for all. Run it by a Python in which
-flower_privdec is installed; nothing is downloaded but packages.
+creates the missing environments (some 20 GB in all), runs the task in each, and writes results/side-by-side. Rows that
+exist are kept, unless --only names them or --again is set. Run it with a Python that has flower_privdec installed; it
+downloads packages and nothing else.
 """
 
 from __future__ import annotations
@@ -39,43 +39,45 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     for name in NOT_PASSED_ON:
         os.environ.pop(name, None)
-    found = results.load() if results.FILE.exists() else None
+    stored = results.load() if results.FILE.exists() else None
     for contestant in chosen(given.only):
-        there = found is not None and any(row.name == contestant.name and not row.failed for row in found.rows)
-        if there and not (given.only or given.again):
+        exists = stored is not None and any(row.name == contestant.name and not row.failed for row in stored.rows)
+        if exists and not (given.only or given.again):
             continue
         row = measured(contestant, given.data.resolve(), given.work.resolve(), given.cores)
-        before = found.rows if found is not None else ()
-        found = results.Results(machine(), given.cores, Task("").delta, before)
-        found = found.with_row(row, [one.name for one in CONTESTANTS])
-        results.save(found)
-    assert found is not None
-    print(results.tables(found))
+        before = stored.rows if stored is not None else ()
+        stored = results.Results(machine(), given.cores, Task("").delta, before)
+        stored = stored.with_row(row, [one.name for one in CONTESTANTS])
+        results.save(stored)
+    assert stored is not None
+    print(results.tables(stored))
 
 
 def arguments() -> argparse.Namespace:
-    """Return what the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="side_by_side", description=__doc__.partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True, help="the folder that holds MNIST/raw")
-    parser.add_argument("--work", type=Path, required=True, help="a folder for the environments and what they leave")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="measure this row or tool (anew)")
-    parser.add_argument("--again", action="store_true", help="measure rows anew that are there already")
+    parser.add_argument("--work", type=Path, required=True, help="a folder for the environments and their output")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="measure only this row or tool, again if it exists"
+    )
+    parser.add_argument("--again", action="store_true", help="measure existing rows again")
     parser.add_argument("--cores", type=int, default=2, help="how many cores the tools may use")
     given = parser.parse_args()
     if given.work.resolve().is_relative_to(ROOT):
         parser.error(f"--work {given.work} must lie outside the repository")
     if not (given.data / "MNIST" / "raw" / "train-images-idx3-ubyte").exists():
-        parser.error(f"--data {given.data} must hold MNIST/raw/train-images-idx3-ubyte and its like")
+        parser.error(f"--data {given.data} must hold MNIST/raw/train-images-idx3-ubyte and the other three files")
     return given
 
 
 def machine() -> str:
-    """Say what this runs on."""
+    """Return a description of this machine."""
     return f"{platform.machine()}, {platform.system()}, Python {platform.python_version()}"
 
 
 def measured(contestant: Contestant, data: Path, work: Path, cores: int) -> results.Row:
-    """Do the task once with a contestant, and return its figures, or why there are none."""
+    """Run the task once with a contestant; return its figures, or why there are none."""
     print(f"{contestant.name}: its environment", file=sys.stderr)
     binaries = make(contestant.tool, work / "environments")
     folder = work / "runs" / contestant.name
@@ -89,7 +91,7 @@ def measured(contestant: Contestant, data: Path, work: Path, cores: int) -> resu
 
 
 def clear(folder: Path) -> None:
-    """Make a folder, without what an earlier run of this script left in it."""
+    """Create a folder, without the files of an earlier run of this script."""
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
@@ -112,14 +114,14 @@ def variables(place: Place) -> dict[str, str]:
 
 
 def free_port() -> str:
-    """Return a port of this machine that nobody listens on."""
-    with socket.socket() as there:
-        there.bind(("127.0.0.1", 0))
-        return str(there.getsockname()[1])
+    """Return a free port of this machine."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
 
 
 def row_of(contestant: Contestant, task: Task, took: Measured, of: str, log: Path) -> results.Row:
-    """Put what was measured and what the contestant handed back into a row."""
+    """Return the row of the measurement and of the contestant's outcome."""
     who = {key: getattr(contestant, key) for key in ("name", "tool", "says", "privacy", "protects")}
     times = {key: asdict(took)[key] for key in ("seconds", "cpu_seconds", "peak_bytes", "load")}
     outcome = Path(task.outcome)
@@ -127,26 +129,26 @@ def row_of(contestant: Contestant, task: Task, took: Measured, of: str, log: Pat
         why = took.stopped or f"failed with status {took.status}"
         print(f"{contestant.name}: {why}; see {log}", file=sys.stderr)
         return results.Row(**who, **times, version=of, seconds_a_round=None, failed=why)
-    said = json.loads(outcome.read_text())
+    outcome_facts = json.loads(outcome.read_text())
     return results.Row(
         **who,
         **times,
         version=of,
-        seconds_a_round=said["training_seconds"] / task.rounds,
-        accuracy=said["accuracy"],
-        **privacy(contestant, task, said),
+        seconds_a_round=outcome_facts["training_seconds"] / task.rounds,
+        accuracy=outcome_facts["accuracy"],
+        **privacy(contestant, task, outcome_facts),
     )
 
 
-def privacy(contestant: Contestant, task: Task, said: dict[str, Any]) -> dict[str, Any]:
-    """Return what a contestant claims, and what an exact accountant says; its own figure where it is one."""
+def privacy(contestant: Contestant, task: Task, outcome_facts: dict[str, Any]) -> dict[str, Any]:
+    """Return a contestant's claimed ε, and that of an exact accountant; for this tool both are its accountant's."""
     if contestant.privacy == "none":
         return {}
-    claimed = said["claimed_epsilon"]
+    claimed = outcome_facts["claimed_epsilon"]
     return {
         "claimed_epsilon": claimed,
         "claimed_for": OTHERWISE.get(contestant.name, CLAIMED_FOR[contestant.privacy]),
-        "exact_epsilon": claimed if contestant.tool == OWN else exact_epsilon(task, said["noise_multiplier"]),
+        "exact_epsilon": claimed if contestant.tool == OWN else exact_epsilon(task, outcome_facts["noise_multiplier"]),
     }
 
 

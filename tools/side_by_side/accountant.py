@@ -1,4 +1,4 @@
-"""What an exact accountant says of noise, whoever added it."""
+"""The ε of any tool's noise by an exact accountant."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tools.side_by_side.task import Task
 def exact_epsilon(task: Task, noise_multiplier: float) -> float:
     """Return the ε of a whole run at the task's δ, by privacy loss distributions.
 
-    Adjacency: one example (privacy: example), or one peer's update (local, central), taken away or left out. Where
+    Adjacency: one example (privacy: example), or one peer's update (local, central), removed or zeroed out. Where
     examples are protected each is in a minibatch with probability 1 / steps, and every step is a release; else every
     round is one.
 
     Args:
-        task: what was done.
+        task: of the run.
         noise_multiplier: the noise's standard deviation over the clip norm; without any, ε is infinite.
     """
     if noise_multiplier == 0:

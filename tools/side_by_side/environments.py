@@ -21,7 +21,7 @@ def requirements(tool: str) -> Path:
 def make(tool: str, folder: Path) -> Path:
     """Make a tool's environment where it is missing or out of date, and return its folder of commands.
 
-    This checkout is installed anew each time, for it may have changed.
+    This checkout is installed again each time, for it may have changed.
     """
     environment = folder / tool
     binaries, stamp, wanted = environment / "bin", environment / MADE, _digest(tool)
@@ -35,9 +35,9 @@ def make(tool: str, folder: Path) -> Path:
 
 
 def version(binaries: Path, package: str) -> str:
-    """Return which version of a package an environment has."""
-    asked = f"import importlib.metadata as m; print(m.version({package!r}))"
-    return subprocess.check_output([binaries / "python", "-c", asked], text=True).strip()
+    """Return the version of a package in an environment."""
+    program = f"import importlib.metadata as m; print(m.version({package!r}))"
+    return subprocess.check_output([binaries / "python", "-c", program], text=True).strip()
 
 
 def _pip(binaries: Path, *words: str) -> None:
@@ -46,7 +46,7 @@ def _pip(binaries: Path, *words: str) -> None:
 
 
 def _digest(tool: str) -> str:
-    """Return the hash of what decides an environment: its requirements, and the checkout's for this checkout."""
+    """Return the hash of an environment's requirements, with the checkout's own for this checkout."""
     files = [requirements(tool)]
     if tool == OWN:
         files += [ROOT / "pyproject.toml", ROOT / "constraints.txt"]

@@ -1,8 +1,8 @@
 """Run a command and measure it: seconds, CPU seconds, and the memory of every process that it started.
 
-Processes are told by a mark in the environment, which children inherit, so that a daemon that has left the process tree
-(a SuperLink) counts too; by their parents, for some write their title over their environment (Ray's workers); and
-once seen they stay known. None of them outlives the measurement.
+Processes are recognized by a mark in the environment, which children inherit, so that a daemon that has left the
+process tree (a SuperLink) counts too; by their parents, for some overwrite their environment with their title (Ray's
+workers); and they stay recognized. None of them outlives the measurement.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from pathlib import Path
 
 MARK = "SIDE_BY_SIDE_MARK"
 PROC = Path("/proc")
-EVERY, GRACE = 0.25, 10.0  # seconds between two looks, and for a daemon to end by itself
+EVERY, GRACE = 0.25, 10.0  # seconds between two samples, and for a daemon to end by itself
 PARENT, USER, SYSTEM, STARTED = 1, 11, 12, 19  # fields of /proc/PID/stat behind the name
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a command took.
+    """The time and memory of a command.
 
     Attributes:
         seconds: from its start to its end.
         cpu_seconds: of all its processes, as last seen of each.
-        peak_bytes: the most memory at one look, pages that processes share counted once (PSS).
-        load: the machine's load average of the last minute when it began.
+        peak_bytes: the most memory at one sample, pages that processes share counted once (PSS).
+        load: the machine's load average over one minute at the start.
         stopped: why it was ended before its time, or empty.
         status: its exit status.
     """
@@ -45,11 +45,11 @@ class Measured:
 
 @dataclass
 class Watch:
-    """Looks at all processes of a mark, again and again.
+    """Samples all processes with a mark.
 
     Attributes:
         mark: theirs.
-        peak_bytes: the most memory they held at one look.
+        peak_bytes: their most memory at one sample.
         cpu: CPU seconds, by process and when it started.
     """
 
@@ -58,16 +58,16 @@ class Watch:
     cpu: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def look(self) -> list[int]:
-        """Add up what the processes hold and have used by now, and return them."""
+        """Sample the processes' memory and CPU time, and return them."""
         present = processes()
-        found = self._family(present)
-        for process in found:
+        family = self._family(present)
+        for process in family:
             self.cpu[process, present[process][STARTED]] = cpu_seconds(present[process])
-        self.peak_bytes = max(self.peak_bytes, sum(map(held_bytes, found)))
-        return found
+        self.peak_bytes = max(self.peak_bytes, sum(map(held_bytes, family)))
+        return family
 
     def _family(self, present: dict[int, list[int]]) -> list[int]:
-        """Return the processes that have the mark, or are known, or descend from such a one."""
+        """Return the processes that have the mark, are recognized, or descend from one of these."""
         family = {
             process
             for process, facts in present.items()
@@ -82,17 +82,17 @@ class Watch:
 
 def processes() -> dict[int, list[int]]:
     """Return the numbers in /proc/PID/stat behind the name, of every process that runs."""
-    found = {}
+    running = {}
     for folder in PROC.iterdir():
         if folder.name.isdigit():
             state, *numbers = _read(folder / "stat").rpartition(b")")[2].split() or [b"Z"]
             if state != b"Z":
-                found[int(folder.name)] = [0, *map(int, numbers)]
-    return found
+                running[int(folder.name)] = [0, *map(int, numbers)]
+    return running
 
 
 def is_marked(process: int, mark: str) -> bool:
-    """Say whether a process's environment holds a mark."""
+    """Return whether a process's environment holds a mark."""
     return f"{MARK}={mark}".encode() in _read(PROC / str(process) / "environ").split(b"\0")
 
 
@@ -110,7 +110,7 @@ def cpu_seconds(facts: list[int]) -> float:
 
 
 def _read(path: Path) -> bytes:
-    """Return what a file under /proc says; nothing when its process ended meanwhile, or is somebody else's."""
+    """Read a file under /proc; return nothing when its process has ended, or is another user's."""
     try:
         return path.read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -125,9 +125,9 @@ def measure(
     Args:
         command: the words.
         folder: where it runs.
-        log: the file that takes what it prints.
-        limit: after how many seconds it is ended.
-        environment: what is laid over this process's.
+        log: the file for its output.
+        limit: seconds after which it is ended.
+        environment: variables that override this process's.
     """
     watch, load = Watch(uuid.uuid4().hex), os.getloadavg()[0]
     variables = {**os.environ, **(environment or {}), MARK: watch.mark}
@@ -144,7 +144,7 @@ def measure(
 
 
 def _wait(running: subprocess.Popen[bytes], watch: Watch, until: float) -> str:
-    """Look until a command ends; return why it was given up, or nothing."""
+    """Sample until a command ends; return why it was stopped, or nothing."""
     while True:
         watch.look()
         try:
@@ -157,7 +157,7 @@ def _wait(running: subprocess.Popen[bytes], watch: Watch, until: float) -> str:
 
 
 def _end(watch: Watch) -> None:
-    """End every process of a watch: first by asking, then by force."""
+    """End every process of a watch, first by SIGTERM, then by SIGKILL."""
     number, until = signal.SIGTERM, time.monotonic() + GRACE
     while left := watch.look():
         for process in left:

@@ -11,8 +11,8 @@ from pathlib import Path
 FILE = Path(__file__).resolve().parents[2] / "results" / "side-by-side" / "results.json"
 GIB = 2**30
 MADE_BY = """\
-Made by `python -m tools.side_by_side --data FOLDER --work FOLDER`, which also wrote `results.json`; what was done,
-and what the columns are, is said in `docs/speed.md`."""
+Made by `python -m tools.side_by_side --data FOLDER --work FOLDER`, which also wrote `results.json`; `docs/speed.md`
+describes the task and the columns."""
 SPEED = ["", "version", "seconds in all", "a round", "CPU seconds", "memory", "accuracy", "load"]
 PRIVACY = ["", "protects", "ε it claims", "of", "ε by an exact accountant"]
 
@@ -27,8 +27,8 @@ class Row:
         seconds_a_round: from the start of the first to the end of the last, over their number.
         cpu_seconds, peak_bytes, load: as measured.
         accuracy: of the model at the end, on MNIST's test images.
-        claimed_epsilon, claimed_for: the ε that the tool says, and for what.
-        exact_epsilon: what an exact accountant says of the whole run.
+        claimed_epsilon, claimed_for: the ε that the tool reports, and for what.
+        exact_epsilon: of the whole run, by an exact accountant.
         failed: why there are no figures, or empty.
     """
 
@@ -60,7 +60,7 @@ class Results:
     rows: tuple[Row, ...]
 
     def with_row(self, row: Row, order: list[str]) -> Results:
-        """Return the results with a row put in, in the place of one of that name."""
+        """Return the results with a row added, or replaced where one has its name."""
         rows = [*(one for one in self.rows if one.name != row.name), row]
         rows.sort(key=lambda one: order.index(one.name))
         return Results(self.machine, self.cores, self.delta, tuple(rows))
@@ -86,10 +86,10 @@ def save(results: Results, path: Path = FILE) -> None:
 
 def _json(results: Results) -> str:
     """Return the results as JSON, which has no infinity: it is a word there."""
-    found = asdict(results)
-    for row in found["rows"]:
+    record = asdict(results)
+    for row in record["rows"]:
         row["exact_epsilon"] = "inf" if row["exact_epsilon"] == math.inf else row["exact_epsilon"]
-    return json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def page(results: Results) -> str:

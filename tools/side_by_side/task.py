@@ -1,4 +1,4 @@
-"""The task that all contestants do, and the contestants: each with what its own documentation recommends."""
+"""The task of all contestants, and the contestants, each set up as its own documentation recommends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = 1800.0  # seconds until a contestant is given up
 
 @dataclass(frozen=True)
 class Task:
-    """What is done.
+    """The task.
 
     Attributes:
         data: the folder that holds MNIST/raw.
@@ -25,7 +25,7 @@ class Task:
             minibatch steps on an MLP 784-hidden-10.
         privacy: none; example: each example's gradient clipped and noised; local: each peer's update, by the peer
             itself; central: each peer's update clipped, their sum noised by the server.
-        clip_norm, epsilon, delta: of the privacy asked for.
+        clip_norm, epsilon, delta: of the requested privacy.
         noise_multiplier: where a contestant asks for that and not for ε.
         cores: how many it may use.
         outcome: the file it writes.
@@ -83,7 +83,7 @@ class Contestant:
         says: what the row is, for the table.
         command: how it is called, given where it runs.
         privacy: of the task.
-        protects: whose privacy, and from whom.
+        protects: the unit of privacy, and the adversary.
         settings: what else of the task differs.
     """
 
@@ -97,7 +97,7 @@ class Contestant:
     settings: tuple[tuple[str, float], ...] = ()
 
     def task(self, data: Path, outcome: Path, cores: int) -> Task:
-        """Return the task as this contestant is given it."""
+        """Return this contestant's task."""
         plain = Task(str(data), privacy=self.privacy, outcome=str(outcome), cores=cores)
         settings: dict[str, Any] = dict(self.settings)
         return replace(plain, **settings)

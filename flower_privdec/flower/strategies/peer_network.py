@@ -30,7 +30,7 @@ from flower_privdec.flower.mods.peer_mod import (
 from flower_privdec.flower.mods.private_update import UNPROTECTED
 from flower_privdec.flower.strategies.masking import unmasked_sum
 from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix
-from flower_privdec.graph.topology.graphs import CompleteTopology, Topology
+from flower_privdec.graph.topology import CompleteTopology, Topology
 
 log = logging.getLogger("flwr.privdec")
 

@@ -24,7 +24,7 @@ from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.pushsum.lockstep import network_mixing
 from flower_privdec.pushsum.witness import EMPTY, Head
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.app_scenario import AppScenario
+from flower_privdec.scenario.schema import AppScenario
 
 SECRET_BYTES = 32
 INSECURE = "INSECURE: noise and batches follow from the scenario's seed; for tests alone"

@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def claims(task: dict, node: Node) -> dict:
-    """Return the ε of one message, as asked for, and the noise that is in what a node sends of its training.
+    """Return the ε of one message, as requested, and the noise that is in what a node sends of its training.
 
     A node sends averages, of its own model alone if need be: they have noise where they keep the setting.
     """

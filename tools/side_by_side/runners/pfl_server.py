@@ -26,7 +26,7 @@ from shared import Outcome, accuracy, given, images, model, shares
 
 
 class Network(torch.nn.Module):
-    """The model with the two functions that pfl asks for."""
+    """The model with the two functions that pfl requires."""
 
     def __init__(self, layers: torch.nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Network(torch.nn.Module):
 
 
 class Rounds(TrainingProcessCallback):
-    """Notes when training begins and when each round has ended."""
+    """Records when training begins and when each round has ended."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome, self.ended = outcome, 0.0
@@ -60,7 +60,7 @@ class Rounds(TrainingProcessCallback):
 
 
 def postprocessors(task: dict) -> tuple[list, dict]:
-    """Return the privacy mechanism, if any, and what it says of itself."""
+    """Return the privacy mechanism, if any, and its ε and noise."""
     if task["privacy"] == "none":
         return [], {}
     accountant = PLDPrivacyAccountant(

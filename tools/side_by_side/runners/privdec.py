@@ -41,10 +41,10 @@ def main() -> None:
     subprocess.run([privdec, "run", "task.yaml", "--out", "run"], check=True)
     summary = json.loads(Path("run/summary.json").read_text())
     last = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])
-    found = {"training_seconds": last["seconds"], "accuracy": summary["accuracy"]["mean_model"]}
+    outcome = {"training_seconds": last["seconds"], "accuracy": summary["accuracy"]["mean_model"]}
     if task["privacy"] != "none":
-        found["claimed_epsilon"] = max(peer["epsilon"] for peer in summary["privacy"])
-    Path(task["outcome"]).write_text(json.dumps(found))
+        outcome["claimed_epsilon"] = max(peer["epsilon"] for peer in summary["privacy"])
+    Path(task["outcome"]).write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every contestant shares: the task as it was given, the images, their shares, the model, and how it is tried."""
+"""What all contestants share: the task, the images, their partition, the model, and its evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARES_SEED = 1
 
 
 def given() -> dict:
-    """Return the task: where the data is, how many peers and rounds, which privacy, and where to write the outcome."""
+    """Return the task: its data, peers, rounds and privacy, and the path of the outcome."""
     return json.loads(Path(os.environ["SIDE_BY_SIDE_TASK"]).read_text())
 
 
@@ -31,7 +31,7 @@ def images(folder: str, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def shares(n_images: int, n_peers: int) -> list[np.ndarray]:
-    """Deal the images out at random, in equal shares."""
+    """Partition the images at random into equal parts."""
     return np.array_split(np.random.default_rng(SHARES_SEED).permutation(n_images), n_peers)
 
 
@@ -43,7 +43,7 @@ def model(hidden: int) -> nn.Module:
 
 
 def accuracy(network: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-    """Return the share of images that a model labels right."""
+    """Return the fraction of images that a model labels correctly."""
     with torch.no_grad():
         return float((network.eval()(x).argmax(1) == y).float().mean())
 
@@ -54,7 +54,7 @@ def classic(task: dict) -> float:
 
 
 class Outcome:
-    """What a contestant hands back: when training began and ended, and what came of it."""
+    """A contestant's outcome: when training began and ended, and its results."""
 
     def __init__(self, task: dict) -> None:
         self.task, self.began = task, time.time()
@@ -65,5 +65,5 @@ class Outcome:
 
     def write(self, ended: float, reached: float, **facts: object) -> None:
         """Write the outcome, given the time at which the last round ended and the accuracy reached."""
-        found = {"training_seconds": ended - self.began, "accuracy": reached, **facts}
-        Path(self.task["outcome"]).write_text(json.dumps(found))
+        outcome = {"training_seconds": ended - self.began, "accuracy": reached, **facts}
+        Path(self.task["outcome"]).write_text(json.dumps(outcome))

@@ -1,31 +1,331 @@
-"""Build a topology from its name and options; every option is checked, every draw is keyed by the seed."""
+"""Communication graphs: each round's edges, int64 [m, 2] of (sender, receiver), sorted, unique, without self loops.
+
+A graph is built by its name, or by a user's own function; draws are keyed by the seed.
+"""
 
 from __future__ import annotations
 
 import inspect
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
+import scipy
 
 from flower_privdec.catalogue import TOPOLOGIES
 from flower_privdec.common.formatting import did_you_mean, one_line, shown
 from flower_privdec.common.user_code import load_own
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
-from flower_privdec.graph.topology.graphs import (
-    CompleteTopology,
-    DirectedExponential,
-    RandomEdges,
-    StaticTopology,
-    Topology,
-    edge_array,
-    networkx,
-    shift_edges,
-)
-from flower_privdec.graph.topology.limits import check_edges, check_probability, check_size
 from flower_privdec.rows.keys import keyed_generator
+
+EdgeArray: TypeAlias = npt.NDArray[np.int64]
+Peers: TypeAlias = npt.NDArray[np.int64]
+
+
+@runtime_checkable
+class Topology(Protocol):
+    """The graph of every round; an undirected one lists each edge in both directions."""
+
+    @property
+    def name(self) -> str:
+        """The name it has in a scenario."""
+
+    @property
+    def n_peers(self) -> int:
+        """How many peers it joins, numbered from 0."""
+
+    @property
+    def directed(self) -> bool:
+        """Whether some edge may lack its reverse."""
+
+    @property
+    def period(self) -> int | None:
+        """After how many rounds the edges repeat; 1 is static, None is fresh at random every round."""
+
+    def edges(self, round_index: int) -> EdgeArray:
+        """Return the edges of a round, [m, 2] (sender, receiver)."""
+
+    def support(self) -> EdgeArray:
+        """Return every edge that some round may use."""
+
+
+def edge_array(pairs: npt.ArrayLike, n_peers: int, *, symmetric: bool = False) -> EdgeArray:
+    """Sort pairs (sender, receiver) into an edge array, without repeats, read-only.
+
+    Args:
+        pairs: [m, 2] peer ids.
+        n_peers: the ids run from 0 to n_peers - 1.
+        symmetric: add the reverse of every pair.
+
+    Returns:
+        int64 [m', 2], sorted by sender and then receiver.
+    """
+    array = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
+    if symmetric:
+        array = np.concatenate([array, array[:, ::-1]])
+    codes = np.unique(array[:, 0] * n_peers + array[:, 1])
+    edges = np.stack(np.divmod(codes, n_peers), axis=1)
+    edges.flags.writeable = False
+    return edges
+
+
+def shift_edges(n_peers: int, offsets: npt.ArrayLike) -> EdgeArray:
+    """Return the edges of the circulant graph in which every peer sends to the peers `offsets` ahead."""
+    senders, ahead = np.meshgrid(np.arange(n_peers), np.asarray(offsets, dtype=np.int64), indexing="ij")
+    return edge_array(np.stack([senders, (senders + ahead) % n_peers], axis=-1), n_peers)
+
+
+def in_neighbors(edges: EdgeArray, peer: int) -> Peers:
+    """Return the peers that send to `peer`, ascending."""
+    senders: Peers = edges[edges[:, 1] == peer, 0]
+    return senders
+
+
+def networkx() -> Any:
+    """Import networkx, which takes a while and which most runs have no need of."""
+    import networkx
+
+    return networkx
+
+
+def as_networkx(topology: Topology, round_index: int | None = None) -> Any:
+    """Return the graph of one round, or of all rounds together, as a networkx graph or digraph."""
+    graph = networkx().DiGraph() if topology.directed else networkx().Graph()
+    graph.add_nodes_from(range(topology.n_peers))
+    edges = topology.support() if round_index is None else topology.edges(round_index)
+    graph.add_edges_from(edges.tolist())
+    return graph
+
+
+@dataclass(frozen=True, eq=False)
+class StaticTopology:
+    """The same edges every round."""
+
+    name: str
+    n_peers: int
+    directed: bool
+    all_edges: EdgeArray
+    period: int | None = 1
+
+    def edges(self, round_index: int) -> EdgeArray:
+        """Return the edges, whatever the round."""
+        return self.all_edges
+
+    def support(self) -> EdgeArray:
+        """Return the edges."""
+        return self.all_edges
+
+
+@dataclass(frozen=True)
+class CompleteTopology:
+    """Everybody sends to everybody; the edges are listed only when asked for, since there are n (n - 1)."""
+
+    name: str
+    n_peers: int
+    directed: bool = False
+    period: int | None = 1
+
+    def edges(self, round_index: int) -> EdgeArray:
+        """Return all n (n - 1) ordered pairs."""
+        return self.support()
+
+    def support(self) -> EdgeArray:
+        """Return all n (n - 1) ordered pairs."""
+        return np.argwhere(~np.eye(self.n_peers, dtype=bool))
+
+
+@dataclass(frozen=True)
+class DirectedExponential:
+    """The one-peer directed exponential graph: in round k all send to the peer 2^(k mod p) ahead.
+
+    p = floor(log2(n - 1)) + 1 (Assran et al. 2019, Stochastic Gradient Push, appendix A). On n = 2^m peers
+    push-sum over it reaches the exact mean in m rounds.
+    """
+
+    n_peers: int
+    name: str = "directed-exponential"
+    directed: bool = True
+
+    @property
+    def period(self) -> int | None:
+        """Return p, the number of offsets it goes through."""
+        return (self.n_peers - 1).bit_length()
+
+    def edges(self, round_index: int) -> EdgeArray:
+        """Return the n edges of a round."""
+        return shift_edges(self.n_peers, [2 ** (round_index % (self.n_peers - 1).bit_length())])
+
+    def support(self) -> EdgeArray:
+        """Return the edges of all offsets together."""
+        return shift_edges(self.n_peers, 2 ** np.arange((self.n_peers - 1).bit_length()))
+
+
+@dataclass(frozen=True, eq=False)
+class RandomEdges:
+    """Some undirected edges of a supergraph, drawn afresh each round without replacement.
+
+    Each round's draw is keyed by (seed, round), so any process can draw any round.
+    """
+
+    supergraph: Topology
+    count: int
+    seed: int
+    name: str = "random-edges"
+    directed: bool = False
+    period: int | None = None
+
+    @property
+    def n_peers(self) -> int:
+        """How many peers it joins."""
+        return self.supergraph.n_peers
+
+    def edges(self, round_index: int) -> EdgeArray:
+        """Return the round's edges, each in both directions."""
+        generator = keyed_generator(self.seed, "random-edges", round_index)
+        chosen = generator.choice(len(self.candidates), size=self.count, replace=False, shuffle=False)
+        return edge_array(self.candidates[chosen], self.n_peers, symmetric=True)
+
+    def support(self) -> EdgeArray:
+        """Return the supergraph's edges."""
+        return self.supergraph.support()
+
+    @cached_property
+    def candidates(self) -> EdgeArray:
+        """Return one (smaller, larger) pair for every edge of the supergraph."""
+        edges = self.supergraph.support()
+        return edges[edges[:, 0] < edges[:, 1]]
+
+
+MOST_NAMED = 8
+
+
+def check_topology(topology: Topology) -> None:
+    """Refuse a graph on which what one peer knows can never reach some other peer.
+
+    Agreement needs the union of all rounds' edges to be strongly connected.
+
+    Raises:
+        ScenarioError: naming peers that are cut off, and the remedy.
+    """
+    if isinstance(topology, CompleteTopology):
+        return
+    forward = _adjacency([topology.support()], topology.n_peers)
+    for graph, sense in ((forward, "can never hear from"), (forward.T.tocsr(), "can never be heard by")):
+        reached = scipy.sparse.csgraph.breadth_first_order(graph, 0, directed=True, return_predecessors=False)
+        cut_off = np.setdiff1d(np.arange(topology.n_peers), reached)
+        if len(cut_off):
+            raise ScenarioError(
+                f"topology.name={topology.name} can never agree: {_named(cut_off)} {sense} peer 0; "
+                "add edges until every peer reaches every other (the graph must be strongly connected)"
+            )
+
+
+def joint_connectivity(topology: Topology, horizon: int = 64) -> int | None:
+    """Find the smallest B such that the union of any B consecutive rounds is strongly connected.
+
+    Args:
+        topology: the graph.
+        horizon: how many rounds of a graph drawn at random are looked at; a periodic graph needs none.
+
+    Returns:
+        B in rounds, at most the period (or the horizon); None when even all those rounds do not suffice.
+    """
+    if isinstance(topology, CompleteTopology):
+        return 1
+    periodic = topology.period is not None
+    length = topology.period or horizon
+    rounds = [topology.edges(k) for k in range(length)]
+
+    def every_window_connects(size: int) -> bool:
+        starts = range(length if periodic else length - size + 1)
+        windows = ([rounds[(start + k) % length] for k in range(size)] for start in starts)
+        return all(_strongly_connected(window, topology.n_peers) for window in windows)
+
+    smallest = bisect_left(range(1, length + 1), True, key=every_window_connects) + 1
+    return smallest if smallest <= length else None
+
+
+def _adjacency(rounds: Sequence[EdgeArray], n_peers: int) -> scipy.sparse.csr_array:
+    edges = np.concatenate(rounds)
+    ones = np.ones(len(edges))
+    return scipy.sparse.csr_array((ones, (edges[:, 0], edges[:, 1])), shape=(n_peers, n_peers))
+
+
+def _strongly_connected(rounds: Sequence[EdgeArray], n_peers: int) -> bool:
+    graph = _adjacency(rounds, n_peers)
+    return bool(scipy.sparse.csgraph.connected_components(graph, connection="strong", return_labels=False) == 1)
+
+
+def _named(peers: Peers) -> str:
+    if len(peers) == 1:
+        return f"peer {peers[0]}"
+    first = ", ".join(str(peer) for peer in peers[:MOST_NAMED])
+    more = len(peers) - MOST_NAMED
+    return f"peers {first}" + (f" and {more} more" if more > 0 else "")
+
+
+MOST_EDGES = 4_000_000  # in both directions; networkx takes a minute and 2 GiB for them
+ALMOST_NEVER = 8.0  # expected peers without an edge at which one draw of 3,000 is connected
+
+_PROBABILITY, _DEGREE = 0.5, 4  # where the scenario says none
+_COUNTS: dict[str, Callable[[int, Mapping[str, Any]], float]] = {
+    "directed-exponential": lambda n, _: n * math.log2(n),
+    "directed-exponential-full": lambda n, _: n * math.log2(n),
+    "directed-ring": lambda n, _: n,
+    "ring": lambda n, _: 2 * n,
+    "bipartite": lambda n, _: n * n / 2,
+    "star": lambda n, _: 2 * n,
+    "torus": lambda n, _: 4 * n,
+    "random-regular": lambda n, options: n * options.get("degree", _DEGREE),
+    "small-world": lambda n, options: n * options.get("degree", _DEGREE),
+    "erdos-renyi": lambda n, options: n * n * options.get("probability", _PROBABILITY),
+}
+
+
+def check_size(name: str, n_peers: int, options: Mapping[str, Any]) -> None:
+    """Refuse a named graph that would have more edges than can be listed.
+
+    Raises:
+        ScenarioError: with the estimate.
+    """
+    if name in _COUNTS:
+        check_edges(_COUNTS[name](n_peers, options), name, n_peers)
+
+
+def check_edges(count: float, name: str, n_peers: int) -> None:
+    """Refuse more edges than can be listed.
+
+    Raises:
+        ScenarioError: with how many there are.
+    """
+    if count > MOST_EDGES:
+        raise ScenarioError(
+            f"topology.name={name} has about {count:.2g} edges with n_peers={n_peers}, and at most {MOST_EDGES:,} "
+            "can be listed; take fewer peers, a sparser graph, or complete, which needs no list"
+        )
+
+
+def check_probability(n_peers: int, probability: float, remedy: str) -> None:
+    """Refuse a random graph that leaves so many peers without an edge that no draw is ever connected.
+
+    Of n peers n (1 - p)^(n-1) have no edge on average, and about e to minus that many draws leave none without.
+
+    Raises:
+        ScenarioError: with the average.
+    """
+    alone = n_peers * (1 - probability) ** (n_peers - 1)
+    if alone > ALMOST_NEVER:
+        raise ScenarioError(
+            f"topology.probability={probability} leaves about {alone:.3g} of n_peers={n_peers} without an edge, so "
+            f"that no draw is connected; {remedy}"
+        )
+
 
 DRAWS = 200  # how often a random graph is drawn again before it is called hopeless
 
