@@ -311,7 +311,7 @@ COMMANDS: dict[tuple[str, ...], str] = {
     ("run", ""): "an argument is empty: give it a value, or leave it out",
     ("run", "s.yaml", "--out", ""): "an argument is empty",
     ("run", "x" * 300 + ".yaml"): ".yaml: cannot be read as a scenario file (File name too long); give the",
-    ("run", "x" * 5000): " ... xxxxxxxxxxxxxxxxxxx: is no file, nor a scenario that comes along",
+    ("run", "x" * 5000): " ... xxxxxxxxxxxxxxxxxxx: is no file, nor a bundled scenario",
     ("run", "s.yaml", "--out", "x" * 300): "/.lock: File name too long; mend that, then try again",
     ("report", "x" * 300): ": File name too long; mend that, then try again",
     (
