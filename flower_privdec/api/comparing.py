@@ -129,7 +129,7 @@ def compare(
     failures = {(cell.labels[0], cell.seed): errors[cell.key] for cell in cells if cell.key in errors}
     if len(failures) == len(cells):
         (label, seed), why = next(iter(failures.items()))
-        raise RunError(f"every run failed; {label}, seed {seed}: {why}")
+        raise RunError(f"every run failed; {label}, seed {seed}: {why}", code="api.all-failed")
     groups = [Group((label,), tuple(finished), 0, kinds) for label, finished in runs.items()]
     note = _note([run for group in groups for run in group.runs], seeds)
     return Comparison([_row(group, readings) for group in groups], readings, tuple(seeds), failures, note)

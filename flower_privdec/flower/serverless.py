@@ -73,7 +73,6 @@ INITIAL, MODEL = "initial.safetensors", "model.safetensors"
 UNMIXED = "unmixed."  # before the number of an array that is not mixed, in a state's rows
 ENVIRONMENT = "a Flower app, system entropy"
 ROUND = "server-round"  # the key of the round in the configs of Flower's strategies
-REMEDY = "or give --initial FILE, the initial.safetensors of another peer's folder"
 NEEDS = 'start the SuperNode with --node-config \'address="HOST:PORT" certificates="FOLDER" ...\''
 LEAST_RETRY = 0.05  # seconds: no message makes a node call others as fast as it can
 
@@ -151,9 +150,9 @@ def _bytes_from_json(value: dict[str, Any]) -> Any:
 
 
 class _FirstMessage(BaseException):
-    """Ends a ServerApp at its first message, past any `except Exception` in it."""
+    """Ends a ServerApp at its first message, or None, past any `except Exception` in it."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: Message | None) -> None:
         self.message = message
 
 
@@ -162,12 +161,7 @@ class _FirstMessageGrid(LocalGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> NoReturn:
         """Raise the first message."""
-        for message in messages:
-            raise _FirstMessage(message)
-        raise RunError(
-            f"the app's ServerApp sends no message to any node; let its strategy train all nodes, {REMEDY}",
-            code="app.first-message",
-        )
+        raise _FirstMessage(next(iter(messages), None))
 
 
 def initial_from_server_app(app: OpenedApp, n_peers: int, seed: int) -> InitialArrays:
@@ -180,30 +174,28 @@ def initial_from_server_app(app: OpenedApp, n_peers: int, seed: int) -> InitialA
         RunError: it sends another message first, or none.
     """
     grid = _FirstMessageGrid(app.client, n_peers, config={}, run_config=app.run_config)
-    flower = logging.getLogger("flwr")
+    flower, message = logging.getLogger("flwr"), None
     level = flower.level
     flower.setLevel(logging.WARNING)  # strategies log a start that does not happen
     _seed(seed)
     try:
         app.server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), dict(app.run_config)))
     except _FirstMessage as first:
-        content, kind = first.message.content, first.message.metadata.message_type
-    else:
-        raise RunError(
-            f"the app's ServerApp ended without a message to any node; mend it, {REMEDY}", code="app.first-message"
-        )
+        message = first.message
     finally:
         _seed(None)
         flower.setLevel(level)
-    records = content.array_records
-    if kind.split(".")[0] != "train" or len(records) != 1:
+    kind = "none" if message is None else message.metadata.message_type
+    records = {} if message is None else message.content.array_records
+    if message is None or kind.split(".")[0] != "train" or len(records) != 1:
         raise RunError(
             f"the first message of the app's ServerApp is of type {kind!r} and has {len(records)} ArrayRecords; it "
-            f"must be train with one, as Flower's own strategies send it: take one of those, {REMEDY}",
+            "must be train with one, as Flower's own strategies send it: take one of those, or give --initial FILE, "
+            f"the {INITIAL} of another peer's folder",
             code="app.first-message",
         )
     ((key, arrays),) = records.items()
-    configs = {name: dict(config) for name, config in content.config_records.items()}
+    configs = {name: dict(config) for name, config in message.content.config_records.items()}
     return InitialArrays({name: np.array(value) for name, value in numpy_arrays(arrays).items()}, key, configs)
 
 

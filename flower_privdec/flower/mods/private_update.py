@@ -26,7 +26,7 @@ from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
 from flower_privdec.privacy.ledger.ledger import Charge, Head, Ledger, RunName, read_entries, releases_in
 from flower_privdec.privacy.mechanism.events import Release
-from flower_privdec.privacy.noise.system import SystemNoise
+from flower_privdec.privacy.noise.deployed import SystemNoise
 
 log = logging.getLogger("flwr.privdec")
 
