@@ -43,7 +43,8 @@ class Choice:
             ScenarioError: naming the key of the scenario, all names, and the nearest.
         """
         if name not in self:
-            raise ScenarioError(f"{key}={name!r} must be one of {', '.join(self)}{did_you_mean(name, self)}")
+            message = f"{key}={name!r} must be one of {', '.join(self)}{did_you_mean(name, self)}"
+            raise ScenarioError(message, code="catalogue.unknown")
 
     def bind(self, built: Mapping[str, T]) -> dict[str, T]:
         """Return what is built by each name.

@@ -99,7 +99,8 @@ def check_model(module: nn.Module, where: str = "model") -> None:
         if isinstance(part, _BatchNorm) and not isinstance(part, _InstanceNorm):
             raise ScenarioError(
                 f"{where} uses {kind} ({path}), which mixes the examples of a batch, so that none "
-                "can be clipped alone: use torch.nn.GroupNorm"
+                "can be clipped alone: use torch.nn.GroupNorm",
+                code="model.batch-norm",
             )
         if isinstance(part, _InstanceNorm) and part.track_running_stats:
             raise ScenarioError(f"{where} uses {kind} ({path}) with running statistics: use GroupNorm")

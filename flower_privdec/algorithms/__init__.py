@@ -18,7 +18,7 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import load_own
 from flower_privdec.core.algorithm import Algorithm, check_algorithm
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
-from flower_privdec.scenario.algorithm_sections import AlgorithmSection, OwnAlgorithmSection
+from flower_privdec.scenario.sections import AlgorithmSection, OwnAlgorithmSection
 
 ALGORITHMS: dict[str, type[Algorithm]] = catalogue.ALGORITHMS.bind(
     {

@@ -18,7 +18,7 @@ from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import EdgeArray, Topology, edge_array, in_neighbors
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.keys import keyed_generator
-from flower_privdec.scenario.algorithm_sections import AsynchronousSection
+from flower_privdec.scenario.sections import AsynchronousSection
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.tensors import empty_rows
-from flower_privdec.scenario.algorithm_sections import DualAveragingSection
+from flower_privdec.scenario.sections import DualAveragingSection
 
 FEW = 0.25  # of the peers: then most rows of a round's weights are the identity's, and nothing is copied for them
 TOGETHER = 1 << 20  # numbers of so many rows at once are stepped, which bounds what a step takes beside the state

@@ -16,7 +16,7 @@ from flower_privdec.core.exchange import State
 from flower_privdec.data import Batch
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, ReleasedSum
 from flower_privdec.rows.tensors import empty_rows
-from flower_privdec.scenario.algorithm_sections import FedDeperSection
+from flower_privdec.scenario.sections import FedDeperSection
 
 
 class FedDeper(FedAvg):

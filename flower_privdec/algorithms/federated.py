@@ -16,7 +16,7 @@ from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.rows.tensors import aligned
-from flower_privdec.scenario.algorithm_sections import FedAvgSection, FedDeperSection, FedProxSection, LocalStepsSection
+from flower_privdec.scenario.sections import FedAvgSection, FedDeperSection, FedProxSection, LocalStepsSection
 
 WALKING, CACHED_BYTES = 4, 2**24  # rows of [d] that a walk works on for each peer, and what a processor's cache holds
 

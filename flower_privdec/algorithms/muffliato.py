@@ -16,7 +16,7 @@ from flower_privdec.graph.mixing import MOST_MEASURED, Mixing, spectral_gap
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
-from flower_privdec.scenario.algorithm_sections import MuffliatoSection
+from flower_privdec.scenario.sections import MuffliatoSection
 
 
 def descend(cohort: Cohort, state: State) -> None:

@@ -14,7 +14,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
-from flower_privdec.scenario.algorithm_sections import NetFleetSection
+from flower_privdec.scenario.sections import NetFleetSection
 
 
 class DPNetFleet(Algorithm):

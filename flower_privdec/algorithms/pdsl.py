@@ -21,7 +21,7 @@ from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import PaperNoise
 from flower_privdec.rows.keys import keyed_generator
-from flower_privdec.scenario.algorithm_sections import PDSLSection
+from flower_privdec.scenario.sections import PDSLSection
 
 if TYPE_CHECKING:
     from flower_privdec.data import PublicSet

@@ -16,7 +16,7 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import State
 from flower_privdec.gradients import GradientKernel
 from flower_privdec.privacy.mechanism.declared import ONE_SUM, Declaration, Drawing, ReleasedSum
-from flower_privdec.scenario.algorithm_sections import VRSection
+from flower_privdec.scenario.sections import VRSection
 
 
 class PrivSGPVR(SGP):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.algorithm_sections import RegularizerSection
+from flower_privdec.scenario.sections import RegularizerSection
 
 ROUNDING = 1e-6
 

@@ -23,7 +23,7 @@ from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.data import Batch
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import Factors, GradientKernel, StackedKernel
-from flower_privdec.gradients.protocol import coefficient
+from flower_privdec.gradients.protocol import Clipping
 
 FILL = 256  # examples at a time when a table is filled at the starting point
 
@@ -209,7 +209,7 @@ def stacked(kernel: GradientKernel) -> StackedKernel:
 def _folded(factors: Factors, batch: Batch, clip_norm: Tensor | None) -> Factors:
     """Return factors whose deltas carry the clip coefficient."""
     ones = torch.ones_like(batch.weight[:, 0])
-    clip = coefficient(factors.norms, torch.ones_like(batch.weight), clip_norm, ones).unsqueeze(-1)
+    clip = Clipping(clip_norm, ones).coefficient(factors.norms, torch.ones_like(batch.weight)).unsqueeze(-1)
     return Factors([delta * clip for delta in factors.deltas], factors.activations, factors.norms)
 
 

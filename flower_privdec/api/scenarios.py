@@ -14,9 +14,8 @@ from flower_privdec.api.objects import check_given, name_objects
 from flower_privdec.common.formatting import shown
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.loading import put, read_text, read_yaml, validated
+from flower_privdec.scenario.loading import find_scenario, put, read_text, read_yaml, validated
 from flower_privdec.scenario.plain_yaml import DEEPEST, Location
-from flower_privdec.scenario.shipped import find_scenario
 
 Settings = Mapping[str, Any]
 

@@ -16,7 +16,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.participation import Participation
 from flower_privdec.graph.topology import Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, PaperNoise
-from flower_privdec.scenario.algorithm_sections import AlgorithmSection, OwnAlgorithmSection, steps_per_round
+from flower_privdec.scenario.sections import AlgorithmSection, OwnAlgorithmSection, steps_per_round
 
 if TYPE_CHECKING:
     from flower_privdec.data import PublicSet

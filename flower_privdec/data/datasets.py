@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from flower_privdec.catalogue import DATASETS
-from flower_privdec.data import npz, readers
-from flower_privdec.data.own_arrays import read_own
+from flower_privdec.data import readers
 from flower_privdec.data.partition import partition
-from flower_privdec.data.readers import Rows, Source, Split
+from flower_privdec.data.readers import Rows, Source, Split, Wanted, some
 from flower_privdec.data.sparse_rows import Features, SparseRows, joined
-from flower_privdec.data.svmlight import read_svmlight
-from flower_privdec.data.targets import Wanted, some
+from flower_privdec.data.user_data import read_npz, read_own, read_svmlight
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
-from flower_privdec.scenario.data_section import PEER, DataSection
+from flower_privdec.scenario.sections import PEER, DataSection
 from flower_privdec.tasks.kinds import Targets, fitting
 
 _READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(
@@ -34,7 +32,7 @@ _READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(
         "synthetic-labels": readers.read_synthetic_labels,
         "synthetic-words": readers.read_synthetic_words,
         "synthetic-sparse": readers.read_synthetic_sparse,
-        "npz": npz.read_npz,
+        "npz": read_npz,
         "svmlight": read_svmlight,
     }
 )

@@ -7,27 +7,40 @@ Each example goes through by itself, so the features of one never depend on anot
 for its own data exactly as a simulation does for everybody's. Whitening takes mean and covariance from
 `strokes`, synthetic drawings: it removes what every image of pen strokes has in common, which
 otherwise fills most of the clip norm, and evens out what is left.
+
+Features are cached on disk, checked, and never unpickled. They are as private as the examples they were made from, and
+the name of a file is a hash that confirms a guess of all of them: the folder is for its owner alone, and must stay on
+the machine.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, group_norm
 
+from flower_privdec.common.files import cache_folder, replacing
 from flower_privdec.common.machine import available_cores
 from flower_privdec.data.scattering import Scattering2D, n_paths
 from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
-from flower_privdec.scenario.data_section import FeaturesSection
+from flower_privdec.scenario.sections import FeaturesSection
 
 VERSION = 1  # raise it with any change of the numbers: features kept on disk are then made afresh
 CHUNK, IMAGES = 256, 32  # examples that a thread takes at a time, and images that stay in its cache
@@ -46,8 +59,6 @@ def apply_features(x: Features, section: FeaturesSection) -> Tensor:
 
     Privacy: costs nothing; see above.
     """
-    from flower_privdec.data.feature_cache import cached  # here, for it needs safetensors
-
     check_features(section, tuple(x.shape[1:]))
     if isinstance(x, SparseRows):
         raise TypeError("compressed rows have one axis, which is refused above")
@@ -216,3 +227,76 @@ def _centred(ink: np.ndarray) -> np.ndarray:
     means = [(ink.sum(1 - axis) * np.arange(size)).sum() / mass for axis, size in enumerate(ink.shape)]
     shift = [round((size - 1) / 2 - mean) for mean, size in zip(means, ink.shape, strict=True)]
     return np.roll(ink, shift, axis=(0, 1))
+
+
+def cached(recipe: dict[str, Any], x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """Return what was computed from `x` by a recipe, from disk where it lies there, else computed and kept.
+
+    Processes that want the same features wait for the first one to compute them. A damaged file is computed
+    afresh; where the folder cannot be written nothing is kept. Both are said on stderr.
+
+    Args:
+        recipe: all that decides the result beside `x`, as JSON; part of the key.
+        x: float32 examples [N, ...].
+        compute: makes the result, float32 [N, D].
+    """
+    key = _key(recipe, x)
+    path = cache_folder() / "features" / f"{key}.safetensors"
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            stack.enter_context(_alone(path.with_suffix(".lock")))
+        except OSError as error:
+            _say(f"not kept for the next run: {error}")
+            return compute()
+        if path.exists():
+            features = _read(path, key, len(x))
+            if features is not None:
+                return features
+            _say(f"{path} is damaged: computed afresh")
+        result = compute()
+        try:
+            _write(path, key, result)
+        except (OSError, SafetensorError) as error:
+            _say(f"not kept for the next run: {error}")
+        return result
+
+
+def _key(recipe: dict[str, Any], x: Tensor) -> str:
+    described = json.dumps([recipe, list(x.shape), str(x.dtype)], sort_keys=True)
+    return _hash(described.encode(), x)
+
+
+def _hash(start: bytes, x: Tensor) -> str:
+    digest = hashlib.sha256(start)
+    digest.update(x.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _read(path: Path, key: str, count: int) -> Tensor | None:
+    """Return a file's features, or None where they are not, whole and unchanged, those of the key."""
+    with suppress(SafetensorError, KeyError):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            features: Tensor = file.get_tensor("features")
+        right = features.dtype is torch.float32 and features.ndim == 2 and len(features) == count
+        if right and metadata.get("key") == key and metadata.get("checksum") == _hash(b"", features):
+            return features
+    return None
+
+
+def _write(path: Path, key: str, features: Tensor) -> None:
+    with replacing(path, private=True) as part:
+        save_file({"features": features.contiguous()}, part, {"key": key, "checksum": _hash(b"", features)})
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold a lock on a file while the context lasts."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _say(message: str) -> None:
+    print(f"features: {message}", file=sys.stderr)

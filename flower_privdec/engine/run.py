@@ -17,7 +17,7 @@ from flower_privdec.engine.workers import GoneError, start_engine
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger.ledger import Head
-from flower_privdec.scenario.fields import own_modules
+from flower_privdec.scenario.sections import own_modules
 
 
 class Run:

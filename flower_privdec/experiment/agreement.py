@@ -17,14 +17,12 @@ from flower_privdec.data.features import apply_features
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.participation import EdgeParticipation, Participation, build_participation, sample_edges
-from flower_privdec.graph.topology import build_topology
+from flower_privdec.graph.participation import EdgeParticipation, Participation, build_participation
+from flower_privdec.graph.topology import build_topology, sample_edges
 from flower_privdec.models import build_model, flatten
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.app_scenario import AppScenario
-from flower_privdec.scenario.data_section import BatchSection, FeaturesSection
-from flower_privdec.scenario.schema import placed
-from flower_privdec.scenario.task_section import TaskSection
+from flower_privdec.scenario.schema import AppScenario, placed
+from flower_privdec.scenario.sections import BatchSection, FeaturesSection, TaskSection
 from flower_privdec.tasks.losses import Loss, resolve_loss
 from flower_privdec.tasks.metrics import METRICS, Metric
 from flower_privdec.tasks.own_functions import own_loss, own_metric, try_loss, try_metric

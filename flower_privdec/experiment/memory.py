@@ -18,7 +18,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.protocol import inputs_like
 from flower_privdec.privacy.noise import noise_mechanism
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.algorithm_sections import steps_per_round
+from flower_privdec.scenario.sections import steps_per_round
 
 if TYPE_CHECKING:
     from flower_privdec.experiment.view import Experiment

@@ -27,8 +27,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.flower.apps.records import WorkRequest
 from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.data_section import PEER
-from flower_privdec.scenario.topology_section import TopologySection
+from flower_privdec.scenario.sections import PEER, TopologySection
 
 log = logging.getLogger("flwr.privdec")
 
@@ -179,14 +178,14 @@ class HostSettings:
             place = MeetingPlace.given(str(config.get("shard-address", "")), str(config.get("shard-meeting", "")))
         return cls(False, folder, root, test, epsilon, delta, partition, partitions, place, modules)
 
-    def meeting(self, request: WorkRequest) -> MeetingPlace:
+    def rendezvous(self, request: WorkRequest) -> MeetingPlace:
         """Return the rendezvous of a request's shards: the node-config's, or in a simulation a file.
 
         Raises:
             RunError: a deployed node's configuration has none.
         """
         if self.simulated:
-            return MeetingPlace(path=self.folder / f"meeting-{request.token}")
+            return MeetingPlace(path=self.folder / f"rendezvous-{request.token}")
         if self.place is None:
             raise RunError(
                 "this SuperNode's node-config lacks shard-address and shard-meeting: shards send rows to each other "
@@ -210,68 +209,57 @@ class HostSettings:
         if self.simulated and request.base and Path.cwd() != Path(request.base):
             os.chdir(request.base)
         scenario = parse_scenario(request.scenario)
-        if scenario.private is not None and scenario.private.ledger is not None:
-            raise RunError(
-                f"privacy.ledger={scenario.private.ledger} is not for relay mode or shards, where each node keeps a "
-                "ledger of its own: leave it out, or use cohort mode"
+        data, private, topology = scenario.data, scenario.private, scenario.topology
+        own_peers, role = [self.partition], f"peer {self.partition}"
+        if request.shards:
+            shards, shard = Shards.deal(scenario.n_peers, self.partitions or 1), self.partition or 0
+            own_peers, role = [], f"shard {self.partition} of {self.partitions}"
+            if len(shards) == request.shards and 0 <= shard < len(shards):
+                own_peers = shards.peers(shard).tolist()
+        problem = ""
+        if private is not None and private.ledger is not None:
+            problem = (
+                f"privacy.ledger={private.ledger} is not for relay mode or shards, where each node keeps a ledger of "
+                "its own: leave it out, or use cohort mode"
             )
-        if self.simulated:
+        elif self.simulated:
             return scenario
-        self._check_peers(request, scenario)
-        if scenario.private is None and self.epsilon != math.inf:
-            raise RunError(f"privacy: none breaks this SuperNode's epsilon={self.epsilon}: set a privacy section")
-        if scenario.data.batch.sampling == "shuffle":
-            raise RunError(
-                "data.batch.sampling='shuffle' must be another on a SuperNode: its epochs end with a process"
+        elif not request.peers or request.peers != own_peers:
+            problem = (
+                f"this SuperNode is {role} of the {scenario.n_peers} peers, and the request is for peers "
+                f"{peer_ranges(request.peers)} of {request.shards} shards: run one SuperNode a peer or a shard"
             )
-        if isinstance(scenario.topology, TopologySection) and scenario.topology.file is not None:
-            raise RunError(f"topology.file={scenario.topology.file!r} is not a server's to name: name a graph")
-        paths = {"test": self.data_test}
-        if not scenario.data.each_its_own:
-            paths["root"] = self.data_root
-        elif self.data_root is None or self.data_test is None:
-            raise RunError(
-                f"data.root={scenario.data.root}: each peer has its own file, so this SuperNode's own data-root and "
-                'data-test must be given: start it with --node-config \'... data-root="FILE" data-test="FILE"\''
-            )
-        return scenario.model_copy(update={"data": scenario.data.model_copy(update=paths)})
-
-    def _check_peers(self, request: WorkRequest, scenario: Scenario) -> None:
-        """Raise RunError unless the peers of a request are those of a deployed node's own configuration."""
-        if not request.shards:
-            if request.peers != [self.partition]:
-                raise RunError(
-                    f"this SuperNode is peer {self.partition}, not {request.peers}: run one SuperNode a peer",
-                    code="node.peers",
-                )
-            return
-        shards, shard = Shards.deal(scenario.n_peers, self.partitions or 1), self.partition or 0
-        own_peers = shards.peers(shard).tolist() if 0 <= shard < len(shards) else []
-        if len(shards) != request.shards or not own_peers or request.peers != own_peers:
-            raise RunError(
-                f"this SuperNode is partition {self.partition} of {self.partitions} and hosts that shard of the "
-                f"{scenario.n_peers} peers, not peers {peer_ranges(request.peers)} of {request.shards} shards",
-                code="node.peers",
-            )
-        if scenario.data.each_its_own and len(request.peers) > 1 and PEER not in (self.data_root or PEER):
-            raise RunError(
+        elif data.each_its_own and len(request.peers) > 1 and PEER not in (self.data_root or PEER):
+            problem = (
                 f"data-root={self.data_root!r} of this SuperNode must have {PEER} in it, for each of its "
                 f"{len(request.peers)} peers has a file of its own: start it with --node-config '... "
                 f'data-root="FOLDER/{PEER}.npz"\''
             )
+        elif private is None and self.epsilon != math.inf:
+            problem = f"privacy: none breaks this SuperNode's epsilon={self.epsilon}: set a privacy section"
+        elif data.batch.sampling == "shuffle":
+            problem = "data.batch.sampling='shuffle' must be another on a SuperNode: its epochs end with a process"
+        elif isinstance(topology, TopologySection) and topology.file is not None:
+            problem = f"topology.file={topology.file!r} is not a server's to name: name a graph"
+        elif data.each_its_own and (self.data_root is None or self.data_test is None):
+            problem = (
+                f"data.root={data.root}: each peer has its own file, so this SuperNode's own data-root and data-test "
+                'must be given: start it with --node-config \'... data-root="FILE" data-test="FILE"\''
+            )
+        if problem:
+            raise RunError(problem, code="node.scenario")
+        paths = {"test": self.data_test} if data.each_its_own else {"test": self.data_test, "root": self.data_root}
+        return scenario.model_copy(update={"data": data.model_copy(update=paths)})
 
     def parts(self, agreement: Agreement, peers: Sequence[int]) -> OwnParts:
         """Read the private parts of its peers, with this node's keys and data; see `OwnParts.of`."""
-        secret = None if self.simulated else self._secret()
+        secret, path = None, self.folder / "secret"
+        if not self.simulated:  # the secret key of this node's run names, which never leaves
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                write_atomically(path, secrets.token_bytes(SECRET_BYTES), private=True)
+            secret = path.read_bytes()
         return OwnParts.of(agreement, np.asarray(peers), secret, root=self.data_root)
-
-    def _secret(self) -> bytes:
-        """Return the secret key of this node's run names, drawn once from the operating system; it never leaves."""
-        path = self.folder / "secret"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_atomically(path, secrets.token_bytes(SECRET_BYTES), private=True)
-        return path.read_bytes()
 
     def run_folder(self, experiment: Experiment, request: WorkRequest) -> Path:
         """Return the folder of a run's checkpoints; in a simulation its ledger too, which is then this run's alone."""

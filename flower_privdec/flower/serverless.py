@@ -64,13 +64,15 @@ from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
-from flower_privdec.network.peer.trainer import Head, noise_source, rows_path
+from flower_privdec.network.peer.trainer import noise_source, rows_path
 from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.privacy.ledger.ledger import RunName
+from flower_privdec.pushsum.witness import EMPTY, Head
 from flower_privdec.scenario import numbers_hash
-from flower_privdec.scenario.app_scenario import AppPrivacySection, AppScenario, parse_app_scenario
+from flower_privdec.scenario.loading import parse_app_scenario
 from flower_privdec.scenario.plain_yaml import read_plain
-from flower_privdec.scenario.topology_section import TopologySection
+from flower_privdec.scenario.schema import AppPrivacySection, AppScenario
+from flower_privdec.scenario.sections import TopologySection
 
 log = logging.getLogger("flwr.privdec")
 
@@ -79,7 +81,6 @@ INITIAL, MODEL = "initial.safetensors", "model.safetensors"
 UNMIXED = "unmixed."  # before the number of an array that is not mixed, in a state's rows
 ENVIRONMENT = "a Flower app, system entropy"
 ROUND = "server-round"  # the key of the round in the configs of Flower's strategies
-REMEDY = "or give --initial FILE, the initial.safetensors of another peer's folder"
 NEEDS = 'start the SuperNode with --node-config \'address="HOST:PORT" certificates="FOLDER" ...\''
 LEAST_RETRY = 0.05  # seconds: no message makes a node call others as fast as it can
 
@@ -157,9 +158,9 @@ def _bytes_from_json(value: dict[str, Any]) -> Any:
 
 
 class _FirstMessage(BaseException):
-    """Ends a ServerApp at its first message, past any `except Exception` in it."""
+    """Ends a ServerApp at its first message, or None, past any `except Exception` in it."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: Message | None) -> None:
         self.message = message
 
 
@@ -168,12 +169,7 @@ class _FirstMessageGrid(LocalGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> NoReturn:
         """Raise the first message."""
-        for message in messages:
-            raise _FirstMessage(message)
-        raise RunError(
-            f"the app's ServerApp sends no message to any node; let its strategy train all nodes, {REMEDY}",
-            code="app.first-message",
-        )
+        raise _FirstMessage(next(iter(messages), None))
 
 
 def initial_from_server_app(app: OpenedApp, n_peers: int, seed: int) -> InitialArrays:
@@ -186,30 +182,28 @@ def initial_from_server_app(app: OpenedApp, n_peers: int, seed: int) -> InitialA
         RunError: it sends another message first, or none.
     """
     grid = _FirstMessageGrid(app.client, n_peers, config={}, run_config=app.run_config)
-    flower = logging.getLogger("flwr")
+    flower, message = logging.getLogger("flwr"), None
     level = flower.level
     flower.setLevel(logging.WARNING)  # strategies log a start that does not happen
     _seed(seed)
     try:
         app.server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), dict(app.run_config)))
     except _FirstMessage as first:
-        content, kind = first.message.content, first.message.metadata.message_type
-    else:
-        raise RunError(
-            f"the app's ServerApp ended without a message to any node; mend it, {REMEDY}", code="app.first-message"
-        )
+        message = first.message
     finally:
         _seed(None)
         flower.setLevel(level)
-    records = content.array_records
-    if kind.split(".")[0] != "train" or len(records) != 1:
+    kind = "none" if message is None else message.metadata.message_type
+    records = {} if message is None else message.content.array_records
+    if message is None or kind.split(".")[0] != "train" or len(records) != 1:
         raise RunError(
             f"the first message of the app's ServerApp is of type {kind!r} and has {len(records)} ArrayRecords; it "
-            f"must be train with one, as Flower's own strategies send it: take one of those, {REMEDY}",
+            "must be train with one, as Flower's own strategies send it: take one of those, or give --initial FILE, "
+            f"the {INITIAL} of another peer's folder",
             code="app.first-message",
         )
     ((key, arrays),) = records.items()
-    configs = {name: dict(config) for name, config in content.config_records.items()}
+    configs = {name: dict(config) for name, config in message.content.config_records.items()}
     return InitialArrays({name: np.array(value) for name, value in numpy_arrays(arrays).items()}, key, configs)
 
 
@@ -232,12 +226,12 @@ class ClientAppRunner:
 
     Args:
         client: the app.
-        initial: the name of the ArrayRecord in its messages, and the ServerApp's configs.
-        peer, n_peers: which of how many: the node-config's partition-id and num-partitions.
+        scenario: n_peers, train_config and evaluate_config; the configs override the first ConfigRecord's.
+        initial: the name of the ArrayRecord in the app's messages, and the ServerApp's configs.
+        peer: its number, the node-config's partition-id.
         folder: the peer's own.
         node_config: more of the device's own configuration.
         run_config: of the app.
-        train_config, evaluate_config: override the first ConfigRecord of each function.
 
     Raises:
         ScenarioError: a config has a value that no ConfigRecord can hold.
@@ -246,26 +240,22 @@ class ClientAppRunner:
     def __init__(
         self,
         client: ClientApp,
+        scenario: AppScenario,
         initial: InitialArrays,
         peer: int,
-        n_peers: int,
         folder: Path,
-        *,
         node_config: Mapping[str, Any] | None = None,
         run_config: Mapping[str, Any] | None = None,
-        train_config: Mapping[str, Any] | None = None,
-        evaluate_config: Mapping[str, Any] | None = None,
     ) -> None:
         config = {peer: {"folder": str(folder), **(node_config or {})}}
-        grid = LocalGrid(client, n_peers, config=config, run_config=dict(run_config or {}))
+        grid = LocalGrid(client, scenario.n_peers, config=config, run_config=dict(run_config or {}))
         self._client, self._peer, self._folder, self._key = client, peer, folder, initial.key
         self._node, self._context = list(grid.contexts.items())[peer]
         self._evaluate_failed = False
         train = {name: dict(config) for name, config in initial.configs.items()} or {"config": {}}
         self._first = next(iter(train))
-        train[self._first] |= dict(train_config or {})
-        self._configs: dict[str, dict[str, Config]] = {"train": train, "evaluate": {self._first: {}}}
-        self._configs["evaluate"][self._first] |= dict(evaluate_config or {})
+        train[self._first] |= scenario.train_config
+        self._configs = {"train": train, "evaluate": {self._first: dict(scenario.evaluate_config)}}
         for kind in self._configs:
             self._content(kind, ArrayRecord(), 1)  # fails before the run where a config is wrong
 
@@ -408,6 +398,20 @@ class AppTrainer:
         """See Trainer."""
         return None if self.ledger is None else self.ledger.head
 
+    @property
+    def witnessed(self) -> Head:
+        """See Trainer."""
+        return EMPTY if self.ledger is None else self.ledger.witnessed
+
+    def check_witnessed(self, witnessed: Head) -> None:
+        """See Trainer."""
+        if self.ledger is not None:
+            self.ledger.check_witnessed(witnessed)
+
+    def charge_witnessed(self, length: int) -> int:
+        """See Trainer."""
+        return 0 if self.ledger is None else self.ledger.charge_witnessed(length, self._noise)
+
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer."""
         if (private := self._private) is not None:
@@ -530,9 +534,9 @@ class AppTrainer:
                 records = {name: dict(metric) for name, metric in metrics.items()}
                 keep_metrics(self._folder, state.round_index, "evaluate", records)
         if self.scenario.network.hands_in:
-            facts = {"epsilon": json_number(self._epsilon(state)), "privacy": self._privacy(state)}
             rows = {name: state.rows[name].numpy() for name in ("x", "w")}
-            write_atomically(rows_path(self._folder, state.round_index), save(rows, {"privdec": json.dumps(facts)}))
+            content = save(rows, {"privdec": json.dumps(self._spent(state))})
+            write_atomically(rows_path(self._folder, state.round_index), content)
 
     def finish(self, state: State) -> None:
         """See Trainer; the model includes shares that came after the last round."""
@@ -545,23 +549,18 @@ class AppTrainer:
     def status(self, state: State) -> dict[str, Any]:
         """See Trainer; with the unit of ε, and why the peer does not train where it does not."""
         return {
-            "loss": None,
-            "epsilon": json_number(self._epsilon(state)),
+            **{"loss": None, **self._spent(state), "idle": self.idle},
             "budget": None if self._private is None else self._private.epsilon,
             "noise": noise_source(insecure_seeds=False),
-            "privacy": self._privacy(state),
-            "idle": self.idle,
         }
 
-    def _privacy(self, state: State) -> str:
+    def _spent(self, state: State) -> dict[str, Any]:
+        """Return ε as JSON has it, and in words with its unit."""
         if self.ledger is None:
-            return UNPROTECTED
-        unprotected = int(state.rows["unprotected"][0])
-        return bare_words(unprotected) if unprotected else str(self.ledger.spent)
-
-    def _epsilon(self, state: State) -> float:
-        unprotected = self.ledger is None or int(state.rows["unprotected"][0])
-        return math.inf if self.ledger is None or unprotected else self.ledger.spent.epsilon
+            return {"epsilon": json_number(math.inf), "privacy": UNPROTECTED}
+        if unprotected := int(state.rows["unprotected"][0]):
+            return {"epsilon": json_number(math.inf), "privacy": bare_words(unprotected)}
+        return {"epsilon": json_number(self.ledger.spent.epsilon), "privacy": str(self.ledger.spent)}
 
     def close(self) -> None:
         """See Trainer."""
@@ -625,6 +624,7 @@ def run_app_peer(
     node_config: Sequence[str] = (),
     resume: bool = False,
     with_parent: bool = False,
+    charge_witnessed: bool = False,
 ) -> None:
     """Run one peer of an app in the foreground, until its rounds are done, SIGTERM or Ctrl-C.
 
@@ -634,7 +634,7 @@ def run_app_peer(
         certificates: see `run_peer`.
         initial: the initial.safetensors of another peer's folder; by default the app's ServerApp makes the arrays.
         node_config: of this device, as KEY=VALUE.
-        with_parent: see `run_peer`.
+        with_parent, charge_witnessed: see `run_peer`.
 
     Raises:
         ScenarioError: an argument is wrong; nothing was started.
@@ -652,19 +652,9 @@ def run_app_peer(
             arrays = initial_from_server_app(opened, scenario.n_peers, scenario.seed)
             source = f"of the app's ServerApp, drawn with seed {scenario.seed}; saved in {path}"
         print(f"initial arrays {arrays.digest[:16]}: {source}", file=sys.stderr)
-        runner = ClientAppRunner(
-            opened.client,
-            arrays,
-            peer,
-            scenario.n_peers,
-            folder,
-            node_config=config,
-            run_config=opened.run_config,
-            train_config=scenario.train_config,
-            evaluate_config=scenario.evaluate_config,
-        )
+        runner = ClientAppRunner(opened.client, scenario, arrays, peer, folder, config, opened.run_config)
         running = app_peer(scenario, device, arrays, runner.train, runner.evaluate, resume=resume)
-        run_in_foreground(running, scenario.evaluation.every, with_parent)
+        run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
         print(f"privacy of peer {peer}: {running.status()['privacy']}", file=sys.stderr)
 
 

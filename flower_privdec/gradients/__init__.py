@@ -1,4 +1,4 @@
-"""Clipped gradients of a whole cohort."""
+"""Per-example clipped gradients of a whole cohort: the kernels, and which one a model gets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
 from flower_privdec.gradients.proof import prove
 from flower_privdec.gradients.protocol import GradientKernel, LabelledInputs
-from flower_privdec.gradients.single_example import SingleExampleKernel, takes_single_examples
-from flower_privdec.gradients.sparse_linear import SparseLinearKernel
-from flower_privdec.gradients.stacked import Factors, StackedKernel, parse_stack
+from flower_privdec.gradients.stacked import Factors, SparseLinearKernel, StackedKernel, parse_stack
 from flower_privdec.models import check_model
 from flower_privdec.tasks.losses import Loss, resolve_loss
 
@@ -23,7 +21,6 @@ __all__ = [
     "Factors",
     "GradientKernel",
     "LabelledInputs",
-    "SingleExampleKernel",
     "SparseLinearKernel",
     "StackedKernel",
     "build_kernel",
@@ -53,37 +50,42 @@ def build_kernel(
     """Build the gradient kernel for a model.
 
     Args:
-        module: the model; its parameters' values are not used, and it is not changed. Any module: where its
-            structure proves that it keeps the examples of a batch apart, a batch takes one backward pass; else
-            vmap keeps them apart. What is promised of modules that keep something between calls: `VmapKernel`.
-        loss: what it is trained by, or its name.
+        module: any model; the values of its parameters are not used, and it is not changed. Where its structure proves
+            that it keeps the examples of a batch apart, a batch takes one backward pass; else vmap keeps them apart.
+            `VmapKernel` lists what is promised for modules with state.
+        loss: the training loss, or its name.
         input_shape: of one example.
         kind: one of KERNELS.
-        memory_bytes: about how much temporary memory the kernel may take.
-        n_tokens: the inputs are whole numbers 0..n_tokens-1, which are looked up, not reckoned with: vmap or loop.
+        memory_bytes: approximate limit of the kernel's temporary memory.
+        n_tokens: the inputs are tokens 0..n_tokens-1, indices of an embedding: vmap or loop.
         sparse: examples are compressed rows, which one linear layer alone can take.
-        single_example: most batches have one example: models that `takes_single_examples` accepts get a compiled loop.
+        single_example: most batches have one example: linear models of one output get a compiled loop.
 
     Raises:
         ScenarioError: an unknown kind or loss, a model that cannot be clipped example by example, or a kind
             that does not fit the model.
     """
     if kind not in KERNELS:
-        raise ScenarioError(f"kind={kind!r} must be one of {', '.join(KERNELS)}")
+        raise ScenarioError(f"kind={kind!r} must be one of {', '.join(KERNELS)}", code="gradients.kind")
     if memory_bytes < 1:
-        raise ScenarioError(f"memory_bytes={memory_bytes} must be > 0")
+        raise ScenarioError(f"memory_bytes={memory_bytes} must be > 0", code="gradients.memory")
     check_model(module)
     resolved, layers = resolve_loss(loss), None if n_tokens else parse_stack(module, input_shape)
     if sparse:
         if layers is None or len(layers) != 1:
-            raise ScenarioError("sparse examples need a model that is one linear layer: use model linear (or softmax)")
+            message = "sparse examples need a model that is one linear layer: use model linear (or softmax)"
+            raise ScenarioError(message, code="gradients.sparse")
         return SparseLinearKernel(module, layers[0], resolved, memory_bytes)
     if n_tokens is not None and kind in ("stacked", "factored"):
-        raise ScenarioError(f"kind={kind!r} does not fit tokens, which are looked up: use auto")
+        raise ScenarioError(f"kind={kind!r} does not fit tokens, which are indices: use auto", code="gradients.kind")
     if kind == "stacked" and layers is None:
-        raise ScenarioError("kind='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto")
-    if kind == "auto" and single_example and layers is not None and takes_single_examples(layers, resolved):
-        return SingleExampleKernel(module, layers, resolved, memory_bytes)
+        message = "kind='stacked' needs a Sequential of Flatten, Linear, ReLU and Tanh: use auto"
+        raise ScenarioError(message, code="gradients.kind")
+    if kind == "auto" and single_example and layers is not None:
+        from flower_privdec.gradients.single_example import SingleExampleKernel, takes_single_examples
+
+        if takes_single_examples(layers, resolved):
+            return SingleExampleKernel(module, layers, resolved, memory_bytes)
     if kind in ("auto", "stacked") and layers is not None:
         return StackedKernel(module, layers, resolved, memory_bytes)
     if kind in ("auto", "factored") and n_tokens is None:
@@ -91,7 +93,8 @@ def build_kernel(
             return FactoredKernel(module, prove(module, input_shape), resolved, input_shape, memory_bytes)
         except Unproved as why:
             if kind == "factored":
-                raise ScenarioError(f"kind='factored' does not fit this model: {why}; use auto") from None
+                message = f"kind='factored' does not fit this model: {why}; use auto"
+                raise ScenarioError(message, code="gradients.kind") from None
     if kind == "loop":
         return LoopKernel(module, resolved, n_tokens)
     return VmapKernel(module, resolved, input_shape, memory_bytes, n_tokens)
@@ -100,16 +103,16 @@ def build_kernel(
 def explain_kernel(
     module: nn.Module, input_shape: Sequence[int], n_tokens: int | None = None, *, sparse: bool = False
 ) -> str:
-    """Say in a sentence which kernel `build_kernel` takes for a model by itself, and why.
+    """Return a sentence on which kernel `build_kernel` chooses for a model, and why.
 
     Examples:
         >>> explain_kernel(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10)), [1, 8, 8]).split()[0]
         'factored'
     """
     if sparse:
-        return "sparse (one linear layer: only what an example names is touched), because examples are sparse"
+        return "sparse (one linear layer: only the features of an example are computed), because examples are sparse"
     if n_tokens is not None:
-        return f"vmap ({KERNELS['vmap']}), because its examples are tokens, which are looked up"
+        return f"vmap ({KERNELS['vmap']}), because its examples are tokens, which are indices"
     if parse_stack(module, input_shape) is not None:
         return f"stacked ({KERNELS['stacked']}), because the model is a stack of linear layers"
     try:

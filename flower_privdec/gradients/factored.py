@@ -1,14 +1,15 @@
 """Gradients of modules made of Linear, Conv2d and GroupNorm layers: row by row, one backward pass for a batch.
 
-Each call of a layer is caught as its input and the derivative in its output (by `chain` where the module is a
-plain chain of layers, else by hooks and autograd), from which `layers` makes every example's gradient or norm. Only
-modules that are proved to keep examples apart come here (`proof`).
+Each call of a layer is captured as its input and the derivative in its output (by `Chain` where the module is a
+plain chain of layers, else by hooks and autograd), from which `layers` computes every example's gradient or norm. It
+is for modules that are proved to keep examples apart (`proof`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from flower_privdec.gradients.layers import bias_piece, is_supported, weight_pieces
-from flower_privdec.gradients.pooling import pooled, unpooled
 from flower_privdec.gradients.protocol import row_chunks
 from flower_privdec.gradients.rows import Piece, RowKernel
 from flower_privdec.tasks.losses import Loss
 
 _aten = torch.ops.aten
+COMPILED_FROM = 2**17  # numbers from which the loops of max pooling pay for their compilation
+_CACHED_BYTES = 2**24  # of a part of shared inputs with its activations: some 50 images of a small network
+_GRAPH = 3  # how many tensors the backward pass needs for each captured one
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Chain:
         return calls
 
     def outputs(self, x: Tensor) -> Tensor:
-        """Return what the last layer puts out for inputs [b, *shape]."""
+        """Return the outputs of the last layer for inputs [b, *shape]."""
         for i, (_, layer) in enumerate(self._steps):
             x = layer(x) if isinstance(layer, nn.MaxPool2d) else self._forward(i, layer, x, {})
         return x
@@ -88,25 +91,25 @@ def parse_chain(module: nn.Module, prefix: str = "") -> list[tuple[str, nn.Modul
     """Return the layers of (nested) Sequentials with their names, or None where one is of another kind."""
     if type(module) is not nn.Sequential:
         return [(prefix, module)] if _is_link(module) else None
-    found: list[tuple[str, nn.Module]] = []
+    layers: list[tuple[str, nn.Module]] = []
     for name, child in module._modules.items():
         part = None if child is None else parse_chain(child, f"{prefix}.{name}" if prefix else name)
         if part is None:
             return None
-        found += part
-    return found
+        layers += part
+    return layers
 
 
 def _pool_first(steps: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """Move max pooling before activations, which never fall: the same outputs from fewer activations."""
-    found: list[tuple[str, nn.Module]] = []
+    ordered: list[tuple[str, nn.Module]] = []
     for step in steps:
-        place = len(found)
-        while type(step[1]) is nn.MaxPool2d and place and type(found[place - 1][1]) in (nn.ReLU, nn.Tanh):
+        place = len(ordered)
+        while type(step[1]) is nn.MaxPool2d and place and type(ordered[place - 1][1]) in (nn.ReLU, nn.Tanh):
             place -= 1
         if type(step[1]) is not nn.Identity:
-            found.insert(place, step)
-    return found
+            ordered.insert(place, step)
+    return ordered
 
 
 def _is_link(layer: nn.Module) -> bool:
@@ -140,24 +143,93 @@ def _backward(layer: nn.Module, delta: Tensor, x: Tensor, y: Tensor, indices: Te
     return result
 
 
-_CACHED_BYTES = 2**24  # of what outputs are made of, as counted here: some 50 images of a small network
-_GRAPH = 3  # a captured tensor stands for so many in the backward pass
+def pooled(layer: nn.MaxPool2d, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a layer's outputs for images, and the places of the largest inputs as `unpooled` reads them."""
+    if not _is_compiled(layer, x):
+        y, places = _aten.max_pool2d_with_indices(x, *_sizes(layer))
+        return y, places
+    b, c, h, w = x.shape
+    y = torch.empty((b, c, h // 2, w // 2), dtype=x.dtype, memory_format=torch.channels_last)
+    places = torch.empty(y.shape, dtype=torch.uint8, memory_format=torch.channels_last)
+    _compiled()[0](*(_last(part) for part in (x.detach(), y, places)))
+    return y, places
 
 
-@dataclass(frozen=True)
-class _Hooked:
-    """One call of a layer, as its forward hook sees it."""
+def unpooled(layer: nn.MaxPool2d, delta: Tensor, x: Tensor, places: Tensor) -> Tensor:
+    """Return the derivative in a layer's input."""
+    if places.dtype != torch.uint8:
+        result: Tensor = _aten.max_pool2d_with_indices_backward(delta, x, *_sizes(layer), places)
+        return result
+    derivative = torch.empty_like(x)
+    _compiled()[1](*(_last(part) for part in (delta.contiguous(memory_format=torch.channels_last), places, derivative)))
+    return derivative
 
-    name: str
-    layer: nn.Module
-    x: Tensor
-    output: Tensor
+
+def _is_compiled(layer: nn.MaxPool2d, x: Tensor) -> bool:
+    """Return whether the loops fit (squares of two, channels last, on a CPU) and pay."""
+    plain = _sizes(layer) == ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    fits = plain and x.is_cpu and x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return fits and x.dtype in (torch.float32, torch.float64) and x.numel() >= COMPILED_FROM
+
+
+@cache
+def _compiled() -> tuple[Any, Any]:
+    """Compile the loops when they are first needed: numba takes long to import."""
+    from flower_privdec.rows.tensors import compiled
+
+    return compiled(_pool), compiled(_unpool)
+
+
+def _pool(x, y, place):  # type: ignore[no-untyped-def]
+    """Write the largest of four and its number: the first of equals, or the last that is NaN."""
+    for b in range(y.shape[0]):
+        for i in range(y.shape[1]):
+            for j in range(y.shape[2]):
+                first, second = x[b, 2 * i, 2 * j], x[b, 2 * i, 2 * j + 1]
+                third, fourth = x[b, 2 * i + 1, 2 * j], x[b, 2 * i + 1, 2 * j + 1]
+                out, at = y[b, i, j], place[b, i, j]
+                for c in range(y.shape[3]):
+                    best, k = first[c], 0
+                    if second[c] > best or second[c] != second[c]:
+                        best, k = second[c], 1
+                    if third[c] > best or third[c] != third[c]:
+                        best, k = third[c], 2
+                    if fourth[c] > best or fourth[c] != fourth[c]:
+                        best, k = fourth[c], 3
+                    out[c], at[c] = best, k
+
+
+def _unpool(delta, place, x):  # type: ignore[no-untyped-def]
+    """Write the derivative in each input: the output's where it was the largest, else 0."""
+    x[:, 2 * delta.shape[1] :] = 0
+    x[:, :, 2 * delta.shape[2] :] = 0
+    zero = delta.dtype.type(0)
+    for b in range(delta.shape[0]):
+        for i in range(delta.shape[1]):
+            for j in range(delta.shape[2]):
+                d, at = delta[b, i, j], place[b, i, j]
+                for k in range(4):
+                    out = x[b, 2 * i + k // 2, 2 * j + k % 2]
+                    for c in range(len(d)):
+                        out[c] = zero + (d[c] if at[c] == k else zero)
+
+
+def _last(images: Tensor) -> Any:
+    """View images as an array [b, H, W, C]."""
+    return images.permute(0, 2, 3, 1).numpy()
+
+
+def _sizes(layer: nn.MaxPool2d) -> tuple[list[int], list[int], list[int], list[int], bool]:
+    """Return kernel, stride, padding and dilation, each in both axes, and whether sizes are rounded up."""
+    sizes = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
+    kernel, stride, padding, dilation = ([size] * 2 if isinstance(size, int) else list(size) for size in sizes)
+    return kernel, stride, padding, dilation, layer.ceil_mode
 
 
 class FactoredKernel(RowKernel):
     """The kernel for modules that are proved to keep examples apart; see GradientKernel.
 
-    What runs is the graph of the proof, or the chain of layers, never the user's forward.
+    It runs the graph of the proof, or the chain of layers, never the user's forward.
     """
 
     def __init__(
@@ -167,7 +239,7 @@ class FactoredKernel(RowKernel):
         chained = parse_chain(module) is not None
         super().__init__(module, module if chained else graph, loss, memory_bytes)
         self._input_shape = torch.Size(input_shape)
-        self._hooked: list[_Hooked] = []
+        self._hooked: list[tuple[str, nn.Module, Tensor, Tensor]] = []  # name, layer, input and output
         self._images = any(isinstance(part, nn.Conv2d) for part in self._module.modules())
         steps = parse_chain(self._module)
         self._chain = None if steps is None else Chain(steps)
@@ -182,7 +254,7 @@ class FactoredKernel(RowKernel):
         def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             if torch.is_grad_enabled():
                 output = output if output.requires_grad else output.requires_grad_()
-                self._hooked.append(_Hooked(name, layer, inputs[0].detach(), output))
+                self._hooked.append((name, layer, inputs[0].detach(), output))
             return output
 
         return record
@@ -212,14 +284,14 @@ class FactoredKernel(RowKernel):
             with torch.enable_grad():
                 outputs = self._outputs(point, x)
             hooked, start = list(self._hooked), self._loss.derivative(outputs.detach(), y)
-            sources = [call.output for call in hooked]
+            sources = [output for *_, output in hooked]
             deltas = torch.autograd.grad(outputs, sources, start, materialize_grads=True, allow_unused=True)
-            return [LayerCall(h.name, h.layer, h.x, delta) for h, delta in zip(hooked, deltas, strict=True)]
+            return [LayerCall(*call[:3], delta) for call, delta in zip(hooked, deltas, strict=True)]
         finally:
             self._hooked.clear()
 
     def _outputs(self, row: Tensor, x: Tensor) -> Tensor:
-        """Return the outputs at a row; images lie as convolutions are fastest on them."""
+        """Return the outputs at a row, with images in the layout that convolutions are fastest on."""
         if self._images and x.ndim == 4:
             x = x.to(memory_format=torch.channels_last)
         if self._chain is None:
@@ -235,7 +307,7 @@ class FactoredKernel(RowKernel):
 
     @torch.no_grad()
     def _count_numbers(self, like: Tensor) -> int:
-        """Return how many numbers an example takes on its way through, as a pair of zeros does."""
+        """Return how many temporary numbers an example takes, measured with a pair of zeros."""
         self._module.to(like)
         point, x = like.new_zeros(self.d), like.new_zeros(2, *self._input_shape)
         y = self._loss.blank(self._outputs(point, x))

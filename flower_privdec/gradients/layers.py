@@ -27,13 +27,13 @@ _WIDE = 8  # from so many channels on, patches are cut from channels-last images
 
 @dataclass(frozen=True)
 class Outer:
-    """Gradients of one weight as factors: example b's is sum_t u[b, t] (outer) delta[b, t].
+    """Gradients of one weight in factors: example b's is sum_t u[b, t] (outer) delta[b, t].
 
     Attributes:
-        place: where the weight lies.
+        place: of the weight in a row.
         u: inputs [b, T, K].
         delta: derivatives in the outputs [b, T, O].
-        order: turns a gradient [O, K] into the weight's shape; None where it has it.
+        order: gives a gradient [O, K] the weight's shape; None where it has that shape.
     """
 
     place: Parameter
@@ -49,9 +49,8 @@ class Outer:
             sqrt(max(Gram sum, 0) + g S^2) + h S + floor(K) sum_t |delta_t| + floor(O) sum_t |u_t|.
 
         The Gram matrices are float64, where T x T products of dot products of lengths K and O sum up to at most g S^2
-        too little, g = (K + O + T^2 + 16) 2^-53. What is added is rounded to the number type of u and delta: h S,
-        h = (b T + 2) u, is what the terms of one example can err in the product over all b T. The floors stand for
-        what underflows there.
+        too little, g = (K + O + T^2 + 16) 2^-53. What is added is rounded to the type of u and delta: the terms of
+        one example err by at most h S, h = (b T + 2) u, in the product over all b T. The floors bound its underflows.
         """
         (b, t), dtype = self.u.shape[:2], self.u.dtype
         if t == 1:
@@ -85,14 +84,14 @@ def _gram(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_supported(layer: nn.Module) -> bool:
-    """Return whether a layer's gradients can be taken from its inputs and the derivatives in its outputs."""
+    """Return whether a layer's gradients follow from its inputs and the derivatives in its outputs."""
     if type(layer) is nn.Conv2d:
         return layer.groups == 1 and layer.padding_mode == "zeros"
     return type(layer) in (nn.Linear, nn.GroupNorm)
 
 
 def weight_pieces(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: list[Tensor]) -> list[Piece]:
-    """Return the gradients of a layer's weight; one input and one derivative for each call of the layer."""
+    """Return the gradients of a layer's weight, from an input and a derivative for each call of the layer."""
     if isinstance(layer, nn.GroupNorm):
         normal = [functional.group_norm(x, layer.num_groups, eps=layer.eps) for x in xs]
         sums = [_sum_positions(delta * x) for x, delta in zip(normal, deltas, strict=True)]
@@ -101,36 +100,32 @@ def weight_pieces(layer: nn.Module, place: Parameter, xs: list[Tensor], deltas: 
     t, o = sum(delta.shape[1] for delta in deltas), deltas[0].shape[2]
     k = math.prod(place.shape[1:])
     if t * t * (k + o) <= _WRITE_COST * k * o:
-        return [Outer(place, _join([_patches(layer, x) for x in xs]), _join(deltas), _order(layer))]
-    if isinstance(layer, nn.Conv2d) and layer.in_channels >= _WIDE:
-        lines = [_line_gradients(layer, x, delta) for x, delta in zip(xs, deltas, strict=True)]
-        return [Stored(place, _sum(same), _line_of(line)) for line, same in enumerate(zip(*lines, strict=True))]
-    written = [_gradients(layer, k, x, delta) for x, delta in zip(xs, deltas, strict=True)]
-    return [Stored(place, _sum(written), lambda weight: weight.flatten(1).t())]
+        patches = [_joined(_patches(layer, x), 2) for x in xs]
+        return [Outer(place, _joined(patches, 1), _joined(deltas, 1), _order(layer))]
+    calls = [_gradients(layer, k, x, delta) for x, delta in zip(xs, deltas, strict=True)]
+    lines = [_sum(same) for same in zip(*calls, strict=True)]
+    if not _is_wide(layer):
+        return [Stored(place, lines[0], lambda weight: weight.flatten(1).t())]
+    c = place.shape[1]  # a line of the kernel's weight is [columns, C, O]
+    return [
+        Stored(place, line.unflatten(1, (-1, c)), lambda weight, i=i: weight[:, :, i].permute(2, 1, 0))  # type: ignore[misc]
+        for i, line in enumerate(lines)
+    ]
 
 
-def _gradients(layer: nn.Module, k: int, x: Tensor, delta: Tensor) -> Tensor:
-    """Write out gradients [b, K, O], cutting patches for some examples at a time."""
-    b, t, o = delta.shape
-    out = delta.new_empty(b, k, o)
+def _is_wide(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Conv2d) and layer.in_channels >= _WIDE
+
+
+def _gradients(layer: nn.Module, k: int, x: Tensor, delta: Tensor) -> list[Tensor]:
+    """Compute gradients [b, K, O], of wide images for each line of the kernel, some examples at a time."""
+    lines = int(layer.kernel_size[0]) if isinstance(layer, nn.Conv2d) and _is_wide(layer) else 1
+    (b, t, o), k = delta.shape, k // lines
+    out = [delta.new_empty(b, k, o) for _ in range(lines)]
     for part in row_chunks(b, t * k * delta.element_size(), _PATCH_BYTES):
-        torch.bmm(_patches(layer, x[part]).transpose(1, 2), delta[part], out=out[part])
-    return out
-
-
-def _line_gradients(layer: nn.Conv2d, x: Tensor, delta: Tensor) -> list[Tensor]:
-    """Write out gradients [b, columns, C, O] for each line of the kernel, cutting patches as _gradients does."""
-    (b, t, o), c, (lines, columns) = delta.shape, layer.in_channels, layer.kernel_size
-    out = [delta.new_empty(b, columns * c, o) for _ in range(lines)]
-    for part in row_chunks(b, t * columns * c * delta.element_size(), _PATCH_BYTES):
-        for line, patches in zip(out, _line_patches(layer, x[part]), strict=True):
+        for line, patches in zip(out, _patches(layer, x[part]), strict=True):
             torch.bmm(patches.transpose(1, 2), delta[part], out=line[part])
-    return [line.view(b, columns, c, o) for line in out]
-
-
-def _line_of(line: int) -> Callable[[Tensor], Tensor]:
-    """View a line of a kernel's weight as [columns, C, O]."""
-    return lambda weight: weight[:, :, line].permute(2, 1, 0)
+    return out
 
 
 def bias_piece(layer: nn.Module, place: Parameter, deltas: list[Tensor]) -> Piece:
@@ -144,8 +139,8 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0)
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+def _joined(parts: list[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
 
 
 def _flat(layer: nn.Module, delta: Tensor) -> Tensor:
@@ -161,48 +156,40 @@ def _sum_positions(delta: Tensor) -> Tensor:
 
 
 def _order(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """How a gradient [O, K] becomes the weight's shape; K runs as in _patches."""
+    """Return the function that gives a gradient [O, K], K ordered as in _patches, the weight's shape."""
     if not isinstance(layer, nn.Conv2d):
         return None
     o, c, *kernel = layer.weight.shape
-    if c >= _WIDE:
+    if _is_wide(layer):
         return lambda g: g.reshape(o, *kernel, c).permute(0, 3, 1, 2)
     return lambda g: g.reshape(o, c, *kernel)
 
 
-def _patches(layer: nn.Module, x: Tensor) -> Tensor:
-    """Cut images into patches [b, T, K]; the inputs of a linear layer are patches as they are."""
-    if not isinstance(layer, nn.Conv2d):
-        return x.reshape(x.shape[0], -1, x.shape[-1])
-    if layer.in_channels >= _WIDE:
-        return torch.cat(_line_patches(layer, x), 2)
-    x = functional.pad(x, _padding(layer)).contiguous()
-    (b, c), (kh, kw), (dh, dw), (sh, sw) = x.shape[:2], layer.kernel_size, layer.dilation, layer.stride
-    (oh, ow), (s0, s1, s2, s3) = _positions(layer, x), x.stride()
-    windows = x.as_strided((b, c, kh, kw, oh, ow), (s0, s1, dh * s2, dw * s3, sh * s2, sw * s3))
-    return windows.reshape(b, c * kh * kw, oh * ow).transpose(1, 2)
+def _patches(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    """Cut images into patches [b, T, K], wide ones into those of each line of the kernel, [b, T, columns * C].
 
-
-def _line_patches(layer: nn.Conv2d, x: Tensor) -> list[Tensor]:
-    """Cut images into patches of one line of the kernel, [b, T, columns * C], for each of its lines.
-
-    Patches of a line lie in those of the whole image as they are where the stride is 1, so they are copied once.
+    The inputs of a linear layer are its patches. Where the stride is 1 the patches of a line are parts of those of the
+    whole image, so they are copied once.
     """
-    x = functional.pad(x, _padding(layer)).contiguous(memory_format=torch.channels_last)
+    if not isinstance(layer, nn.Conv2d):
+        return [x.reshape(x.shape[0], -1, x.shape[-1])]
+    wide = _is_wide(layer)
+    x = functional.pad(x, _padding(layer)).contiguous(
+        memory_format=torch.channels_last if wide else torch.contiguous_format
+    )
     (b, c, h, _), (kh, kw), (dh, dw), (sh, sw) = x.shape, layer.kernel_size, layer.dilation, layer.stride
-    (oh, ow), (s0, s1, s2, s3) = _positions(layer, x), x.stride()
-    rows = x.as_strided((b, h, ow, kw, c), (s0, s2, sw * s3, dw * s3, s1)).flatten(3).contiguous()
-    return [rows[:, line * dh :: sh][:, :oh].reshape(b, oh * ow, kw * c) for line in range(kh)]
-
-
-def _positions(layer: nn.Conv2d, x: Tensor) -> list[int]:
-    """Return the height and width of a layer's output for padded images."""
     sizes = zip(x.shape[2:], layer.dilation, layer.kernel_size, layer.stride, strict=True)
-    return [(size - dilation * (kernel - 1) - 1) // stride + 1 for size, dilation, kernel, stride in sizes]
+    oh, ow = ((size - dilation * (kernel - 1) - 1) // stride + 1 for size, dilation, kernel, stride in sizes)
+    s0, s1, s2, s3 = x.stride()
+    if wide:
+        rows = x.as_strided((b, h, ow, kw, c), (s0, s2, sw * s3, dw * s3, s1)).flatten(3).contiguous()
+        return [rows[:, line * dh :: sh][:, :oh].reshape(b, oh * ow, kw * c) for line in range(kh)]
+    windows = x.as_strided((b, c, kh, kw, oh, ow), (s0, s1, dh * s2, dw * s3, sh * s2, sw * s3))
+    return [windows.reshape(b, c * kh * kw, oh * ow).transpose(1, 2)]
 
 
 def _padding(layer: nn.Conv2d) -> list[int]:
-    """The layer's padding as functional.pad takes it: left, right, top, bottom."""
+    """Return the layer's padding as functional.pad takes it: left, right, top, bottom."""
     pads: list[int] = []
     for axis in (1, 0):
         if isinstance(layer.padding, str):

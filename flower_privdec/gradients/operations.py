@@ -1,10 +1,10 @@
-"""Operations known to keep the examples of a batch apart, and the conditions under which they do.
+"""Operations that keep the examples of a batch apart, and the conditions under which they do.
 
 A value of a traced forward is one of five kinds. A tensor *of examples* has the batch as its first axis, and its row i
 depends on example i alone. A *shared* tensor depends on no example, such as a buffer. A *number* depends on neither the
 examples nor how many they are. The *batch size* and the *sizes* of a tensor of examples, which hold it, are kinds of
-their own: all one may do with a batch size is name the first axis of a view. A rule looks at the kinds and shapes of
-an operation's arguments and returns the kind of its result, or raises `Unproved`. What has no rule is not known.
+their own: the only use of a batch size is the first axis of a view. A rule takes the kinds and shapes of an
+operation's arguments and returns the kind of its result, or raises `Unproved`. An operation without a rule is unproved.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Value:
 
 @dataclass(frozen=True)
 class Call:
-    """One operation: its arguments, with a Value for each that was computed, and what came out.
+    """One operation: its arguments, with a Value for each that was computed, and its result.
 
     Attributes:
-        name: what a message calls it.
+        name: its name in messages.
         layer: the module that is called; None for functions and methods.
     """
 
@@ -63,7 +63,7 @@ class Call:
     layer: nn.Module | None = None
 
     def leaves(self) -> Iterator[Any]:
-        """Go through all arguments, those in lists, tuples and slices too."""
+        """Yield all arguments, those in lists, tuples and slices too."""
         yield from _leaves((self.args, tuple(self.kwargs.values())))
 
     def refuse(self, what: str) -> Unproved:
@@ -71,25 +71,25 @@ class Call:
         return Unproved(f"{self.name} {what}")
 
     def option(self, position: int, *names: str) -> Any:
-        """Return an argument given by position or under one of some names; None where it is not given."""
+        """Return the argument at a position or under one of some names; None where there is none."""
         if len(self.args) > position:
             return self.args[position]
         return next((self.kwargs[name] for name in names if name in self.kwargs), None)
 
     def first(self, least_axes: int = 1) -> Value:
-        """Return the first argument, a tensor of examples, after a look at all others: constants, not tensors."""
+        """Return the first argument, a tensor of examples, if all others are constants."""
         value, *others = self.leaves()
         if not isinstance(value, Value) or value.kind is not Kind.EXAMPLES or value.ndim < least_axes:
-            raise self.refuse(f"takes something else than examples of {least_axes - 1} axes or more first")
+            raise self.refuse(f"needs examples of {least_axes - 1} axes or more as its first argument")
         if any(isinstance(other, Value) and other.kind is not Kind.NUMBER for other in others):
             raise self.refuse("takes more than one tensor, or the size of the batch")
         return value
 
-    def axes(self, given: Any, count: int) -> tuple[int, ...]:
-        """Return axes given as a number or several, counted from 0."""
-        several = given if isinstance(given, tuple | list) else (given,)
+    def axes(self, option: Any, count: int) -> tuple[int, ...]:
+        """Return the axes of an option, a number or several, counted from 0."""
+        several = option if isinstance(option, tuple | list) else (option,)
         if not several or not all(type(axis) is int for axis in several):
-            raise self.refuse("names no axes, so that it works over the batch too")
+            raise self.refuse("names no axes, so it works over the batch too")
         return tuple(axis % count for axis in several)
 
 
@@ -107,7 +107,7 @@ def _leaves(part: Any) -> Iterator[Any]:
 
 
 def judge(rule: Rule, call: Call, batch: int) -> Kind:
-    """Return the kind of a call's result for a batch of so many examples.
+    """Return the kind of a call's result for a batch of a size.
 
     Raises:
         Unproved: the rule does not hold, or the first axis is not the batch's afterwards.
@@ -121,15 +121,15 @@ def judge(rule: Rule, call: Call, batch: int) -> Kind:
     return kind
 
 
-def _each_number(call: Call) -> Kind:
-    """Every number by itself: the shape stays."""
+def _elementwise(call: Call) -> Kind:
+    """Elementwise: the shape stays."""
     if call.first().content.shape != call.result.shape:
         raise call.refuse("changes the shape")
     return Kind.EXAMPLES
 
 
 def _combine(call: Call) -> Kind:
-    """Numbers of several tensors that stand in the same place, with axes of length 1 or missing ones repeated."""
+    """Elementwise over several tensors, with axes of length 1 or missing ones broadcast."""
     for value in call.leaves():
         if not isinstance(value, Value) or value.kind is Kind.NUMBER:
             continue
@@ -155,15 +155,15 @@ def _reshape(call: Call) -> Kind:
     """The same numbers in the same order: where the first axis stays the batch, no number leaves its example."""
     value, *sizes = call.leaves()
     if not isinstance(value, Value) or value.kind is not Kind.EXAMPLES:
-        raise call.refuse("takes something else than examples first")
+        raise call.refuse("needs examples as its first argument")
     for size in sizes:
         if type(size) is not int and getattr(size, "kind", None) not in (Kind.NUMBER, Kind.BATCH_SIZE):
-            raise call.refuse("is given something else than sizes")
+            raise call.refuse("needs sizes as its other arguments")
     return Kind.EXAMPLES
 
 
 def _rearrange(call: Call) -> Kind:
-    """The axes in another order: as long as the batch, for batches of every size, is the axis of the batch alone."""
+    """The axes in another order: the only axis whose length follows the batch size is the batch's."""
     call.first()
     return Kind.EXAMPLES
 
@@ -172,7 +172,7 @@ def _join(call: Call) -> Kind:
     """Along an axis that is not the batch's."""
     parts = call.args[0] if call.args else None
     if not isinstance(parts, tuple | list) or not all(getattr(part, "kind", None) is Kind.EXAMPLES for part in parts):
-        raise call.refuse("joins something else than examples")
+        raise call.refuse("joins tensors that are not examples")
     if 0 in call.axes(call.option(1, "dim", "axis"), call.result.ndim):
         raise call.refuse("works over the axis of the batch")
     return Kind.EXAMPLES
@@ -192,9 +192,9 @@ def _product(call: Call) -> Kind:
 
 
 def _image(call: Call) -> Kind:
-    """What works on images [b, C, H, W]; with three axes it would take the batch for the channels."""
+    """Operations on images [b, C, H, W]; with three axes they would take the batch for the channels."""
     if call.first().ndim != 4:
-        raise call.refuse("is given something else than images [batch, channels, height, width]")
+        raise call.refuse("needs images [batch, channels, height, width]")
     return Kind.EXAMPLES
 
 
@@ -202,16 +202,16 @@ def _item(call: Call) -> Kind:
     """Parts of every example, or one of a tensor's sizes."""
     value, index = call.args
     if not isinstance(value, Value):
-        raise call.refuse("looks something up by a computed number")
+        raise call.refuse("is indexed by a computed number")
     if value.kind is Kind.SIZES:
         return _one_size(call, value.content, index)
     first, *rest = index if isinstance(index, tuple) else (index,)
     call.first()
     used = [part for part in rest if part is not None and part is not Ellipsis]
     if not all(type(part) in (int, slice) for part in used):
-        raise call.refuse("takes parts by something else than numbers and slices")
+        raise call.refuse("is indexed by more than numbers and slices")
     if first != slice(None) and not (first is Ellipsis and len(used) < value.ndim):
-        raise call.refuse("takes one example, or some, out of the batch")
+        raise call.refuse("selects examples of the batch")
     return Kind.EXAMPLES
 
 
@@ -228,12 +228,12 @@ def _size(call: Call) -> Kind:
 
 def _one_size(call: Call, sizes: torch.Size, axis: Any) -> Kind:
     if type(axis) is not int:
-        raise call.refuse("asks for several sizes at once")
+        raise call.refuse("reads several sizes at once")
     return Kind.BATCH_SIZE if axis % len(sizes) == 0 else Kind.NUMBER
 
 
 _NAMES: dict[Rule, str] = {
-    _each_number: "relu relu6 tanh sigmoid gelu silu mish elu selu celu leaky_relu softplus softsign logsigmoid "
+    _elementwise: "relu relu6 tanh sigmoid gelu silu mish elu selu celu leaky_relu softplus softsign logsigmoid "
     "hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink exp expm1 log log1p sqrt rsqrt square abs neg "
     "reciprocal sin cos erf clamp clip pow clone contiguous",
     _combine: "add sub mul div maximum minimum where gt lt ge le eq ne",
@@ -253,9 +253,9 @@ FUNCTIONS: dict[Any, Rule] = {
     for place in (torch, functional)
     if hasattr(place, name)
 } | {
-    operator.neg: _each_number,
-    operator.abs: _each_number,
-    operator.pow: _each_number,
+    operator.neg: _elementwise,
+    operator.abs: _elementwise,
+    operator.pow: _elementwise,
     operator.getitem: _item,
     getattr: _attribute,
     operator.matmul: _product,
@@ -277,11 +277,11 @@ def _over_own_axis(call: Call) -> Kind:
 def _not_dropped(call: Call) -> Kind:
     if call.layer is None or call.layer.p:
         raise call.refuse("draws random numbers")
-    return _each_number(call)
+    return _elementwise(call)
 
 
-_KEPT = (nn.Identity, nn.ReLU, nn.ReLU6, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.SELU, nn.CELU)
-_KEPT_TOO = (nn.LeakyReLU, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid)
+_ELEMENTWISE = (nn.Identity, nn.ReLU, nn.ReLU6, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.SELU)
+_MORE = (nn.CELU, nn.LeakyReLU, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid)
 _POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 LAYERS: dict[type[nn.Module], Rule] = {
     nn.Linear: _vectors,
@@ -291,6 +291,6 @@ LAYERS: dict[type[nn.Module], Rule] = {
     nn.Softmax: _over_own_axis,
     nn.LogSoftmax: _over_own_axis,
     nn.Dropout: _not_dropped,
-    **dict.fromkeys((*_KEPT, *_KEPT_TOO), _each_number),
+    **dict.fromkeys((*_ELEMENTWISE, *_MORE), _elementwise),
     **dict.fromkeys(_POOLS, _image),
 }

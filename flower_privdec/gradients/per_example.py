@@ -12,6 +12,8 @@ from torch.func import functional_call, grad, vmap
 
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import (
+    Clipping,
+    GradientKernel,
     LabelledInputs,
     beyond,
     inputs_like,
@@ -22,8 +24,8 @@ from flower_privdec.gradients.protocol import (
 )
 from flower_privdec.gradients.rows import Piece, RowKernel, Stored, masked
 from flower_privdec.models import flatten, unflatten
-from flower_privdec.tasks.isolated import no_own_rules
 from flower_privdec.tasks.losses import Loss
+from flower_privdec.tasks.own_functions import no_own_rules
 
 _WRITTEN_BYTES = 2**26  # gradients written out at once; a call of vmap costs about 2 ms whatever it does
 
@@ -32,11 +34,11 @@ class VmapKernel(RowKernel):
     """The kernel for any module: vmap of grad over a few examples of a row at a time; see GradientKernel.
 
     The module's forward sees one example, as a batch of one, and vmap lets no operation reach another. Each call
-    works on a fresh copy of the module, its buffers and its parameters, so that what its forward keeps in them is
-    forgotten: how often it was called before, which depends on how many examples were drawn, changes nothing. What the
-    forward keeps elsewhere, in globals, closures, classes or files, can carry numbers from one example to the gradient
+    works on a new copy of the module, its buffers and its parameters, so that what its forward writes to them is
+    dropped: how often it was called before, which depends on how many examples were drawn, changes nothing. What the
+    forward writes elsewhere, in globals, closures, classes or files, can carry numbers from one example to the gradient
     of a later one, and operators registered with a vmap rule, or functorch's internals, can see examples together:
-    **of a module that does so nothing is promised.** An autograd.Function with a vmap rule is refused.
+    **for such a module nothing is promised.** An autograd.Function with a vmap rule is refused.
     """
 
     def __init__(
@@ -71,32 +73,32 @@ class VmapKernel(RowKernel):
             raise ScenarioError(
                 f"model: it cannot be clipped example by example: {reason(error)}; write "
                 "its forward with torch operations alone (torch.where for a choice, no .item(), no random numbers, no "
-                "change of buffers), so that it takes one example [1, ...] to [1, outputs] under torch.func.vmap"
+                "change of buffers), so that it takes one example [1, ...] to [1, outputs] under torch.func.vmap",
+                code="model.per-example",
             ) from None
 
     def _gradients(self, point: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Return the gradients of examples, by the names of the parameters."""
-        module = self._fresh()
+        module = self._copied()
 
         def value(views: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             output: Tensor = functional_call(module, views, (x[None],))
             if output.ndim != 2 or len(output) != 1:
-                raise ValueError(f"one example is turned into {list(output.shape)}: it must be [1, outputs]")
+                raise ValueError(f"its output for one example is {list(output.shape)}: it must be [1, outputs]")
             return self._loss.value(output, y[None]).sum()
 
         gradients: dict[str, Tensor] = vmap(grad(value), in_dims=(None, 0, 0))(self._views(point.clone()), x, y)
         return gradients
 
-    def _fresh(self) -> nn.Module:
-        """Return a copy of the module that shares its parameters, in whose place others are given."""
-        shared = {id(tensor): tensor for tensor in self._module.parameters()}
-        return copy.deepcopy(self._module, shared)
+    def _copied(self) -> nn.Module:
+        """Return a copy of the module that shares its parameters, for functional_call to replace."""
+        return copy.deepcopy(self._module, {id(tensor): tensor for tensor in self._module.parameters()})
 
     def _views(self, row: Tensor) -> dict[str, Tensor]:
         return {name: place.view(row) for name, place in self._layout.items()}
 
     def _outputs(self, row: Tensor, x: Tensor) -> Tensor:
-        outputs: Tensor = functional_call(self._fresh(), self._views(row), (x,))
+        outputs: Tensor = functional_call(self._copied(), self._views(row), (x,))
         return outputs
 
     def _pieces(self, point: Tensor, x: Tensor, y: Tensor) -> Sequence[Piece]:
@@ -112,8 +114,8 @@ class VmapKernel(RowKernel):
             failure = type(error).__name__
         if failure is not None:  # raised here, an error that does not carry the other one along
             raise RunError(
-                f"the model's forward raised {failure} on private examples (its message is withheld, for it may tell "
-                "of them); try it on inputs of every size"
+                f"the model's forward raised {failure} on private examples (its message is withheld, for it may reveal "
+                "them); try it on inputs of every size"
             )
         if unknown is not None:
             gradients = {name: masked(gradient, unknown, math.nan) for name, gradient in gradients.items()}
@@ -123,24 +125,15 @@ class VmapKernel(RowKernel):
         return row_chunks(examples, self.d * element_size, min(self._memory, _WRITTEN_BYTES))
 
 
-class LoopKernel:
+class LoopKernel(GradientKernel):
     """The oracle: one module, one example, one backward pass at a time; see GradientKernel."""
 
     def __init__(self, module: nn.Module, loss: Loss, n_tokens: int | None = None) -> None:
-        self._module, self._loss, self._n_tokens = module, loss, n_tokens
-        self.d = sum(parameter.numel() for parameter in module.parameters())
+        super().__init__(module, loss, 1)
+        self._module, self._n_tokens = module, n_tokens
 
-    def add_clipped_(
-        self,
-        out: Tensor,
-        params: Tensor,
-        batch: LabelledInputs,
-        clip_norm: Tensor | None,
-        scale: Tensor,
-        divisor: Tensor | None = None,
-    ) -> Tensor:
-        """Add clipped gradient sums in place; see GradientKernel."""
-        m, examples = batch.weight.shape
+    def _add_(self, out: Tensor, params: Tensor, batch: LabelledInputs, clipping: Clipping) -> Tensor:
+        (m, examples), clip_norm, divisor = batch.weight.shape, clipping.clip_norm, clipping.divisor
         norms = params.new_empty(m, examples)
         for i in range(m):
             model = self._model(params[i] if divisor is None else params[i] / divisor[i])
@@ -154,7 +147,7 @@ class LoopKernel:
                 if clip_norm is not None and norms[i, b] > clip_norm[i]:
                     gradient *= clip_norm[i] / norms[i, b]
                 total += batch.weight[i, b] * gradient
-            out[i] += scale[i] * total
+            out[i] += clipping.scale[i] * total
         return norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
@@ -162,14 +155,11 @@ class LoopKernel:
         with torch.no_grad():
             return torch.stack([self._model(row)(inputs_like(x, params)) for row in params])
 
-    def blended_logits(self, params: Tensor, weights: Tensor, x: Tensor) -> Tensor:
-        """Return the outputs [c, N, k] of blended models for shared inputs; see GradientKernel."""
-        return self.logits(weights @ params, x)
-
     def _gradient(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         if unknown_tokens(x[None], self._n_tokens) is not None:
             return flatten(model).fill_(math.nan)
-        return example_gradient(model, self._loss, x, y)
+        with torch.enable_grad():
+            return example_gradient(model, self._loss, x, y)
 
     def _model(self, row: Tensor) -> nn.Module:
         return unflatten(copy.deepcopy(self._module).to(row), row)

@@ -1,11 +1,11 @@
 """Prove that a module keeps the examples of a batch apart, so that one backward pass can serve a whole batch.
 
-The forward is traced once into a graph of operations, with stand-ins for its inputs. Where every operation is one of
+The forward is traced once into a graph of operations, with proxies for its inputs. Where every operation is one of
 `operations`, where no parameter is used outside the layer it belongs to, and where the axes are as the rules ask for
 batches of one, two and three examples, row i of the output depends on example i alone, whatever the examples and the
-parameters: the rules speak of operations and shapes, never of values. The *graph* is then what runs, never the user's
+parameters: the rules are about operations and shapes, never values. The *graph* then runs, never the user's
 forward again, so that nothing it might do differently another time matters to privacy. That the graph computes what
-the forward computes is tried on random inputs, never on private ones.
+the forward computes is tested on random inputs, never on private ones.
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ def prove(module: nn.Module, input_shape: Sequence[int]) -> fx.GraphModule:
             raise Unproved(f"{_named(path, part)} has hooks, or a method of its own in place of its class's")
     with torch.random.fork_rng(devices=[]):
         graph = _trace(module)
-        seen = [_facts(graph, _random(module, (batch, *input_shape))) for batch in BATCHES]
-        for name, fact in seen[0].items():
-            if any(facts[name] != fact for facts in seen):
+        checkers = [_Checker(graph, batch) for batch in BATCHES]
+        for batch, checker in zip(BATCHES, checkers, strict=True):
+            checker.run(_random(module, (batch, *input_shape)))
+        for name, fact in checkers[0].facts.items():
+            if any(checker.facts[name] != fact for checker in checkers):
                 raise Unproved(f"the shape of {name!r} depends on how many examples there are")
         _check_outputs(module, graph, input_shape)
     return graph
 
 
 def _check_parameters(module: nn.Module) -> None:
-    """Refuse parameters outside the layers whose gradients can be factored, and those of two layers at once."""
+    """Refuse parameters outside the layers whose gradients can be factored, and parameters that layers share."""
     for path, part in module.named_modules():
         own = [name for name, _ in part.named_parameters(recurse=False)]
         if own and not is_supported(part):
@@ -72,7 +74,7 @@ def _named(path: str, part: nn.Module) -> str:
 
 
 class _Tracer(fx.Tracer):
-    """Looks into every module but the layers that `operations` knows."""
+    """Traces into every module but the layers that have a rule in `operations`."""
 
     proxy_buffer_attributes = True
 
@@ -87,27 +89,20 @@ def _trace(module: nn.Module) -> fx.GraphModule:
             if getattr(part, "inplace", False):
                 vars(part).update(inplace=False)
         graph = fx.GraphModule(root, _Tracer().trace(root))
-    except RAISED_BY_USERS as error:  # the user's forward runs here, on stand-ins: it may raise anything
+    except RAISED_BY_USERS as error:  # the user's forward runs here, on proxies: it may raise anything
         raise Unproved(f"its forward cannot be traced ({reason(error)})") from None
     if sum(node.op == "placeholder" for node in graph.graph.nodes) != 1:
-        raise Unproved("its forward takes other than one argument")
+        raise Unproved("its forward must take one argument")
     if not list(graph.parameters()):
         raise Unproved("its forward calls no layer that has parameters")
     return graph
 
 
-def _facts(graph: fx.GraphModule, x: Tensor) -> dict[str, Any]:
-    """Judge every operation on a batch; return what may not depend on its size, by the names of the operations."""
-    checker = _Checker(graph, len(x))
-    checker.run(x)
-    return checker.facts
-
-
 class _Checker(fx.Interpreter):
-    """Runs a graph and judges every operation.
+    """Runs a graph and checks every operation against its rule.
 
     Attributes:
-        facts: the shape of what each operation returns for one example, or the number.
+        facts: the shape of each operation's result for one example, or the number; by name.
     """
 
     def __init__(self, graph: fx.GraphModule, batch: int) -> None:
@@ -120,7 +115,7 @@ class _Checker(fx.Interpreter):
         self._layers = dict(graph.named_modules())
 
     def run_node(self, n: Node) -> Any:
-        """Run one operation and judge it; what cannot be run or judged is not proved."""
+        """Run one operation and check it against its rule; one that fails or has no rule is not proved."""
         try:
             return self._judged(n)
         except Unproved:
@@ -161,7 +156,7 @@ class _Checker(fx.Interpreter):
         if n.op == "output":
             last = n.args[0]
             if not isinstance(last, Node) or self._kinds[last] is not Kind.EXAMPLES or result.ndim != 2:
-                raise Unproved("its forward returns other than a tensor [batch, outputs]")
+                raise Unproved("its forward must return a tensor [batch, outputs]")
         return Kind.SHARED if n.op == "get_attr" else Kind.EXAMPLES
 
     def _valued(self, part: Any) -> Any:
@@ -193,7 +188,7 @@ def _random(module: nn.Module, shape: Sequence[int]) -> Tensor:
 
 
 def _check_outputs(module: nn.Module, graph: fx.GraphModule, input_shape: Sequence[int]) -> None:
-    """Compare the graph with the forward, near the module's parameters; it leaves the graph with other ones."""
+    """Compare the graph with the forward, near the module's parameters; the graph's parameters are changed."""
     twin, x = copy.deepcopy(module), _random(module, (_TRIED, *input_shape))
     moved = dict(twin.named_parameters())
     with torch.no_grad():
@@ -205,10 +200,10 @@ def _check_outputs(module: nn.Module, graph: fx.GraphModule, input_shape: Sequen
         expected = [_results(twin, x, moved) for _ in range(2)]
     except RAISED_BY_USERS as error:  # the user's forward again
         raise Unproved(f"its forward fails on random examples ({reason(error)})") from None
-    own = dict(graph.named_parameters())
-    found = _results(graph, x, {name: own.get(name, parameter) for name, parameter in moved.items()})
-    if not all(_near(value, other) for results in expected for value, other in zip(found, results, strict=True)):
-        raise Unproved("its forward computes something else than what was traced, or not always the same")
+    computed = _results(graph, x, moved | dict(graph.named_parameters()))
+    pairs = [pair for results in expected for pair in zip(computed, results, strict=True)]
+    if not all(bool((value - other).norm() <= _TOLERANCE * other.norm()) for value, other in pairs):
+        raise Unproved("its forward and its trace compute different outputs, or it is not deterministic")
 
 
 def _results(module: nn.Module, x: Tensor, parameters: Mapping[str, Tensor]) -> list[Tensor]:
@@ -216,9 +211,5 @@ def _results(module: nn.Module, x: Tensor, parameters: Mapping[str, Tensor]) -> 
     with torch.enable_grad():
         outputs: Tensor = module(x)
         total = (outputs * torch.linspace(1, 2, outputs.numel()).view_as(outputs).to(outputs)).sum()
-    given = list(parameters.values())
-    return [outputs.detach(), *torch.autograd.grad(total, given, materialize_grads=True, allow_unused=True)]
-
-
-def _near(value: Tensor, other: Tensor) -> bool:
-    return bool((value - other).norm() <= _TOLERANCE * other.norm())
+    gradients = torch.autograd.grad(total, list(parameters.values()), materialize_grads=True, allow_unused=True)
+    return [outputs.detach(), *gradients]

@@ -1,4 +1,4 @@
-"""What every gradient kernel shares: the protocol, the layout of a row, the clip coefficient, and norms that bound.
+"""The interface of gradient kernels, the layout of a row, the clip coefficient, and upper bounds on norms.
 
 A clipped sum is private only if the norm an example is scaled by is at least that of the vector really added for it.
 Every norm of this package is therefore an upper bound. With u half the distance from 1 to the next number (6e-8 in
@@ -8,7 +8,7 @@ float32), and t the smallest normal number:
    keeps subnormal numbers), 2 n t: so |v| <= (computed + sqrt(2 n t)) (1 + (n / 2 + 2) u). Vectors longer than LONGEST
    are summed in blocks of BLOCK, whose norms are summed likewise: that keeps (n / 2) u below 1.3e-4 in float32, and the
    floor below sqrt(8 n t), 3e-19 sqrt(n).
-2. **Products.** A gradient that is added as a product u delta^T has norm |u| |delta|, and each factor its own floor:
+2. **Products.** A gradient added as a product u delta^T has norm |u| |delta|, and each factor has its own floor:
    an underflow in one must not be multiplied by the other, which may be huge.
 3. **Coefficients.** clip / norm, its product with weight and scale, with delta, and with u round five times; the few
    operations that put a norm together some twenty. ROUNDINGS u covers them all.
@@ -23,6 +23,7 @@ clip / norm underflows, as long as the clip norm and its product with |scale|, w
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, overload
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec.data.sparse_rows import Features, SparseRows
+from flower_privdec.tasks.losses import Loss
 
 LONGEST, BLOCK = 4096, 1024  # numbers summed at once, and in each block of a longer vector
 ROUNDINGS = 32
@@ -51,12 +53,12 @@ def length(vectors: Tensor) -> Tensor:
 
 @cache
 def slack(dtype: torch.dtype, *sizes: int) -> float:
-    """Return by what share the product of norms of vectors of these sizes may exceed what is computed."""
+    """Return by what fraction the product of norms of vectors of these sizes may exceed the computed one."""
     return (sum(_summed(n) for n in sizes) / 2 + ROUNDINGS) * torch.finfo(dtype).eps / 2
 
 
 def _summed(n: int) -> int:
-    """Count the additions that a number goes through on its way into a norm, at most."""
+    """Return the most additions that a number goes through on its way into a norm."""
     return n if n <= LONGEST else BLOCK + _summed(n // BLOCK + 1)
 
 
@@ -77,48 +79,81 @@ def upper(vectors: Tensor) -> Tensor:
     return torch.add(floor(vectors, n), length(vectors), alpha=1 + slack(vectors.dtype, n))
 
 
-def beyond(norms: Tensor, *, ask: bool = True) -> Tensor | None:
+def beyond(norms: Tensor, *, wait: bool = True) -> Tensor | None:
     """Return which norms are infinite, not numbers or beyond LARGEST; None where none is.
 
-    Asking a GPU makes it wait for the answer: without, the mask is returned whatever it holds.
+    Reading the answer back from a GPU waits for it; without `wait` the mask is returned even where none is.
     """
     largest = LARGEST[norms.dtype]
-    if norms.numel() == 0 or (ask and norms.max().item() <= largest):
+    if norms.numel() == 0 or (wait and norms.max().item() <= largest):
         return None
     return ~(norms <= largest)
 
 
 class Inputs(Protocol):
-    """Examples for each row: x [m, B, *shape], numbers or whole-numbered tokens, and targets y [m, B, ...]."""
+    """Examples for each row: x [m, B, *shape], numbers or integer tokens, and targets y [m, B, ...] for the loss."""
 
     @property
-    def x(self) -> Tensor:
-        """The inputs."""
-        ...
-
+    def x(self) -> Tensor: ...
     @property
-    def y(self) -> Tensor:
-        """The targets, as the loss takes them."""
-        ...
+    def y(self) -> Tensor: ...
 
 
 class LabelledInputs(Inputs, Protocol):
     """A batch for each row: inputs with a weight [m, B], 0 for padding."""
 
     @property
-    def weight(self) -> Tensor:
-        """The weight of each example in its row's sum."""
-        ...
+    def weight(self) -> Tensor: ...
 
 
-class GradientKernel(Protocol):
-    """Clipped gradients of a cohort: row i of every tensor is one peer's, and no row looks at another."""
+@dataclass(frozen=True)
+class Clipping:
+    """What turns each row's gradients into its sum; row i of each tensor [m] belongs to row i.
 
-    @property
-    def d(self) -> int:
-        """The number of parameters."""
-        ...
+    Attributes:
+        clip_norm: largest L2 norm of one example's gradient; None does not clip.
+        scale: factor of the row's sum.
+        divisor: push-sum weights that de-bias the parameters; None divides by nothing.
+    """
 
+    clip_norm: Tensor | None
+    scale: Tensor
+    divisor: Tensor | None = None
+
+    def rows(self, rows: slice) -> Clipping:
+        """Return the slice for some rows."""
+        clip_norm, divisor = (None if part is None else part[rows] for part in (self.clip_norm, self.divisor))
+        return Clipping(clip_norm, self.scale[rows], divisor)
+
+    def coefficient(self, norms: Tensor, weight: Tensor) -> Tensor:
+        """Return scale * weight * min(1, clip_norm / norm) for each example, [m, B]."""
+        factor = weight * self.scale.unsqueeze(1)
+        if self.clip_norm is None:
+            return factor.to(norms.dtype)
+        return (self.clip_norm.unsqueeze(1) / norms).clamp_max_(1).mul_(factor)
+
+
+@dataclass(frozen=True)
+class RowsOfBatch:
+    """A part of a batch: see LabelledInputs."""
+
+    x: Any
+    y: Tensor
+    weight: Tensor
+
+
+class GradientKernel(ABC):
+    """Clipped gradients of a cohort: row i of every tensor is one peer's, and depends on no other row.
+
+    Attributes:
+        d: the number of parameters.
+    """
+
+    def __init__(self, module: nn.Module, loss: Loss, memory_bytes: int) -> None:
+        self.d = sum(parameter.numel() for parameter in module.parameters())
+        self._loss, self._memory = loss, memory_bytes
+
+    @torch.no_grad()
     def add_clipped_(
         self,
         out: Tensor,
@@ -133,15 +168,15 @@ class GradientKernel(Protocol):
             out[i] += scale[i] * sum_b weight[i, b] * g_ib * min(1, clip_norm[i] / |g_ib|)
 
         where g_ib is the gradient of the loss of example b at params[i] / divisor[i] (Abadi et al. 2016, Alg. 1),
-        and |g_ib| its norm or a little more (`bounds`). An example whose gradient is not finite, or longer than
-        `bounds.LARGEST`, counts as zero, clipped or not: with features, parameters or a divisor that are no finite
-        numbers, and where anything overflows on the way. Nor does one with a token outside the vocabulary count. No
-        value raises an error.
+        and |g_ib| an upper bound on its norm (see the module). An example whose gradient is not finite, or longer than
+        LARGEST, counts as zero, clipped or not: with features, parameters or a divisor that are no finite numbers, and
+        where anything overflows on the way. An example with a token outside the vocabulary counts as zero too. No value
+        raises an error.
 
         Args:
             out: rows [m, d]; may be params itself, for descent in place.
             params: rows [m, d].
-            batch: one batch for each row; what padding holds never matters.
+            batch: one batch for each row; the content of padding never matters.
             clip_norm: largest L2 norm of one example's gradient, [m], > 0; None does not clip.
             scale: factor of each row's sum, [m], such as minus the learning rate over the batch size.
             divisor: push-sum weights [m] that de-bias the parameters; None divides by nothing.
@@ -151,35 +186,52 @@ class GradientKernel(Protocol):
             that count as zero. Those of padding mean nothing.
 
         Privacy: one example changes a row's sum by at most |scale[i]| * clip_norm[i] (zero-out adjacency), whatever
-            the example, the others, the parameters and the module (`VmapKernel` lists the modules of which that is not
+            the example, the others, the parameters and the module (`VmapKernel` lists the modules for which this is not
             promised). It holds for the numbers as they are computed, float32 included: the vector that is added for
-            an example is no longer than that, and no bit of another example's vector depends on it. What it does
-            not cover is how the *sum* of these vectors and of `out` is rounded, some 1e-7 of the numbers summed,
-            nor a machine set to multiply with less than the full precision of the parameters' type.
+            an example is no longer than that, and no bit of another example's vector depends on it. It does not cover
+            how the *sum* of these vectors and of `out` is rounded, some 1e-7 of the numbers summed, nor a machine set
+            to multiply with less than the full precision of the parameters' type.
             The norms returned are private and must stay on the peer.
         """
-        ...
+        clipping = Clipping(clip_norm, scale, divisor)
+        out, params, (m, examples) = out.detach(), params.detach(), batch.weight.shape
+        parts = row_chunks(m, self._row_bytes(batch, params.element_size()), self._memory)
+        if len(parts) == 1:
+            return self._add_(out, params, batch, clipping)
+        norms = params.new_empty(m, examples)
+        for rows in parts:
+            part = RowsOfBatch(batch.x[rows], batch.y[rows], batch.weight[rows])
+            norms[rows] = self._add_(out[rows], params[rows], part, clipping.rows(rows))
+        return norms
 
+    def _row_bytes(self, batch: LabelledInputs, element_size: int) -> int:
+        """Return how much temporary memory one row takes, where all rows are computed at once."""
+        return 0
+
+    @abstractmethod
+    def _add_(self, out: Tensor, params: Tensor, batch: LabelledInputs, clipping: Clipping) -> Tensor:
+        """Add the sums of rows that fit into memory; see `add_clipped_`."""
+
+    @abstractmethod
     def logits(self, params: Tensor, x: Any) -> Tensor:
         """Return the outputs [m, N, k] of every row's model for shared inputs x [N, *shape]."""
-        ...
 
     def blended_logits(self, params: Tensor, weights: Tensor, x: Any) -> Tensor:
         """Return the outputs [c, N, k] of the models weights @ params for shared inputs x [N, *shape].
 
-        Where a model begins with a linear layer the outputs of that one are blended, which are a few numbers for each
-        example, and not its parameters, which are as many for each input; else it is `logits(weights @ params, x)`.
+        A model that begins with a linear layer has the outputs of that layer blended instead of its parameters: they
+        are fewer.
 
         Args:
             params: rows [n, d], finite.
-            weights: [c, n], of which each row sums to 1.
+            weights: [c, n]; each row sums to 1.
         """
-        ...
+        return self.logits(weights @ params.detach(), x)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Where one parameter lies in a row."""
+    """The place of one parameter in a row."""
 
     name: str
     start: int
@@ -187,7 +239,7 @@ class Parameter:
 
     @property
     def stop(self) -> int:
-        """Where it ends."""
+        """Return the index behind its last number."""
         return self.start + math.prod(self.shape)
 
     def view(self, rows: Tensor) -> Tensor:
@@ -197,11 +249,11 @@ class Parameter:
 
 def layout(module: nn.Module) -> dict[str, Parameter]:
     """Return where each of the module's parameters lies in a row, in the order of named_parameters."""
-    found, start = {}, 0
+    parameters, start = {}, 0
     for name, parameter in module.named_parameters():
-        found[name] = Parameter(name, start, parameter.shape)
-        start = found[name].stop
-    return found
+        parameters[name] = Parameter(name, start, parameter.shape)
+        start = parameters[name].stop
+    return parameters
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -224,7 +276,7 @@ def inputs_like(x: Tensor, params: Tensor) -> Tensor: ...
 @overload
 def inputs_like(x: SparseRows, params: Tensor) -> SparseRows: ...
 def inputs_like(x: Features, params: Tensor) -> Features:
-    """Return inputs where parameters are and in their number type; tokens stay whole numbers, compressed rows there."""
+    """Return inputs on the parameters' device and in their type; tokens stay integers, compressed rows stay."""
     if isinstance(x, SparseRows):
         return x
     return x.to(params) if x.is_floating_point() else x.to(params.device)
@@ -236,14 +288,6 @@ def unknown_tokens(x: Tensor, n_tokens: int | None) -> Tensor | None:
         return None
     unknown = ((x < 0) | (x >= n_tokens)).flatten(1).any(1)
     return unknown if bool(unknown.any()) else None
-
-
-def coefficient(norms: Tensor, weight: Tensor, clip_norm: Tensor | None, scale: Tensor) -> Tensor:
-    """Return scale * weight * min(1, clip_norm / norm) for each example, [m, B]."""
-    factor = weight * scale.unsqueeze(1)
-    if clip_norm is None:
-        return factor.to(norms.dtype)
-    return (clip_norm.unsqueeze(1) / norms).clamp_max_(1).mul_(factor)
 
 
 def row_chunks(m: int, bytes_per_row: int, memory_bytes: int) -> list[slice]:

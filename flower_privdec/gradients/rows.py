@@ -1,9 +1,9 @@
-"""What the kernels share that work on one row after another."""
+"""The base of the kernels that compute one row after another."""
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import (
+    Clipping,
+    GradientKernel,
     LabelledInputs,
     Parameter,
     beyond,
-    coefficient,
     inputs_like,
     layout,
     reason,
@@ -29,14 +30,14 @@ _LOGIT_TENSORS = 64  # activations alive in a forward pass, as a multiple of the
 
 
 class Piece(Protocol):
-    """The gradients of b examples in a few parameters, in whatever form is cheap."""
+    """The gradients of b examples in a few parameters, in a form that is cheap to sum."""
 
     def bound(self) -> Tensor:
-        """Return upper bounds [b] on the norms of what `add_` adds for each example; see `bounds`."""
+        """Return upper bounds [b] on the norms of the vectors that `add_` adds; see `protocol`."""
         ...
 
     def without(self, bad: Tensor) -> Piece:
-        """Return the same with 0 as the gradients of some examples, bool [b]."""
+        """Return the piece with the gradients of some examples, bool [b], replaced by 0."""
         ...
 
     def add_(self, total: Tensor, coefficient: Tensor) -> None:
@@ -59,7 +60,7 @@ class Stored:
     part: Callable[[Tensor], Tensor] | None = None
 
     def bound(self) -> Tensor:
-        """See Piece: the very numbers that are added."""
+        """See Piece: from the same numbers that are added."""
         return upper(self.gradients.reshape(self.gradients.shape[0], -1))
 
     def without(self, bad: Tensor) -> Stored:
@@ -81,7 +82,7 @@ def masked(values: Tensor, bad: Tensor, filling: float = 0) -> Tensor:
 def _used(weight: Tensor) -> list[int]:
     """Count each row's examples up to the last whose weight is not 0; the rest is padding.
 
-    A GPU is not queried: it would have to be waited for, and padding, which adds nothing, costs it less.
+    A GPU counts all of them: reading a number back would cost it more than computing padding, which adds nothing.
     """
     if weight.shape[1] == 0 or not weight.is_cpu:
         return [weight.shape[1]] * weight.shape[0]
@@ -90,26 +91,26 @@ def _used(weight: Tensor) -> list[int]:
     return counts
 
 
-class RowKernel(ABC):
-    """A kernel that takes the rows one by one, and a row's examples in parts that fit into memory."""
+class RowKernel(GradientKernel):
+    """A kernel that computes row by row, and a row's examples in parts that fit into memory."""
 
     def __init__(self, module: nn.Module, run: nn.Module, loss: Loss, memory_bytes: int) -> None:
-        """Keep a copy of `run`, which computes what the module does with parameters of the same names.
+        """Copy `run`, which computes what the module does with parameters of the same names.
 
         Raises:
             ScenarioError: it cannot be copied.
         """
+        super().__init__(module, loss, memory_bytes)
         try:
             self._module = copy.deepcopy(run).requires_grad_(False)
         except RAISED_BY_USERS as error:  # a user's module may hold anything
             raise ScenarioError(
                 f"model: it cannot be copied: {reason(error)}; keep no tensors in it that were computed, nor locks or "
-                "files (for weight norm use torch.nn.utils.parametrizations)"
+                "files (for weight norm use torch.nn.utils.parametrizations)",
+                code="model.copy",
             ) from None
         self._layout = layout(module)
         self._parameters = dict(self._module.named_parameters())
-        self._loss, self._memory = loss, memory_bytes
-        self.d = sum(parameter.numel() for parameter in module.parameters())
         self._release()
 
     @abstractmethod
@@ -120,33 +121,21 @@ class RowKernel(ABC):
     def _parts(self, examples: int, element_size: int) -> Sequence[slice]:
         """Cut a row's examples into parts that fit into memory."""
 
-    @torch.no_grad()
-    def add_clipped_(
-        self,
-        out: Tensor,
-        params: Tensor,
-        batch: LabelledInputs,
-        clip_norm: Tensor | None,
-        scale: Tensor,
-        divisor: Tensor | None = None,
-    ) -> Tensor:
-        """Add clipped gradient sums in place; see GradientKernel."""
-        params, out = params.detach(), out.detach()
+    def _add_(self, out: Tensor, params: Tensor, batch: LabelledInputs, clipping: Clipping) -> Tensor:
         self._module.to(params)
         norms = params.new_zeros(batch.weight.shape)
         for i, used in enumerate(_used(batch.weight)):
+            row, divisor = clipping.rows(slice(i, i + 1)), clipping.divisor
             point = params[i] if divisor is None else params[i] / divisor[i]
             x, y = inputs_like(batch.x[i, :used], params), batch.y[i, :used]
             parts = self._parts(used, params.element_size())
             direct = len(parts) <= 1 or divisor is not None  # nothing reads the row again, which may be out
             total = out[i] if direct else torch.zeros_like(point)
             for part in parts:
-                pieces, found = _finite(self._pieces(point, x[part], y[part]))
-                norms[i, part] = found
-                clip = None if clip_norm is None else clip_norm[i : i + 1]
-                factor = coefficient(found.unsqueeze(0), batch.weight[i : i + 1, part], clip, scale[i : i + 1])
+                pieces, norms[i, part] = _finite(self._pieces(point, x[part], y[part]))
+                coefficient = row.coefficient(norms[i : i + 1, part], batch.weight[i : i + 1, part])[0]
                 for piece in pieces:
-                    piece.add_(total, factor[0])
+                    piece.add_(total, coefficient)
             if not direct:
                 out[i].add_(total)
         self._release()
@@ -169,10 +158,6 @@ class RowKernel(ABC):
         """Cut shared inputs into parts that fit into memory."""
         return row_chunks(examples, _LOGIT_TENSORS * x[:1].numel() * x.element_size(), self._memory)
 
-    def blended_logits(self, params: Tensor, weights: Tensor, x: Tensor) -> Tensor:
-        """Return the outputs [c, N, k] of blended models for shared inputs; see GradientKernel."""
-        return self.logits(weights @ params.detach(), x)
-
     def _load(self, row: Tensor) -> None:
         """Let the module's parameters share memory with a row."""
         for name, parameter in self._parameters.items():
@@ -184,7 +169,7 @@ class RowKernel(ABC):
         return outputs
 
     def _release(self) -> None:
-        """Let go of the rows."""
+        """Drop the references to the rows."""
         for parameter in self._parameters.values():
             parameter.data = parameter.new_empty(0)
 
@@ -192,7 +177,7 @@ class RowKernel(ABC):
 def _finite(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], Tensor]:
     """Return the pieces, with zeros for examples whose gradients are not finite, and bounds [b] on the norms."""
     norms = upper(torch.stack([piece.bound() for piece in pieces], 1))
-    bad = beyond(norms, ask=norms.is_cpu)
+    bad = beyond(norms, wait=norms.is_cpu)
     if bad is None:
         return pieces, norms
     return [piece.without(bad) for piece in pieces], norms.masked_fill(bad, 0)

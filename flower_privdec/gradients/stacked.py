@@ -1,9 +1,9 @@
-"""Closed-form gradients of stacks of linear layers, all rows at once, written straight into the rows.
+"""Closed-form gradients of stacks of linear layers, all rows at once, added directly to the rows.
 
 The gradient of one example in a linear layer is the outer product of delta (the derivative in the layer's
 output) and its input a, so its squared norm is |delta|^2 (|a|^2 + 1) with bias (Goodfellow 2015), and a clipped sum
 over examples is one product of deltas scaled by the clip coefficient. Nothing of size m x d is ever made: layers
-are strided views, and a divisor is folded into activations (W a / w) and deltas. Norms are upper bounds (`bounds`).
+are strided views, and a divisor is folded into activations (W a / w) and deltas. Norms are upper bounds (`protocol`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from flower_privdec.data.sparse_rows import SparseRows
 from flower_privdec.gradients.protocol import (
+    Clipping,
+    GradientKernel,
     Inputs,
     LabelledInputs,
     Parameter,
     beyond,
-    coefficient,
     constant,
     floor,
     inputs_like,
@@ -31,7 +33,7 @@ from flower_privdec.gradients.protocol import (
 )
 from flower_privdec.tasks.losses import Loss
 
-SHARED_EXAMPLES, SHARED_COLUMNS = 1024, 1024  # of a product over inputs that rows share: then its parts stay in cache
+SHARED_EXAMPLES, SHARED_COLUMNS = 1024, 1024  # of a product over inputs that rows share: its parts stay in cache
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,13 @@ class Layer:
         return self.activate_(self.linear_shared(params, a))
 
     def linear_shared(self, params: Tensor, a: Tensor) -> Tensor:
-        """Return the same before the activation."""
+        """Return `forward_shared` before the activation."""
         weight = self.weight.view(params).flatten(0, 1).t()
         z = a @ weight if self.bias is None else torch.addmm(self.bias.view(params).flatten(), a, weight)
         return z.view(len(a), len(params), -1).transpose(0, 1)
 
     def activate_(self, z: Tensor) -> Tensor:
+        """Apply the activation in place."""
         if self.activation is nn.ReLU:
             return z.relu_()
         return z.tanh_() if self.activation is nn.Tanh else z
@@ -85,6 +88,19 @@ class Layer:
             below = torch.bmm(delta, weight)
         return below if divisor is None else below.div_(divisor[:, None, None])
 
+    def norms(self, a: Tensor, delta: Tensor, layers: int) -> Tensor:
+        """Return upper bounds (1 + slack) (floor + |delta|) |(a, 1)|, with a floor in place of a missing bias.
+
+        Args:
+            a: the inputs, of which an example may list only those that are not 0.
+            layers: of the model.
+        """
+        out, inner = self.weight.shape
+        least = floor(a, inner) if self.bias is None else constant(1.0, a.dtype, a.device)
+        size = torch.hypot(length(a), least)
+        more = slack(a.dtype, inner, out, layers)
+        return size.mul_(torch.add(floor(a, out), length(delta), alpha=1 + more))
+
     def push_(self, out: Tensor, delta: Tensor, a: Tensor) -> None:
         """Add sum_b delta_b a_b^T and, for the bias, sum_b delta_b."""
         if a.shape[1] == 1:
@@ -101,14 +117,14 @@ def _product(bias: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Factors:
-    """Every example's gradient, factored: layer l's is deltas[l][i, b] (outer) activations[l][i, b], not clipped.
+    """Every example's unclipped gradient in factors: layer l's is deltas[l][i, b] (outer) activations[l][i, b].
 
     Every number is finite: where a gradient is not, its deltas and its norm are 0.
 
     Attributes:
         deltas: for each layer [m, B, out], also the gradient of the bias.
         activations: for each layer [m, B, in]; the first is a view of the batch, or a copy where that is not finite.
-        norms: upper bounds [m, B] on the norms of the whole gradients, see `bounds`.
+        norms: upper bounds [m, B] on the norms of the whole gradients, see `protocol`.
     """
 
     deltas: list[Tensor]
@@ -116,13 +132,12 @@ class Factors:
     norms: Tensor
 
 
-class StackedKernel:
+class StackedKernel(GradientKernel):
     """The kernel for Sequential stacks of Flatten, Linear, ReLU, Tanh and Identity; see GradientKernel."""
 
     def __init__(self, module: nn.Module, layers: list[Layer], loss: Loss, memory_bytes: int) -> None:
+        super().__init__(module, loss, memory_bytes)
         self.layers = layers
-        self.d = sum(parameter.numel() for parameter in module.parameters())
-        self._loss, self._memory = loss, memory_bytes
         self._width = 3 * sum(sum(layer.weight.shape) for layer in layers)
 
     def factors(self, params: Tensor, batch: Inputs, divisor: Tensor | None = None) -> Factors:
@@ -140,7 +155,10 @@ class StackedKernel:
                 if index:
                     delta = self.layers[index].pull(params, delta, divisor)
             deltas.reverse()
-            return _finite(Factors(deltas, inputs[:-1], self._norms(deltas, inputs)))
+            triples = zip(self.layers, inputs, deltas, strict=False)
+            parts = [layer.norms(a, delta, len(self.layers)) for layer, a, delta in triples]
+            norms = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
+            return _finite(Factors(deltas, inputs[:-1], norms))
 
     def accumulate_(self, out: Tensor, factors: Factors, coefficient: Tensor) -> Tensor:
         """Add sum_b coefficient[i, b] * gradient[i, b] to out[i], in place, and return out."""
@@ -149,28 +167,13 @@ class StackedKernel:
                 layer.push_(out, delta * coefficient[..., None], a)
         return out
 
-    def add_clipped_(
-        self,
-        out: Tensor,
-        params: Tensor,
-        batch: LabelledInputs,
-        clip_norm: Tensor | None,
-        scale: Tensor,
-        divisor: Tensor | None = None,
-    ) -> Tensor:
-        """Add clipped gradient sums in place; see GradientKernel."""
-        m, examples = batch.weight.shape
-        chunks = row_chunks(m, examples * self._width * params.element_size(), self._memory)
-        if len(chunks) == 1:
-            factors = self.factors(params, batch, divisor)
-            self.accumulate_(out, factors, coefficient(factors.norms, batch.weight, clip_norm, scale))
-            return factors.norms
-        norms = params.new_empty(m, examples)
-        for rows in chunks:
-            part = _Rows(batch.x[rows], batch.y[rows], batch.weight[rows])
-            clip, share = (None if numbers is None else numbers[rows] for numbers in (clip_norm, divisor))
-            norms[rows] = self.add_clipped_(out[rows], params[rows], part, clip, scale[rows], share)
-        return norms
+    def _row_bytes(self, batch: LabelledInputs, element_size: int) -> int:
+        return batch.weight.shape[1] * self._width * element_size
+
+    def _add_(self, out: Tensor, params: Tensor, batch: LabelledInputs, clipping: Clipping) -> Tensor:
+        factors = self.factors(params, batch, clipping.divisor)
+        self.accumulate_(out, factors, clipping.coefficient(factors.norms, batch.weight))
+        return factors.norms
 
     def logits(self, params: Tensor, x: Tensor) -> Tensor:
         """Return the outputs [m, N, k] for shared inputs; see GradientKernel."""
@@ -203,22 +206,10 @@ class StackedKernel:
                 out[:, part] = a
         return out
 
-    def _norms(self, deltas: list[Tensor], inputs: list[Tensor]) -> Tensor:
-        """Return upper bounds (1 + slack) (floor + |delta|) |(a, 1)|, in which a floor stands for a missing bias."""
-        parts = []
-        for layer, delta, a in zip(self.layers, deltas, inputs, strict=False):
-            out, inner = layer.weight.shape
-            least = floor(a, inner) if layer.bias is None else constant(1.0, a.dtype, a.device)
-            more = slack(a.dtype, inner, out, len(self.layers))
-            size = torch.hypot(length(a), least)
-            parts.append(size.mul_(torch.add(floor(a, out), length(delta), alpha=1 + more)))
-        norms: Tensor = parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), dim=0)
-        return norms
-
 
 def _finite(factors: Factors) -> Factors:
-    """Let examples count as zero whose gradients are not finite; numbers of the others stay as they are."""
-    bad = beyond(factors.norms, ask=factors.norms.is_cpu)
+    """Return the factors with zeros for examples whose gradients are not finite; the others are unchanged."""
+    bad = beyond(factors.norms, wait=factors.norms.is_cpu)
     if bad is None:
         return factors
     deltas = [delta.masked_fill(bad.unsqueeze(-1), 0) for delta in factors.deltas]
@@ -226,28 +217,20 @@ def _finite(factors: Factors) -> Factors:
     return Factors(deltas, activations, factors.norms.masked_fill(bad, 0))
 
 
-@dataclass(frozen=True)
-class _Rows:
-    x: Tensor
-    y: Tensor
-    weight: Tensor
-
-
 def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | None:
-    """Return the layers of a stack for examples of some shape, or None where the module is anything else."""
-    parts = _leaves(module)
-    if parts is None:
+    """Return the layers of a stack for examples of a shape, or None where the module is not a stack."""
+    if (parts := _leaves(module)) is None:
         return None
-    places = {id(parameter): name for name, parameter in module.named_parameters()}
-    where = layout(module)
+    rows = layout(module)
+    place_of = {id(parameter): rows[name] for name, parameter in module.named_parameters()}
     layers: list[Layer] = []
     flat = len(input_shape) == 1
     for part in parts:
         if type(part) is nn.Flatten:
             flat |= not layers
         elif type(part) is nn.Linear:
-            bias = None if part.bias is None else where[places[id(part.bias)]]
-            layers.append(Layer(where[places[id(part.weight)]], bias, nn.Identity))
+            bias = None if part.bias is None else place_of[id(part.bias)]
+            layers.append(Layer(place_of[id(part.weight)], bias, nn.Identity))
         elif type(part) in (nn.ReLU, nn.Tanh):
             if not layers or layers[-1].activation is not nn.Identity:
                 return None
@@ -257,17 +240,59 @@ def parse_stack(module: nn.Module, input_shape: Sequence[int]) -> list[Layer] | 
 
 
 def _leaves(module: nn.Module) -> list[nn.Module] | None:
-    """The modules of (nested) Sequentials in order of call, or None where one is of another kind."""
+    """Return the modules of (nested) Sequentials in order of call, or None where one is of another kind."""
     if not is_plain(module):
         return None
     if type(module) is nn.Sequential:
-        found: list[nn.Module] = []
-        for child in module:
-            leaves = _leaves(child)
-            if leaves is None:
-                return None
-            found += leaves
-        return found
+        parts = [_leaves(child) for child in module]
+        return None if None in parts else [leaf for leaves in parts for leaf in leaves or ()]
     if type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
         return [module]
     return [module] if type(module) in (nn.Linear, nn.ReLU, nn.Tanh, nn.Identity) else None
+
+
+class SparseLinearKernel(GradientKernel):
+    """The kernel for a single linear layer of sparse examples; see GradientKernel.
+
+    A batch holds examples packed, [m, B, 2, L]: the indices of their features and the values, padded with zeros
+    (`SparseRows.packed`). An example's gradient is delta (outer) (a, 1), of which only the columns of its own
+    features are added to. On a GPU the additions come in any order, so the last bits of a sum may differ.
+    """
+
+    def __init__(self, module: nn.Module, layer: Layer, loss: Loss, memory_bytes: int) -> None:
+        super().__init__(module, loss, memory_bytes)
+        self.layers = [layer]
+
+    def _row_bytes(self, batch: LabelledInputs, element_size: int) -> int:
+        return 4 * batch.weight.shape[1] * batch.x.shape[-1] * (self.layers[0].weight.shape[0] + 2) * element_size
+
+    def _add_(self, out: Tensor, params: Tensor, batch: LabelledInputs, clipping: Clipping) -> Tensor:
+        layer, (m, examples, _, longest) = self.layers[0], batch.x.shape
+        k = layer.weight.shape[0]
+        columns, values = batch.x[:, :, 0].long().view(m, 1, -1).expand(m, k, -1), batch.x[:, :, 1].to(params)
+        weights = layer.weight.view(params).gather(2, columns).view(m, k, examples, longest)
+        z = (weights * values.unsqueeze(1)).sum(-1).transpose(1, 2)
+        if layer.bias is not None:
+            z = z + layer.bias.view(params).unsqueeze(1)
+        delta = self._loss.derivative(z if clipping.divisor is None else z / clipping.divisor[:, None, None], batch.y)
+        norms = layer.norms(values, delta, 1)
+        bad = beyond(norms, wait=norms.is_cpu)
+        if bad is not None:
+            delta, norms = delta.masked_fill(bad.unsqueeze(-1), 0), norms.masked_fill(bad, 0)
+        delta *= clipping.coefficient(norms, batch.weight).unsqueeze(-1)
+        terms = delta.transpose(1, 2).unsqueeze(-1) * values.unsqueeze(1)
+        layer.weight.view(out).scatter_add_(2, columns, terms.reshape(m, k, -1))
+        if layer.bias is not None:
+            layer.bias.view(out).add_(delta.sum(1))
+        return norms
+
+    def logits(self, params: Tensor, x: SparseRows) -> Tensor:
+        """Return the outputs [m, N, k] for shared inputs, [N, D]; see GradientKernel."""
+        layer = self.layers[0]
+        weights = layer.weight.view(params).detach().cpu().numpy()
+        z = torch.stack([torch.from_numpy(x.matrix @ weight.T) for weight in weights]).to(params)
+        return z if layer.bias is None else z + layer.bias.view(params).unsqueeze(1)
+
+    def blended_logits(self, params: Tensor, weights: Tensor, x: SparseRows) -> Tensor:
+        """Return the outputs [c, N, k] of blended models for shared inputs; see GradientKernel."""
+        return torch.einsum("cn,nek->cek", weights, self.logits(params, x))

@@ -12,7 +12,7 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger.cohort_ledger import Spending, spending_of
 from flower_privdec.privacy.mechanism.scale import Claim
 from flower_privdec.privacy.mechanism.schedules import build_schedule
-from flower_privdec.scenario.algorithm_sections import dynamic
+from flower_privdec.scenario.sections import dynamic
 
 CLAIMED = ("claimed_epsilon", "claimed_after_quarters", "mu_total", "mu_0", "mu_bar")
 

@@ -40,10 +40,7 @@ from flower_privdec.reporting.wording import (
     shares_models,
 )
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.algorithm_sections import algorithm_options
-from flower_privdec.scenario.fields import Section
-from flower_privdec.scenario.model_section import ModelSection
-from flower_privdec.scenario.topology_section import TopologySection
+from flower_privdec.scenario.sections import ModelSection, Section, TopologySection, algorithm_options
 
 LEFT_OUT = re.compile(r"^    (\w+): (?:(?!^    \w).)*?left out,\s+(.*?)[;.](?:\s|$)", re.MULTILINE | re.DOTALL)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,3 +58,24 @@ def all_finite(values: Tensor) -> bool:
     if not values.numel() or math.isfinite(values.sum().item()):
         return True
     return all(math.isfinite(end.item()) for end in torch.aminmax(values))
+
+
+def compiled(function: Callable[..., Any], **options: Any) -> Any:
+    """Compile a function by numba, on disk where some cache folder can be written.
+
+    Division by zero is infinite, and other threads run meanwhile.
+    """
+    import numba  # takes long to import
+
+    options = {"nogil": True, "error_model": "numpy", **options}
+    try:
+        return numba.njit(function, cache=True, **options)
+    except RuntimeError:  # no cache folder can be written
+        return numba.njit(function, **options)
+
+
+def inlined(function: Callable[..., Any], **options: Any) -> Any:
+    """Compile a function by numba into those that call it."""
+    import numba
+
+    return numba.njit(function, forceinline=True, error_model="numpy", **options)

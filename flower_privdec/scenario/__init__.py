@@ -1,6 +1,5 @@
 """The scenario file: one experiment, typed and strict, every default visible."""
 
-from flower_privdec.scenario.algorithm_sections import OwnAlgorithmSection
 from flower_privdec.scenario.loading import (
     load_scenario,
     numbers_hash,
@@ -11,6 +10,7 @@ from flower_privdec.scenario.loading import (
     to_yaml,
 )
 from flower_privdec.scenario.schema import Scenario
+from flower_privdec.scenario.sections import OwnAlgorithmSection
 
 __all__ = [
     "OwnAlgorithmSection",

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PrivateAttr, ValidationError
 from pydantic.fields import FieldInfo
 
 from flower_privdec.catalogue import Choice
 from flower_privdec.common.formatting import did_you_mean, shown
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.algorithm_sections import OwnAlgorithmSection, own_section
 from flower_privdec.scenario.plain_yaml import Location
+from flower_privdec.scenario.sections import OwnAlgorithmSection, Section, own_section
 
 SECTION = "a section, as {key: value}"
 TYPES = {
@@ -217,3 +217,17 @@ def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Pl
     more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
     place = places.of(loc or key_of(sentence))  # a rule across sections begins with the key it blames
     return ScenarioError(place + sentence + more)
+
+
+class LocatedFile(Section):
+    """All that a file says, and where."""
+
+    _places: Places = PrivateAttr(default_factory=Places)
+
+    def given_at(self, places: Places) -> None:
+        """Remember where the values were given."""
+        self._places = places
+
+    def located(self) -> AbstractContextManager[None]:
+        """Return a context in which an error that begins with a key of the file gets the place it was given at."""
+        return located(self._places, type(self))

@@ -1,31 +1,28 @@
-"""Read a scenario file; say where, what and why when something in it is wrong."""
+"""Read, hash and write scenario files; a bundled scenario is read by its name."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.fields import own_modules
-from flower_privdec.scenario.findings import Places, explain
-from flower_privdec.scenario.located_file import LocatedFile
+from flower_privdec.scenario.findings import LocatedFile, Places, explain
 from flower_privdec.scenario.plain_yaml import DEEPEST, LONGEST, Location, read_plain, write_yaml
-from flower_privdec.scenario.schema import Scenario
-from flower_privdec.scenario.shipped import find_scenario
-
-if TYPE_CHECKING:
-    from flower_privdec.scenario.app_scenario import AppScenario
+from flower_privdec.scenario.schema import AppScenario, Scenario
+from flower_privdec.scenario.sections import own_modules
 
 Model = TypeVar("Model", bound=BaseModel)
 UNNAMEABLE = "# Parts named __python__ were given as Python objects: this file cannot be run again without them.\n"
 SCENARIO = "a scenario is a mapping of sections (name, n_peers, data, ...)"
+APP_SCENARIO = "a scenario for an app is a mapping of sections (name, n_peers, rounds, privacy, network, ...)"
 
 
 def read_yaml(text: str, where: str, form: str = SCENARIO) -> tuple[dict[str, Any], dict[Location, int]]:
@@ -151,9 +148,27 @@ def read_text(path: Path, what: str = "a scenario file") -> str:
 
 
 def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:
-    """Read a scenario file, or one that comes along by its name; see `parse_scenario`."""
+    """Read a scenario file, or a bundled one by its name; see `parse_scenario`."""
     path = find_scenario(path)
     return parse_scenario(read_text(path), where=str(path), overrides=overrides)
+
+
+def parse_app_scenario(text: str, *, where: str = "scenario", overrides: Iterable[str] = ()) -> AppScenario:
+    """Read an app's scenario from YAML text; see `parse_scenario`."""
+    return parse_model(AppScenario, text, form=APP_SCENARIO, where=where, overrides=overrides)
+
+
+def load_app_scenario(path: Path, overrides: Iterable[str] = ()) -> AppScenario:
+    """Read an app's scenario from a file; see `parse_scenario`."""
+    return parse_app_scenario(read_text(find_scenario(path)), where=str(path), overrides=overrides)
+
+
+def load_for_network(path: Path, overrides: Iterable[str] = ()) -> Scenario | AppScenario:
+    """Read the scenario of a network's peers: an app's, where the file has no section data, model or algorithm."""
+    file = find_scenario(path)
+    sections = read_yaml(read_text(file), str(file))[0]
+    load = load_scenario if {"data", "model", "algorithm"} & sections.keys() else load_app_scenario
+    return load(file, overrides)
 
 
 def to_yaml(scenario: Scenario | AppScenario) -> str:
@@ -208,3 +223,43 @@ def _hash_without(scenario: Scenario | AppScenario, excluded: Any) -> str:
     data = json.loads(scenario.model_dump_json(exclude=excluded, exclude_none=True))
     data |= {"seed": None, "seeds": scenario.all_seeds()}  # regardless of their source
     return hashlib.sha256(without_tokens(json.dumps(data, sort_keys=True)).encode()).hexdigest()
+
+
+FOLDER = "scenarios"
+
+
+def shipped(kind: str = ".") -> dict[str, Path]:
+    """Return what can be named without its path: `scenarios/KIND/NAME.yaml` by NAME.
+
+    A file under the folder one is in comes before the package's own of that name, which lie inside an installed
+    package and beside it in a checkout.
+
+    Args:
+        kind: `.` for scenarios, `studies` for studies.
+    """
+    package = Path(__file__).resolve().parents[1]
+    paths: dict[str, Path] = {}
+    for root in (Path(), package, package.parent):
+        for path in sorted((root / FOLDER / kind).glob("*.yaml")):
+            paths.setdefault(path.stem, path)
+    return paths
+
+
+def find_scenario(path: Path | str) -> Path:
+    """Return the path of a scenario's file, or that of a bundled scenario by its name, as `digits`.
+
+    Raises:
+        ScenarioError: a name that is neither a file's nor known.
+    """
+    path = Path(path)
+    with suppress(OSError):  # too long a name: the reader reports it
+        if path.exists():
+            return path
+    if path.suffix or path.parent != Path():
+        return path
+    paths = shipped()
+    if path.name not in paths:
+        raise ScenarioError(
+            f"{shown(str(path))[1:-1]}: is no file, nor a bundled scenario ({', '.join(paths)}); give a path"
+        )
+    return paths[path.name]

@@ -1,4 +1,4 @@
-"""Sections of a scenario file as strict pydantic models; unknown keys and wrong types are refused."""
+"""The whole scenario, of a simulation or of peers that run a Flower app, and the rules across its sections."""
 
 from __future__ import annotations
 
@@ -6,31 +6,40 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, Tag, model_validator
 
 from flower_privdec import catalogue
 from flower_privdec.common.user_code import Given, find_given, is_given, raised_at
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
-from flower_privdec.scenario.algorithm_sections import AlgorithmSection, DynSection, PDSLSection, VRSection
-from flower_privdec.scenario.data_section import DataSection, FeaturesSection
-from flower_privdec.scenario.fields import (
+from flower_privdec.scenario.findings import LocatedFile
+from flower_privdec.scenario.sections import (
+    SECTION_OR_NONE,
+    AlgorithmSection,
     Count,
+    DataSection,
+    DynSection,
+    FeaturesSection,
     Fraction,
+    ModelSection,
     Name,
+    NetworkSection,
     NonNegative,
+    PathText,
+    PDSLSection,
     Positive,
+    PrivacyChoice,
+    PrivacySection,
     Section,
+    TaskSection,
+    TopologyChoice,
+    TopologySection,
+    VRSection,
     own_modules,
 )
-from flower_privdec.scenario.located_file import LocatedFile
-from flower_privdec.scenario.model_section import ModelSection
-from flower_privdec.scenario.network_section import NetworkSection
-from flower_privdec.scenario.privacy_section import PrivacyChoice, PrivacySection
-from flower_privdec.scenario.task_section import TaskSection
-from flower_privdec.scenario.topology_section import TopologyChoice, TopologySection
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+AnyScenario = TypeVar("AnyScenario", "Scenario", "AppScenario")
 MOST_PEERS, MOST_ROUNDS = 1_000_000, 1_000_000_000
 
 
@@ -141,6 +150,15 @@ class SeedsSection(Section):
     run: Seed | None = None
 
 
+def _an_address_a_peer(scenario: AnyScenario) -> AnyScenario:
+    peers = scenario.network.peers
+    if peers is not None and len(peers) != scenario.n_peers:
+        raise ValueError(
+            f"network.peers lists {len(peers)} peers for n_peers={scenario.n_peers}: give each its address"
+        )
+    return scenario
+
+
 class Scenario(LocatedFile):
     """One experiment, complete.
 
@@ -241,14 +259,7 @@ class Scenario(LocatedFile):
             )
         return self
 
-    @model_validator(mode="after")
-    def _an_address_a_peer(self) -> Scenario:
-        peers = self.network.peers
-        if peers is not None and len(peers) != self.n_peers:
-            raise ValueError(
-                f"network.peers lists {len(peers)} peers for n_peers={self.n_peers}: give each its address"
-            )
-        return self
+    _addresses = model_validator(mode="after")(_an_address_a_peer)
 
     @model_validator(mode="after")
     def _one_schedule(self) -> Scenario:
@@ -308,6 +319,112 @@ class Scenario(LocatedFile):
     def private(self) -> PrivacySection | None:
         """Return the privacy section, or None when there is no privacy."""
         return self.privacy if isinstance(self.privacy, PrivacySection) else None
+
+
+class AppPrivacySection(Section):
+    """What protects a whole peer; `privacy: none` protects nothing.
+
+    Attributes:
+        clip_norm: C, the most that one round's update moves the model, in Euclidean norm.
+        noise_multiplier: the noise's standard deviation over the clip norm; left out, it is solved for epsilon.
+        epsilon: ε, what a peer's ledger is held to over all rounds and runs; left out, there is no limit.
+        delta: δ, well below one over the number of peers.
+        ledger: a folder of ledgers that several runs share; left out, the ledger lies in the peer's own folder.
+    """
+
+    clip_norm: Positive
+    noise_multiplier: Positive | None = None
+    epsilon: Positive | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    ledger: PathText | None = None
+
+    @model_validator(mode="after")
+    def _budget_or_noise(self) -> AppPrivacySection:
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError("give epsilon (a budget the noise is solved for), noise_multiplier, or both")
+        return self
+
+
+AppPrivacyChoice = Annotated[
+    Annotated[Literal["none"], Tag("none")] | Annotated[AppPrivacySection, Tag("section")], SECTION_OR_NONE
+]
+
+
+class AppEvaluationSection(Section):
+    """How often a peer lets the app try its model.
+
+    Attributes:
+        every: how many rounds lie between two evaluations; one more is made at the end.
+    """
+
+    every: Count = 20
+
+
+class AppComputeSection(Section):
+    """How an app computes.
+
+    Attributes:
+        threads: of torch.
+    """
+
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+
+
+class AppScenario(LocatedFile):
+    """What the peers that run an app agree on; what they train, and on what, is the app's own.
+
+    Attributes:
+        name: of the run.
+        seed: of graphs that are drawn, of who is active, and of the app's ServerApp while it makes the initial arrays.
+        n_peers: how many peers train.
+        rounds: K.
+        topology: the graph.
+        participation: who is active in a round.
+        privacy: `none`, or what protects a whole peer.
+        evaluation: how often the app tries a peer's model.
+        compute: threads.
+        train_config: laid over what the ServerApp tells the train function.
+        evaluate_config: what the evaluate function is told.
+        run_config: laid over the app's run-config.
+        initial: a digest of the arrays that all begin with; left out, each peer fills in that of its own, and those
+            whose arrays differ refuse each other.
+        network: where the peers are, and how long they wait.
+    """
+
+    name: Name
+    seed: Seed = 1
+    n_peers: Annotated[int, Field(ge=2, le=MOST_PEERS)]
+    rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)]
+    topology: TopologyChoice = TopologySection()
+    participation: ParticipationSection = ParticipationSection()
+    privacy: AppPrivacyChoice
+    evaluation: AppEvaluationSection = AppEvaluationSection()
+    compute: AppComputeSection = AppComputeSection()
+    train_config: dict[str, Any] = Field(default_factory=dict)
+    evaluate_config: dict[str, Any] = Field(default_factory=dict)
+    run_config: dict[str, Any] = Field(default_factory=dict)
+    initial: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    network: NetworkSection = NetworkSection()
+
+    _addresses = model_validator(mode="after")(_an_address_a_peer)
+
+    def seed_of(self, draws: str) -> int:
+        """Return the seed, which is that of all draws."""
+        return self.seed
+
+    def all_seeds(self) -> dict[str, int]:
+        """Return the seeds of all draws."""
+        return {"run": self.seed}
+
+    @property
+    def private(self) -> AppPrivacySection | None:
+        """Return the privacy section, or None when there is no privacy."""
+        return self.privacy if isinstance(self.privacy, AppPrivacySection) else None
+
+    @property
+    def given(self) -> tuple[()]:
+        """Return the parts that were given as Python objects: none."""
+        return ()
 
 
 def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.reporting.run_folder import Result, read_result
-from flower_privdec.scenario.algorithm_sections import steps_per_round
+from flower_privdec.scenario.sections import steps_per_round
 from flower_privdec.study.cells import Cell, Labels, folder_of, is_finished
 from flower_privdec.study.measured import Reading, kinds_of, metric
 from flower_privdec.study.spec import Axis, Part

@@ -12,9 +12,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from flower_privdec.common.formatting import setting
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.fields import Section
-from flower_privdec.scenario.loading import parse_model, read_text
-from flower_privdec.scenario.shipped import shipped
+from flower_privdec.scenario.loading import parse_model, read_text, shipped
+from flower_privdec.scenario.sections import Section
 
 Lines = Annotated[list[str], Field(default_factory=list)]
 

@@ -50,7 +50,8 @@ class Loss:
             ScenarioError: a margin loss with other than two classes.
         """
         if self.single and width != 2:
-            raise ScenarioError(f"task.loss={self.name!r} needs two classes, not {width}: use cross-entropy")
+            message = f"task.loss={self.name!r} needs two classes, not {width}: use cross-entropy"
+            raise ScenarioError(message, code="loss.classes")
         return 1 if self.single else self.outputs or width
 
     def predict(self, outputs: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.func import grad, vmap
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import load_own
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
-from flower_privdec.tasks.isolated import no_own_rules
 from flower_privdec.tasks.kinds import MetricKind, Targets
 from flower_privdec.tasks.losses import Loss
 from flower_privdec.tasks.metrics import Metric
@@ -139,3 +139,23 @@ def try_metric(metric: Metric, loss: Loss, outputs: int, targets: Tensor) -> Non
         metric.measure(loss, x, targets)
     except RunError as error:
         raise ScenarioError(f"{error}; it must turn outputs [N, k] and targets into one number") from None
+
+
+@contextmanager
+def no_own_rules() -> Iterator[None]:
+    """Refuse every autograd.Function that would be told of all the examples of a vmap at once.
+
+    What is called under vmap cannot depend on an example's numbers, so that trying it once finds all that is called.
+    """
+    apply = vars(torch.autograd.Function)["apply"]
+
+    def checked(function: type[torch.autograd.Function], *args: Any, **options: Any) -> Any:
+        if function.vmap is not torch.autograd.Function.vmap:
+            raise ValueError(f"{function.__name__} has a vmap rule of its own, which sees the examples together")
+        return apply.__get__(None, function)(*args, **options)
+
+    torch.autograd.Function.apply = classmethod(checked)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = apply

@@ -437,9 +437,9 @@ class PrivateModel(nn.Module):
         if not isinstance(output, Tensor):
             kind = type(output).__name__
             raise ScenarioError(f"the model returns a {kind}: it must return one tensor [examples, ...]", code=MODEL)
-        sealed: Tensor = _Sealed.apply(output.requires_grad_() if output.is_floating_point() else output)
-        setattr(sealed, CALL, _Call(args, kwargs, sealed._version, self._steps.drawn))
-        return sealed
+        outputs: Tensor = _WithoutGradient.apply(output.requires_grad_() if output.is_floating_point() else output)
+        setattr(outputs, CALL, _Call(args, kwargs, outputs._version, self._steps.drawn))
+        return outputs
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's own, under its own names."""
@@ -530,7 +530,7 @@ class PrivateLoss(Tensor):
         )
 
 
-class _Sealed(torch.autograd.Function):
+class _WithoutGradient(torch.autograd.Function):
     """Outputs through which no gradient goes."""
 
     @staticmethod

@@ -13,7 +13,7 @@ from scipy import optimize
 
 from flower_privdec.algorithms.proximal import Regularizer, build_regularizer
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.algorithm_sections import RegularizerSection
+from flower_privdec.scenario.sections import RegularizerSection
 
 numbers = st.floats(-4, 4)
 weights = st.floats(0.01, 3)

@@ -27,8 +27,7 @@ from flower_privdec.experiment.model_code import code_of
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
-from flower_privdec.scenario.fields import OwnSection
-from flower_privdec.scenario.topology_section import OwnTopologySection
+from flower_privdec.scenario.sections import OwnSection, OwnTopologySection
 
 BLOBS = "data={dataset: {module: 'user_parts:blobs'}, batch: {size: 8}}"
 HEAVY = "algorithm={module: 'user_parts:HeavyBall', learning_rate: 0.1}"

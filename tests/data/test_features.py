@@ -16,13 +16,12 @@ from whole_dataset import Whole, load_dataset
 
 from flower_privdec.common.files import cache_folder
 from flower_privdec.data import features
-from flower_privdec.data.feature_cache import cached
-from flower_privdec.data.features import Extractor, apply_features, draw_strokes, whitening
+from flower_privdec.data.features import Extractor, apply_features, cached, draw_strokes, whitening
 from flower_privdec.data.scattering import Scattering2D, n_paths
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario, parse_scenario, to_yaml
-from flower_privdec.scenario.data_section import FeaturesSection
+from flower_privdec.scenario.sections import FeaturesSection
 
 SMALL: dict[str, Any] = {"kind": "scattering", "scales": 1, "angles": 4, "groups": 5, "pool": 2}
 

@@ -26,7 +26,7 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.records import WorkRequest, pack_rows, pack_state, unpack_rows, unpack_state
-from flower_privdec.flower.apps.server_app import Relay, Settings, find_nodes
+from flower_privdec.flower.apps.server_app import CohortRun, Relay, ScenarioStrategy, find_nodes, scenario_strategy
 from flower_privdec.flower.launch import launcher, supervisor
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.flower.node_settings import HostSettings
@@ -274,14 +274,14 @@ def test_router_opens_no_rows(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.Mo
     assert evaluated == [2, 4, 6]  # then alone rows are opened, those that other peers may see
 
 
-def settings_of(folder: Path, **config: str | bool) -> Settings:
-    return Settings.read(Context(7, 0, {}, RecordDict(), dict(config)), folder)
+def settings_of(folder: Path, **config: str | bool) -> ScenarioStrategy:
+    return scenario_strategy(Context(7, 0, {}, RecordDict(), dict(config)), folder)
 
 
 def test_run_config_chooses_the_scenario(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(to_yaml(tiny()))
     chosen = settings_of(tmp_path, scenario="mine.yaml", set="rounds=3; seed=9", base=str(tmp_path))
-    assert (chosen.scenario.rounds, chosen.scenario.seed, chosen.mode) == (3, 9, "cohort")
+    assert (chosen.scenario.rounds, chosen.scenario.seed, type(chosen)) == (3, 9, CohortRun)
     assert chosen.out == tmp_path / "runs" / "tiny-7"
 
 

@@ -15,7 +15,7 @@ from tiny_scenario import Tiny
 
 from flower_privdec.cli.main import main
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.flower.apps.server_app import Settings, caller_folder
+from flower_privdec.flower.apps.server_app import ScenarioStrategy, caller_folder, scenario_strategy
 from flower_privdec.flower.launch.error_formatting import one_line_failure, one_line_replies, reason
 from flower_privdec.flower.launch.local_grid import LocalGrid
 from flower_privdec.scenario import to_yaml
@@ -43,14 +43,14 @@ def end_as_flower_does(error: Exception) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "line"),
     [
         (ScenarioError("mode='rely' must be one of cohort, relay"), "mode='rely' must be one of cohort, relay"),
         (RunError("the SuperNode of peer 3 failed:\n  no answer"), "the SuperNode of peer 3 failed: no answer"),
         (OSError(28, "No space left on device", "runs/a"), "OSError: [Errno 28] No space left on device: 'runs/a'"),
     ],
 )
-def test_a_failure_that_can_be_mended_is_the_logs_last_line(logged: list[str], error: Exception, said: str) -> None:
+def test_a_failure_that_can_be_mended_is_the_logs_last_line(logged: list[str], error: Exception, line: str) -> None:
     @one_line_failure()
     def main() -> None:
         raise error from ValueError("how it came about")
@@ -58,7 +58,7 @@ def test_a_failure_that_can_be_mended_is_the_logs_last_line(logged: list[str], e
     with pytest.raises(type(error)):
         main()
     end_as_flower_does(error)
-    assert logged == [said]
+    assert logged == [line]
 
 
 def test_a_failure_of_the_code_keeps_its_traceback(logged: list[str]) -> None:
@@ -99,7 +99,7 @@ def test_the_end_of_a_nodes_process_is_told_once_by_the_strategy(logged: list[st
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "line"),
     [
         ("budget=0 must be > 0: write 'inf'", "budget=0 must be > 0: write 'inf'"),
         (
@@ -114,8 +114,8 @@ def test_the_end_of_a_nodes_process_is_told_once_by_the_strategy(logged: list[st
         ("\n \n", "unknown"),
     ],
 )
-def test_what_a_node_says_is_one_line(text: str | None, said: str) -> None:
-    assert reason(text).startswith(said)
+def test_what_a_node_says_is_one_line(text: str | None, line: str) -> None:
+    assert reason(text).startswith(line)
     assert "\n" not in reason(text)
 
 
@@ -192,8 +192,8 @@ def test_results_and_paths_start_where_the_command_was_typed(
     (work / "mine.yaml").write_text(to_yaml(tiny()))
     (work / "deeper").mkdir()
 
-    def read(**config: str) -> Settings:
-        return Settings.read(Context(7, 0, {}, RecordDict(), {"scenario": "mine.yaml", **config}), app)
+    def read(**config: str) -> ScenarioStrategy:
+        return scenario_strategy(Context(7, 0, {}, RecordDict(), {"scenario": "mine.yaml", **config}), app)
 
     assert read().out == work / "runs" / "tiny-7"
     assert read(out="mine").out == work / "mine"

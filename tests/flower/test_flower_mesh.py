@@ -20,7 +20,7 @@ from flower_privdec.flower import LocalGrid, Mesh, PeerMod
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless import InitialArrays, _checked_scenario, run_mesh
 from flower_privdec.network.transport.tls import make_certificates
-from flower_privdec.scenario.app_scenario import parse_app_scenario
+from flower_privdec.scenario.loading import parse_app_scenario
 
 
 class TogetherGrid(LocalGrid):

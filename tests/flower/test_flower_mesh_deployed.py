@@ -28,7 +28,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario import parse_scenario
-from flower_privdec.scenario.app_scenario import parse_app_scenario
+from flower_privdec.scenario.loading import parse_app_scenario
 
 ROUNDS, N = 40, 4
 SCENARIO = f"""

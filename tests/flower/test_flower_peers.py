@@ -475,7 +475,7 @@ def test_initial_arrays_that_are_not_finite_are_refused():
 
 
 def test_a_graph_of_ones_own_must_join_as_many_peers():
-    from flower_privdec.graph.topology.named import build_topology
+    from flower_privdec.graph.topology import build_topology
 
     with pytest.raises(ScenarioError, match="topology ring joins 5 peers, and the SuperNodes are 3"):
         Gossip(topology=build_topology("ring", 5)).start(LocalGrid(client(sets_its_values_once), 3), zeros(), 1)

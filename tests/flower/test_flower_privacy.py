@@ -293,7 +293,7 @@ def test_a_deployed_nodes_own_budget_ends_its_steps_whatever_the_scenario_says(t
         ({"epsilon": "much"}, {}, [], "epsilon='much' of the node-config must be a number"),
         ({"epsilon": -1.0}, {}, [], "epsilon=-1.0 must be > 0"),
         ({"delta": 2.0}, {}, [], r"delta=2.0 in \(0, 1\)"),
-        ({}, {"peers": [2]}, [], r"this SuperNode is peer 0, not \[2\]"),
+        ({}, {"peers": [2]}, [], "is peer 0 of the 4 peers.* peers 2"),
         ({}, {}, ["privacy=none"], "privacy: none breaks this SuperNode's epsilon=3.0"),
         ({}, {}, ["data.batch.sampling=shuffle"], "'shuffle' must be another on a SuperNode"),
         ({}, {}, ["privacy.ledger=/tmp/elsewhere"], "privacy.ledger=/tmp/elsewhere is not for relay mode"),

@@ -42,7 +42,7 @@ def test_a_shard_that_fails_is_named_and_the_run_goes_on_from_the_round_that_all
     run(Experiment.build(tiny()), tmp_path / "engine")
     with monkeypatch.context() as broken:
         broken.setattr(Node, "save", full)
-        with pytest.raises(RunError, match=r"^the SuperNode of peers 2 to 3 failed: OSError.* No space left") as failed:
+        with raises(RunError, "nodes.failed", names="peers 2 to 3 .*OSError.* No space left") as failed:
             flower_runs.run_under_flower(tiny(), tmp_path / "flower", "sharded")
     assert "peers 0 to 1" not in str(failed.value)
     assert "the shards keep round 2: mend it, then run the same command with --resume" in str(failed.value)
@@ -192,12 +192,12 @@ def order(scenario: Scenario, **fields: object) -> Message:
             {},
             {"peers": [2, 3]},
             [],
-            "is partition 0 of 2 .* the 4 peers, not peers 2-3",
+            "is shard 0 of 2 of the 4 peers.* peers 2-3",
         ),
-        ({}, {"peers": [0, 1, 2, 3], "shards": 1}, [], "not peers 0-3 of 1 shards"),
-        ({}, {"peers": [0], "shards": 4}, [], "not peers 0 of 4 shards"),
-        ({}, {"peers": []}, [], "hosts that shard of the 4 peers"),
-        ({}, {"peers": [0, 1], "shards": 0}, [], r"this SuperNode is peer 0, not \[0, 1\]"),
+        ({}, {"peers": [0, 1, 2, 3], "shards": 1}, [], "peers 0-3 of 1 shards"),
+        ({}, {"peers": [0], "shards": 4}, [], "peers 0 of 4 shards"),
+        ({}, {"peers": []}, [], "is shard 0 of 2 of the 4 peers"),
+        ({}, {"peers": [0, 1], "shards": 0}, [], "is peer 0 of the 4 peers.* peers 0-1"),
         ({}, {}, ["privacy=none"], "privacy: none breaks this SuperNode's epsilon=3.0"),
         ({}, {}, ["privacy.ledger=/tmp/elsewhere"], "is not for relay mode or shards"),
         (

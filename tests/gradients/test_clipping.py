@@ -24,9 +24,9 @@ from flower_privdec.gradients.protocol import (
     BLOCK,
     LARGEST,
     LONGEST,
+    Clipping,
     Parameter,
     beyond,
-    coefficient,
     floor,
     length,
     slack,
@@ -80,9 +80,9 @@ def assert_within(moved: Tensor, limit: float) -> None:
 
 @cache
 def kernel_of(name: str, kind: str, loss: str = "cross-entropy") -> tuple[nn.Module, GradientKernel]:
-    """A model and its kernel, which keeps nothing of what it is given."""
+    """A model and its kernel, which keeps nothing of its arguments."""
     module = module_of(name, 1 if LOSSES[loss].single else CLASSES)
-    if kind == "lone":
+    if kind == "single":
         return module, build_kernel(module, loss, SHAPE, single_example=True)
     return module, build_kernel(module, loss, SHAPE, kind=kind)
 
@@ -122,7 +122,7 @@ def check_law(name: str, kind: str, loss: str, dtype: torch.dtype, draw: Any) ->
 
 @pytest.mark.parametrize(
     ("name", "kind", "dtype"),
-    [(*each, torch.float32) for each in KINDS] + [(*each, torch.float64) for each in KINDS if each[0] in FEW],
+    [(*kind, torch.float32) for kind in KINDS] + [(*kind, torch.float64) for kind in KINDS if kind[0] in FEW],
 )
 @settings(max_examples=8)
 @given(data=st.data())
@@ -143,7 +143,7 @@ def test_no_value_or_target_moves_a_sum_by_more_with_other_losses(loss: str, nam
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_no_value_moves_a_sum_of_one_example_by_more(loss: str, dtype: torch.dtype, data: Any) -> None:
-    check_law("linear", "lone", loss, dtype, data.draw)
+    check_law("linear", "single", loss, dtype, data.draw)
 
 
 @pytest.mark.parametrize("name", ["linear", "linear without bias"])
@@ -153,8 +153,8 @@ def test_no_value_moves_a_sum_of_one_example_by_more(loss: str, dtype: torch.dty
 def test_one_example_by_itself_adds_what_it_does_in_stacks(
     loss: str, name: str, how: str, seed: int, clip: float | None
 ) -> None:
-    (module, stacked), (_, lone) = kernel_of(name, "stacked", loss), kernel_of(name, "lone", loss)
-    params = flatten(module).expand(5, -1).double() + fill("usual", (5, lone.d), torch.float64, seed) / 10
+    (module, stacked), (_, single) = kernel_of(name, "stacked", loss), kernel_of(name, "single", loss)
+    params = flatten(module).expand(5, -1).double() + fill("usual", (5, single.d), torch.float64, seed) / 10
     x = fill("usual", (5, 1, *SHAPE), torch.float64, seed + 1)
     x[2] = fill(how, (1, *SHAPE), torch.float64, seed + 2)
     batch = Batch(
@@ -162,8 +162,8 @@ def test_one_example_by_itself_adds_what_it_does_in_stacks(
     )
     scale, share = (fill("usual", (5,), torch.float64, seed + 3 + k).abs() + 0.1 for k in range(2))
     rest = (None if clip is None else torch.full((5,), clip).double(), scale, share)
-    assert type(lone).__name__ == "SingleExampleKernel"
-    (sums, norms), (expected, bounds) = added(lone, params, batch, *rest), added(stacked, params, batch, *rest)
+    assert type(single).__name__ == "SingleExampleKernel"
+    (sums, norms), (expected, bounds) = added(single, params, batch, *rest), added(stacked, params, batch, *rest)
     torch.testing.assert_close(sums, expected, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(norms[:4], bounds[:4], rtol=1e-9, atol=0)
 
@@ -186,14 +186,14 @@ def test_an_example_that_overflows_counts_as_zero(name: str, kind: str) -> None:
         expected, usual = added(kernel, params, replace(plain, weight=keep), clip, torch.ones(m))
         assert expected.any(dim=1).all()
         for weight in (plain.weight, keep):
-            found, norms = added(kernel, params, Batch(poisoned, plain.y, weight), clip, torch.ones(m))
+            sums, norms = added(kernel, params, Batch(poisoned, plain.y, weight), clip, torch.ones(m))
             assert torch.isfinite(norms).all()
             assert torch.equal(norms[:, [0, 3]], usual[:, [0, 3]])
             for row in range(m):
                 if norms[row, 1] == norms[row, 2] == 0 or weight is keep:
-                    assert torch.equal(found[row], expected[row])
+                    assert torch.equal(sums[row], expected[row])
                 else:  # a norm within the model can tame what is large
-                    assert (found[row] - expected[row]).norm() <= 1 + 1e-5 or clip is None
+                    assert (sums[row] - expected[row]).norm() <= 1 + 1e-5 or clip is None
 
 
 @pytest.mark.parametrize("bad", [0.5, math.nan])
@@ -202,10 +202,15 @@ def test_masking_without_asking_gives_the_same_bits(bad: float, monkeypatch: pyt
     module, kernel = kernel_of("mlp", "stacked")
     x = torch.randn(1, 3, *SHAPE, generator=torch.Generator().manual_seed(0))
     x[0, 1, 0, 0, 0] = bad
-    given = flatten(module)[None], Batch(x, torch.tensor([[0, 1, 2]]), torch.ones(1, 3)), torch.ones(1), torch.ones(1)
-    asked, _ = added(kernel, *given)
-    monkeypatch.setattr("flower_privdec.gradients.stacked.beyond", lambda norms, ask: beyond(norms, ask=False))
-    assert torch.equal(added(kernel, *given)[0], asked)
+    arguments = (
+        flatten(module)[None],
+        Batch(x, torch.tensor([[0, 1, 2]]), torch.ones(1, 3)),
+        torch.ones(1),
+        torch.ones(1),
+    )
+    waited, _ = added(kernel, *arguments)
+    monkeypatch.setattr("flower_privdec.gradients.stacked.beyond", lambda norms, wait: beyond(norms, wait=False))
+    assert torch.equal(added(kernel, *arguments)[0], waited)
 
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)
@@ -218,10 +223,10 @@ def test_parameters_that_are_not_numbers_move_nothing(name: str, kind: str) -> N
         expected, _ = added(kernel, params, batch, clip, torch.ones(4))
         for row, value in enumerate((math.nan, math.inf, 3e38)):
             params[row] = value
-        found, norms = added(kernel, params, batch, clip, torch.ones(4))
-        assert not found[:3].any()
+        sums, norms = added(kernel, params, batch, clip, torch.ones(4))
+        assert not sums[:3].any()
         assert not norms[:3].any()
-        assert torch.equal(found[3], expected[3])
+        assert torch.equal(sums[3], expected[3])
 
 
 @pytest.mark.parametrize("kind", ["stacked", "factored", "vmap", "loop"])
@@ -229,8 +234,8 @@ def test_a_divisor_of_zero_moves_nothing(kind: str) -> None:
     module, kernel = kernel_of("mlp", kind)
     params = flatten(module)[None]
     batch = Batch(torch.ones(1, 2, *SHAPE), torch.tensor([[0, 1]]), torch.ones(1, 2))
-    found, norms = added(kernel, params, batch, torch.ones(1), torch.ones(1), torch.zeros(1))
-    assert not found.any()
+    sums, norms = added(kernel, params, batch, torch.ones(1), torch.ones(1), torch.zeros(1))
+    assert not sums.any()
     assert not norms.any()
 
 
@@ -282,8 +287,8 @@ def test_bounds_are_close() -> None:
 def test_a_coefficient_is_rounded_within_what_slack_allows(norm: float, clip: float, scale: float) -> None:
     """Exactly: coefficient * norm <= scale * clip * (1 + 4 u)."""
     one = torch.ones(1, 1)
-    found = coefficient(norm * one, one, clip * one[0], scale * one[0]).item()
-    assert Fraction(found) * Fraction(norm) <= Fraction(scale) * Fraction(clip) * (1 + Fraction(2, 2**23))
+    factor = Clipping(clip * one[0], scale * one[0]).coefficient(norm * one, one).item()
+    assert Fraction(factor) * Fraction(norm) <= Fraction(scale) * Fraction(clip) * (1 + Fraction(2, 2**23))
 
 
 class Total(nn.Module):

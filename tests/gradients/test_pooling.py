@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flower_privdec.gradients import pooling
+from flower_privdec.gradients import factored
 
 LAYER = nn.MaxPool2d(2)
 
@@ -18,15 +18,15 @@ def images(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def both(monkeypatch, x, layer=LAYER):
     """Return outputs and derivatives in the inputs by loops, then by torch; the loops were used."""
-    found = []
+    pairs = []
     for least in (0, math.inf):
-        monkeypatch.setattr(pooling, "COMPILED_FROM", least)
-        y, places = pooling.pooled(layer, x)
+        monkeypatch.setattr(factored, "COMPILED_FROM", least)
+        y, places = factored.pooled(layer, x)
         assert (places.dtype == torch.uint8) is (least == 0)
         delta = torch.linspace(-1, 1, y.numel(), dtype=x.dtype).view(y.shape)
         delta[0] = -0.0
-        found.append((y, pooling.unpooled(layer, delta, x, places)))
-    return found
+        pairs.append((y, factored.unpooled(layer, delta, x, places)))
+    return pairs
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -57,8 +57,8 @@ def test_what_is_no_number_goes_where_torch_sends_it(monkeypatch, bad):
     "layer", [nn.MaxPool2d(3), nn.MaxPool2d(2, stride=1), nn.MaxPool2d(2, padding=1), nn.MaxPool2d(2, ceil_mode=True)]
 )
 def test_other_pooling_is_torchs(monkeypatch, layer):
-    monkeypatch.setattr(pooling, "COMPILED_FROM", 0)
+    monkeypatch.setattr(factored, "COMPILED_FROM", 0)
     x = images(2, 4, 7, 7)
-    assert pooling.pooled(layer, x)[1].dtype == torch.int64
-    assert pooling.pooled(LAYER, x.contiguous())[1].dtype == torch.int64
-    assert torch.equal(pooling.pooled(layer, x)[0], layer(x))
+    assert factored.pooled(layer, x)[1].dtype == torch.int64
+    assert factored.pooled(LAYER, x.contiguous())[1].dtype == torch.int64
+    assert torch.equal(factored.pooled(layer, x)[0], layer(x))

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flower_privdec.catalogue import TOPOLOGIES
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph import mixing as kernels
 from flower_privdec.graph.mixing import (
@@ -24,7 +25,6 @@ from flower_privdec.graph.mixing import (
 )
 from flower_privdec.graph.participation import build_participation
 from flower_privdec.graph.topology import (
-    TOPOLOGIES,
     StaticTopology,
     as_networkx,
     build_topology,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flower_privdec.catalogue import TOPOLOGIES
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.topology import (
-    TOPOLOGIES,
     StaticTopology,
     Topology,
     as_networkx,
@@ -282,14 +282,19 @@ def test_many_peers_cut_off_are_counted_not_listed() -> None:
         ("small-world", 9, {"rewire": -0.1}, r"rewire=-0\.1 must be in \[0, 1\]"),
         ("edge-list", 4, {}, "topology.file is missing"),
         ("edge-list", 4, {"file": "x", "directed": 1}, "directed=1 must be true or false"),
-        ("random-edges", 4, {"edges": 7}, "edges=7 must be <= 6, the undirected edges of complete"),
+        ("random-edges", 4, {"edges": 7}, "edges=7 must be <= 6, the undirected edges of topology complete"),
         ("random-edges", 4, {"edges": 0}, "edges=0 must be >= 1"),
-        ("random-edges", 4, {"supergraph": "directed-ring"}, "supergraph=directed-ring must be undirected"),
+        (
+            "random-edges",
+            4,
+            {"supergraph": "directed-ring"},
+            "supergraph=directed-ring on topology directed-ring must draw",
+        ),
         (
             "random-edges",
             4,
             {"supergraph": "random-edges"},
-            "supergraph=random-edges must be undirected and the",
+            "supergraph=random-edges on topology random-edges must draw from",
         ),
         ("random-edges", 4, {"degree": 2}, "topology.degree is no option of complete"),
     ],

@@ -26,7 +26,7 @@ from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.mechanism.events import Release, canonical, event
 from flower_privdec.privacy.mechanism.mechanisms import Mechanism, build_mechanism
 from flower_privdec.privacy.mechanism.schedules import Schedule
-from flower_privdec.scenario.algorithm_sections import VRSection
+from flower_privdec.scenario.sections import VRSection
 
 EPSILONS = (0.0, 0.1, 0.5, 1.0, 2.0)
 FINENESS = {1: 200, 2: 40, 3: 6}  # grid points in a standard deviation, by the number of rounds

@@ -14,7 +14,7 @@ import torch
 from scipy import stats
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy.noise import SystemNoise, system
+from flower_privdec.privacy.noise import SystemNoise, deployed
 
 ciphers = pytest.importorskip("cryptography.hazmat.primitives.ciphers")
 
@@ -91,7 +91,7 @@ def test_tails_reach_beyond_nine_without_a_gap() -> None:
 
     shares = np.array([0, 1, 2, 3, *(2**k for k in range(2, 63)), 2**63 - 1], dtype=np.uint64)
     words = np.concatenate([shares << np.uint64(1), np.zeros_like(shares)])
-    normals = system.SystemNormals(Words(), 2 * len(shares)).draw(2 * len(shares)).numpy()
+    normals = deployed.SystemNormals(Words(), 2 * len(shares)).draw(2 * len(shares)).numpy()
     radii = normals[: len(shares)]
     np.testing.assert_allclose(radii, np.sqrt(-2 * np.log((shares.astype(float) + 0.5) / 2**63)), rtol=1e-12)
     assert all(a > b for a, b in itertools.pairwise(radii))

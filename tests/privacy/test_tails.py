@@ -14,7 +14,7 @@ from scipy import stats
 
 from flower_privdec.privacy.noise import build_noise
 from flower_privdec.privacy.noise import philox as kernels
-from flower_privdec.privacy.noise.philox import REFINED, PeerKeys
+from flower_privdec.privacy.noise.philox import REFINED, PhiloxNoise
 from flower_privdec.rows.keys import seed_keys
 
 FALSE_ALARM = 1e-7
@@ -83,7 +83,7 @@ def fast_row(d: int, step: int, receiver: int, key: int, refined: int) -> tuple[
 def test_fast_rows_are_refined_where_their_words_are_small(dtype: torch.dtype, tolerance: float) -> None:
     """Every one of a million numbers against NumPy, in whole tiles and in the last one."""
     keys, d = seed_keys(2, [3]), 2**21
-    key = int(PeerKeys(keys).table("noise")[0])
+    key = int(PhiloxNoise(keys).table("noise")[0])
     expected, count = fast_row(d, 9, ONES, key, int(REFINED))
     assert count > 8  # of 16 expected
     for length in (d, d - 50):

@@ -19,7 +19,7 @@ from flower_privdec.pushsum import codec
 from flower_privdec.pushsum.codec import CODECS, Cast, TensorArithmetic, WireCodec, wire_codec
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
 from flower_privdec.pushsum.frames import FrameCodec, formats_of
-from flower_privdec.scenario.network_section import CODEC_NAMES
+from flower_privdec.scenario.sections import CODEC_NAMES
 
 TOLERANCE = 40 * 2.0**60 * 2.0**-53  # each addition rounds, and nothing else
 

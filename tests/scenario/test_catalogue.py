@@ -17,8 +17,7 @@ from flower_privdec.graph.topology import build_topology, topology_options
 from flower_privdec.models import build_model, model_options
 from flower_privdec.reporting.console import parts
 from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.algorithm_sections import REGULARIZER_KEYS, algorithm_options
-from flower_privdec.scenario.model_section import MODEL_OPTIONS
+from flower_privdec.scenario.sections import MODEL_OPTIONS, REGULARIZER_KEYS, algorithm_options
 
 KEYS = {  # where a scenario names what is listed
     "algorithms": "algorithm.name",

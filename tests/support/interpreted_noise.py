@@ -59,13 +59,13 @@ def untouched_and_padded(gpu: GPUNoise) -> None:
 
 
 def what_stays_is_bounded(gpu: GPUNoise) -> None:
-    for number in range(gpu_philox._KEPT + 5):
+    for number in range(gpu_philox._MOST_SETS + 5):
         drawn(gpu, torch.zeros(1, 3), [1], 5, receivers=np.array([number]))
-    assert len(gpu._device_keys) == gpu_philox._KEPT
+    assert len(gpu._device_keys) == gpu_philox._MOST_SETS
 
 
 def other_numbers_are_refused() -> None:
-    gpu_philox._KNOWN[0] += 1e-4
+    gpu_philox._EXPECTED[0] += 1e-4
     with pytest.raises(RunError, match="draws other"):
         GPUNoise(KEYS, "cpu")
 

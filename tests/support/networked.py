@@ -20,7 +20,7 @@ from flower_privdec.network.peer.peer import OnRound, PeerDevice, RunningPeer
 from flower_privdec.network.peer.trainer import ScenarioTrainer
 from flower_privdec.network.transport.tls import Authority, identities
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.app_scenario import AppScenario
+from flower_privdec.scenario.schema import AppScenario
 
 LONG = 100.0  # seconds that nothing takes, however busy the machine is
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from flower_privdec.data.datasets import check_fit, read_examples, read_public
-from flower_privdec.scenario.data_section import DataSection, PartitionSection
+from flower_privdec.scenario.sections import DataSection, PartitionSection
 
 
 @dataclass

@@ -19,7 +19,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.graph.participation import Participation, build_participation
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.models import flatten
-from flower_privdec.scenario.algorithm_sections import FedDeperSection
+from flower_privdec.scenario.sections import FedDeperSection
 from tools.bench import limit
 from tools.bench.baselines import gradients_of, plain_loss
 from tools.bench.comparison import LOOP

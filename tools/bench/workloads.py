@@ -22,7 +22,7 @@ from flower_privdec.models import build_model, flatten, parameter_count
 from flower_privdec.privacy.mechanism.protection import Protection
 from flower_privdec.privacy.noise import NoiseSource, build_noise
 from flower_privdec.rows.keys import keyed_generator, seed_keys
-from flower_privdec.scenario.algorithm_sections import SGDSection
+from flower_privdec.scenario.sections import SGDSection
 
 SEED = 1
 CLIP_NORM, NOISE_MULTIPLIER, LEARNING_RATE = 1.0, 1.0, 0.05

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.fields import Section
+from flower_privdec.scenario.sections import Section
 
 Json = dict[str, Any]
 KINDS = {

@@ -206,7 +206,7 @@ def train_sharded(message: Message, context: Context) -> Message:
     request = WorkRequest.of(message.content)
     settings = HostSettings.of(context, request.folder)
     shards = Shards.deal(settings.scenario(request).n_peers, request.shards)
-    shard, place = int(shards.of(np.array(request.peers[:1]))[0]), settings.meeting(request)
+    shard, place = int(shards.of(np.array(request.peers[:1]))[0]), settings.rendezvous(request)
     with place.store(shard, shards, request.token) as store:
         group = ProcessGroup.meet(store, shard, shards, place.address)
         try:

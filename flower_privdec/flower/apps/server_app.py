@@ -15,7 +15,6 @@ import tomllib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, chdir, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -101,8 +100,6 @@ def find_nodes(grid: Grid, patience: float = 300.0) -> list[int]:
             )
         else:
             time.sleep(0.05)
-    if sorted(by_partition) != list(range(total)):
-        raise RunError(f"partition ids {sorted(by_partition)} must be 0 to {total - 1}, each once")
     return [by_partition[partition] for partition in range(total)]
 
 
@@ -342,24 +339,18 @@ class Relay(ScenarioStrategy):
         self._since = time.perf_counter()
         until = self._evaluations(self._round)[0]
         begin = self._round if server_round == 1 else -1
+        mixing, exchange = self.agreement.mixing, self.agreement.algorithm.program[self._at]
+        if self._waiting and not isinstance(exchange, Exchange):
+            raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
         messages = []
         for node, peers in self.nodes:
             message = self._message(node, "train.relay", peers, until=until, begin=begin)
-            message.content.update(self._for(peers))
+            if self._waiting and mixing is not None and isinstance(exchange, Exchange):
+                links = [(a, b) for a, b in exchange.awaited(State(peers, self._round), mixing) if a not in peers]
+                keys = dict.fromkeys(message_key(exchange, link) for link in links)
+                message.content.update({key: self._outbox[key] for key in keys if key in self._outbox})
             messages.append(message)
         return messages
-
-    def _for(self, peers: np.ndarray) -> dict[str, ArrayRecord]:
-        """Return the records that a node's peers wait for, and no others."""
-        mixing = self.agreement.mixing
-        if not self._waiting or mixing is None:
-            return {}
-        exchange = self.agreement.algorithm.program[self._at]
-        if not isinstance(exchange, Exchange):
-            raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
-        links = [(a, b) for a, b in exchange.awaited(State(peers, self._round), mixing) if a not in peers]
-        keys = dict.fromkeys(message_key(exchange, link) for link in links)
-        return {key: self._outbox[key] for key in keys if key in self._outbox}
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -492,64 +483,45 @@ def _send(grid: Grid, messages: list[Message]) -> dict[int, Message]:
 MODES: dict[str, type[ScenarioStrategy]] = MODE_NAMES.bind({"cohort": CohortRun, "sharded": Sharded, "relay": Relay})
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The run-config: what `flwr run -c 'key=value ...'` sets.
+def scenario_strategy(context: Context, folder: Path) -> ScenarioStrategy:
+    """Return the strategy that a run-config describes, `flwr run -c 'key=value ...'`.
 
-    Attributes:
-        scenario: the scenario, loaded; `scenario` is a path, absolute or from the app's folder or the
-            current one, and `set` holds key=value overrides, with semicolons between them.
-        mode: how SuperNodes host the peers: "cohort", "sharded" or "relay", see `catalogue.FLOWER_MODES`.
-        out: the run's folder; by default runs/NAME-RUN_ID.
-        base: the folder from which relative paths in the scenario, and `out`, start; by default the caller's folder,
-            and where that is unknown the one in which the SuperLink was started.
-        resume: continue from the checkpoint in `out`.
+        scenario   a file, absolute or from the app's folder or from `base`
+        set        key=value overrides, with semicolons between them
+        mode       how SuperNodes host the peers: cohort, sharded or relay, see `catalogue.FLOWER_MODES`
+        out        the run's folder; by default runs/NAME-RUN_ID
+        base       the folder from which relative paths in the scenario, and `out`, start; by default the caller's
+                   folder, and where that is unknown the one in which the SuperLink was started
+        resume     continue from the checkpoint in `out`
+
+    Args:
+        context: the ServerApp's context.
+        folder: the app's folder.
+
+    Raises:
+        ScenarioError: when a value is wrong.
     """
-
-    scenario: Scenario
-    mode: str
-    out: Path
-    base: Path
-    resume: bool
-
-    @classmethod
-    def read(cls, context: Context, folder: Path) -> Settings:
-        """Read the run-config.
-
-        Args:
-            context: the ServerApp's context.
-            folder: the app's folder.
-
-        Raises:
-            ScenarioError: when a value is wrong.
-        """
-        config = {"mode": "cohort", "out": "", "base": "", "resume": False, "set": "", "scenario": ""}
-        config |= context.run_config
-        mode, resume, path = str(config["mode"]), config["resume"], str(config["scenario"])
-        base = (caller_folder(folder) or Path.cwd()) / str(config["base"])
-        problem = ""
-        if mode not in MODES:
-            problem = f"mode={mode!r} must be one of {', '.join(MODES)}{did_you_mean(mode, MODES)}"
-        elif not isinstance(resume, bool):
-            problem = f"resume={resume!r} must be true or false, without quotes"
-        elif not base.is_dir():
-            problem = f"base={config['base']!r} must be a folder; make {base}, or leave base out"
-        files = [place / path for place in (folder, base) if path and (place / path).is_file()]
-        if not problem and not files:
-            problem = (
-                f"scenario={path!r} is no file in {folder} or {base}; give an absolute path, -c 'scenario=\"PATH\"'"
-            )
-        if problem:
-            raise ScenarioError(problem, code="flower.run-config")
-        file = files[0].absolute()
-        with chdir(base):  # from where a user's own modules are imported
-            scenario = load_scenario(file, [part for part in str(config["set"]).split(";") if part.strip()])
-        out = base / (str(config["out"]) or f"runs/{scenario.name}-{context.run_id}")
-        return cls(scenario, mode, out, base, resume is True)
-
-    def strategy(self) -> ScenarioStrategy:
-        """Return the strategy of the mode."""
-        return MODES[self.mode](self.scenario, self.out, base=self.base, resume=self.resume)
+    config = {"mode": "cohort", "out": "", "base": "", "resume": False, "set": "", "scenario": ""}
+    config |= context.run_config
+    mode, resume, path = str(config["mode"]), config["resume"], str(config["scenario"])
+    base = (caller_folder(folder) or Path.cwd()) / str(config["base"])
+    files = [place / path for place in (folder, base) if path and (place / path).is_file()]
+    problem = ""
+    if mode not in MODES:
+        problem = f"mode={mode!r} must be one of {', '.join(MODES)}{did_you_mean(mode, MODES)}"
+    elif not isinstance(resume, bool):
+        problem = f"resume={resume!r} must be true or false, without quotes"
+    elif not base.is_dir():
+        problem = f"base={config['base']!r} must be a folder; make {base}, or leave base out"
+    elif not files:
+        problem = f"scenario={path!r} is no file in {folder} or {base}; give an absolute path, -c 'scenario=\"PATH\"'"
+    if problem:
+        raise ScenarioError(problem, code="flower.run-config")
+    file = files[0].absolute()
+    with chdir(base):  # from where a user's own modules are imported
+        scenario = load_scenario(file, [part for part in str(config["set"]).split(";") if part.strip()])
+    out = Path(str(config["out"]) or f"runs/{scenario.name}-{context.run_id}")
+    return MODES[mode](scenario, out, base=base, resume=resume is True)
 
 
 def caller_folder(app: Path) -> Path | None:
@@ -599,9 +571,9 @@ def server_app(folder: Path, on_finished: Callable[[Path], object] | None = None
     @server.main()
     def main(grid: Grid, context: Context) -> None:
         with one_line_failure():
-            settings = Settings.read(context, folder)
-            settings.strategy().start(grid)
+            strategy = scenario_strategy(context, folder)
+            strategy.start(grid)
             if on_finished is not None:
-                on_finished(settings.out)
+                on_finished(strategy.out)
 
     return server

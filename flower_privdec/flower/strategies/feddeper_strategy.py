@@ -18,9 +18,9 @@ from flower_privdec.errors import RunError
 from flower_privdec.flower.mods.peer_mod import MODEL
 from flower_privdec.flower.strategies.peer_network import log_privacy
 from flower_privdec.flower.strategies.push_sum import EvaluateMean, PushSum
-from flower_privdec.graph.topology.graphs import Topology
-from flower_privdec.scenario.algorithm_sections import FedDeperSection
+from flower_privdec.graph.topology import Topology
 from flower_privdec.scenario.loading import validated
+from flower_privdec.scenario.sections import FedDeperSection
 from flower_privdec.training_loop import private
 from flower_privdec.training_loop.private_loop import LOADER_OPTIONS
 

@@ -30,7 +30,7 @@ from flower_privdec.flower.mods.peer_mod import (
 from flower_privdec.flower.mods.private_update import UNPROTECTED
 from flower_privdec.flower.strategies.masking import unmasked_sum
 from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix
-from flower_privdec.graph.topology.graphs import CompleteTopology, Topology
+from flower_privdec.graph.topology import CompleteTopology, Topology
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, FrameHeader, FrameKind
 
@@ -207,8 +207,8 @@ class NodeRegistry:
     ) -> list[Message]:
         """Send messages and pass the answers on, those to earlier messages too, until each has answered or time is up.
 
-        Who has not is silent until its answer comes, however late, and nobody waits for the silent as long as others
-        are asked too: a message to them is a knock at the door.
+        A peer without an answer is silent until its answer comes, however late. The call does not wait for silent peers
+        while others are asked too; the message to them also serves as a liveness probe.
 
         Returns:
             The answers to these messages.

@@ -33,8 +33,7 @@ from flower_privdec.flower.strategies.peer_network import (
 )
 from flower_privdec.graph.mixing import UNDIRECTED, Mixing
 from flower_privdec.graph.participation import build_participation
-from flower_privdec.graph.topology.graphs import Topology
-from flower_privdec.graph.topology.named import build_topology
+from flower_privdec.graph.topology import Topology, build_topology
 from flower_privdec.rows.keys import keyed_generator
 
 log = logging.getLogger("flwr.privdec")

@@ -25,7 +25,7 @@ from flower_privdec.network.peer.status import STATUS_CAP, request_status
 from flower_privdec.network.transport.grpc_transport import GrpcConnection
 from flower_privdec.network.transport.tls import credentials_of, identities, make_certificates
 from flower_privdec.scenario import Scenario, to_yaml
-from flower_privdec.scenario.network_section import NetworkPeer, is_loopback
+from flower_privdec.scenario.sections import NetworkPeer, is_loopback
 
 STOP_SECONDS = 10.0  # between SIGTERM and SIGKILL
 PRIVDEC = (sys.executable, "-m", "flower_privdec")

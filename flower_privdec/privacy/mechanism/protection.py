@@ -19,7 +19,7 @@ from flower_privdec.privacy.mechanism.mechanisms import Mechanism, build_mechani
 from flower_privdec.privacy.mechanism.scale import Claim, Solver
 from flower_privdec.privacy.mechanism.schedules import build_schedule
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.privacy_section import PrivacySection
+from flower_privdec.scenario.sections import PrivacySection
 
 UNLIMITED = "inf"  # how JSON, which has no infinity, says that there is no bound on ε
 
@@ -62,7 +62,7 @@ class Protection:
     replies: tuple[Account, ...] = ()
 
     def part(self, start: int, stop: int) -> Protection:
-        """Return what is of some of the peers."""
+        """Return the slice for peers [start, stop)."""
         return replace(
             self,
             clip_norms=self.clip_norms[:, start:stop],

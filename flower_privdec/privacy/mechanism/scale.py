@@ -12,7 +12,7 @@ from flower_privdec.privacy.mechanism import paper
 from flower_privdec.privacy.mechanism.declared import Declares, Drawing
 from flower_privdec.privacy.mechanism.mechanisms import Mechanism
 from flower_privdec.privacy.mechanism.schedules import Schedule
-from flower_privdec.scenario.privacy_section import PrivacySection
+from flower_privdec.scenario.sections import PrivacySection
 
 FACTORS = {"moments": 1.0, "moments-table": 3.0}  # of eq. 11: how far an example moves a step, in clip norms
 UNSCHEDULED = ("moments-table", "cross-gradients", "subsampling")  # formulas for steps that are all alike

@@ -9,7 +9,7 @@ import numpy as np
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.algorithm_sections import dynamic
+from flower_privdec.scenario.sections import dynamic
 
 
 @dataclass(frozen=True)

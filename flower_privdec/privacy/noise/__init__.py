@@ -1,4 +1,4 @@
-"""Gaussian noise: of keys alone in a simulation, of the operating system's entropy alone at a deployed peer."""
+"""Gaussian noise: from keys in a simulation, from the operating system's entropy at a deployed peer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 
-from flower_privdec.privacy.noise.exact import ExactNoise
+from flower_privdec.privacy.noise.deployed import ExactNoise, SystemNoise
 from flower_privdec.privacy.noise.source import (
     INDEPENDENT,
     STATE_PREFIX,
@@ -19,7 +19,6 @@ from flower_privdec.privacy.noise.source import (
     PairSecrets,
     noise_mechanism,
 )
-from flower_privdec.privacy.noise.system import SystemNoise
 
 
 def build_noise(keys: Mapping[int, bytes], device: torch.device | str = "cpu") -> NoiseSource:

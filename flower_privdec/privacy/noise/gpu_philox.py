@@ -18,16 +18,16 @@ import triton.language as tl
 from torch import Tensor
 
 from flower_privdec.errors import RunError
-from flower_privdec.privacy.noise.philox import PeerKeys
-from flower_privdec.privacy.noise.source import NO_RECEIVER, check_call
+from flower_privdec.privacy.noise.philox import PhiloxNoise
+from flower_privdec.privacy.noise.source import NO_RECEIVER
 
-_KEPT = 16  # sets of keys and receivers that stay on the device
+_MOST_SETS = 16  # of keys and receivers that stay on the device
 _BLOCK = 4096  # elements of a row that one program adds to
 
 # What `philox` draws for key 1099511627798, step 7 and no receiver: one or two columns of each word, of a radius that
 # is refined, at the end of a block and in the next.
-_KNOWN_KEY, _KNOWN_STEP = 1099511627798, 7
-_KNOWN = {
+_EXPECTED_KEY, _EXPECTED_STEP = 1099511627798, 7
+_EXPECTED = {
     0: 1.351081007438877,
     33: 0.7446968593819507,
     66: 1.0491245880597828,
@@ -42,14 +42,14 @@ _KNOWN = {
 _TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-12}
 
 
-class GPUNoise:
+class GPUNoise(PhiloxNoise):
     """The numbers of PhiloxNoise on a GPU, but for roundings: all rows in one launch, and nothing read back.
 
     Keys and receivers stay on the device, so that a step like the one before copies nothing to it.
     """
 
     def __init__(self, keys: Mapping[int, bytes], device: torch.device | str = "cuda") -> None:
-        """Compile the kernel, and try it on numbers that are known.
+        """Compile the kernel, and compare its numbers with the expected ones.
 
         Raises:
             ImportError: Triton is not installed.
@@ -60,56 +60,39 @@ class GPUNoise:
             self._try(dtype)
 
     def _prepare(self, kernel: Any, keys: Mapping[int, bytes], device: torch.device) -> None:
-        self._kernel, self._keys, self._device = kernel, PeerKeys(keys), device
+        super().__init__(keys)
+        self._kernel, self._device = kernel, device
         self._device_keys: dict[tuple[str, bytes, bytes], Tensor] = {}
 
-    def add_(
-        self,
-        out: Tensor,
-        std: Tensor,
-        step: int,
-        peers: np.ndarray,
-        purpose: str = "noise",
-        receivers: np.ndarray | None = None,
-    ) -> None:
-        """Add noise in place; see NoiseSource."""
-        check_call(out, std, step, peers, receivers)
-        keys, to = self._on_device(purpose, peers, receivers)
-        if out.numel() == 0:
-            return
-        rows = out.detach()
-        if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
-            rows = rows.contiguous()
-        self._launch(rows, std.detach().to(out).contiguous(), keys, to, step)
-        if rows.data_ptr() != out.data_ptr():
-            out.detach().copy_(rows)
+    def _on_device(self, rows: Tensor) -> Tensor:
+        return rows
 
-    def _launch(self, rows: Tensor, std: Tensor, keys: Tensor, receivers: Tensor, step: int) -> None:
-        grid, double = (len(rows), -(-rows.shape[1] // _BLOCK)), rows.dtype == torch.float64
-        self._kernel[grid](
-            rows, rows.stride(0), rows.shape[1], std, keys, receivers, step, DOUBLE=double, enable_fp_fusion=True
-        )
-
-    def _on_device(self, purpose: str, peers: np.ndarray, receivers: np.ndarray | None) -> tuple[Tensor, Tensor]:
-        """Return the rows' keys and receivers, int64 [m] each, and keep them for the next call."""
+    def _words(self, purpose: str, peers: np.ndarray, receivers: np.ndarray | None) -> tuple[Tensor, Tensor]:
+        """Return the rows' keys and receivers, int64 [m] each, from the device where they are there."""
         key = (purpose, peers.tobytes(), b"" if receivers is None else receivers.tobytes())
         if key not in self._device_keys:
-            keys = self._keys.table(purpose)[self._keys.slots(peers)].view(np.int64)
-            to = np.full(len(peers), NO_RECEIVER) if receivers is None else receivers
-            while len(self._device_keys) >= _KEPT:
+            words = np.stack(super()._words(purpose, peers, receivers)).view(np.int64)
+            while len(self._device_keys) >= _MOST_SETS:
                 self._device_keys.pop(next(iter(self._device_keys)))
-            self._device_keys[key] = torch.from_numpy(np.stack([keys, to.astype(np.int64)])).to(self._device)
+            self._device_keys[key] = torch.from_numpy(words).to(self._device)
         device_keys, device_receivers = self._device_keys[key].unbind(0)
         return device_keys, device_receivers
 
+    def _draw_(self, rows: Tensor, std: Tensor, keys: Tensor, words: Tensor, step: int) -> None:
+        grid, double = (len(rows), -(-rows.shape[1] // _BLOCK)), rows.dtype == torch.float64
+        self._kernel[grid](
+            rows, rows.stride(0), rows.shape[1], std, keys, words, step, DOUBLE=double, enable_fp_fusion=True
+        )
+
     def _try(self, dtype: torch.dtype) -> None:
-        rows = torch.zeros(1, max(_KNOWN) + 1, dtype=dtype, device=self._device)
-        keys, receivers = torch.tensor([[_KNOWN_KEY], [NO_RECEIVER]], device=self._device).unbind(0)
-        self._launch(rows, rows.new_ones(1), keys, receivers, _KNOWN_STEP)
-        drawn, expected = rows.cpu().double().numpy()[0, list(_KNOWN)], np.array(list(_KNOWN.values()))
+        rows = torch.zeros(1, max(_EXPECTED) + 1, dtype=dtype, device=self._device)
+        keys, receivers = torch.tensor([[_EXPECTED_KEY], [NO_RECEIVER]], device=self._device).unbind(0)
+        self._draw_(rows, rows.new_ones(1), keys, receivers, _EXPECTED_STEP)
+        drawn, expected = rows.cpu().double().numpy()[0, list(_EXPECTED)], np.array(list(_EXPECTED.values()))
         if not (np.abs(drawn - expected) <= _TOLERANCES[dtype]).all():
             raise RunError(
-                f"{self._device} draws other {dtype} noise than a CPU: set compute.device=cpu, and report this GPU"
+                f"{self._device} draws other {dtype} noise than a CPU: set compute.device=cpu, and report this GPU",
+                code="noise.gpu",
             )
 
 
@@ -179,8 +162,8 @@ def refined(x, x1, x2):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def mended(n0, n1, v, x, y):  # type: ignore[no-untyped-def]
-    """The pair of a radius below REFINED from v, its place in full; any other pair as it is."""
+def replaced(n0, n1, v, x, y):  # type: ignore[no-untyped-def]
+    """The pair of a radius below REFINED from v, its refined place; any other pair unchanged."""
     m0, m1 = polar64(v, y)
     few = x < REFINED
     return tl.where(few, m0.to(n0.dtype), n0), tl.where(few, m1.to(n1.dtype), n1)
@@ -206,8 +189,8 @@ def add_normals(out, stride, d, std, keys, receivers, step, DOUBLE: tl.constexpr
             n2, n3 = normals32(x2, x3)
         if tl.min(tl.minimum(x0, x2), 0) < REFINED:
             y0, y1, y2, y3 = tl.philox_impl(c0, c1, c2, c0 * 0 + 1, k0, k1, ROUNDS)
-            n0, n1 = mended(n0, n1, refined(x0, y0, y1), x0, x1)
-            n2, n3 = mended(n2, n3, refined(x2, y2, y3), x2, x3)
+            n0, n1 = replaced(n0, n1, refined(x0, y0, y1), x0, x1)
+            n2, n3 = replaced(n2, n3, refined(x2, y2, y3), x2, x3)
         column = (counter // LANES) * (4 * LANES) + counter % LANES
         first = out + row * stride
         add(first, column, d, scale * n0)

@@ -16,7 +16,7 @@ Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from flower_privdec.privacy.noise.source import NO_RECEIVER, check_call
-from flower_privdec.rows.compiling import compiled, inlined
 from flower_privdec.rows.keys import checked_key, digest
+from flower_privdec.rows.tensors import compiled, inlined
 
 LANES = 32
 ROUNDS = 7
@@ -43,12 +43,7 @@ _f4, _u4, _i4 = np.float32, np.uint32, np.int32
 _f8, _u8, _i8 = np.float64, np.uint64, np.int64
 
 
-def _inline(function: Callable[..., Any]) -> Any:
-    return inlined(function, fastmath=_FLOAT)
-
-
-def _entry(function: Callable[..., Any]) -> Any:
-    return compiled(function, fastmath=_FLOAT)
+_inline, _entry = partial(inlined, fastmath=_FLOAT), partial(compiled, fastmath=_FLOAT)
 
 
 @_inline
@@ -125,7 +120,7 @@ def polar64(v, y):  # type: ignore[no-untyped-def]
 
 @_inline
 def _fill_tile(normals, tile, first, step, receiver, k0, k1):  # type: ignore[no-untyped-def]
-    """Fill a tile from 32-bit words; return the smallest word of a radius."""
+    """Fill a tile from 32-bit words; return the smallest word of any radius."""
     least = _u4(0xFFFFFFFF)
     for t in range(LANES):
         x0, x1, x2, x3 = philox(first + _u8(t), step, receiver, _u8(0), k0, k1)
@@ -196,14 +191,16 @@ def add_normals64(out, shape, std, keys, receivers, step, start, stop):  # type:
 _KERNELS: dict[torch.dtype, Any] = {torch.float32: add_normals32, torch.float64: add_normals64}
 
 
-class PeerKeys:
-    """The keys of the peers that one process hosts.
+class PhiloxNoise:
+    """Simulated Gaussian noise: Philox4x32-7 keyed by 64 bits of (peer's key, purpose), for rows on any device.
 
-    A peer's place among them, by ascending id, is its slot.
+    The counter is (block, step, receiver, 0). A value depends on its key and its column alone, not on the cohort, a
+    slice of it or the number of threads (torch.get_num_threads()). float64 rows get the numbers of float32 rows,
+    computed more precisely. Rows on another device are copied to the CPU and back.
     """
 
     def __init__(self, keys: Mapping[int, bytes]) -> None:
-        """Keep a copy of the keys.
+        """Copy the keys of the peers that this process hosts.
 
         Args:
             keys: from global peer id to key.
@@ -214,40 +211,16 @@ class PeerKeys:
         self._peers = np.array(sorted(keys), dtype=np.int64)
         self._keys = [checked_key(keys[peer]) for peer in self._peers.tolist()]
         self._tables: dict[str, np.ndarray] = {}
-
-    def slots(self, peers: np.ndarray) -> np.ndarray:
-        """Return the slots of some peers, int64 [m].
-
-        Raises:
-            ValueError: one of them has no key here.
-        """
-        slots = self._peers.searchsorted(peers)
-        held = self._peers.take(slots, mode="clip") if len(self._peers) else np.full(len(slots), -1)
-        if (held != peers).any():
-            raise ValueError(f"peers {peers[held != peers].tolist()} have no key here: ask only for peers hosted here")
-        return slots
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_size = 0
 
     def table(self, purpose: str) -> np.ndarray:
-        """Return 64 bits that follow from each slot's key, its id and a purpose, uint64 [peers]."""
+        """Return 64 bits that follow from each peer's key, id and a purpose, uint64 [peers], by ascending id."""
         if purpose not in self._tables:
             pairs = zip(self._keys, self._peers.tolist(), strict=True)
             hashes = b"".join(digest(8, key, "noise", purpose, peer) for key, peer in pairs)
             self._tables[purpose] = np.frombuffer(hashes, np.uint64)
         return self._tables[purpose]
-
-
-class PhiloxNoise:
-    """Simulated Gaussian noise: Philox4x32-7 keyed by 64 bits of (peer's key, purpose), for rows on any device.
-
-    The counter is (block, step, receiver, 0). A value depends on its key and its column alone, not on the cohort, a
-    slice of it or the number of threads (torch.get_num_threads()). float64 rows get the numbers of float32 rows,
-    computed more precisely. Rows on another device are copied to the CPU and back.
-    """
-
-    def __init__(self, keys: Mapping[int, bytes]) -> None:
-        self._keys = PeerKeys(keys)
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_size = 0
 
     def add_(
         self,
@@ -260,31 +233,41 @@ class PhiloxNoise:
     ) -> None:
         """Add noise in place; see NoiseSource."""
         check_call(out, std, step, peers, receivers)
-        keys = self._keys.table(purpose)[self._keys.slots(peers)]
+        keys, words = self._words(purpose, peers, receivers)
         if out.numel() == 0:
             return
-        rows = out.detach().cpu()
+        rows = self._on_device(out.detach())
         if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
             rows = rows.contiguous()
+        self._draw_(rows, std.detach().to(rows).contiguous(), keys, words, step)
+        if rows.data_ptr() != out.data_ptr():
+            out.detach().copy_(rows)
+
+    def _on_device(self, rows: Tensor) -> Tensor:
+        """Return rows where the noise is computed."""
+        return rows.cpu()
+
+    def _words(self, purpose: str, peers: np.ndarray, receivers: np.ndarray | None) -> tuple[Any, Any]:
+        """Return the words of rows' keys and receivers, uint64 [m] each; raise ValueError for a peer without a key."""
+        slots = self._peers.searchsorted(peers)
+        held = self._peers.take(slots, mode="clip") if len(self._peers) else np.full(len(slots), -1)
+        if (held != peers).any():
+            raise ValueError(f"peers {peers[held != peers].tolist()} have no key here: draw only for peers hosted here")
+        words = np.full(len(peers), NO_RECEIVER, np.uint64) if receivers is None else receivers.astype(np.uint64)
+        return self.table(purpose)[slots], words
+
+    def _draw_(self, rows: Tensor, std: Tensor, keys: Any, words: Any, step: int) -> None:
+        """Add noise to rows whose columns are adjacent."""
         (m, d), stride = rows.shape, rows.stride(0)
-        arrays = (
-            rows.as_strided(((m - 1) * stride + d,), (1,)).numpy(),
-            (d, stride),
-            std.detach().to("cpu", out.dtype).contiguous().numpy(),
-            keys,
-            np.full(m, NO_RECEIVER, np.uint64) if receivers is None else receivers.astype(np.uint64),
-            np.uint64(step),
-        )
-        fill, tiles = partial(_KERNELS[out.dtype], *arrays), m * -(-d // TILE)
+        flat = rows.as_strided(((m - 1) * stride + d,), (1,)).numpy()
+        fill = partial(_KERNELS[rows.dtype], flat, (d, stride), std.numpy(), keys, words, np.uint64(step))
+        tiles = m * -(-d // TILE)
         threads = min(torch.get_num_threads(), max(1, tiles * TILE // 2**16))
         if threads == 1:
             fill(0, tiles)
-        else:
-            if self._pool is None or self._pool_size < threads:
-                self._pool, self._pool_size = ThreadPoolExecutor(threads, "noise"), threads
-            bounds = [tiles * part // threads for part in range(threads + 1)]
-            parts = [self._pool.submit(fill, start, stop) for start, stop in pairwise(bounds)]
-            for part in parts:
-                part.result()
-        if rows.data_ptr() != out.data_ptr():
-            out.detach().copy_(rows)
+            return
+        if self._pool is None or self._pool_size < threads:
+            self._pool, self._pool_size = ThreadPoolExecutor(threads, "noise"), threads
+        bounds = [tiles * part // threads for part in range(threads + 1)]
+        for part in [self._pool.submit(fill, start, stop) for start, stop in pairwise(bounds)]:
+            part.result()

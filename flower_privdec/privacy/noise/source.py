@@ -1,4 +1,4 @@
-"""Two doors for noise: where normal numbers come from, and how the noise of a private step is made of them."""
+"""Noise in two parts: sources of independent normals, and mechanisms that make a step's noise from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.graph.participation import Participation
 from flower_privdec.privacy.mechanism.declared import Declaration
 from flower_privdec.rows.keys import digest
-from flower_privdec.scenario.fields import OwnSection
+from flower_privdec.scenario.sections import OwnSection
 
 STEPS = 2**32  # steps of a run, and ids of receivers, are counted in 32 bits
 NO_RECEIVER = STEPS - 1  # the counter word of noise that goes to no receiver in particular
@@ -42,9 +42,9 @@ class NoiseSource(Protocol):
             std: standard deviations [m]; a row with 0 is left as it is.
             step: the number of the private step in the run, 0 <= step < 2**32.
             peers: global ids of the peers whose noise it is, int64 [m].
-            purpose: what the noise is for, any text; two purposes never share numbers.
-            receivers: global ids int64 [m], 0 <= id < 2**32 - 1, where a peer draws something else for each
-                receiver; None is a stream of its own.
+            purpose: any text; two purposes never share numbers.
+            receivers: global ids int64 [m], 0 <= id < 2**32 - 1, where a peer draws other numbers for each receiver;
+                None is a stream of its own.
 
         Raises:
             ValueError: rows, step, peers or receivers break these rules, or a peer has no key here.
@@ -76,7 +76,7 @@ class PairSecrets:
 
 @dataclass(frozen=True)
 class NoisedSum:
-    """What a noise mechanism knows of the sum that it adds noise to.
+    """A sum that a noise mechanism adds noise to, and what the noise may depend on.
 
     Attributes:
         normals: independent normals, keyed as in `NoiseSource.add_`; at a deployed peer the operating system's.
@@ -85,7 +85,7 @@ class NoisedSum:
         step: its number in the run.
         round_index: the round.
         peers: int64 [r], global ids of the rows.
-        rows: int64 [r], where these stand in the rows of `state`.
+        rows: int64 [r], their indices in the rows of `state`.
         receivers: int64 [r], the only receiver of each row; None for all.
         scale: [r], what each row's sum of clipped gradients is multiplied by.
         clip_norm: [r], C; None for no clipping.
@@ -120,10 +120,10 @@ class NoisedSum:
 
 
 class NoiseMechanism:
-    """How the noise of a private step is made of normals: independent of all else, unless a subclass differs.
+    """The noise of a private step, made from normals: independent for each sum unless a subclass differs.
 
-    A subclass that overrides `add_` has to declare what its releases cost: it inherits no declaration about noise that
-    it changed.
+    A subclass that overrides `add_` has to declare the cost of its releases: it inherits no declaration about noise
+    that it changed.
 
     Attributes:
         state: names of rows [m, d] that it keeps from step to step.
@@ -132,16 +132,16 @@ class NoiseMechanism:
     state: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls) -> None:
-        """Drop an inherited declaration where a subclass changes what it was about."""
+        """Drop an inherited declaration where a subclass changes the noise that it was about."""
         super().__init_subclass__()
         if "add_" in vars(cls) and "released" not in vars(cls):
-            cls.released = _undeclared  # type: ignore[method-assign]
+            cls.released = lambda self, sums: None  # type: ignore[method-assign]
 
     def released(self, sums: Declaration) -> Declaration:
-        """Return what a step with these sums costs under this noise; None costs ε = ∞.
+        """Return the sums whose cost a step has under this noise; None costs ε = ∞.
 
-        What is returned is accounted for as if each sum got independent normals, whatever `add_` does. Further noise,
-        which does not depend on the data, is post-processing; anything else needs a proof.
+        The result is accounted for as if each sum got independent normals, whatever `add_` does. Further noise,
+        independent of the data, is post-processing; anything else needs a proof.
 
         Args:
             sums: what the algorithm declares, for independent normals.
@@ -154,13 +154,9 @@ class NoiseMechanism:
         Args:
             out: [r, d].
             std: [r], the standard deviations that were solved for.
-            noised: which sum it is, and what else the noise may depend on.
+            noised: the sum.
         """
         noised.normals.add_(out, std, noised.step, noised.peers, noised.name, noised.receivers)
-
-
-def _undeclared(self: NoiseMechanism, sums: Declaration) -> Declaration:
-    return None
 
 
 INDEPENDENT = NoiseMechanism()
@@ -170,7 +166,7 @@ def noise_mechanism(section: OwnSection | None) -> NoiseMechanism:
     """Return the mechanism that `privacy.noise` names, called with its arguments; None is independent noise.
 
     Raises:
-        ScenarioError: the class cannot be had, is no `NoiseMechanism`, or could not be built.
+        ScenarioError: the class cannot be imported, is no `NoiseMechanism`, or could not be built.
     """
     if section is None:
         return INDEPENDENT

@@ -3,7 +3,7 @@
 import numba
 import pytest
 
-from flower_privdec.rows import compiling
+from flower_privdec.rows import tensors
 
 
 def test_loops_are_compiled_where_no_folder_can_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,4 +14,4 @@ def test_loops_are_compiled_where_no_folder_can_keep_them(monkeypatch: pytest.Mo
 
     original = numba.njit
     monkeypatch.setattr(numba, "njit", njit)
-    assert compiling.compiled(lambda x: 1 / x)(0.0) == float("inf")
+    assert tensors.compiled(lambda x: 1 / x)(0.0) == float("inf")

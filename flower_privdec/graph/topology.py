@@ -1,0 +1,644 @@
+"""Communication graphs: each round's edges, int64 [m, 2] of (sender, receiver), sorted, unique, without self loops.
+
+A graph is built by its name, or by a user's own function; draws are keyed by the seed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import scipy
+
+from flower_privdec.catalogue import TOPOLOGIES
+from flower_privdec.common.formatting import did_you_mean, one_line, shown
+from flower_privdec.common.user_code import load_own
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
+from flower_privdec.rows.keys import keyed_generator
+
+EdgeArray: TypeAlias = npt.NDArray[np.int64]
+Peers: TypeAlias = npt.NDArray[np.int64]
+
+
+@runtime_checkable
+class Topology(Protocol):
+    """A graph whose edges may change from round to round; an undirected one lists each edge in both directions."""
+
+    @property
+    def name(self) -> str:
+        """The name it has in a scenario."""
+
+    @property
+    def n_peers(self) -> int:
+        """How many peers it joins, numbered from 0."""
+
+    @property
+    def directed(self) -> bool:
+        """Whether some edge may lack its reverse."""
+
+    @property
+    def period(self) -> int | None:
+        """After how many rounds the edges repeat; 1 is static, None is fresh at random every round."""
+
+    def edges(self, round_index: int) -> EdgeArray:
+        """Return the edges of a round, [m, 2] (sender, receiver)."""
+
+    def support(self) -> EdgeArray:
+        """Return every edge that some round may use."""
+
+
+def edge_array(pairs: npt.ArrayLike, n_peers: int, *, symmetric: bool = False) -> EdgeArray:
+    """Sort pairs (sender, receiver) into an edge array, without repeats, read-only.
+
+    Args:
+        pairs: [m, 2] peer ids.
+        n_peers: the ids run from 0 to n_peers - 1.
+        symmetric: add the reverse of every pair.
+
+    Returns:
+        int64 [m', 2], sorted by sender and then receiver.
+    """
+    array = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
+    if symmetric:
+        array = np.concatenate([array, array[:, ::-1]])
+    codes = np.unique(array[:, 0] * n_peers + array[:, 1])
+    edges = np.stack(np.divmod(codes, n_peers), axis=1)
+    edges.flags.writeable = False
+    return edges
+
+
+def shift_edges(n_peers: int, offsets: npt.ArrayLike) -> EdgeArray:
+    """Return the edges of the circulant graph in which every peer sends to the peers `offsets` ahead."""
+    senders, ahead = np.meshgrid(np.arange(n_peers), np.asarray(offsets, dtype=np.int64), indexing="ij")
+    return edge_array(np.stack([senders, (senders + ahead) % n_peers], axis=-1), n_peers)
+
+
+def in_neighbors(edges: EdgeArray, peer: int) -> Peers:
+    """Return the peers that send to `peer`, ascending."""
+    senders: Peers = edges[edges[:, 1] == peer, 0]
+    return senders
+
+
+def networkx() -> Any:
+    """Import networkx, which takes long and which most runs do not need."""
+    import networkx
+
+    return networkx
+
+
+def as_networkx(topology: Topology, round_index: int | None = None) -> Any:
+    """Return the graph of one round, or of all rounds together, as a networkx graph or digraph."""
+    graph = networkx().DiGraph() if topology.directed else networkx().Graph()
+    graph.add_nodes_from(range(topology.n_peers))
+    edges = topology.support() if round_index is None else topology.edges(round_index)
+    graph.add_edges_from(edges.tolist())
+    return graph
+
+
+@dataclass(frozen=True, eq=False)
+class StaticTopology:
+    """The same edges every round."""
+
+    name: str
+    n_peers: int
+    directed: bool
+    all_edges: EdgeArray
+    period: int | None = 1
+
+    def edges(self, round_index: int) -> EdgeArray:
+        """Return the edges, whatever the round."""
+        return self.all_edges
+
+    def support(self) -> EdgeArray:
+        """Return the edges."""
+        return self.all_edges
+
+
+@dataclass(frozen=True)
+class CompleteTopology:
+    """All peers send to all others; the n (n - 1) edges are listed on request only."""
+
+    name: str
+    n_peers: int
+    directed: bool = False
+    period: int | None = 1
+
+    def edges(self, round_index: int) -> EdgeArray:
+        """Return all n (n - 1) ordered pairs."""
+        return self.support()
+
+    def support(self) -> EdgeArray:
+        """Return all n (n - 1) ordered pairs."""
+        return np.argwhere(~np.eye(self.n_peers, dtype=bool))
+
+
+@dataclass(frozen=True)
+class DirectedExponential:
+    """The one-peer directed exponential graph: in round k all send to the peer 2^(k mod p) ahead.
+
+    p = floor(log2(n - 1)) + 1 (Assran et al. 2019, Stochastic Gradient Push, appendix A). On n = 2^m peers
+    push-sum over it reaches the exact mean in m rounds.
+    """
+
+    n_peers: int
+    name: str = "directed-exponential"
+    directed: bool = True
+
+    @property
+    def period(self) -> int | None:
+        """Return p, the number of offsets it goes through."""
+        return (self.n_peers - 1).bit_length()
+
+    def edges(self, round_index: int) -> EdgeArray:
+        """Return the n edges of a round."""
+        return shift_edges(self.n_peers, [2 ** (round_index % (self.n_peers - 1).bit_length())])
+
+    def support(self) -> EdgeArray:
+        """Return the edges of all offsets together."""
+        return shift_edges(self.n_peers, 2 ** np.arange((self.n_peers - 1).bit_length()))
+
+
+@dataclass(frozen=True, eq=False)
+class RandomEdges:
+    """Some undirected edges of a supergraph, drawn again each round without replacement.
+
+    Each round's draw is keyed by (seed, round), so any process can draw any round.
+    """
+
+    supergraph: Topology
+    count: int
+    seed: int
+    name: str = "random-edges"
+    directed: bool = False
+    period: int | None = None
+
+    @property
+    def n_peers(self) -> int:
+        """How many peers it joins."""
+        return self.supergraph.n_peers
+
+    def edges(self, round_index: int) -> EdgeArray:
+        """Return the round's edges, each in both directions."""
+        generator = keyed_generator(self.seed, "random-edges", round_index)
+        chosen = generator.choice(len(self.candidates), size=self.count, replace=False, shuffle=False)
+        return edge_array(self.candidates[chosen], self.n_peers, symmetric=True)
+
+    def support(self) -> EdgeArray:
+        """Return the supergraph's edges."""
+        return self.supergraph.support()
+
+    @cached_property
+    def candidates(self) -> EdgeArray:
+        """Return one (smaller, larger) pair for every edge of the supergraph."""
+        edges = self.supergraph.support()
+        return edges[edges[:, 0] < edges[:, 1]]
+
+
+MOST_NAMED = 8
+
+
+def check_topology(topology: Topology) -> None:
+    """Refuse a graph on which what one peer knows can never reach some other peer.
+
+    Agreement needs the union of all rounds' edges to be strongly connected.
+
+    Raises:
+        ScenarioError: naming peers that are cut off, and the remedy.
+    """
+    if isinstance(topology, CompleteTopology):
+        return
+    forward = _adjacency([topology.support()], topology.n_peers)
+    for graph, sense in ((forward, "can never hear from"), (forward.T.tocsr(), "can never be heard by")):
+        reached = scipy.sparse.csgraph.breadth_first_order(graph, 0, directed=True, return_predecessors=False)
+        cut_off = np.setdiff1d(np.arange(topology.n_peers), reached)
+        if len(cut_off):
+            raise ScenarioError(
+                f"topology.name={topology.name} can never agree: {_named(cut_off)} {sense} peer 0; "
+                "add edges until every peer reaches every other (the graph must be strongly connected)"
+            )
+
+
+def joint_connectivity(topology: Topology, horizon: int = 64) -> int | None:
+    """Find the smallest B such that the union of any B consecutive rounds is strongly connected.
+
+    Args:
+        topology: the graph.
+        horizon: how many rounds of a graph drawn at random are looked at; a periodic graph needs none.
+
+    Returns:
+        B in rounds, at most the period (or the horizon); None when even all those rounds do not suffice.
+    """
+    if isinstance(topology, CompleteTopology):
+        return 1
+    periodic = topology.period is not None
+    length = topology.period or horizon
+    rounds = [topology.edges(k) for k in range(length)]
+
+    def every_window_connects(size: int) -> bool:
+        starts = range(length if periodic else length - size + 1)
+        windows = ([rounds[(start + k) % length] for k in range(size)] for start in starts)
+        return all(_strongly_connected(window, topology.n_peers) for window in windows)
+
+    smallest = bisect_left(range(1, length + 1), True, key=every_window_connects) + 1
+    return smallest if smallest <= length else None
+
+
+def _adjacency(rounds: Sequence[EdgeArray], n_peers: int) -> scipy.sparse.csr_array:
+    edges = np.concatenate(rounds)
+    ones = np.ones(len(edges))
+    return scipy.sparse.csr_array((ones, (edges[:, 0], edges[:, 1])), shape=(n_peers, n_peers))
+
+
+def _strongly_connected(rounds: Sequence[EdgeArray], n_peers: int) -> bool:
+    graph = _adjacency(rounds, n_peers)
+    return bool(scipy.sparse.csgraph.connected_components(graph, connection="strong", return_labels=False) == 1)
+
+
+def _named(peers: Peers) -> str:
+    if len(peers) == 1:
+        return f"peer {peers[0]}"
+    first = ", ".join(str(peer) for peer in peers[:MOST_NAMED])
+    more = len(peers) - MOST_NAMED
+    return f"peers {first}" + (f" and {more} more" if more > 0 else "")
+
+
+MOST_EDGES = 4_000_000  # in both directions; networkx takes a minute and 2 GiB for them
+ALMOST_NEVER = 8.0  # expected peers without an edge at which one draw of 3,000 is connected
+
+_PROBABILITY, _DEGREE = 0.5, 4  # the defaults
+_COUNTS: dict[str, Callable[[int, Mapping[str, Any]], float]] = {
+    "directed-exponential": lambda n, _: n * math.log2(n),
+    "directed-exponential-full": lambda n, _: n * math.log2(n),
+    "directed-ring": lambda n, _: n,
+    "ring": lambda n, _: 2 * n,
+    "bipartite": lambda n, _: n * n / 2,
+    "star": lambda n, _: 2 * n,
+    "torus": lambda n, _: 4 * n,
+    "random-regular": lambda n, options: n * options.get("degree", _DEGREE),
+    "small-world": lambda n, options: n * options.get("degree", _DEGREE),
+    "erdos-renyi": lambda n, options: n * n * options.get("probability", _PROBABILITY),
+}
+
+
+def check_edges(count: float, name: str, n_peers: int) -> None:
+    """Refuse more edges than can be listed.
+
+    Raises:
+        ScenarioError: with how many there are.
+    """
+    if count > MOST_EDGES:
+        raise ScenarioError(
+            f"topology.name={name} has about {count:.2g} edges with n_peers={n_peers}, and at most {MOST_EDGES:,} "
+            "can be listed; take fewer peers, a sparser graph, or complete, which needs no list"
+        )
+
+
+DRAWS = 200  # of a random graph, until one is connected
+
+
+def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) -> Topology:
+    """Build the graph that a scenario names.
+
+    Args:
+        name: one of `TOPOLOGIES`, or `package.module:name` of a user's own function, see `build_own_topology`.
+        n_peers: how many peers it joins, at least 2.
+        seed: keys the random graphs.
+        options: what `topology_options(name)` lists; for a user's own, `arguments` by name.
+
+    Returns:
+        The topology, with its options checked; `check_topology` says whether it can agree.
+
+    Raises:
+        ScenarioError: an unknown name or option, or a value that breaks a rule.
+
+    Examples:
+        >>> graph = build_topology("directed-exponential", 8)
+        >>> graph.edges(1)[:3].tolist()  # in round 1 each peer sends to the one 2 ahead
+        [[0, 2], [1, 3], [2, 4]]
+        >>> graph.period
+        3
+    """
+    valid = [] if ":" in name else topology_options(name)
+    if isinstance(n_peers, bool) or not isinstance(n_peers, int | np.integer) or n_peers < 1:
+        raise ScenarioError(f"n_peers={n_peers!r} must be a whole number >= 1")
+    if n_peers == 1:
+        raise ScenarioError(f"n_peers=1 on topology {name}: a graph needs at least 2 peers; use algorithm local")
+    if ":" in name:
+        return build_own_topology(name, int(n_peers), seed, **options)
+    for key in options:
+        if key not in valid and name != "random-edges":  # which hands the others on to its supergraph
+            takes = f"it takes {', '.join(valid)}" if valid else "it takes none"
+            raise ScenarioError(f"topology.{key} is no option of {name}: {takes}{did_you_mean(key, valid)}")
+    if name in _COUNTS:
+        check_edges(_COUNTS[name](int(n_peers), options), name, int(n_peers))
+    return _BUILDERS[name](name, int(n_peers), seed, **options)
+
+
+def topology_options(name: str) -> dict[str, Any]:
+    """Return a topology's options and their defaults; None means derived from the others, or required."""
+    TOPOLOGIES.check(name, "topology.name")
+    return {
+        parameter.name: None if parameter.default is parameter.empty else parameter.default
+        for parameter in inspect.signature(_BUILDERS[name]).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+
+
+def _whole(key: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ScenarioError(f"topology.{key}={value!r} must be a whole number >= {least}")
+    if value < least:
+        raise ScenarioError(f"topology.{key}={value} must be >= {least}")
+    return int(value)
+
+
+def _chance(key: str, value: object, *, zero: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ScenarioError(f"topology.{key}={value!r} must be in {'[' if zero else '('}0, 1]")
+    if value == 0 and not zero:
+        raise ScenarioError(f"topology.{key}={value} must be > 0: without edges the peers never agree")
+    return float(value)
+
+
+def _static(name: str, graph: Any) -> Topology:
+    n_peers = graph.number_of_nodes()
+    pairs = np.array(networkx().convert_node_labels_to_integers(graph, ordering="sorted").edges, dtype=np.int64)
+    return StaticTopology(name, n_peers, False, edge_array(pairs, n_peers, symmetric=True))
+
+
+def _draw_connected(name: str, seed: int, draw: Callable[[int], Any], blamed: str, remedy: str) -> Topology:
+    for attempt in range(DRAWS):
+        graph = draw(int(keyed_generator(seed, f"topology-{name}", attempt).integers(2**31)))
+        if networkx().is_connected(graph):
+            return _static(name, graph)
+    raise ScenarioError(f"{blamed} on topology {name}: {DRAWS} draws and none was connected; {remedy}")
+
+
+def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols: int | None = None) -> Topology:
+    sides = [_whole(key, value, 2) for key, value in (("rows", rows), ("cols", cols)) if value is not None]
+    if not sides:
+        sides = [max((r for r in range(2, math.isqrt(n_peers) + 1) if n_peers % r == 0), default=0)]
+    if len(sides) == 1:
+        sides = [sides[0], n_peers // sides[0] if sides[0] else 0]
+    if rows is None and cols is not None:
+        sides.reverse()
+    if math.prod(sides) != n_peers or min(sides) < 2:
+        options = "".join(f" {k}={v}" for k, v in (("rows", rows), ("cols", cols)) if v is not None)
+        raise ScenarioError(
+            f"n_peers={n_peers} on topology torus{options and ' with'}{options} must be rows x cols, both >= 2; "
+            "take an n_peers that factors so, or topology ring"
+        )
+    return _static(name, networkx().grid_2d_graph(*sides, periodic=True))
+
+
+def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = _DEGREE) -> Topology:
+    degree = _whole("degree", degree, 1 if n_peers == 2 else 2)
+    if degree >= n_peers:
+        raise ScenarioError(f"topology.degree={degree} must be < n_peers={n_peers}: a peer has only that many others")
+    if degree * n_peers % 2:
+        raise ScenarioError(f"topology.degree={degree} times n_peers={n_peers} must be even; change one of them by 1")
+    blamed = f"topology.degree={degree}"
+    return _draw_connected(
+        name, seed, lambda key: networkx().random_regular_graph(degree, n_peers, seed=key), blamed, "raise it"
+    )
+
+
+def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = _PROBABILITY) -> Topology:
+    p = _chance("probability", probability)
+    threshold = math.log(n_peers) / n_peers
+    remedy = f"raise it well above ln(n)/n = {threshold:.2g}"
+    isolated, blamed = n_peers * (1 - p) ** (n_peers - 1), f"topology.probability={p}"
+    if isolated > ALMOST_NEVER:  # about e to minus as many draws leave no peer without an edge
+        raise ScenarioError(
+            f"{blamed} leaves about {isolated:.3g} of n_peers={n_peers} without an edge, so that no draw is connected; "
+            f"{remedy}"
+        )
+    return _draw_connected(
+        name, seed, lambda key: networkx().fast_gnp_random_graph(n_peers, p, seed=key), blamed, remedy
+    )
+
+
+def _small_world(name: str, n_peers: int, seed: int, *, degree: int = _DEGREE, rewire: float = 0.1) -> Topology:
+    degree, rewire = _whole("degree", degree, 2), _chance("rewire", rewire, zero=True)
+    if degree % 2 or degree >= n_peers:
+        raise ScenarioError(
+            f"topology.degree={degree} on topology small-world must be even and < n_peers={n_peers}: "
+            "half of it to each side of the ring"
+        )
+    blamed = f"topology.rewire={rewire}"
+    return _draw_connected(
+        name, seed, lambda key: networkx().watts_strogatz_graph(n_peers, degree, rewire, seed=key), blamed, "lower it"
+    )
+
+
+def _edge_list(
+    name: str, n_peers: int, seed: int, *, file: str | Path | None = None, directed: bool = True
+) -> Topology:
+    if file is None:
+        raise ScenarioError("topology.file is missing: edge-list reads its edges from a text file; add it")
+    if not isinstance(directed, bool):
+        raise ScenarioError(f"topology.directed={directed!r} must be true or false")
+    pairs = read_edge_list(file, n_peers)
+    return StaticTopology(name, n_peers, directed, edge_array(pairs, n_peers, symmetric=not directed))
+
+
+def _random_edges(
+    name: str, n_peers: int, seed: int, *, edges: int = 1, supergraph: str = "complete", **options: Any
+) -> Topology:
+    count = _whole("edges", edges, 1)
+    graph = build_topology(supergraph, n_peers, seed=seed, **options)
+    return sample_edges(graph, count, seed, f"topology.supergraph={supergraph}", "topology.edges")
+
+
+def sample_edges(
+    graph: Topology,
+    count: int,
+    seed: int,
+    source: str = "participation.kind=edges",
+    key: str = "participation.count",
+) -> RandomEdges:
+    """Return a graph of some edges of another one, drawn again each round.
+
+    Args:
+        source: the setting that names the other graph, for errors.
+        key: the setting that gives `count`.
+
+    Raises:
+        ScenarioError: the other graph is directed, changes from round to round, or has fewer edges.
+    """
+    if graph.directed or graph.period != 1 or graph.name == "server":
+        raise ScenarioError(
+            f"{source} on topology {graph.name} must draw from a graph that is undirected and the same every round; "
+            "take topology complete or ring"
+        )
+    if isinstance(graph, CompleteTopology):
+        check_edges(graph.n_peers * (graph.n_peers - 1.0), graph.name, graph.n_peers)
+    topology = RandomEdges(graph, count, seed)
+    if count > len(topology.candidates):
+        raise ScenarioError(
+            f"{key}={count} must be <= {len(topology.candidates)}, the undirected edges of topology {graph.name}"
+        )
+    return topology
+
+
+_BUILDERS: dict[str, Callable[..., Topology]] = TOPOLOGIES.bind(
+    {
+        "directed-exponential": lambda name, n, seed: DirectedExponential(n),
+        "directed-exponential-full": lambda name, n, seed: StaticTopology(
+            name, n, True, shift_edges(n, 2 ** np.arange((n - 1).bit_length()))
+        ),
+        "directed-ring": lambda name, n, seed: StaticTopology(name, n, True, shift_edges(n, [1])),
+        "ring": lambda name, n, seed: StaticTopology(name, n, False, shift_edges(n, [1, n - 1])),
+        "complete": lambda name, n, seed: CompleteTopology(name, n),
+        "bipartite": lambda name, n, seed: _static(name, networkx().complete_bipartite_graph(n // 2, n - n // 2)),
+        "star": lambda name, n, seed: _static(name, networkx().star_graph(n - 1)),
+        "torus": _torus,
+        "random-regular": _random_regular,
+        "erdos-renyi": _erdos_renyi,
+        "small-world": _small_world,
+        "edge-list": _edge_list,
+        "random-edges": _random_edges,
+        "server": lambda name, n, seed: CompleteTopology(name, n),
+    }
+)
+
+
+LONGEST = 64 << 20  # bytes
+
+
+def read_edge_list(path: str | Path, n_peers: int) -> list[tuple[int, int]]:
+    """Read the pairs of an edge list.
+
+    Args:
+        path: the file; relative paths start where the command runs.
+        n_peers: the ids run from 0 to n_peers - 1.
+
+    Returns:
+        The pairs (sender, receiver) in file order; a pair may appear twice.
+
+    Raises:
+        ScenarioError: a file that cannot be read, or a malformed line, named by its number.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(LONGEST + 1)
+        lines = content.decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ScenarioError(f"topology.file={path} cannot be read ({reason}); name a text file of edges") from None
+    if len(content) > LONGEST:
+        raise ScenarioError(f"topology.file={path} has more than {LONGEST >> 20} MiB: give a sparser graph")
+    pairs = [
+        _pair(written.split(), f"topology.file={path} line {number}", n_peers)
+        for number, line in enumerate(lines, start=1)
+        if (written := line.partition("#")[0].strip())
+    ]
+    if not pairs:
+        raise ScenarioError(f"topology.file={path} has no edges; write one `sender receiver` pair per line")
+    return pairs
+
+
+def _pair(words: list[str], where: str, n_peers: int) -> tuple[int, int]:
+    if len(words) != 2 or not all(word.isdecimal() and word.isascii() and len(word) < 19 for word in words):
+        raise ScenarioError(f"{where}: {shown(' '.join(words))} must be two peer ids, `sender receiver`")
+    sender, receiver = (int(word) for word in words)
+    if max(sender, receiver) >= n_peers:
+        raise ScenarioError(f"{where}: peer {max(sender, receiver)} must be < n_peers={n_peers}; ids start at 0")
+    if sender == receiver:
+        raise ScenarioError(f"{where}: peer {sender} sends to itself; leave it out, self weights are implied")
+    return sender, receiver
+
+
+def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[str, Any] | None = None) -> Topology:
+    """Call a user's function with n_peers and its arguments, and return the graph that it returns.
+
+    Args:
+        target: where the function lies, `package.module:name`.
+        seed: given to a parameter of this name, unless the arguments have one.
+        arguments: by name.
+
+    Returns:
+        The graph: a networkx graph or digraph on the nodes 0 to n_peers - 1, for each peer those it
+        sends to (a list of lists, or a mapping), or a `Topology`, which may change from round to round.
+
+    Raises:
+        ScenarioError: the function cannot be had, fails, or gives something else.
+    """
+    arguments = arguments or {}
+    function, where = load_own(target, "topology.module"), f"topology.module={target!r}"
+    try:
+        seed_option = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
+    except (TypeError, ValueError):  # written in C
+        seed_option = {}
+    try:
+        graph = function(n_peers, **{**seed_option, **arguments})
+    except PrivdecError:
+        raise
+    except RAISED_BY_USERS as error:  # a user's own function may raise anything
+        raise ScenarioError(f"{where} could not be built with {dict(arguments)}: {one_line(error)}") from error
+    return as_topology(graph, n_peers, target, where)
+
+
+def as_topology(graph: Any, n_peers: int, name: str, where: str) -> Topology:
+    """Return the result of a user's function as a topology.
+
+    Args:
+        graph: see `build_own_topology`.
+        name: of the topology.
+        where: names the function in an error.
+
+    Raises:
+        ScenarioError: it is no graph of these peers.
+    """
+    if isinstance(graph, Topology):
+        if graph.n_peers != n_peers:
+            raise ScenarioError(f"{where} gives a graph of {graph.n_peers} peers: it must have n_peers={n_peers}")
+        return graph
+    if isinstance(graph, networkx().Graph):
+        pairs, symmetric = _pairs_of(graph, n_peers, where), not graph.is_directed()
+    else:
+        pairs, symmetric = _pairs_in(graph, n_peers, where), False
+    loops = [sender for sender, receiver in pairs if sender == receiver]
+    if loops:
+        raise ScenarioError(f"{where}: peer {loops[0]} sends to itself; leave it out, self weights are implied")
+    edges = edge_array(np.array(pairs, dtype=np.int64).reshape(-1, 2), n_peers, symmetric=symmetric)
+    directed = len(edge_array(edges, n_peers, symmetric=True)) > len(edges)
+    return StaticTopology(name, n_peers, directed, edges)
+
+
+def _pairs_of(graph: Any, n_peers: int, where: str) -> list[tuple[int, int]]:
+    nodes = list(graph.nodes)
+    if len(nodes) != n_peers or not all(_is_peer(node, n_peers) for node in nodes):
+        some = ", ".join(map(repr, nodes[:3]))
+        raise ScenarioError(
+            f"{where} gives a graph of {len(nodes)} nodes ({some}, ...): they must be 0 to {n_peers - 1}; "
+            "networkx.convert_node_labels_to_integers numbers them"
+        )
+    return [(int(sender), int(receiver)) for sender, receiver in graph.edges()]
+
+
+def _pairs_in(lists: Any, n_peers: int, where: str) -> list[tuple[int, int]]:
+    """Return the pairs (sender, receiver) of out-neighbour lists, in order of the peers or by peer."""
+    rule = "it must be a networkx graph, or for each peer a list of those it sends to"
+    if isinstance(lists, Mapping):
+        lists = [lists.get(peer) for peer in range(n_peers)] if set(lists) == set(range(n_peers)) else None
+    if not isinstance(lists, Sequence) or len(lists) != n_peers:
+        raise ScenarioError(f"{where} gives no lists for {n_peers} peers: {rule}")
+    for peer, receivers in enumerate(lists):
+        right = isinstance(receivers, Sequence | set | frozenset | np.ndarray) and not isinstance(receivers, str)
+        if not right or not all(_is_peer(receiver, n_peers) for receiver in receivers):
+            raise ScenarioError(f"{where}: peer {peer} sends to {receivers!r}, not peers of 0 to {n_peers - 1}: {rule}")
+    return [(peer, int(receiver)) for peer, receivers in enumerate(lists) for receiver in receivers]
+
+
+def _is_peer(value: object, n_peers: int) -> bool:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and 0 <= int(value) < n_peers  # type: ignore[call-overload]

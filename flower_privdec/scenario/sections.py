@@ -1,0 +1,1218 @@
+"""Sections of a scenario: strict pydantic models, and the numbers, names and paths that they share."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SerializeAsAny,
+    Tag,
+    WithJsonSchema,
+    WrapValidator,
+    model_validator,
+)
+
+from flower_privdec.catalogue import (
+    ACTIVATIONS,
+    ALGORITHMS,
+    DATASETS,
+    DUAL,
+    DUAL_SCHEDULES,
+    FEATURES,
+    GRADIENT_TABLES,
+    INITS,
+    LOSSES,
+    METRICS,
+    MODELS,
+    PARTITIONS,
+    REGULARIZERS,
+    SAMPLINGS,
+    TOPOLOGIES,
+    WEIGHTS,
+    Choice,
+)
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
+from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
+from flower_privdec.tasks.kinds import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, MetricKind, Targets, unfit
+
+
+class Section(BaseModel):
+    """One mapping of the scenario file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (key, module) of every part of a section that is a user's own."""
+    for name in type(section).model_fields:
+        value, key = getattr(section, name), f"{path}{name}"
+        if name == "module" and value is not None:
+            yield key, value
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, Section):
+                yield from own_modules(number, f"{key}.")
+
+
+class OwnSection(Section):
+    """What a scenario says of a part of a user's own.
+
+    Attributes:
+        module: where it lies, `package.module:name`.
+        arguments: what it is called with, by name.
+    """
+
+    module: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return what the part is called: where it lies."""
+        return self.module
+
+
+def _with_module(value: Any) -> str:
+    keys = value if isinstance(value, dict) else getattr(type(value), "model_fields", ())
+    return "own" if "module" in keys else "named"
+
+
+OWN_OR_NAMED = Discriminator(_with_module)  # both are sections: a user's part names its module
+SECTION_OR_NAME = Discriminator(lambda value: "named" if isinstance(value, str) else "own")
+SECTION_OR_NONE = Discriminator(lambda value: "none" if isinstance(value, str) else "section")
+
+
+def _per_peer(value: Any) -> Any:
+    """Accept one number for every peer or a list with one number a peer."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if not numbers or any(isinstance(x, bool) or not isinstance(x, int | float) for x in numbers):
+        raise ValueError("must be a number, or a list with one number for each peer")
+    if any(not 0 < x < float("inf") for x in numbers) or max(numbers) > LARGEST:
+        raise ValueError("must be > 0 and finite (for every peer)")
+    return tuple(float(x) for x in numbers) if isinstance(value, list | tuple) else float(value)
+
+
+LARGEST = sys.float_info.max  # a whole number of Python's may be larger
+_POSITIVE = {"type": "number", "exclusiveMinimum": 0}
+PerPeer = Annotated[
+    float | tuple[float, ...],
+    BeforeValidator(_per_peer),
+    WithJsonSchema({"anyOf": [_POSITIVE, {"type": "array", "items": _POSITIVE}]}),
+]
+
+
+def _plain_name(value: str) -> str:
+    """Refuse what would not do for a folder of its own."""
+    plain = value.isprintable() and not set(value) & set("/\\") and value == value.strip()
+    if not plain or value[:1] in ("", ".", "-") or len(value.encode()) > LONGEST_NAME:
+        raise ValueError(
+            f"must be a name, not a path: at most {LONGEST_NAME} bytes on one line, without / and \\, not beginning "
+            "with '.' or '-'; where results go, --out says"
+        )
+    return value
+
+
+def _one_line(value: str) -> str:
+    """Refuse what no file is called."""
+    if not value.isprintable():
+        raise ValueError("must be a path on one line, without control characters")
+    if len(value.encode()) > LONGEST_PATH or any(len(part.encode()) > LONGEST_PART for part in value.split("/")):
+        raise ValueError(f"must be a path of at most {LONGEST_PATH} bytes, {LONGEST_PART} between two slashes")
+    return value
+
+
+LONGEST_NAME = 100
+LONGEST_PATH, LONGEST_PART = 4000, 255  # what Linux takes, and what its file systems do
+Name = Annotated[str, AfterValidator(_plain_name)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_one_line)]
+Fraction = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+PEER = "{peer}"  # in data.root, for a peer's number
+
+
+class PartitionSection(Section):
+    """How the training examples are dealt out to the peers.
+
+    Attributes:
+        kind: `iid` is equal random shares; `dirichlet` divides every class by a Dirichlet draw; `shards` sorts by
+            label, cuts, and deals out; `pathological` gives each peer a few classes; `sizes` is random shares of
+            given sizes.
+        alpha: of the Dirichlet distribution, small is skewed; for kind dirichlet alone.
+        min_size: the least examples a peer holds, for kind dirichlet alone: one that drew fewer is given random
+            examples of the peers that hold most; left out, what is drawn stays, and a peer without any is refused.
+        shards_per_peer: for kind shards alone.
+        classes_per_peer: for kind pathological alone.
+        sizes: one count, or one share of the whole, for each peer; for kind sizes alone.
+    """
+
+    kind: Annotated[str, PARTITIONS] = "iid"
+    alpha: Positive | None = None
+    min_size: Count | None = None
+    shards_per_peer: Count | None = None
+    classes_per_peer: Count | None = None
+    sizes: list[Positive] | None = None
+
+    @model_validator(mode="after")
+    def _needs_its_option(self) -> PartitionSection:
+        needed = {
+            "dirichlet": "alpha",
+            "shards": "shards_per_peer",
+            "pathological": "classes_per_peer",
+            "sizes": "sizes",
+        }
+        for kind, option in needed.items():
+            is_set = getattr(self, option) is not None
+            if is_set and kind != self.kind:
+                raise ValueError(f"{option} belongs to kind {kind}, not to {self.kind}: remove it")
+            if not is_set and kind == self.kind:
+                raise ValueError(f"kind {kind} needs {option}: add it")
+        if self.min_size is not None and self.kind != "dirichlet":
+            raise ValueError(f"min_size belongs to kind dirichlet, not to {self.kind}: remove it")
+        return self
+
+
+class BatchSection(Section):
+    """How a peer draws its examples for a step.
+
+    Attributes:
+        sampling: `poisson` draws each example by itself, with probability rate, or size / count, as the accountant's
+            amplification needs it; `uniform` exactly size distinct ones; `shuffle` runs through each epoch's
+            permutation; `full` takes all; `blocks` is one of count // size fixed batches.
+        size: examples in a batch, on average for poisson; every sampling but full needs it, or a rate.
+        rate: in place of size, of poisson alone: the probability of every example to be drawn, the same at every peer.
+            A peer of J examples then draws rate J on average, by which its sums are divided; privacy is amplified
+            alike at all peers, and a peer with few examples has the more noise in its mean.
+        small_peers: what becomes of a peer that holds fewer examples than size: it is refused; or full, it takes all
+            it holds in every step. Nothing is then amplified for it, so that it needs more noise for the same ε.
+    """
+
+    sampling: Annotated[str, SAMPLINGS] = "poisson"
+    size: Count | None = None
+    rate: Annotated[float, Field(ge=1e-9, le=1, allow_inf_nan=False)] | None = None
+    small_peers: Literal["refused", "full"] = "refused"
+
+    @model_validator(mode="after")
+    def _size_or_rate(self) -> BatchSection:
+        if self.rate is not None and self.sampling != "poisson":
+            raise ValueError(
+                f"rate belongs to sampling poisson, not to {self.sampling}: "
+                + ("remove it" if self.sampling == "full" else "give size, or use poisson")
+            )
+        if self.sampling == "full" and self.size is not None:
+            raise ValueError("sampling full takes every local example: remove size")
+        if self.size is not None and self.rate is not None:
+            raise ValueError("size and rate are two ways to say how much is drawn: give one")
+        if self.sampling != "full" and self.size is None and self.rate is None:
+            either = "size (examples a step) or rate" if self.sampling == "poisson" else "size (examples a step)"
+            raise ValueError(f"sampling {self.sampling} needs {either}: add it")
+        if self.small_peers == "full" and self.size is None:
+            raise ValueError("small_peers is for peers that hold fewer than size, and there is no size: remove it")
+        return self
+
+
+def _public(value: Any) -> Any:
+    """Refuse a validation set of examples that are not the public test set's."""
+    if isinstance(value, str | dict | list):
+        raise ValueError(
+            "must be how many examples of the public test set to take: what is weighed by private examples would tell "
+            "of them, and no ε here covers it"
+        )
+    return value
+
+
+DatasetChoice = Annotated[Annotated[str, DATASETS, Tag("named")] | Annotated[OwnSection, Tag("own")], SECTION_OR_NAME]
+
+
+class DataSection(Section):
+    """Which data, how much of it, and how it is dealt and drawn.
+
+    Attributes:
+        dataset: `digits` and `breast-cancer` are embedded; `npz` is a file of your own with the arrays x_train,
+            y_train, x_test and y_test. A function of your own is called with "train" or "test", its arguments, and root
+            where that is given; it returns x and y.
+        root: the folder in which the data lie, or the .npz file, from where the command runs; nothing is downloaded.
+            With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out.
+        test: where the public test set lies, in place of root; needed where root has `{peer}`, and for svmlight.
+        source: of data that are given in Python, the name under which a ledger counts them.
+        n_features: of svmlight, which needs it: how many features there are; indices are 1 to n_features.
+        classes: how many there are; left out, they are counted.
+        vocabulary: how many tokens there are, where examples of your own are whole numbers 0..vocabulary-1; left out,
+            they are real numbers.
+        samples: how many training examples to take, at random; left out, all.
+        test_samples: how many of the public test set to take; left out, all.
+        validation: how many more of the public test set to keep out of every test figure, for an algorithm that weighs
+            what it hears by them, as pdsl does and must; with others they are only kept out, so that all are tried on
+            the same examples. Left out, none.
+        partition: how the training examples are dealt out.
+        batch: how a peer draws its examples.
+    """
+
+    dataset: DatasetChoice
+    root: PathText | None = None
+    test: PathText | None = None
+    source: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
+    n_features: Count | None = None
+    classes: Annotated[int, Field(ge=2)] | None = None
+    vocabulary: Annotated[int, Field(ge=2)] | None = None
+    samples: Count | None = None
+    test_samples: Count | None = None
+    validation: Annotated[Count | None, BeforeValidator(lambda value: _public(value))] = None
+    partition: PartitionSection = PartitionSection()
+    batch: BatchSection
+
+    @property
+    def each_its_own(self) -> bool:
+        """Whether each peer has a file of its own, so that nothing is dealt out."""
+        return self.root is not None and PEER in self.root
+
+    @model_validator(mode="after")
+    def _source_of_what_is_given(self) -> DataSection:
+        is_object = not isinstance(self.dataset, str) and is_given(self.dataset.module)
+        if self.source is not None and not is_object:
+            raise ValueError("source is for data that are given in Python, and these have a name: remove it")
+        return self
+
+    @model_validator(mode="after")
+    def _svmlight_says_what_it_lacks(self) -> DataSection:
+        if (self.dataset == "svmlight") != (self.n_features is not None):
+            raise ValueError("n_features is of dataset svmlight, which needs it, and of no other")
+        if self.dataset == "svmlight" and self.test is None:
+            raise ValueError("test is missing: dataset svmlight needs the file of the public test set beside root")
+        return self
+
+    @model_validator(mode="after")
+    def _own_files(self) -> DataSection:
+        if not self.each_its_own:
+            return self
+        if self.test is None:
+            raise ValueError(f"test is missing: where root has {PEER}, name the test set that all peers share")
+        for key in ("samples", "partition"):
+            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for one dataset that is dealt out, and root has {PEER}: remove one of them")
+        return self
+
+
+class FeaturesSection(Section):
+    """What each example is turned into, by itself and with nothing fitted on private data.
+
+    Attributes:
+        kind: a wavelet scattering transform (extra `features`).
+        scales: J, wavelets of 1, 2, ... 2^(J-1) pixels; the output is 2^J times smaller.
+        angles: L, how many directions.
+        order: how many wavelets in a row, 1 or 2.
+        groups: of channels, each normalised over one example; 0 for none.
+        pool: the side to which each channel is averaged.
+        whitening: by mean and covariance of the features of drawn pen strokes, or none.
+        ridge: what whitening adds to the variances, as a share of the largest.
+        norm: of the features of every example.
+    """
+
+    kind: Annotated[str, FEATURES]
+    scales: Annotated[int, Field(ge=1, le=8)] = 2
+    angles: Annotated[int, Field(ge=1, le=32)] = 8
+    order: Annotated[int, Field(ge=1, le=2)] = 2
+    groups: Annotated[int, Field(ge=0)] = 27
+    pool: Count = 4
+    whitening: Literal["none", "strokes"] = "none"
+    ridge: Positive = 0.01
+    norm: Positive = 4.0
+
+
+CNN_OPTIONS = ("channels", "kernel", "hidden", "activation", "pool")
+MODEL_OPTIONS = {
+    "linear": ("bias",),
+    "softmax": ("bias",),
+    "mlp": ("hidden", "activation"),
+    **dict.fromkeys((name for name in MODELS if name.startswith("cnn")), CNN_OPTIONS),
+    "resnet18-gn": ("groups", "width"),
+    "text": ("width", "hidden", "activation"),
+}
+
+
+class ModelSection(Section):
+    """The model every peer trains.
+
+    Attributes:
+        name: of a model that `privdec list` describes; left out where module is given.
+        init: torch's own initial parameters, drawn by the seed, or all zero.
+        bias: whether each output has one, of linear and softmax; left out, true.
+        hidden: widths of the hidden layers, of mlp, text and the models named cnn; left out, [100] for mlp, [64] for
+            cnn and none for text.
+        activation: of mlp, text and the models named cnn; left out, relu.
+        channels: of each convolution, of the models named cnn; left out, [16, 32] for cnn.
+        kernel: side of each convolution in pixels, of the models named cnn; left out, 3 for cnn.
+        pool: whether the largest of 2 x 2 pixels is kept after each convolution, of the models named cnn.
+        groups: of channels that are normalised together, of resnet18-gn; left out, 32.
+        width: channels of the first stage, of resnet18-gn; left out, 64; or numbers a token is turned into, of text;
+            left out, 32.
+        module: your own, as `package.module:factory`, imported from where the command runs.
+        arguments: what the factory is called with, by name.
+    """
+
+    name: Annotated[str, MODELS] | None = None
+    init: Annotated[str, INITS] = "default"
+    bias: bool | None = None
+    hidden: list[Count] | None = None
+    activation: Annotated[str, ACTIVATIONS] | None = None
+    channels: list[Count] | None = None
+    kernel: Count | None = None
+    pool: bool | None = None
+    groups: Count | None = None
+    width: Count | None = None
+    module: str | None = None
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _options_of_the_model(self) -> ModelSection:
+        if (self.name is None) == (self.module is None):
+            raise ValueError("give either a model's name, or module: package.module:factory")
+        if self.module is not None and ":" not in self.module:
+            raise ValueError(f"module={self.module!r} must be 'package.module:factory'")
+        if self.module is None and self.arguments:
+            raise ValueError("arguments belong to a module of your own: remove them, or give module")
+        keys, own = set(self._given()), MODEL_OPTIONS.get(self.name or "", ())
+        for key in sorted(keys - set(own)):
+            takers = ", ".join(name for name, options in MODEL_OPTIONS.items() if key in options)
+            raise ValueError(f"{key} belongs to {takers}, not to {self.name or self.module}: remove it")
+        return self
+
+    def _given(self) -> dict[str, Any]:
+        every = {option for options in MODEL_OPTIONS.values() for option in options}
+        return self.model_dump(include=every, exclude_none=True)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options given for the model itself."""
+        return self._given() if self.module is None else {"arguments": self.arguments}
+
+
+TAKEN = {  # what else stands beside metrics in a run's files
+    *("round", "loss", "consensus_distance", "personalized", "epsilon", "seconds", "name", "algorithm", "runtime"),
+    *("n_peers", "rounds", "rounds_done", "seed", "seeds", "metrics", "traffic", "privacy", "budget_note", "noise"),
+    *("numbers", "budget", "spread", "n_runs"),
+    *("evaluation_private", "wall_seconds", "peer_steps_per_second", "epsilon_so_far", "finished", "consensus"),
+    *("generalization", "own-labels", "label", "suboptimality", "optimum", "claim_note"),
+}
+
+
+class OwnLossSection(Section):
+    """A loss of your own.
+
+    Attributes:
+        module: `package.module:function`, imported from where the command runs: a function of one example's outputs
+            [k] and its target, in torch operations, that returns one number.
+        targets: what it takes: classes (a whole number), numbers or labels (0 or 1, each as many as an example has).
+        outputs: how many the model has; left out, as many as there are classes, numbers or labels.
+    """
+
+    module: str
+    targets: Literal["classes", "numbers", "labels"] = "classes"
+    outputs: Count | None = None
+
+
+class OwnMetricSection(Section):
+    """A metric of your own.
+
+    Attributes:
+        module: `package.module:function`, imported from where the command runs: a function of a model's outputs [N, k]
+            and the targets [N] or [N, w] of the public test set, that returns one number.
+        name: what to call it; left out, the function's name.
+        better: whether more or less of it is better.
+        share: whether it is a share of 1, shown in percent.
+    """
+
+    module: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")] | None = None
+    better: Literal["higher", "lower"] = "higher"
+    share: bool = False
+
+    def kind(self) -> MetricKind:
+        """Return what is known of it."""
+        return MetricKind(self.title, ("classes", "numbers", "labels"), self.better == "higher", self.share)
+
+    @property
+    def title(self) -> str:
+        """What to call it."""
+        return self.name or self.module.rpartition(":")[2]
+
+
+LossChoice = Annotated[Annotated[str, LOSSES, Tag("named")] | Annotated[OwnLossSection, Tag("own")], SECTION_OR_NAME]
+MetricChoice = Annotated[
+    Annotated[str, METRICS, Tag("named")] | Annotated[OwnMetricSection, Tag("own")], SECTION_OR_NAME
+]
+
+
+class TaskSection(Section):
+    """What is learned.
+
+    Attributes:
+        loss: of one example; it says what targets an example has. One of your own is a section with module.
+        metrics: by which models are tried on the public test set, the first one first; left out, what is usual for the
+            loss. One of your own is a section with module.
+    """
+
+    loss: LossChoice = "cross-entropy"
+    metrics: list[MetricChoice] = Field(default=["accuracy"], min_length=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _usual_metrics(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or data.get("metrics") is not None:
+            return data
+        loss = data.get("loss", "cross-entropy")
+        kinds = LOSS_KINDS.get(loss) if isinstance(loss, str) else None
+        targets = kinds.targets if kinds else loss.get("targets") if isinstance(loss, dict) else None
+        return {**data, "metrics": list(USUAL_METRICS.get(targets or "classes", ("accuracy",)))}
+
+    @model_validator(mode="after")
+    def _metrics_of_the_task(self) -> TaskSection:
+        names = list(self.kinds())
+        for metric in self.metrics:
+            if isinstance(metric, OwnMetricSection):
+                if metric.title in TAKEN:
+                    raise ValueError(f"metrics: the name {metric.title} is taken in a run's files: give another")
+            elif self.own_loss is not None and self.own_loss.outputs is not None:
+                raise ValueError(
+                    f"{metric} cannot be told of the outputs of loss {self.loss_name}: give metrics of your own"
+                )
+            elif wrong := unfit(metric, self.loss_name, self.targets):
+                raise ValueError(f"{metric} {wrong}")
+        if len(names) < len(self.metrics):
+            raise ValueError(f"metrics names one of {', '.join(names)} twice: keep one")
+        return self
+
+    def kinds(self) -> dict[str, MetricKind]:
+        """Return what is known of each metric, by its name."""
+        return {
+            metric if isinstance(metric, str) else metric.title: METRIC_KINDS[metric]
+            if isinstance(metric, str)
+            else metric.kind()
+            for metric in self.metrics
+        }
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Return each metric's name with its title, whether more is better, and whether it is a share of 1."""
+        return {n: {"title": kind.title, "high": kind.high, "share": kind.share} for n, kind in self.kinds().items()}
+
+    @property
+    def own_loss(self) -> OwnLossSection | None:
+        """The loss of the user's own, or None."""
+        return self.loss if isinstance(self.loss, OwnLossSection) else None
+
+    @property
+    def loss_name(self) -> str:
+        """What the loss is called."""
+        return self.loss if isinstance(self.loss, str) else self.loss.module
+
+    @property
+    def targets(self) -> Targets:
+        """What an example's target is."""
+        return LOSS_KINDS[self.loss].targets if isinstance(self.loss, str) else self.loss.targets
+
+
+LocalSteps = Annotated[int, Field(ge=1, le=1_000_000)]
+Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+
+
+def dynamic(section: AlgorithmSection) -> tuple[PerPeer | None, float, float] | None:
+    """Return (clip norm or None, ρ_c, ρ_μ) of the Dyn-D2P family, or None for another."""
+    if not isinstance(section, DynSection):
+        return None
+    clip = getattr(section, "initial_clip", None) or getattr(section, "clip_norm", None)
+    return clip, getattr(section, "rho_c", 1.0), getattr(section, "rho_mu", 1.0)
+
+
+def steps_per_round(section: AlgorithmSection) -> int:
+    """Return how many private steps an active peer takes in a round: τ, half of it for feddeper*, else 1."""
+    steps: int = getattr(section, "local_steps", 1)
+    return max(1, steps // 2) if section.name == "feddeper*" else steps
+
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+REGULARIZER_KEYS = {
+    "none": (),
+    "l2": ("weight",),
+    "l1": ("weight",),
+    "elastic-net": ("weight", "l1_weight"),
+    "box": ("lower", "upper"),
+    "ball": ("radius",),
+}
+
+
+class RegularizerSection(Section):
+    """h, which is added to the mean loss; it weighs every parameter, the bias too.
+
+    Attributes:
+        kind: none; l2, μ‖x‖²/2; l1, φ‖x‖_1; elastic-net, both; box and ball confine the parameters.
+        weight: μ of l2 and elastic-net, φ of l1.
+        l1_weight: φ of elastic-net.
+        lower: of box.
+        upper: of box.
+        radius: of ball.
+    """
+
+    kind: Annotated[str, REGULARIZERS]
+    weight: Positive | None = None
+    l1_weight: Positive | None = None
+    lower: Finite | None = None
+    upper: Finite | None = None
+    radius: Positive | None = None
+
+    @model_validator(mode="after")
+    def _keys_of_the_kind(self) -> RegularizerSection:
+        required = REGULARIZER_KEYS[self.kind]
+        for key in ("weight", "l1_weight", "lower", "upper", "radius"):
+            is_set = getattr(self, key) is not None
+            if is_set and key not in required:
+                raise ValueError(f"{key} is no key of kind {self.kind}: remove it")
+            if not is_set and key in required:
+                raise ValueError(f"kind {self.kind} needs {key}: add it")
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise ValueError(f"lower={self.lower:g} must be <= upper={self.upper:g}")
+        return self
+
+    @property
+    def strongly_convex(self) -> bool:
+        """Whether h is strongly convex."""
+        return self.kind in ("l2", "elastic-net")
+
+
+class DualAveragingSection(Section):
+    """Dual averaging of a convex loss and a regularizer. It has no learning rate.
+
+    `loss`, written here, is task.loss: where both are given they must be the same, and `privdec show` has it in task.
+
+    Attributes:
+        name: which algorithm.
+        regularizer: h, which is added to the loss.
+        schedule: strongly-convex weighs round t by a_t = t, and γ_t is gamma, for a strongly convex regularizer;
+            convex weighs all rounds alike, and γ_t is gamma sqrt(t).
+        gamma: γ, by which half the squared norm of the model holds it back; 0, the value of the theory, for the
+            strongly convex schedule alone.
+    """
+
+    name: Annotated[str, DUAL]
+    regularizer: RegularizerSection = RegularizerSection(kind="l2", weight=0.0005)
+    schedule: Annotated[str, DUAL_SCHEDULES] = "strongly-convex"
+    gamma: NonNegative = 20.0
+
+    @model_validator(mode="after")
+    def _schedule_of_the_regularizer(self) -> DualAveragingSection:
+        if self.schedule == "strongly-convex" and not self.regularizer.strongly_convex:
+            raise ValueError(
+                f"schedule strongly-convex must have a strongly convex regularizer, and {self.regularizer.kind} is "
+                "none: use l2 or elastic-net, or schedule convex"
+            )
+        if self.schedule == "convex" and not self.gamma > 0:
+            raise ValueError("gamma=0.0 must be > 0 for schedule convex, whose steps nothing else bounds")
+        return self
+
+
+class DescentSection(Section):
+    """What all algorithms that descend along gradients share.
+
+    Attributes:
+        learning_rate: γ, of all peers or of each.
+        learning_rate_decay: the share of the rounds, at the end, over which the learning rate falls linearly to 0.
+    """
+
+    learning_rate: PerPeer
+    learning_rate_decay: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class OwnAlgorithmSection(DescentSection):
+    """The section of an algorithm of a user's own, whose class names a subclass with its own keys as `Section`.
+
+    Attributes:
+        module: where the class lies, `package.module:name`.
+    """
+
+    module: str
+
+    @property
+    def name(self) -> str:
+        """Return what the algorithm is called: where it lies."""
+        return without_tokens(self.module)
+
+
+class AbsentAlgorithmSection(OwnAlgorithmSection):
+    """The section of an algorithm that was given as a Python object in another process: its keys are not known."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+def own_section(module: object) -> type[OwnAlgorithmSection]:
+    """Return the form of the section of a user's algorithm.
+
+    Raises:
+        ScenarioError: the class cannot be had, or is no algorithm.
+    """
+    if not isinstance(module, str):
+        raise ScenarioError(f"algorithm.module={module!r} must be 'package.module:name'")
+    if is_given(module) and find_given(module) is None:
+        return AbsentAlgorithmSection
+    own: Any = load_own(
+        module,
+        "algorithm.module",
+        accepts=lambda part: isinstance(part, type) and hasattr(part, "Section"),
+        must_be="a subclass of flower_privdec.algorithms.Algorithm",
+    )
+    section: Any = own.Section
+    if not (isinstance(section, type) and issubclass(section, OwnAlgorithmSection)):
+        raise ScenarioError(
+            f"algorithm.module={module!r}: Section must be a subclass of flower_privdec.scenario.OwnAlgorithmSection"
+        )
+    return section
+
+
+def by_its_own_form(value: Any, _: object) -> OwnAlgorithmSection:
+    """Read a section by the form that the user's own class gives it, in place of the plain one."""
+    if isinstance(value, OwnAlgorithmSection):
+        return value
+    try:
+        return own_section(value["module"]).model_validate(value)
+    except ValueError:  # pydantic's findings are, too
+        raise
+    except ScenarioError as error:
+        raise ValueError(str(error)) from error
+    except RAISED_BY_USERS as error:  # a user's own validator may raise anything
+        raise ValueError(f"algorithm.module={value['module']!r}: its Section raised {one_line(error)}") from error
+
+
+class GradientSection(DescentSection):
+    """The section of an algorithm by name.
+
+    Attributes:
+        name: which algorithm.
+    """
+
+    name: str
+
+
+class SGDSection(GradientSection):
+    """Stochastic gradient steps."""
+
+    name: Annotated[str, ALGORITHMS.some("sgp", "privsgp", "d-psgd", "dp2-sgd", "dp-dpsgd", "dp-sgd", "local")]
+
+
+class VRSection(GradientSection):
+    """PrivSGP-VR: which memory of gradients reduces the variance.
+
+    Attributes:
+        table: `factored` keeps every example's gradient by its layers' factors, for stacks of linear layers; `dense`
+            keeps the gradients themselves, for any model; `blocks` one for each fixed batch, with
+            data.batch.sampling: blocks; `snapshot` an earlier model and its full gradient (SVRG).
+        snapshot_every: the number of rounds between two snapshots; for table snapshot only.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("privsgp-vr")]
+    table: Annotated[str, GRADIENT_TABLES] = "factored"
+    snapshot_every: Count = 100
+
+
+class DynD2PSection(GradientSection):
+    """Dyn-D2P: a decaying clip norm and a growing per-step budget.
+
+    Attributes:
+        initial_clip: C_0, the clip norm at the start; left out, it is privacy.clip_norm.
+        rho_c: ρ_c, by how much the clip norm has fallen at the end.
+        rho_mu: ρ_μ, by how much a step's budget has grown at the end.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("dyn-d2p")]
+    initial_clip: PerPeer | None = None
+    rho_c: Growth = 2.0
+    rho_mu: Growth = 2.0
+
+
+class DynCSection(GradientSection):
+    """Dyn[C]-D2P: a decaying clip norm, a constant per-step budget.
+
+    Attributes:
+        initial_clip: C_0, the clip norm at the start; left out, it is privacy.clip_norm.
+        rho_c: ρ_c, by how much the clip norm has fallen at the end.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("dyn-c-d2p")]
+    initial_clip: PerPeer | None = None
+    rho_c: Growth = 2.0
+
+
+class DynMuSection(GradientSection):
+    """Dyn[μ]-D2P: a constant clip norm, a growing per-step budget.
+
+    Attributes:
+        clip_norm: C; left out, it is privacy.clip_norm.
+        rho_mu: ρ_μ, by how much a step's budget has grown at the end.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("dyn-mu-d2p")]
+    clip_norm: PerPeer | None = None
+    rho_mu: Growth = 2.0
+
+
+class ConstSection(GradientSection):
+    """Const-D2P: a constant clip norm and per-step budget.
+
+    Attributes:
+        clip_norm: C; left out, it is privacy.clip_norm.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("const-d2p")]
+    clip_norm: PerPeer | None = None
+
+
+class AsynchronousSection(GradientSection):
+    """A(DP)²SGD: one peer wakes at a time and uses a gradient of a stale model.
+
+    Attributes:
+        staleness: the most events since the model was read; left out, it is 4 n_peers.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("adp2-sgd")]
+    staleness: Count | None = None
+
+
+class MuffliatoSection(GradientSection):
+    """Muffliato: several gossip steps after each gradient step.
+
+    Attributes:
+        gossip_steps: how many in a round.
+        acceleration: none is plain gossip; chebyshev agrees sooner, on an undirected graph that stays the same with
+            everybody active.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("muffliato")]
+    gossip_steps: Annotated[int, Field(ge=1, le=1000)] = 5
+    acceleration: Literal["none", "chebyshev"] = "none"
+
+
+class NetFleetSection(GradientSection):
+    """NET-FLEET: local steps along a tracked gradient.
+
+    Attributes:
+        local_steps: τ, how many in a round.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("dp-net-fleet")]
+    local_steps: LocalSteps = 5
+
+
+class LocalStepsSection(GradientSection):
+    """Several local steps between two exchanges.
+
+    Attributes:
+        local_steps: τ, how many in a round.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("scaffold")]
+    local_steps: LocalSteps = 10
+
+
+class FedAvgSection(GradientSection):
+    """FedAvg: several local steps, then an average.
+
+    Attributes:
+        local_steps: τ, how many in a round.
+        weighting: a peer counts by its number of examples, as in the paper, or all count alike.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("fedavg")]
+    local_steps: LocalSteps = 10
+    weighting: Literal["examples", "uniform"] = "examples"
+
+
+class FedProxSection(GradientSection):
+    """FedAvg with a proximal term.
+
+    Attributes:
+        local_steps: τ, how many in a round.
+        proximal: μ, by which half the squared distance to the round's first model is added to the loss.
+        weighting: a peer counts by its number of examples, as in the paper, or all count alike.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("fedprox")]
+    local_steps: LocalSteps = 10
+    proximal: NonNegative = 0.01
+    weighting: Literal["examples", "uniform"] = "examples"
+
+
+class FedDeperSection(GradientSection):
+    """FedDeper: a depersonalized and a personalized model at every peer.
+
+    Attributes:
+        local_steps: τ, how many in a round; feddeper* takes half of them.
+        rho: ρ, the strength of the penalty that pulls the model that is sent away from the personalized one.
+        mixing_rate: λ, the share of the model that is sent in the personalized one at the end of a round; at least
+            1/2, unless any_mixing_rate is true.
+        any_mixing_rate: whether to allow a mixing rate below 1/2, of which the paper proves nothing.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("feddeper", "feddeper*")]
+    local_steps: LocalSteps = 10
+    rho: Annotated[float, Field(ge=0, lt=1)] = 0.003
+    mixing_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+    any_mixing_rate: bool = False
+
+    @model_validator(mode="after")
+    def _mixing_rate_of_the_paper(self) -> FedDeperSection:
+        if self.mixing_rate < 0.5 and not self.any_mixing_rate:
+            raise ValueError(
+                f"mixing_rate={self.mixing_rate} must be in [1/2, 1], for which FedDeper is analysed; "
+                "set any_mixing_rate: true to try another"
+            )
+        return self
+
+
+class CrossGradientSection(GradientSection):
+    """Cross-gradients projected into one direction.
+
+    Attributes:
+        momentum: β, the share of the last round's step in this one's.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("dp-cga")]
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+
+
+class PDSLSection(GradientSection):
+    """PDSL: cross-gradients weighted by what each neighbour's adds to the accuracy on data.validation.
+
+    Attributes:
+        momentum: α, the share of the last round's mixed momentum in this one's.
+        shapley: `exact` tries every coalition of a neighbourhood, of 12 peers at most; `monte-carlo` those that come
+            up in random permutations.
+        permutations: R, of each peer in each round; for monte-carlo alone, which needs it.
+        truncation: a permutation ends once its accuracy is within this of that of the whole neighbourhood; for
+            monte-carlo alone; left out, none ends.
+        validation_subsample: how many examples of data.validation to try coalitions on, drawn again in each round; left
+            out, all.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("pdsl")]
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    shapley: Literal["exact", "monte-carlo"] = "exact"
+    permutations: Count | None = None
+    truncation: Annotated[float, Field(ge=0, le=1)] | None = None
+    validation_subsample: Count | None = None
+
+    @model_validator(mode="after")
+    def _options_of_monte_carlo(self) -> PDSLSection:
+        if self.shapley == "monte-carlo" and self.permutations is None:
+            raise ValueError("shapley monte-carlo needs permutations, how many to draw: add it")
+        for key in ("permutations", "truncation"):
+            if self.shapley == "exact" and getattr(self, key) is not None:
+                raise ValueError(f"{key} belongs to shapley monte-carlo, not to exact: remove it")
+        return self
+
+
+DynSection = DynD2PSection | DynCSection | DynMuSection | ConstSection
+NamedSection = Annotated[
+    SGDSection
+    | VRSection
+    | DynD2PSection
+    | DynCSection
+    | DynMuSection
+    | ConstSection
+    | AsynchronousSection
+    | MuffliatoSection
+    | LocalStepsSection
+    | FedAvgSection
+    | FedProxSection
+    | FedDeperSection
+    | NetFleetSection
+    | CrossGradientSection
+    | PDSLSection
+    | DualAveragingSection,
+    Field(discriminator="name"),
+]
+
+
+def algorithm_options(name: str) -> dict[str, Any]:
+    """Return the keys that an algorithm has beside those of all, with their defaults; None of what others decide."""
+    for form in get_args(get_args(NamedSection)[0]):
+        if name in next(part for part in form.model_fields["name"].metadata if isinstance(part, Choice)):
+            own = {key: field for key, field in form.model_fields.items() if key not in GradientSection.model_fields}
+            return {key: _plain(field.get_default()) for key, field in own.items()}
+    raise KeyError(name)
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump(exclude_none=True) if isinstance(value, Section) else value
+
+
+AlgorithmSection = Annotated[
+    Annotated[NamedSection, Tag("named")]
+    | Annotated[SerializeAsAny[OwnAlgorithmSection], WrapValidator(by_its_own_form), Tag("own")],
+    OWN_OR_NAMED,
+]
+
+
+Weights = Annotated[str, WEIGHTS]
+
+
+class TopologySection(Section):
+    """The communication graph and its mixing weights.
+
+    Attributes:
+        name: of the graph; `privdec list` describes each, `server` is an average over the active peers.
+        weights: auto is what the algorithm's theory needs: column-stochastic for push-sum; for gossip metropolis on an
+            undirected graph, doubly-stochastic on a directed one.
+        degree: neighbours of each peer, of random-regular and small-world.
+        probability: of each edge, of erdos-renyi.
+        rewire: the chance that an edge is moved, of small-world.
+        edges: how many a round, of random-edges.
+        file: of edge-list, a line `sender receiver` for each edge.
+        directed: whether the file's edges go one way.
+        rows: of torus; left out, as square as n_peers allows.
+        cols: of torus.
+        supergraph: the graph from which random-edges draws.
+    """
+
+    name: Annotated[str, TOPOLOGIES] = "directed-exponential"
+    weights: Weights = "auto"
+    degree: Count | None = None
+    probability: Fraction | None = None
+    rewire: Annotated[float, Field(ge=0, le=1)] | None = None
+    edges: Count | None = None
+    file: PathText | None = None
+    directed: bool | None = None
+    rows: Count | None = None
+    cols: Count | None = None
+    supergraph: Annotated[str, TOPOLOGIES] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the options given for the graph itself."""
+        return self.model_dump(exclude={"name", "weights"}, exclude_none=True)
+
+
+class OwnTopologySection(OwnSection):
+    """A graph of a user's own, and with which weights it is mixed.
+
+    The function is called with n_peers and its arguments, and with the scenario's seed where it has a parameter of
+    this name that the arguments leave out. It returns a networkx graph on the nodes 0 to n_peers - 1, for each peer a
+    list of those it sends to, or a `flower_privdec.graph.topology.Topology`.
+
+    Attributes:
+        weights: as for a named graph.
+    """
+
+    weights: Weights = "auto"
+
+    def options(self) -> dict[str, Any]:
+        """Return what the graph is built with."""
+        return {"arguments": self.arguments}
+
+
+TopologyChoice = Annotated[
+    Annotated[TopologySection, Tag("named")] | Annotated[OwnTopologySection, Tag("own")], OWN_OR_NAMED
+]
+
+
+class ScheduleSection(Section):
+    """Clip norms and noise that change over the rounds, C_k and the shape of σ_k of Dyn-D2P (Zhu et al.).
+
+    Either rho_c and rho_mu: C_k = clip_norm ρ_c^{-k/K} and σ_k = C_k / (μ_0 ρ_μ^{k/K}) (Alg. 1). Or lists
+    (Alg. 2): clip_norms as factors of clip_norm, and noise, the shape of σ_k, whose scale is solved for;
+    one number a round, or fewer, which are joined by straight lines.
+
+    Attributes:
+        rho_c: ρ_c, by how much the clip norm has fallen at the end.
+        rho_mu: ρ_μ, by how much a step's budget has grown at the end.
+        clip_norms: factors of clip_norm over the rounds; not beside rho_c and rho_mu.
+        noise: the shape of σ_k over the rounds; not beside rho_c and rho_mu.
+    """
+
+    rho_c: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    rho_mu: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    clip_norms: list[Positive] | None = None
+    noise: list[Positive] | None = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> ScheduleSection:
+        lists = self.clip_norms is not None or self.noise is not None
+        if lists and (self.rho_c, self.rho_mu) != (1.0, 1.0):
+            raise ValueError("give rho_c and rho_mu, or the lists clip_norms and noise, not both")
+        return self
+
+
+class PrivacySection(Section):
+    """Each peer's budget, clipping and noise; `privacy: none` trains without any.
+
+    Attributes:
+        epsilon: ε, the budget of all peers or of each; the noise is solved for it, or, beside noise_multiplier, it is
+            what the ledger is held to.
+        delta: δ, well below one over the number of a peer's examples.
+        clip_norm: C, to which the gradient of every example is clipped.
+        schedule: clip norms and noise that change over the rounds.
+        noise_multiplier: the noise's standard deviation over the clip norm; left out, it is solved for epsilon.
+        calibration: rigorous solves for the noise by the exact accountant; paper takes a paper's own formula, whose ε
+            is then a claim.
+        c_2: the constant of PrivSGP-VR's eq. 11, for calibration paper, and of eq. 12, for `privdec plan`.
+        phi_min: φ̂_min of PDSL's eq. 27, the smallest share that any neighbour's weight ever has, for calibration paper
+            with pdsl, which needs it. The paper's own normalisation makes it 0, and the noise infinite.
+        noise: a noise mechanism of a user's own, a subclass of `flower_privdec.privacy.noise.NoiseMechanism`; left out,
+            every sum gets independent Gaussian noise. Its ε is what it declares, else ∞.
+        ledger: a folder of ledgers that several runs share, so that ε counts all of them; left out, the ledger lies in
+            the run's own folder and counts this run alone.
+        hardened: whether deployed peers draw and round their noise exactly, so that its digits show nothing of the sum
+            below it. The noise is then larger by what rounding may add to a sum, 0.01 to 10 % in float32 and nothing to
+            speak of in float64, and takes three to four times as long to draw. Simulations are as without.
+    """
+
+    epsilon: PerPeer | None = None
+    delta: Annotated[PerPeer, BeforeValidator(lambda value: _below_one(value))]
+    clip_norm: PerPeer = 1.0
+    schedule: ScheduleSection | None = None
+    noise_multiplier: NonNegative | None = None
+    calibration: Literal["rigorous", "paper"] = "rigorous"
+    c_2: Positive = 1.0
+    phi_min: Annotated[float, Field(gt=0, le=1)] | None = None
+    noise: OwnSection | None = None
+    ledger: PathText | None = None
+    hardened: bool | None = None
+
+    @model_validator(mode="after")
+    def _budget_or_noise(self) -> PrivacySection:
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError("give epsilon (a budget the noise is solved for), noise_multiplier, or both")
+        if self.calibration == "paper" and (self.epsilon is None or self.noise_multiplier is not None):
+            raise ValueError("calibration paper computes the noise from epsilon: give epsilon, and no noise_multiplier")
+        if self.noise is not None and (self.calibration == "paper" or self.hardened):
+            raise ValueError(
+                "noise.module changes the noise that calibration paper and hardened are proved for: use calibration "
+                "rigorous without hardened, or leave noise out"
+            )
+        return self
+
+
+def _below_one(value: Any) -> Any:
+    """Refuse a delta of 1 or more, for one number or for a list."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if any(isinstance(x, int | float) and x >= 1 for x in numbers):
+        raise ValueError("must be < 1 (well below one over the number of examples)")
+    return value
+
+
+PrivacyChoice = Annotated[
+    Annotated[Literal["none"], Tag("none")] | Annotated[PrivacySection, Tag("section")], SECTION_OR_NONE
+]
+
+
+ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+CODEC_NAMES = ("exact", "float32", "bfloat16")  # see `pushsum.codec`
+IDENTITY = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
+
+
+def _address(value: str) -> str:
+    match = ADDRESS.fullmatch(value)
+    if match is None or not 0 < int(match["port"]) < 65536:
+        raise ValueError("must be HOST:PORT, as 10.0.0.7:7100 or [::1]:7100")
+    return value
+
+
+def _identity(value: str) -> str:
+    if not IDENTITY.fullmatch(value):
+        raise ValueError("must be a DNS name in lower case, as peer-3.hospitals")
+    return value
+
+
+def _codec(value: str) -> str:
+    if value not in CODEC_NAMES and ":" not in value:
+        raise ValueError(f"must be one of {', '.join(CODEC_NAMES)}, or a class of your own, as package.module:Name")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+Identity = Annotated[str, AfterValidator(_identity)]
+CodecName = Annotated[str, AfterValidator(_codec)]
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address HOST:PORT is one that only this machine reaches."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class NetworkPeer(Section):
+    """One peer of a network.
+
+    Attributes:
+        address: HOST:PORT at which the others reach it.
+        identity: the DNS name that its certificate is for; left out, peer-I.NAME with the scenario's name.
+    """
+
+    address: Address
+    identity: Identity | None = None
+
+
+class NetworkSection(Section):
+    """Where the peers of a network are, and how long they wait for each other.
+
+    Attributes:
+        mode: asynchronous, where a peer goes on without those who do not come in time; or synchronous, where everybody
+            waits for its neighbours in every exchange, which gives the numbers of a simulation.
+        peers: one for each peer, in the order of their numbers; left out, all are on this machine.
+        codec: how rows look on the wire: exact, as they are; float32 or bfloat16, where push-sum shares are sent, whose
+            rounding stays in the sender's mass; or a class of your own, `package.module:Name`. All peers use one.
+        start: seconds that a peer waits for its first neighbours, which may have to be started yet.
+        deadline: seconds that it waits for them later where it has to (synchronous: in each exchange; asynchronous:
+            after its last round); what takes half as long to send is given up and sent again.
+        retry: seconds until what was not answered is sent again.
+        commit_every: in asynchronous mode, every how many rounds a peer puts its state on disk. Shares of push-sum
+            leave at commits alone, so that peers exchange as often as they commit.
+        hand_in: whether each peer leaves its model in its folder at every evaluation, for others to read, as `privdec
+            up` does; left out, only where peers is left out too: all peers are on one machine then.
+    """
+
+    mode: Literal["asynchronous", "synchronous"] = "asynchronous"
+    codec: CodecName = "exact"
+    peers: list[NetworkPeer] | None = None
+    start: Positive = 60.0
+    deadline: Positive = 10.0
+    retry: Positive = 1.0
+    commit_every: Annotated[int, Field(ge=1)] = 1
+    hand_in: bool | None = None
+
+    @property
+    def hands_in(self) -> bool:
+        """Return whether peers leave their models for others to read."""
+        return self.peers is None if self.hand_in is None else self.hand_in
+
+    @model_validator(mode="after")
+    def _one_each(self) -> NetworkSection:
+        peers = self.peers or []
+        for what, values in {
+            "address": [peer.address for peer in peers],
+            "identity": [peer.identity for peer in peers if peer.identity is not None],
+        }.items():
+            twice = sorted({value for value in values if values.count(value) > 1})
+            if twice:
+                raise ValueError(f"{what} {twice[0]!r} is that of two peers: give each its own")
+        return self
+
+    def identities(self, name: str, n_peers: int) -> list[str]:
+        """Return the identity of every peer of a scenario.
+
+        Args:
+            name: of the scenario.
+            n_peers: how many there are.
+        """
+        identities = [None] * n_peers if self.peers is None else [peer.identity for peer in self.peers]
+        plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60].strip("-") or "scenario"
+        return [identity or f"peer-{peer}.{plain}" for peer, identity in enumerate(identities)]
