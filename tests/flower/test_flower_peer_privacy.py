@@ -401,7 +401,7 @@ def test_a_deployed_peer_seals_and_must_say_where_its_things_are():
     bare = LocalGrid(app, 2, config={})
     for context in bare.contexts.values():
         del context.node_config["folder"]
-    with pytest.raises(RunError, match="must say where its state and ledger are kept: start the SuperNode"):
+    with pytest.raises(RunError, match="has no folder for its state and ledger: start the SuperNode"):
         PushSum(patience=0.2).start(bare, zeros(), 1)
     strategy = PushSum(fraction_evaluate=0.0)
     strategy.start(LocalGrid(app, 2, config={}), zeros(), 1)

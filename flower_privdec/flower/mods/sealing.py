@@ -152,7 +152,7 @@ class KnownPeers:
         return known
 
 
-@dataclass(frozen=True)
+@dataclass
 class PeerSeal:
     """Seals shares between one peer and those that it knows; see `pushsum.frames.Seal`."""
 
