@@ -174,7 +174,7 @@ FOR_ALL: dict[str, tuple[Says, str]] = {
         lambda h: [replace(h.own.protocol.hello(0), round_index=2**62)],
         f"is of round {2**62}, and the run has {ROUNDS}",
     ),
-    "no frame at all": (lambda h: [b"how do you do?"], "must have a header"),
+    "no frame at all": (lambda h: [b"GET / HTTP/1.1"], "must have a header"),
     "many frames": (lambda h: [h.acknowledgement()] * (MANY + 3), "has more frames than any peer has to send"),
     "an acknowledgement that is not due": (lambda h: [h.acknowledgement()], "acknowledged share 1, and the last"),
     "one of number 2^63": (lambda h: [h.acknowledgement(number=2**63)], "acknowledged share 9223372036854775808"),

@@ -187,8 +187,8 @@ class NodeRegistry:
     ) -> list[Message]:
         """Send messages and pass the answers on, those to earlier messages too, until each has answered or time is up.
 
-        Who has not is silent until its answer comes, however late, and nobody waits for the silent as long as others
-        are asked too: a message to them is a knock at the door.
+        A peer without an answer is silent until its answer comes, however late. The call does not wait for silent peers
+        while others are asked too; the message to them also serves as a liveness probe.
 
         Returns:
             The answers to these messages.

@@ -62,7 +62,7 @@ class Protection:
     replies: tuple[Account, ...] = ()
 
     def part(self, start: int, stop: int) -> Protection:
-        """Return what is of some of the peers."""
+        """Return the slice for peers [start, stop)."""
         return replace(
             self,
             clip_norms=self.clip_norms[:, start:stop],
