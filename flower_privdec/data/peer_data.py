@@ -118,8 +118,8 @@ class Sampler:
             )
             or_rate = "a rate (data.batch.rate) in its place, " if kind == "poisson" else ""
             raise ScenarioError(
-                f"data.batch.size={size} must be at most {counts[row]}, {holds} ({short} of {len(counts)} hold fewer than "
-                f"{size}): lower it, use {or_rate}"
+                f"data.batch.size={size} must be at most {counts[row]}, {holds} ({short} of {len(counts)} hold fewer "
+                f"than {size}): lower it, use {or_rate}"
                 "data.batch.small_peers: full, data.partition.min_size, fewer peers or more data"
             )
         return np.minimum(size, counts)
