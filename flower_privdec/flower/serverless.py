@@ -57,9 +57,10 @@ from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
-from flower_privdec.network.peer.trainer import Head, noise_source, rows_path
+from flower_privdec.network.peer.trainer import noise_source, rows_path
 from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.privacy.ledger.ledger import RunName
+from flower_privdec.pushsum.witness import EMPTY, Head
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.loading import parse_app_scenario
 from flower_privdec.scenario.plain_yaml import read_plain
@@ -390,6 +391,20 @@ class AppTrainer:
         """See Trainer."""
         return None if self.ledger is None else self.ledger.head
 
+    @property
+    def witnessed(self) -> Head:
+        """See Trainer."""
+        return EMPTY if self.ledger is None else self.ledger.witnessed
+
+    def check_witnessed(self, witnessed: Head) -> None:
+        """See Trainer."""
+        if self.ledger is not None:
+            self.ledger.check_witnessed(witnessed)
+
+    def charge_witnessed(self, length: int) -> int:
+        """See Trainer."""
+        return 0 if self.ledger is None else self.ledger.charge_witnessed(length, self._noise)
+
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer."""
         if (private := self._private) is not None:
@@ -601,6 +616,7 @@ def run_app_peer(
     node_config: Sequence[str] = (),
     resume: bool = False,
     with_parent: bool = False,
+    charge_witnessed: bool = False,
 ) -> None:
     """Run one peer of an app in the foreground, until its rounds are done, SIGTERM or Ctrl-C.
 
@@ -610,7 +626,7 @@ def run_app_peer(
         certificates: see `run_peer`.
         initial: the initial.safetensors of another peer's folder; by default the app's ServerApp makes the arrays.
         node_config: of this device, as KEY=VALUE.
-        with_parent: see `run_peer`.
+        with_parent, charge_witnessed: see `run_peer`.
 
     Raises:
         ScenarioError: an argument is wrong; nothing was started.
@@ -630,7 +646,7 @@ def run_app_peer(
         print(f"initial arrays {arrays.digest[:16]}: {source}", file=sys.stderr)
         runner = ClientAppRunner(opened.client, scenario, arrays, peer, folder, config, opened.run_config)
         running = app_peer(scenario, device, arrays, runner.train, runner.evaluate, resume=resume)
-        run_in_foreground(running, scenario.evaluation.every, with_parent)
+        run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
         print(f"privacy of peer {peer}: {running.status()['privacy']}", file=sys.stderr)
 
 

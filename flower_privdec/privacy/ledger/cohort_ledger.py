@@ -17,7 +17,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -240,6 +240,41 @@ class CohortLedger:
     def check_head(self, head: Sequence[int | str] | None) -> None:
         """Check that the ledger still holds everything that a checkpoint saw; raises BudgetError."""
         self._ledger.check_head(head)
+
+    @property
+    def witnessed(self) -> Head:
+        """Return what neighbours see of the ledger; see Ledger."""
+        return self._ledger.witnessed
+
+    def check_witnessed(self, witnessed: Head) -> None:
+        """Check that the ledger holds what a neighbour has seen of it; raises BudgetError."""
+        self._ledger.check_witnessed(witnessed)
+
+    def charge_witnessed(self, length: int) -> int:
+        """Charge the lines that a ledger lacks, each as a step of the plan, and return how many there are.
+
+        Where steps of the plan differ, the whole plan is charged for them: an upper bound.
+
+        Args:
+            length: how many lines neighbours have seen.
+        """
+        missing, plan = max(0, length - self.witnessed[0]), self._steps
+        if missing:
+            run = replace(self._run, id=f"{self._run.id}-witnessed-{length}")
+            charges = []
+            for account in self.spending.accounts:
+                releases = {spend.release.mechanism: spend.release for spend in account.spends}
+                if len(releases) == 1 and not any(spend.whole for spend in account.spends):
+                    parts = [((0, missing), release.times(missing)) for release in releases.values()]
+                else:
+                    times = math.ceil(missing / plan)
+                    parts = [
+                        ((spend.from_step, spend.to_step), spend.release.times(times * spend.release.steps))
+                        for spend in account.spends
+                    ]
+                charges.append(Charge((account.peer,), tuple(((steps,), release) for steps, release in parts)))
+            self._ledger.charge(run, 0, missing, charges, witnessed=length)
+        return missing
 
     def close(self) -> None:
         """Release the lock."""
