@@ -32,7 +32,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from flower_privdec.common.files import sync_folder
+from flower_privdec.common.files import sync
 from flower_privdec.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.alternatives import Alternatives
@@ -196,7 +196,7 @@ class Ledger:
             elif content and not content.endswith(b"\n"):
                 os.write(self._descriptor, b"\n")
             self.entries = entries_of(bodies, self.path)
-            sync_folder(self.path.parent)
+            sync(self.path.parent)
         except BaseException:
             self.close()
             raise
@@ -388,7 +388,7 @@ def _make_folder(folder: Path) -> None:
     """Create a ledger folder and sync its name to disk."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         message = f"{folder} cannot be created ({error.strerror}); give another ledger folder"
         raise BudgetError(message, code="ledger.folder") from error
