@@ -475,9 +475,8 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
             code, axes, *lengths = LINE.unpack(line)
             dtype = str(WIRE_TYPES[code]).removeprefix("torch.") if code in WIRE_TYPES else f"type {code}"
             raise RefusedError(
-                f"{frame}: {name!r} is described as {axes} axes of {lengths} {dtype}, which must be "
-                f"{len(row.shape)} of {list(row.shape)} {str(row.dtype).removeprefix('torch.')}; all peers must run one "
-                "scenario"
+                f"{frame}: {name!r} is described as {axes} axes of {lengths} {dtype}, which must be {len(row.shape)} "
+                f"of {list(row.shape)} {str(row.dtype).removeprefix('torch.')}; all peers must run one scenario"
             )
     offsets = [offset - HEADER.size for offset in _offsets(formats)]
     ends = [len(formats) * LINE.size, *(at + row.nbytes for at, row in zip(offsets, formats.values(), strict=False))]
