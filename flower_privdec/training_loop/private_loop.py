@@ -32,8 +32,7 @@ from flower_privdec.common.arguments import check_calls, check_numbers, check_pa
 from flower_privdec.common.formatting import epsilon_text, one_line, setting
 from flower_privdec.data.peer_data import draw_poisson
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
-from flower_privdec.privacy.accountant.accounting import check_delta, epsilon
-from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
+from flower_privdec.privacy.accountant.accounting import check_delta, epsilon, epsilon_of_runs
 from flower_privdec.privacy.accountant.calibration import ACCEPTED, max_steps, noise_multiplier
 from flower_privdec.privacy.ledger.cohort_ledger import Account, Spending
 from flower_privdec.privacy.ledger.ledger import (

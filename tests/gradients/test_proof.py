@@ -501,7 +501,7 @@ def test_a_module_under_vmap_forgets_its_attributes_between_calls() -> None:
         results.append(out)
     assert torch.equal(results[0], results[2])
     assert not torch.equal(results[0], results[1])
-    assert not module.kept
+    assert not module.memory
 
 
 def halved(module: nn.Module, x: Tensor) -> Tensor:

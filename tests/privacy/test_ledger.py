@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from raising import raises
 
 from flower_privdec.errors import BudgetError
-from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
+from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_runs
 from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.privacy.ledger.cohort_ledger import Account, CohortLedger, spending_of
 from flower_privdec.privacy.ledger.ledger import (

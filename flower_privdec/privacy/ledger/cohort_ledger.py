@@ -25,8 +25,7 @@ from typing import Self
 import numpy as np
 
 from flower_privdec.errors import BudgetError
-from flower_privdec.privacy.accountant.alternatives import Alternatives, epsilon_of_runs
-from flower_privdec.privacy.accountant.search import last_that_fits
+from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon_of_runs, last_that_fits
 from flower_privdec.privacy.ledger.ledger import (
     Charge,
     Entry,

@@ -34,8 +34,7 @@ from typing import Any, Self
 
 from flower_privdec.common.files import sync_folder
 from flower_privdec.errors import BudgetError, ScenarioError
-from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.accountant.alternatives import Alternatives
+from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical
 
 FORMAT = "flower-privdec-ledger-3"

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.participation import Participation
-from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.accountant.search import last_that_fits
+from flower_privdec.privacy.accountant.accounting import epsilon, last_that_fits
+from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.ledger.cohort_ledger import Account
-from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing
-from flower_privdec.privacy.mechanism.events import Spend
-from flower_privdec.privacy.mechanism.mechanisms import Mechanism, build_mechanism
-from flower_privdec.privacy.mechanism.scale import Claim, Solver
-from flower_privdec.privacy.mechanism.schedules import build_schedule
+from flower_privdec.privacy.mechanism import paper
+from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing, joint_release, to_one
+from flower_privdec.privacy.mechanism.events import Release, Spend, plan_spends
+from flower_privdec.privacy.mechanism.schedules import Schedule, build_schedule
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import PrivacySection
 
@@ -288,3 +288,221 @@ def _within_budget(account: Account, steps: int) -> Account:
             f"{cost(account, account.spends[0].from_step + 1):.3g}; raise it or privacy.noise_multiplier"
         )
     return replace(account, spends=present)
+
+
+@dataclass(frozen=True, eq=False)
+class Mechanism:
+    """The steps of one peer: each publishes what its kind declares, with noise of scale * shape[k] clip norms.
+
+    Attributes:
+        drawing: how the peer draws examples.
+        kinds: the different declarations of its steps.
+        kind_of: int64 [steps], which of them a step has.
+        shape: float64 [steps].
+    """
+
+    drawing: Drawing
+    kinds: tuple[Declaration, ...]
+    kind_of: np.ndarray
+    shape: np.ndarray
+
+    def noise(self, scale: float) -> dict[str, np.ndarray]:
+        """Return for every sum the noise multiplier of each step, over the sum of a batch, [steps]."""
+        names = dict.fromkeys(part.name for kind in self.kinds for part in kind or () if part.to != "self")
+        return {name: scale * self.shape * self._factors(name)[self.kind_of] for name in names}
+
+    def _factors(self, name: str) -> np.ndarray:
+        """Return the noise of a sum over the step's in every kind; 0 where a step does not have it."""
+        return np.array([sum(part.noise for part in kind or () if part.name == name) for kind in self.kinds])
+
+    @property
+    def answers(self) -> bool:
+        """Whether some sum goes to each neighbour by itself."""
+        return any(part.to == "neighbour" for kind in self.kinds for part in kind or ())
+
+    def receivers(self, name: str) -> np.ndarray:
+        """Return to how many neighbours a sum goes in each step, one to each, int64 [steps]."""
+        counts = [sum(part.receivers for part in kind or () if part.name == name) for kind in self.kinds]
+        return np.asarray(np.array(counts, dtype=np.int64)[self.kind_of])
+
+    def to_one(self) -> Mechanism:
+        """Return the mechanism as far as one neighbour is sent what it publishes."""
+        return replace(self, kinds=tuple(map(to_one, self.kinds)))
+
+    def spends(self, active: np.ndarray, scale: float) -> tuple[Spend, ...]:
+        """Return what a peer pays that is active in some steps, bool [steps]."""
+        parts = [
+            part
+            for kind, release in self._released()
+            for part in plan_spends(
+                release, active & (self.kind_of == kind), scale * self.shape * release.noise_multiplier
+            )
+        ]
+        return tuple(sorted(parts, key=lambda spend: spend.from_step))
+
+    def releases(self, active: np.ndarray, scale: float) -> list[Release]:
+        """Return the same without saying when: equal steps together."""
+        if self.drawing.sampling == "shuffle":
+            return [spend.release for spend in self.spends(active, scale)]
+        spends = []
+        for kind, release in self._released():
+            chosen = scale * self.shape[active & (self.kind_of == kind)] * release.noise_multiplier
+            noises, counts = np.unique(chosen, return_counts=True)
+            spends += [
+                replace(release, noise_multiplier=float(noise), steps=int(count))
+                for noise, count in zip(noises, counts, strict=True)
+            ]
+        return spends
+
+    def _released(self) -> Iterator[tuple[int, Release]]:
+        """Yield each kind that costs something, with one step of it at noise multiplier 1."""
+        return ((kind, release) for kind, release in enumerate(self._joint) if release is not None)
+
+    @cached_property
+    def _joint(self) -> tuple[Release | None, ...]:
+        return tuple(joint_release(kind, self.drawing) for kind in self.kinds)
+
+
+def build_mechanism(
+    algorithm: Declares,
+    drawing: Drawing,
+    schedule: Schedule,
+    noised: Callable[[Declaration], Declaration] = lambda sums: sums,
+) -> Mechanism:
+    """Return the mechanism of a peer, from what its algorithm declares.
+
+    Args:
+        schedule: of steps.
+        noised: returns what a step costs under the noise that it gets; by default independent normals.
+
+    Raises:
+        ScenarioError: for a sampling or a schedule under which what is declared has no proved bound.
+    """
+    if algorithm.remembers_clipped and np.ptp(schedule.clip_factor) > 0:
+        raise ScenarioError(
+            "privacy.schedule changes the clip norm, and the gradients a table keeps were clipped to that of earlier "
+            "steps; keep the clip norm constant (noise may change), or use algorithm.table=snapshot"
+        )
+    numbers: dict[Declaration, int] = {}
+    kind_of = np.empty(len(schedule.noise_shape), dtype=np.int64)
+    for step in range(len(kind_of)):
+        kind_of[step] = numbers.setdefault(noised(algorithm.released(step, drawing)), len(numbers))
+    if drawing.sampling == "shuffle" and len(numbers) > 1:
+        raise ScenarioError(
+            f"data.batch.sampling='shuffle' has no proved privacy with {algorithm.name}, whose steps are not all "
+            "alike; use poisson (or uniform)"
+        )
+    return Mechanism(drawing, tuple(numbers), kind_of, schedule.noise_shape)
+
+
+FACTORS = {"moments": 1.0, "moments-table": 3.0}  # of eq. 11: how far an example moves a step, in clip norms
+UNSCHEDULED = ("moments-table", "cross-gradients", "subsampling")  # formulas for steps that are all alike
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper's formula says of one peer.
+
+    Attributes:
+        epsilon: the ε it claims at the peer's δ, for the whole run or for one round.
+        each_round: whether it is for one round.
+        mu_total, mu_0: of Gaussian differential privacy, where the formula uses it.
+        quarters: the ε it claims after each quarter of the rounds, where the paper says that.
+        breach: which condition of the formula does not hold; None where all do.
+    """
+
+    epsilon: float
+    mu_total: float | None = None
+    mu_0: float | None = None
+    each_round: bool = False
+    quarters: tuple[float, ...] | None = None
+    breach: str | None = None
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Finds the scale of a peer's noise under one scenario's privacy section.
+
+    Attributes:
+        weight_factor: what the mixing weights add to PDSL's formula.
+        share: ι, the chance of a peer to be active in a round, the mean over the peers.
+    """
+
+    section: PrivacySection
+    algorithm: Declares
+    schedule: Schedule
+    weight_factor: float = 1.0
+    share: float = 1.0
+
+    def scale(
+        self, mechanism: Mechanism, active: np.ndarray, budget: float | None, delta: float
+    ) -> tuple[float, Claim | None]:
+        """Return the scale of one peer's noise, and the claim where a paper's formula gave it.
+
+        Args:
+            active: bool [steps].
+
+        Raises:
+            ScenarioError: where no noise keeps the budget, nothing is declared, or no paper has a formula.
+        """
+        if budget is not None and None in mechanism.kinds:
+            under = "" if self.section.noise is None else f" under privacy.noise.module={self.section.noise.module!r}"
+            raise ScenarioError(
+                f"algorithm.name={self.algorithm.name!r} declares no releases{under}, so its ε is ∞ and no noise keeps "
+                f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none",
+                code="privacy.undeclared",
+            )
+        if self.section.noise_multiplier is not None:
+            return self.section.noise_multiplier, None
+        if budget is None or not mechanism.releases(active, 1.0):
+            return 1.0, None
+        if self.section.calibration == "paper":
+            return self._by_paper(mechanism, active, budget, delta)
+        return scale_for_budget(lambda scale: mechanism.releases(active, scale), budget, delta), None
+
+    def _by_paper(self, mechanism: Mechanism, active: np.ndarray, budget: float, delta: float) -> tuple[float, Claim]:
+        """Return the scale by eq. 11 (PrivSGP-VR), 8, 9, or Prop. 4 (Dyn-D2P), eq. 27 (PDSL), or Th. 1 (DP-DDA)."""
+        formula, drawing = self.algorithm.paper_noise, mechanism.drawing
+        scheduled = not self.schedule.constant and formula == "moments"  # Dyn-D2P's Algorithm 2 on PrivSGP's steps
+        if formula is None or (formula in UNSCHEDULED and not self.schedule.constant):
+            changed = " with a schedule" if formula else ""
+            raise ScenarioError(
+                f"privacy.calibration='paper' has no formula for {self.algorithm.name}{changed}: no paper claims an ε "
+                "for it; use calibration rigorous"
+            )
+        if formula == "subsampling":
+            return self._by_subsampling(drawing, len(active), budget, delta)
+        if formula == "cross-gradients":
+            sigma = paper.cross_gradient_sigma(
+                budget,
+                delta,
+                clip_norm=1.0,
+                phi_min=self.section.phi_min or 1.0,
+                weight_factor=self.weight_factor,
+            )
+            return sigma * drawing.batch, Claim(budget, each_round=True)
+        if formula != "gdp" and not scheduled:
+            sigma = paper.moments_sigma(
+                budget,
+                delta,
+                rounds=int(active.sum()),
+                dataset_size=drawing.size,
+                clip_norm=1.0,
+                c_2=self.section.c_2,
+                factor=FACTORS[formula],
+            )
+            return sigma * drawing.batch, Claim(budget)
+        total, shape = paper.gdp_mu(budget, delta), self.schedule.noise_shape[active]
+        if self.schedule.exponential is None:
+            return paper.proposition_4(total, drawing.rate, shape), Claim(budget, total)
+        mu_0 = paper.gdp_mu_0(total, drawing.rate, shape**-2.0)
+        return 1 / mu_0, Claim(budget, total, mu_0)
+
+    def _by_subsampling(self, drawing: Drawing, rounds: int, budget: float, delta: float) -> tuple[float, Claim]:
+        """Return the scale by Theorem 1 of DP-DDA, and what its eq. 7 claims over the rounds."""
+        q, share = drawing.size, self.share
+        sigma = paper.subsampled_sigma(budget, delta, rounds=rounds, dataset_size=q, share=share, clip_norm=1.0)
+        breach = paper.subsampling_breach(budget, rounds=rounds, dataset_size=q, batch=drawing.batch, share=share)
+        quarters = tuple(paper.epsilon_after(budget, t) for t in QUARTERS)
+        return sigma * drawing.batch, Claim(budget, quarters=quarters, breach=breach)
