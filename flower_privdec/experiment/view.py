@@ -15,7 +15,7 @@ from flower_privdec.data import PeerData
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.memory import check_memory
 from flower_privdec.experiment.own_parts import OwnParts
-from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.ledger.ledger import CohortLedger
 from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.schema import placed

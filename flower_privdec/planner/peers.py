@@ -9,7 +9,7 @@ import numpy as np
 
 from flower_privdec.engine.spent import json_number
 from flower_privdec.experiment import Experiment
-from flower_privdec.privacy.ledger.cohort_ledger import Spending, spending_of
+from flower_privdec.privacy.ledger.ledger import Spending, spending_of
 from flower_privdec.privacy.mechanism.protection import Claim
 from flower_privdec.privacy.mechanism.schedules import build_schedule
 from flower_privdec.scenario.sections import dynamic

@@ -34,12 +34,13 @@ from flower_privdec.data.peer_data import draw_poisson
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import check_delta, epsilon, epsilon_of_runs
 from flower_privdec.privacy.accountant.calibration import ACCEPTED, max_steps, noise_multiplier
-from flower_privdec.privacy.ledger.cohort_ledger import Account, Spending
 from flower_privdec.privacy.ledger.ledger import (
+    Account,
     Charge,
     Entry,
     Ledger,
     RunName,
+    Spending,
     ledger_path,
     read_entries,
     releases_in,

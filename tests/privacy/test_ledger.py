@@ -17,10 +17,11 @@ from raising import raises
 from flower_privdec.errors import BudgetError
 from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_runs
 from flower_privdec.privacy.ledger import ledger as ledger_module
-from flower_privdec.privacy.ledger.cohort_ledger import Account, CohortLedger, spending_of
 from flower_privdec.privacy.ledger.ledger import (
     EMPTY_HASH,
+    Account,
     Charge,
+    CohortLedger,
     Ledger,
     RunName,
     chained,
@@ -30,6 +31,7 @@ from flower_privdec.privacy.ledger.ledger import (
     ledger_path,
     read_chain,
     runs_in,
+    spending_of,
 )
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical, plan_spends
 
