@@ -99,9 +99,9 @@ class Experiment(Agreement):
         if budget is not None:
             accounts = tuple(replace(account, budget=budget[0], delta=budget[1]) for account in accounts)
         if not own.deployed:
-            return CohortLedger.open(folder, name, own.run, accounts)
+            return CohortLedger(folder, name, own.run, accounts)
         fresh = replace(own.run, id=secrets.token_hex(16))
-        return CohortLedger.open(folder, name, fresh, accounts, block=1, fresh=True, start=start)
+        return CohortLedger(folder, name, fresh, accounts, block=1, fresh=True, start=start)
 
     def initial_state(self, cohort: Cohort) -> State:
         """Return the state before round 0."""

@@ -10,8 +10,7 @@ import numpy as np
 from flower_privdec.engine.spent import json_number
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger.ledger import Spending, spending_of
-from flower_privdec.privacy.mechanism.protection import Claim
-from flower_privdec.privacy.mechanism.schedules import build_schedule
+from flower_privdec.privacy.mechanism.protection import Claim, build_schedule
 from flower_privdec.scenario.sections import dynamic
 
 CLAIMED = ("claimed_epsilon", "claimed_after_quarters", "mu_total", "mu_0", "mu_bar")

@@ -368,7 +368,7 @@ class PrivateLoader:
                             code="ledger.budget-spent",
                         )
                     spend = Spend(done, done + count, budget.release.times(count))
-                    ledger.charge(run, done, done + count, [Charge.of([0], [spend])])
+                    ledger.append(run, done, done + count, [Charge.of([0], [spend])])
                     yield from self._batches(count, taken + done)
                     done += count
             finally:

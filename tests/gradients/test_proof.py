@@ -17,9 +17,8 @@ from torch.nn.utils import parametrizations
 from flower_privdec.errors import PrivdecError, RunError, ScenarioError
 from flower_privdec.gradients import build_kernel, explain_kernel
 from flower_privdec.gradients.factored import FactoredKernel
-from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
-from flower_privdec.gradients.proof import prove
+from flower_privdec.gradients.proof import Unproved, prove
 from flower_privdec.models import flatten, parameter_count
 
 CLASSES, SHAPE = 4, (2, 6, 6)

@@ -50,7 +50,7 @@ def account(peer=0, rounds=40, budget=None, release=STEP, active=None, noise=Non
 
 
 def opened(directory, run, accounts, **options) -> CohortLedger:
-    return CohortLedger.open(directory, DATA, run_name(run), accounts, **options)
+    return CohortLedger(directory, DATA, run_name(run), accounts, **options)
 
 
 def take(ledger, step) -> np.ndarray:
@@ -318,7 +318,7 @@ def test_another_run_over_the_same_source_adds_up_and_meets_the_budget(tmp_path)
         assert ledger.spending.limits.tolist() == [20]
         assert ledger.spending.epsilons(0).tolist() == [epsilon([STEP.times(40)], DELTA)]
         assert ledger.spending.epsilons(40)[0] <= budget
-    with CohortLedger.open(tmp_path, "mnist", run_name("b"), [account(budget=budget)]) as ledger:
+    with CohortLedger(tmp_path, "mnist", run_name("b"), [account(budget=budget)]) as ledger:
         assert ledger.spending.limits.tolist() == [40]  # other data
 
 

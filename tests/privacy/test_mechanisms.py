@@ -24,8 +24,7 @@ from flower_privdec.privacy.accountant import calibration, loss_distributions
 from flower_privdec.privacy.accountant.accounting import delta, epsilon
 from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.mechanism.events import Release, canonical, event
-from flower_privdec.privacy.mechanism.protection import Mechanism, build_mechanism
-from flower_privdec.privacy.mechanism.schedules import Schedule
+from flower_privdec.privacy.mechanism.protection import Mechanism, Schedule, build_mechanism
 from flower_privdec.scenario.sections import VRSection
 
 EPSILONS = (0.0, 0.1, 0.5, 1.0, 2.0)

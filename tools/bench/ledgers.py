@@ -50,7 +50,7 @@ def ledger_share(setup: Setup, seconds: float = SECONDS) -> dict[str, Any]:
         took = min(once(engine.round, setup.device)[1] for _ in range(TRIALS))
         rounds = max(1, round(seconds / took))
         engine = setup.engine()
-        with CohortLedger.open(Path(folder), "synthetic", RUN, _accounts(setup, rounds)) as ledger:
+        with CohortLedger(Path(folder), "synthetic", RUN, _accounts(setup, rounds)) as ledger:
             timed = TimedLedger(ledger)
             engine.cohort.ledger = cast(CohortLedger, timed)
             started = time.perf_counter()

@@ -160,7 +160,7 @@ class PeerLedger:
         if not self.allows(noise):
             return False
         steps = (round_index - 1, round_index)
-        self._ledger.charge(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
+        self._ledger.append(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
         return True
 
     def check_budget(self, noise: float) -> None:

@@ -236,7 +236,7 @@ class Ledger:
         """
         return math.isinf(budget) or epsilon(releases_in(self.entries, charge), delta) <= budget
 
-    def charge(self, run: RunName, from_step: int, to_step: int, charges: Iterable[Charge]) -> None:
+    def append(self, run: RunName, from_step: int, to_step: int, charges: Iterable[Charge]) -> None:
         """Append one entry, whole or not at all; it counts, and is safe on disk, when this returns.
 
         Args:
@@ -570,39 +570,18 @@ class Spending:
         return np.array([self._epsilon(account, min(steps, limit)) for account, limit in pairs])
 
 
-class CohortLedger:
+class CohortLedger(Ledger):
     """The ledger of the peers that one process hosts, for one run whose plan is known; a context manager.
 
     A step costs a comparison, and a write only where a new block of steps begins.
 
     Attributes:
         spending: the cost of the run beside the others in the ledger.
-        charged: the step before which everything is charged, or was taken before this run began.
+        charged: the step before which all steps are charged, or were taken before this run began.
     """
 
     def __init__(
-        self, ledger: Ledger, run: RunName, accounts: Sequence[Account], block: int | None, fresh: bool, start: int
-    ) -> None:
-        """Take over an open ledger; see `open`."""
-        self._ledger, self._run, self._block, self._fresh = ledger, run, block, fresh
-        self.charged = max(charged_until(ledger.entries, run.id), start)
-        _check_same_plan(ledger, run, {account.peer: account.spends for account in accounts})
-        past = [cost for other, cost in runs_in(ledger.entries).items() if other != run.id]
-        self.spending = Spending(past, accounts, charged_by_peer(ledger.entries, run.id), start)
-        self._steps, self._limits = self.spending.steps, self.spending.limits
-        plans = {id(account.spends): account.spends for account in accounts}
-        numbers = {key: number for number, key in enumerate(plans)}
-        self._plan_of = np.array([numbers[id(account.spends)] for account in accounts], dtype=np.int64)
-        self._planned = np.zeros((self._steps, len(plans)), dtype=bool)
-        for number, plan in enumerate(plans.values()):
-            for spend in plan:
-                self._planned[spend.from_step : spend.to_step, number] = True
-        self._allowed = (-1, np.zeros(len(accounts), dtype=bool))  # a step, and who may take it
-        self._last_write: tuple[int, float, float] | None = None  # its step, its end, its duration in seconds
-
-    @classmethod
-    def open(
-        cls,
+        self,
         directory: Path | str,
         source: str,
         run: RunName,
@@ -611,7 +590,7 @@ class CohortLedger:
         block: int | None = None,
         fresh: bool = False,
         start: int = 0,
-    ) -> Self:
+    ) -> None:
         """Open the ledger of a data source for some peers' accounts.
 
         Args:
@@ -623,12 +602,26 @@ class CohortLedger:
         Raises:
             BudgetError: the ledger is in use, fails verification, or has this run with another plan.
         """
-        ledger = Ledger(directory, source)
+        super().__init__(directory, source)
         try:
-            return cls(ledger, run, accounts, block, fresh, start)
+            self._check_same_plan(run, {account.peer: account.spends for account in accounts})
+            past = [cost for other, cost in runs_in(self.entries).items() if other != run.id]
+            self.spending = Spending(past, accounts, charged_by_peer(self.entries, run.id), start)
         except BaseException:
-            ledger.close()
+            self.close()
             raise
+        self._run, self._block, self._fresh = run, block, fresh
+        self.charged = max(charged_until(self.entries, run.id), start)
+        self._steps, self._limits = self.spending.steps, self.spending.limits
+        plans = {id(account.spends): account.spends for account in accounts}
+        numbers = {key: number for number, key in enumerate(plans)}
+        self._plan_of = np.array([numbers[id(account.spends)] for account in accounts], dtype=np.int64)
+        self._planned = np.zeros((self._steps, len(plans)), dtype=bool)
+        for number, plan in enumerate(plans.values()):
+            for spend in plan:
+                self._planned[spend.from_step : spend.to_step, number] = True
+        self._allowed = (-1, np.zeros(len(accounts), dtype=bool))  # a step, and which peers may take it
+        self._last_write: tuple[int, float, float] | None = None  # its step, its end, its duration in seconds
 
     def allowed(self, step: int) -> np.ndarray:
         """Return which peers may take a step, bool [m]: in their plan, and within their budget."""
@@ -648,7 +641,7 @@ class CohortLedger:
             BudgetError: a peer may not take the step, or the disk fails; then no step may be taken.
         """
         if not self.allowed(step)[rows].all():
-            message = f"{self._ledger.path}: step {step} is not within the plan and the budget of every peer"
+            message = f"{self.path}: step {step} is not within the plan and the budget of every peer"
             raise BudgetError(message, code="ledger.not-allowed")
         if step < self.charged:
             return
@@ -656,7 +649,7 @@ class CohortLedger:
             self.charged = step  # earlier steps belong to another run
         started = time.perf_counter()
         stop = min(step + self._block_length(step, started), self._steps)
-        self._ledger.charge(self._run, self.charged, stop, self._charges(self.charged, stop))
+        self.append(self._run, self.charged, stop, self._charges(self.charged, stop))
         self.charged, ended = stop, time.perf_counter()
         self._last_write = (step, ended, ended - started)
 
@@ -681,28 +674,18 @@ class CohortLedger:
         seconds_per_step = (now - ended) / max(1, step - written)
         return max(least, math.ceil(min(duration / WRITE_FRACTION / max(seconds_per_step, 1e-9), self._steps)))
 
-    @property
-    def head(self) -> Head:
-        """See `Ledger.head`."""
-        return self._ledger.head
-
-    def check_head(self, head: Sequence[int | str] | None) -> None:
-        """See `Ledger.check_head`."""
-        self._ledger.check_head(head)
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._ledger.close()
-
-    def leave(self) -> None:
-        """See `Ledger.leave`."""
-        self._ledger.leave()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def _check_same_plan(self, run: RunName, plans: Mapping[int, Sequence[Spend]]) -> None:
+        """Raise BudgetError where charged steps of the run use another mechanism in this plan."""
+        starts = {peer: [spend.from_step for spend in plan] for peer, plan in plans.items()}
+        for entry in self.entries:
+            for charge in entry.charges if entry.run.id == run.id else ():
+                for peer in charge.peers:
+                    if peer in plans and not _same(charge, plans[peer], starts[peer]):
+                        raise BudgetError(
+                            f"{self.path}: steps {entry.from_step} to {entry.to_step} of this run were charged with "
+                            "another mechanism than its plan has; continue with the scenario of those charges",
+                            code="ledger.other-plan",
+                        )
 
 
 def spending_of(directory: Path | str, source: str, run: RunName, accounts: Sequence[Account]) -> Spending:
@@ -714,20 +697,6 @@ def spending_of(directory: Path | str, source: str, run: RunName, accounts: Sequ
     entries = read_entries(directory, source)
     past = [cost for other, cost in runs_in(entries).items() if other != run.id]
     return Spending(past, accounts, charged_by_peer(entries, run.id))
-
-
-def _check_same_plan(ledger: Ledger, run: RunName, plans: Mapping[int, Sequence[Spend]]) -> None:
-    """Raise BudgetError where charged steps of a run use another mechanism in this plan."""
-    starts = {peer: [spend.from_step for spend in plan] for peer, plan in plans.items()}
-    for entry in ledger.entries:
-        for charge in entry.charges if entry.run.id == run.id else ():
-            for peer in charge.peers:
-                if peer in plans and not _same(charge, plans[peer], starts[peer]):
-                    raise BudgetError(
-                        f"{ledger.path}: steps {entry.from_step} to {entry.to_step} of this run were charged with "
-                        "another mechanism than its plan has; continue with the scenario that they were charged for",
-                        code="ledger.other-plan",
-                    )
 
 
 def _same(charge: Charge, plan: Sequence[Spend], starts: Sequence[int]) -> bool:
