@@ -78,7 +78,7 @@ def spent(directory) -> float:
 
 
 def pay(file: Ledger, run: str, spend: Spend, peers=(0,)) -> None:
-    file.charge(run_name(run), spend.from_step, spend.to_step, [Charge.of(peers, [spend])])
+    file.append(run_name(run), spend.from_step, spend.to_step, [Charge.of(peers, [spend])])
 
 
 # --- one file ---
