@@ -1,10 +1,10 @@
-"""Laws of privacy that every algorithm has to keep, for tests: of this package and of users' own algorithms.
+"""Privacy laws that every algorithm must satisfy, as test functions for this package's and users' own algorithms.
 
-Each law runs an experiment twice over data that differ, the second time publishing what the first released (the
-*tape*), so that both have the same past wherever an observer stands. Then
-    - what a step is about to release moves by no more than its algorithm declares (`assert_sensitivity`),
-    - each release gets the noise of the plan, from a draw that nothing else gets (`assert_noise`), and
-    - nothing else that leaves a peer differs at all (`assert_nothing_else_leaves`).
+Each law runs an experiment twice on different data. The second run publishes the releases of the first (the *tape*), so
+that every observer has seen the same up to each step. Then
+    - a step's next release moves by no more than its algorithm declares (`assert_sensitivity`),
+    - each release has the noise of the plan, from a draw that is used once (`assert_noise`), and
+    - no other output of a peer differs (`assert_nothing_else_leaves`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,12 @@ from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.own_parts import drawings_of
 from flower_privdec.privacy.noise import NoiseSource
 
-TIMES = (
-    "seconds",
-    "wall_seconds",
-    "peer_steps_per_second",
-    "coalition_seconds",
-    "coalition_share_of_wall_time",
-)  # what a summary says of the clock
+TIMES = ("seconds", "wall_seconds", "peer_steps_per_second", "coalition_seconds", "coalition_share_of_wall_time")
 
 
 @dataclass(frozen=True)
 class Released:
-    """What one private step of some rows did.
+    """A record of one private step of some rows.
 
     Attributes:
         step: its number in the run.
@@ -52,9 +46,9 @@ class Released:
         receivers: int64 [r], the only receiver of each row's sums; None where every neighbour gets them.
         positions: the local positions each row drew.
         unit: [r], one clip norm in the sums.
-        before: what each sum was added to, [r, d].
-        raw: what was computed of it, without noise, [r, d].
-        after: what it was added to, with the sum and the noise of those that are published, [r, d].
+        before: the rows before each sum is added, [r, d].
+        raw: each sum without noise, [r, d].
+        after: the rows with the sum added and, where it is published, its noise, [r, d].
         public: the names of the sums that are published.
     """
 
@@ -82,7 +76,7 @@ Publish = Callable[[Cohort, PrivateStep, Mapping[str, Tensor]], None]
 def _take(
     cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor], publish: Publish
 ) -> Released:
-    """Take a private step, publish its sums in some way, and say what it did."""
+    """Take a private step, publish its sums by a function, and return a record of it."""
     before = {name: out.clone() for name, out in step.sums.items()}
     estimate(cohort, step)
     raw = {name: out - before[name] for name, out in step.sums.items()}
@@ -119,7 +113,7 @@ def recording() -> Iterator[Tape]:
 
 @contextmanager
 def replaying(tape: Tape) -> Iterator[Tape]:
-    """Publish what a tape has, step by step, whatever is computed inside; record that on a tape of its own."""
+    """Publish a tape's releases in place of those computed inside; record the computed ones on another tape."""
     again = Tape()
 
     def release(cohort: Cohort, step: PrivateStep, estimate: Estimate, std: Mapping[str, Tensor]) -> None:
@@ -161,7 +155,7 @@ def run_rounds(experiment: Experiment, rounds: int) -> Engine:
     return engine
 
 
-# --- one example moves a release by what is declared ---
+# --- one example moves a release by no more than declared ---
 
 
 def assert_sensitivity(
@@ -170,9 +164,9 @@ def assert_sensitivity(
     """Check that zeroing one example out moves each release by no more than its algorithm declares.
 
     Args:
-        experiment: with privacy; in float64, or its rounding hides what is looked for.
+        experiment: with privacy; in float64, or rounding hides small moves.
         peer, example: which one.
-        slack: for rounding, as a share.
+        slack: relative, for rounding.
 
     Returns:
         The most that a release moved, over what is declared.
@@ -207,7 +201,7 @@ Draw = tuple[int, int, str, int | None]  # peer, step, purpose, receiver
 
 
 class _Watched:
-    """A noise source that notes the standard deviation of every draw."""
+    """A noise source that records the standard deviation of every draw."""
 
     def __init__(self, source: NoiseSource) -> None:
         self._source = source
@@ -232,7 +226,7 @@ class _Watched:
 
 
 def assert_noise(experiment: Experiment, rounds: int) -> None:
-    """Check that each sum that is published is given the noise of the plan, and that no draw is used twice.
+    """Check that each published sum has the noise of the plan, and that no draw is used twice.
 
     Raises:
         AssertionError: naming the step and the sum.
@@ -265,11 +259,11 @@ def _check_noise(step: Released, row: int, name: str, multiplier: float, std: fl
 
 # --- nothing else leaves ---
 
-Seen = dict[str, list[str]]  # by where an observer stands, hashes of what passed
+Seen = dict[str, list[str]]  # by observation point, hashes of the data that passed
 
 
 def other_data(experiment: Experiment, row: int) -> Experiment:
-    """Return an experiment in which the training examples of one row are quite other ones, with other targets."""
+    """Return an experiment in which all training examples of one row are replaced, targets included."""
     examples = experiment.own.examples
     chosen, y = torch.from_numpy(examples.parts[row]), examples.y.clone()
     if isinstance(examples.x, SparseRows):
@@ -282,19 +276,19 @@ def other_data(experiment: Experiment, row: int) -> Experiment:
 
 
 def _other_rows(x: SparseRows, rows: np.ndarray) -> SparseRows:
-    """Return compressed rows of which some have other values at other features."""
+    """Return sparse rows of which some have other values at other features."""
     changed = x.matrix.tolil()
     changed[rows] = x.matrix[rows[::-1]][:, ::-1] * -0.7
     return SparseRows(changed.tocsr())
 
 
 def _other(values: Tensor, count: int | None) -> Tensor:
-    """Return other numbers, or other ones of 0..count-1 in place of whole numbers."""
+    """Return other numbers; of whole numbers below `count`, other ones below it."""
     return values * -0.7 + 0.3 if count is None or values.is_floating_point() else (values + 1) % count
 
 
 def seen_in_engine(experiment: Experiment) -> Seen:
-    """Run in the engine; return what was handed to exchanges, and what metrics, summary and models say."""
+    """Run in the engine; return the rows passed to exchanges, and the metrics, summary and models."""
     observed: Seen = {"exchange": []}
     perform = Engine.perform
 
@@ -312,7 +306,7 @@ def seen_in_engine(experiment: Experiment) -> Seen:
 
 
 def seen_in_folder(folder: Path) -> Seen:
-    """Return what metrics, summary and models in a run's folder reveal."""
+    """Return the metrics, summary and models of a run's folder, without times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     records = [
@@ -329,12 +323,12 @@ def _hash(tensor: Tensor) -> str:
 def assert_nothing_else_leaves(
     experiment: Experiment, watch: Callable[[Experiment], Seen] = seen_in_engine, peer: int = 0
 ) -> None:
-    """Check that nothing that leaves a peer depends on its examples but what is declared.
+    """Check that no output of a peer but its declared releases depends on its examples.
 
     Args:
-        experiment: a short one, whose partition does not look at labels.
+        experiment: a short one, whose partition does not depend on labels.
         watch: runs an experiment and returns all that an observer sees.
-        peer: whose examples are replaced by others, every one.
+        peer: whose examples are all replaced.
 
     Raises:
         AssertionError: naming where something differs.

@@ -93,7 +93,7 @@ def agreeable(gradients: Tensor, own: int) -> np.ndarray:
     """Return c >= 0, [n], for which z = c @ gradients is nearest to gradients[own] among those none of them opposes.
 
     The dual of the program, min over u >= 0 of |G^T u + g|² with z = g + G^T u, is a non-negative least squares problem
-    of n unknowns, as g is a row of G. Gradients that depend on each other make u ambiguous, and z none the less unique.
+    of n unknowns, as g is a row of G. Gradients that depend on each other make u ambiguous, but z is unique.
     Where they are no finite numbers c picks the own one alone, and where all are 0 too.
 
     Args:

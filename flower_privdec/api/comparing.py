@@ -104,7 +104,7 @@ def compare(
     variants = _variants(scenario, algorithms)
     cells = [_cell(label, variant, seed) for label, variant in variants.items() for seed in _distinct(seeds)]
     if not isinstance(jobs, int) or jobs < 1:
-        raise ScenarioError(f"jobs={shown(jobs)} must be >= 1, and a whole number", code="api.argument")
+        raise _argument_error(f"jobs={shown(jobs)} must be >= 1, and a whole number")
     if len({(cell.labels, cell.key) for cell in cells}) < len(cells):
         raise ScenarioError(
             "seeds data, model and run are all given in the scenario, so that another seed changes nothing; leave out "
@@ -129,7 +129,7 @@ def compare(
     failures = {(cell.labels[0], cell.seed): errors[cell.key] for cell in cells if cell.key in errors}
     if len(failures) == len(cells):
         (label, seed), why = next(iter(failures.items()))
-        raise RunError(f"every run failed; {label}, seed {seed}: {why}")
+        raise RunError(f"every run failed; {label}, seed {seed}: {why}", code="api.all-failed")
     groups = [Group((label,), tuple(finished), 0, kinds) for label, finished in runs.items()]
     note = _note([run for group in groups for run in group.runs], seeds)
     return Comparison([_row(group, readings) for group in groups], readings, tuple(seeds), failures, note)
@@ -142,9 +142,7 @@ def _variants(
     """Return the scenarios to compare, by label."""
     if isinstance(scenario, Mapping):
         if algorithms is not None or not scenario:
-            raise ScenarioError(
-                "compare takes one scenario with algorithms, or a mapping of scenarios alone", code="api.argument"
-            )
+            raise _argument_error("compare takes one scenario with algorithms, or a mapping of scenarios alone")
         return {label: as_scenario(choice) for label, choice in scenario.items()}
     base = as_scenario(scenario)
     if algorithms is None:
@@ -154,21 +152,15 @@ def _variants(
     )
     labels = [label for label, _ in named]
     if not labels or len(set(labels)) < len(labels):
-        raise ScenarioError(
-            f"algorithms must be at least one, and have labels that differ, not {labels}", code="api.argument"
-        )
+        raise _argument_error(f"algorithms must be at least one, and have labels that differ, not {labels}")
     return {label: make_scenario(base, algorithm=_section(base, choice)) for label, choice in named}
 
 
 def _label(algorithm: AlgorithmChoice) -> str:
     if isinstance(algorithm, Mapping):
-        raise ScenarioError(
-            'a whole section needs a label: algorithms={"mine": {"name": ..., ...}}', code="api.argument"
-        )
+        raise _argument_error('a whole section needs a label: algorithms={"mine": {"name": ..., ...}}')
     if not isinstance(algorithm, str | type):
-        raise ScenarioError(
-            f"algorithms: {shown(algorithm)} must be a name, or a subclass of Algorithm", code="api.argument"
-        )
+        raise _argument_error(f"algorithms: {shown(algorithm)} must be a name, or a subclass of Algorithm")
     return algorithm if isinstance(algorithm, str) else algorithm.__name__
 
 
@@ -182,7 +174,7 @@ def _section(base: Scenario, algorithm: AlgorithmChoice) -> dict[str, Any]:
 
 def _distinct(seeds: Sequence[int]) -> Sequence[int]:
     if not isinstance(seeds, Collection) or not seeds or len(set(seeds)) < len(seeds):
-        raise ScenarioError(f"seeds={shown(seeds)} must be at least one, each once, in a list", code="api.argument")
+        raise _argument_error(f"seeds={shown(seeds)} must be at least one, each once, in a list")
     return seeds
 
 
@@ -199,6 +191,10 @@ def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
     for code in (*code_of(named), *targets):
         key.update(len(code).to_bytes(8, "little") + code)
     return Cell("comparison", (label,), seed, seeded, key.hexdigest())
+
+
+def _argument_error(message: str) -> ScenarioError:
+    return ScenarioError(message, code="api.argument")
 
 
 def _row(group: Group, readings: Iterable[str]) -> dict[str, Any]:

@@ -51,12 +51,10 @@ class Arrays:
         """
         per_peer = isinstance(train, list)
         if per_peer and not train:
-            raise ScenarioError(
-                "data.train is an empty list: give a pair (x, y) or a torch dataset for each peer", code="api.data"
-            )
+            raise _data_error("data.train is an empty list: give a pair (x, y) or a torch dataset for each peer")
         parts = [(f"data.train[{i}]", part) for i, part in enumerate(train)] if per_peer else [("data.train", train)]
         if test is None:
-            raise ScenarioError("data.test is missing: give a public test set beside data.train", code="api.data")
+            raise _data_error("data.test is missing: give a public test set beside data.train")
         return cls([_pair(part, where) for where, part in parts], _pair(test, "data.test"), per_peer)
 
     def __call__(self, part: str, root: str = "0") -> Pair:
@@ -69,9 +67,7 @@ def _pair(value: Any, key: str) -> Pair:
         return _read(value, key)
     if not isinstance(value, tuple) or len(value) != 2:
         kind = type(value).__name__
-        raise ScenarioError(
-            f"{key} is a {kind}: it must be a tuple (x, y) of arrays, or a torch dataset of such pairs", code="api.data"
-        )
+        raise _data_error(f"{key} is a {kind}: it must be a tuple (x, y) of arrays, or a torch dataset of such pairs")
     return _array(value[0], f"{key}: x"), _array(value[1], f"{key}: y")
 
 
@@ -80,15 +76,13 @@ def _read(dataset: Any, key: str) -> Pair:
     try:
         count = len(dataset)
     except (TypeError, ValueError) as error:
-        raise ScenarioError(
-            f"{key} is a dataset without a length: give one that has one, or arrays", code="api.data"
-        ) from error
+        raise _data_error(f"{key} is a dataset without a length: give one that has one, or arrays") from error
     try:
         pairs = [dataset[i] for i in range(count)]
     except RAISED_BY_USERS as error:  # a user's own dataset may raise anything
-        raise ScenarioError(f"{key}: the dataset fails: {one_line(error)}", code="api.data") from error
+        raise _data_error(f"{key}: the dataset fails: {one_line(error)}") from error
     if not pairs or not all(isinstance(example, tuple | list) and len(example) == 2 for example in pairs):
-        raise ScenarioError(f"{key}: the dataset must have examples, each of them a pair (x, y)", code="api.data")
+        raise _data_error(f"{key}: the dataset must have examples, each of them a pair (x, y)")
     x, y = zip(*pairs, strict=True)
     return _stack(x, f"{key}: x"), _stack(y, f"{key}: y")
 
@@ -97,7 +91,7 @@ def _stack(values: Sequence[Any], key: str) -> np.ndarray:
     parts = [_array(value, key) for value in values]
     shapes = {part.shape for part in parts}
     if len(shapes) > 1:
-        raise ScenarioError(f"{key} has shapes {sorted(shapes)}: all examples' must be alike", code="api.data")
+        raise _data_error(f"{key} has shapes {sorted(shapes)}: all examples' must be alike")
     return np.stack(parts)
 
 
@@ -106,11 +100,15 @@ def _array(value: Any, key: str) -> np.ndarray:
     try:
         array = np.array(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError, MemoryError) as error:
-        raise ScenarioError(f"{key} is no array: {one_line(error)}", code="api.data") from error
+        raise _data_error(f"{key} is no array: {one_line(error)}") from error
     if array.dtype.kind not in "buif":
         kind = type(value).__name__
-        raise ScenarioError(f"{key} is a {kind} of {array.dtype}: it must be an array of numbers", code="api.data")
+        raise _data_error(f"{key} is a {kind} of {array.dtype}: it must be an array of numbers")
     return array
+
+
+def _data_error(message: str) -> ScenarioError:
+    return ScenarioError(message, code="api.data")
 
 
 Data = dict[str, Any]

@@ -61,6 +61,12 @@ def peer(
     settings: Settings = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")] = False,
     insecure_seeds: InsecureSeeds = False,
+    charge_witnessed: Annotated[
+        bool,
+        typer.Option(
+            "--charge-witnessed", help="Charge what this peer's ledger lost and its neighbours have seen, and stop."
+        ),
+    ] = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
     """Run one peer of a scenario on this device, which trains with the other peers and no server."""
@@ -72,7 +78,8 @@ def peer(
             raise typer.BadParameter(
                 "with --app, data and batches are the app's: leave out --data and --insecure-seeds"
             )
-        _app_peer(app, scenario, number, out, certificates, initial, node_config, settings, resume, with_parent)
+        options = {"resume": resume, "with_parent": with_parent, "charge_witnessed": charge_witnessed}
+        _app_peer(app, scenario, number, out, certificates, initial, node_config, settings, options)
         return
     if initial is not None or node_config:
         raise typer.BadParameter("--initial and --node-config are for --app: name the app's folder")
@@ -90,6 +97,7 @@ def peer(
             resume=resume,
             insecure_seeds=insecure_seeds,
             with_parent=with_parent,
+            charge_witnessed=charge_witnessed,
         )
 
 
@@ -102,8 +110,7 @@ def _app_peer(
     initial: Path | None,
     node_config: list[str] | None,
     settings: list[str] | None,
-    resume: bool,
-    with_parent: bool,
+    options: dict[str, bool],
 ) -> None:
     from flower_privdec.data.readers import require
     from flower_privdec.scenario.loading import load_app_scenario
@@ -120,8 +127,7 @@ def _app_peer(
             certificates,
             initial=initial,
             node_config=node_config or (),
-            resume=resume,
-            with_parent=with_parent,
+            **options,
         )
 
 

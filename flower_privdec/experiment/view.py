@@ -68,7 +68,7 @@ class Experiment(Agreement):
         check_memory(self)
         own, held, private = self.own, self.public.validation, self.scenario.private
         hardened = own.noise_inflation is not None
-        sampler = own.sampler.afresh() if own.deployed else own.sampler
+        sampler = own.sampler.with_fresh_keys() if own.deployed else own.sampler
         return Cohort(
             peers=own.peers,
             n_peers=self.scenario.n_peers,

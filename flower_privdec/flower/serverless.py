@@ -37,7 +37,14 @@ from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, Scenar
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.flower.launch.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
-from flower_privdec.flower.mods.peer_state import Layout, PeerState, numpy_arrays
+from flower_privdec.flower.mods.peer_state import (
+    Layout,
+    PeerState,
+    mass_of,
+    new_incarnation,
+    numpy_arrays,
+    protocol,
+)
 from flower_privdec.flower.mods.private_update import (
     APP_SPENT,
     LEAST_WEIGHT,
@@ -57,9 +64,10 @@ from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
-from flower_privdec.network.peer.trainer import Head, noise_source, rows_path
+from flower_privdec.network.peer.trainer import noise_source, rows_path
 from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.privacy.ledger.ledger import RunName
+from flower_privdec.pushsum.witness import EMPTY, Head
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.loading import parse_app_scenario
 from flower_privdec.scenario.plain_yaml import read_plain
@@ -73,7 +81,6 @@ INITIAL, MODEL = "initial.safetensors", "model.safetensors"
 UNMIXED = "unmixed."  # before the number of an array that is not mixed, in a state's rows
 ENVIRONMENT = "a Flower app, system entropy"
 ROUND = "server-round"  # the key of the round in the configs of Flower's strategies
-REMEDY = "or give --initial FILE, the initial.safetensors of another peer's folder"
 NEEDS = 'start the SuperNode with --node-config \'address="HOST:PORT" certificates="FOLDER" ...\''
 LEAST_RETRY = 0.05  # seconds: no message makes a node call others as fast as it can
 
@@ -151,9 +158,9 @@ def _bytes_from_json(value: dict[str, Any]) -> Any:
 
 
 class _FirstMessage(BaseException):
-    """Ends a ServerApp at its first message, past any `except Exception` in it."""
+    """Ends a ServerApp at its first message, or None, past any `except Exception` in it."""
 
-    def __init__(self, message: Message) -> None:
+    def __init__(self, message: Message | None) -> None:
         self.message = message
 
 
@@ -162,12 +169,7 @@ class _FirstMessageGrid(LocalGrid):
 
     def push_messages(self, messages: Iterable[Message]) -> NoReturn:
         """Raise the first message."""
-        for message in messages:
-            raise _FirstMessage(message)
-        raise RunError(
-            f"the app's ServerApp sends no message to any node; let its strategy train all nodes, {REMEDY}",
-            code="app.first-message",
-        )
+        raise _FirstMessage(next(iter(messages), None))
 
 
 def initial_from_server_app(app: OpenedApp, n_peers: int, seed: int) -> InitialArrays:
@@ -180,30 +182,28 @@ def initial_from_server_app(app: OpenedApp, n_peers: int, seed: int) -> InitialA
         RunError: it sends another message first, or none.
     """
     grid = _FirstMessageGrid(app.client, n_peers, config={}, run_config=app.run_config)
-    flower = logging.getLogger("flwr")
+    flower, message = logging.getLogger("flwr"), None
     level = flower.level
     flower.setLevel(logging.WARNING)  # strategies log a start that does not happen
     _seed(seed)
     try:
         app.server(grid, Context(grid.run.run_id, 0, {}, RecordDict(), dict(app.run_config)))
     except _FirstMessage as first:
-        content, kind = first.message.content, first.message.metadata.message_type
-    else:
-        raise RunError(
-            f"the app's ServerApp ended without a message to any node; mend it, {REMEDY}", code="app.first-message"
-        )
+        message = first.message
     finally:
         _seed(None)
         flower.setLevel(level)
-    records = content.array_records
-    if kind.split(".")[0] != "train" or len(records) != 1:
+    kind = "none" if message is None else message.metadata.message_type
+    records = {} if message is None else message.content.array_records
+    if message is None or kind.split(".")[0] != "train" or len(records) != 1:
         raise RunError(
             f"the first message of the app's ServerApp is of type {kind!r} and has {len(records)} ArrayRecords; it "
-            f"must be train with one, as Flower's own strategies send it: take one of those, {REMEDY}",
+            "must be train with one, as Flower's own strategies send it: take one of those, or give --initial FILE, "
+            f"the {INITIAL} of another peer's folder",
             code="app.first-message",
         )
     ((key, arrays),) = records.items()
-    configs = {name: dict(config) for name, config in content.config_records.items()}
+    configs = {name: dict(config) for name, config in message.content.config_records.items()}
     return InitialArrays({name: np.array(value) for name, value in numpy_arrays(arrays).items()}, key, configs)
 
 
@@ -398,6 +398,20 @@ class AppTrainer:
         """See Trainer."""
         return None if self.ledger is None else self.ledger.head
 
+    @property
+    def witnessed(self) -> Head:
+        """See Trainer."""
+        return EMPTY if self.ledger is None else self.ledger.witnessed
+
+    def check_witnessed(self, witnessed: Head) -> None:
+        """See Trainer."""
+        if self.ledger is not None:
+            self.ledger.check_witnessed(witnessed)
+
+    def charge_witnessed(self, length: int) -> int:
+        """See Trainer."""
+        return 0 if self.ledger is None else self.ledger.charge_witnessed(length, self._noise)
+
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer."""
         if (private := self._private) is not None:
@@ -497,7 +511,8 @@ class AppTrainer:
         for number, (name, kind, shape) in enumerate(parts):
             unmixed[name] = state.rows[f"{UNMIXED}{number}"][0].numpy().view(kind).reshape(shape).copy()
         unprotected = int(state.rows["unprotected"][0])
-        return PeerState(self.scenario.name, self._peer, self._layout, x, w, unmixed, bare=unprotected)
+        shares = protocol(self._peer, mass_of(x, w), new_incarnation())
+        return PeerState(self.scenario.name, self._layout, shares, unmixed, bare=unprotected)
 
     def result(self, state: State) -> PeerState:
         """Return the mass as it is now, and the arrays that are not mixed."""
@@ -609,6 +624,7 @@ def run_app_peer(
     node_config: Sequence[str] = (),
     resume: bool = False,
     with_parent: bool = False,
+    charge_witnessed: bool = False,
 ) -> None:
     """Run one peer of an app in the foreground, until its rounds are done, SIGTERM or Ctrl-C.
 
@@ -618,7 +634,7 @@ def run_app_peer(
         certificates: see `run_peer`.
         initial: the initial.safetensors of another peer's folder; by default the app's ServerApp makes the arrays.
         node_config: of this device, as KEY=VALUE.
-        with_parent: see `run_peer`.
+        with_parent, charge_witnessed: see `run_peer`.
 
     Raises:
         ScenarioError: an argument is wrong; nothing was started.
@@ -638,7 +654,7 @@ def run_app_peer(
         print(f"initial arrays {arrays.digest[:16]}: {source}", file=sys.stderr)
         runner = ClientAppRunner(opened.client, scenario, arrays, peer, folder, config, opened.run_config)
         running = app_peer(scenario, device, arrays, runner.train, runner.evaluate, resume=resume)
-        run_in_foreground(running, scenario.evaluation.every, with_parent)
+        run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
         print(f"privacy of peer {peer}: {running.status()['privacy']}", file=sys.stderr)
 
 

@@ -37,14 +37,14 @@ Term = tuple[int, int, float]  # sender, receiver, weight
 
 @dataclass(frozen=True)
 class Hosted:
-    """Rows of W for some peers, and what passes between them and others or each other.
+    """Rows of W for the hosted peers, and their messages.
 
     Attributes:
-        peers: who is hosted, in their order.
+        peers: the hosted peers, in their order.
         rows: of W for them.
-        sent: the terms that stand for messages from them, in the order of `MixingMatrix.links`.
-        heard: the messages to them, by receiver and sender.
-        answered: the answers to what they sent, (who answers, who sent), by who sent and who answers.
+        sent: the terms of messages from them, in the order of `MixingMatrix.links`.
+        heard: the links of messages to them, sorted by receiver and sender.
+        answered: the links of replies to them, sorted by receiver and sender.
     """
 
     peers: Peers
@@ -55,7 +55,7 @@ class Hosted:
 
     @classmethod
     def of(cls, matrix: MixingMatrix, peers: Peers) -> Hosted:
-        """Look at a matrix once, for peers among its receivers."""
+        """Return the rows and messages of some of a matrix's receivers."""
         senders, receivers, weights = matrix.links()
         between = senders != receivers
         here, there = between & np.isin(senders, peers), between & np.isin(receivers, peers)
@@ -124,32 +124,11 @@ def slots(x: Tensor, out: Tensor, terms: list[Slot]) -> None:
                 out.index_add_(0, rows[chunk], term)
 
 
-def halves(x: Tensor, out: Tensor, terms: list[Slot]) -> None:
-    """Take half of the receiver's own and half of one other's, row by row."""
-    for chunk in _chunks(x, len(out)):
-        own, other = (x.index_select(0, term.columns[chunk]) for term in terms)
-        torch.lerp(own, other, 0.5, out=out[chunk])
-
-
-def halves_in_runs(x: Tensor, out: Tensor, runs: list[Run]) -> None:
-    """Do the same run by run, without a copy: two on shift graphs."""
-    for first, own, other, count in runs:
-        torch.lerp(x[own : own + count], x[other : other + count], 0.5, out=out[first : first + count])
-
-
-def runs_of(columns: Array) -> list[Run]:
-    """Return the runs of receivers whose own and other column both go up by one, from pairs (own, other) in turn."""
-    pairs = columns.reshape(-1, 2)
-    starts = np.flatnonzero(np.r_[True, (np.diff(pairs, axis=0) != 1).any(axis=1)])
-    counts = np.diff(np.r_[starts, len(pairs)])
-    return list(zip(starts.tolist(), *pairs[starts].T.tolist(), counts.tolist(), strict=True))
-
-
 def halves_shifted_(x: Tensor, shift: int) -> None:
     """Take half of the row's own and half of the row's `shift` before it, cyclically, in place.
 
-    It goes row after row round each cycle, and every row is read and written once: a row is changed before the one it
-    hears, so that only the first of a cycle has to be kept.
+    It goes through each cycle row by row, and reads and writes every row once: a row is changed before the one it
+    hears, so that only the first of a cycle is copied.
     """
     rows = x.unbind(0)
     for start in range(math.gcd(len(rows), shift)):
@@ -158,11 +137,6 @@ def halves_shifted_(x: Tensor, shift: int) -> None:
             rows[row].lerp_(rows[other], 0.5)
             row = other
         rows[row].lerp_(first, 0.5)
-
-
-def mean_row(x: Tensor, members: Tensor | None) -> Tensor:
-    """Return the mean of the members' rows (None: of all), summed pairwise in blocks and divided once."""
-    return sum_rows(x, members) / (len(x) if members is None else len(members))
 
 
 def sum_rows(x: Tensor, members: Tensor | None) -> Tensor:
@@ -179,8 +153,7 @@ def sum_rows(x: Tensor, members: Tensor | None) -> Tensor:
 
 
 def _pairwise_sum(part: Tensor) -> Tensor:
-    if len(part) == 1:
-        return part[0].clone()
+    part = part.clone() if len(part) == 1 else part
     while len(part) > 1:
         half, odd = divmod(len(part), 2)
         summed = part[:half] + part[half : 2 * half]
@@ -190,8 +163,8 @@ def _pairwise_sum(part: Tensor) -> Tensor:
     return part[0]
 
 
-def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array, widest: int) -> bool:
-    """Sum all terms in one compiled loop where that can be done and pays; say whether it was.
+def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array) -> bool:
+    """Sum all terms in one compiled loop where that is possible and pays; return whether it did.
 
     Args:
         x: contiguous (but for padding of the rows) on the CPU, float32 or float64, or nothing is done.
@@ -199,10 +172,9 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array,
         indptr: compressed rows, as in `SparseMatrix`.
         columns: of the terms.
         weights: of the terms, in x's dtype.
-        widest: the most terms of one receiver.
     """
     fits = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    pays = widest >= FUSED_TERMS or len(columns) * x.shape[1] >= FUSED_FROM
+    pays = len(columns) * x.shape[1] >= FUSED_FROM or np.diff(indptr).max() >= FUSED_TERMS
     source, target = padded(x), padded(out)
     if not (fits and pays) or source is None or target is None:
         return False
@@ -275,14 +247,12 @@ class MixingMatrix(ABC):
         """
 
     def hosted(self, peers: Peers) -> Hosted:
-        """Return what these weights say of some of the receivers; kept for those who were asked for last."""
+        """Return the rows and messages of some of the receivers; the last result is cached."""
         key = peers.tobytes()
-        hosted = self._last_hosted.get(key)
-        if hosted is None:
-            hosted = Hosted.of(self, peers)
+        if key not in self._last_hosted:
             self._last_hosted.clear()
-            self._last_hosted[key] = hosted
-        return hosted
+            self._last_hosted[key] = Hosted.of(self, peers)
+        return self._last_hosted[key]
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Mix: out[i] = sum_j W[i, j] x[j].
@@ -309,7 +279,7 @@ class MixingMatrix(ABC):
         return out
 
     def replace(self, x: Tensor, spare: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Mix rows that are needed no more, [columns, ...] with a receiver for each: in place, or into `spare`.
+        """Mix rows that may be overwritten, [columns, ...] with a receiver for each: in place, or into `spare`.
 
         Returns:
             The mixed rows, equal to the last bit to those of `apply`, and a buffer that is free afterwards
@@ -415,12 +385,17 @@ class SparseMatrix(MixingMatrix):
 
     def _combine(self, x: Tensor, out: Tensor) -> None:
         long = x.device.type == "cpu" and x.nbytes >= IN_PLACE_FROM * len(x)
-        if self.halves and (long or len(self._runs) <= FEW_RUNS):
-            halves_in_runs(x, out, self._runs)
+        if self.halves and (long or len(self._runs) <= FEW_RUNS):  # without a copy; shift graphs have two runs
+            for first, own, other, count in self._runs:
+                torch.lerp(x[own : own + count], x[other : other + count], 0.5, out=out[first : first + count])
         elif self.halves:
-            halves(x, out, self._slots(x))
-        elif not fused(x, out, self.indptr, self.columns, self._cast(x), self._widest):
-            slots(x, out, self._slots(x))
+            for chunk in _chunks(x, len(out)):
+                own_rows, others = (x.index_select(0, term.columns[chunk]) for term in self._slots(x))
+                torch.lerp(own_rows, others, 0.5, out=out[chunk])
+        else:
+            weights = self._float32_weights if x.dtype is torch.float32 else self.weights
+            if not fused(x, out, self.indptr, self.columns, weights):
+                slots(x, out, self._slots(x))
 
     @cached_property
     def _changed(self) -> tuple[Peers, SparseMatrix] | None:
@@ -432,10 +407,6 @@ class SparseMatrix(MixingMatrix):
         return np.flatnonzero(~own), self.rows(self.receivers[~own])
 
     @cached_property
-    def _widest(self) -> int:
-        return int(np.diff(self.indptr).max())
-
-    @cached_property
     def _shift(self) -> int | None:
         """The h of a graph in which all rows, in order, hear the peer h before them."""
         own, other = self.columns.reshape(-1, 2).T
@@ -445,18 +416,19 @@ class SparseMatrix(MixingMatrix):
 
     @cached_property
     def _runs(self) -> list[Run]:
-        return runs_of(self.columns)
+        """The runs of receivers whose own and other column both go up by one."""
+        pairs = self.columns.reshape(-1, 2)
+        starts = np.flatnonzero(np.r_[True, (np.diff(pairs, axis=0) != 1).any(axis=1)])
+        counts = np.diff(np.r_[starts, len(pairs)])
+        return list(zip(starts.tolist(), *pairs[starts].T.tolist(), counts.tolist(), strict=True))
 
     @cached_property
     def _on_device(self) -> dict[tuple[torch.device, torch.dtype], list[Slot]]:
         return {}
 
     @cached_property
-    def _cast_weights(self) -> dict[torch.dtype, npt.NDArray[np.floating]]:
-        return {torch.float64: self.weights, torch.float32: self.weights.astype(np.float32)}
-
-    def _cast(self, x: Tensor) -> npt.NDArray[np.floating]:
-        return self._cast_weights.get(x.dtype, self.weights)
+    def _float32_weights(self) -> npt.NDArray[np.float32]:
+        return self.weights.astype(np.float32)
 
     def _slots(self, x: Tensor) -> list[Slot]:
         key = (x.device, x.dtype)
@@ -506,7 +478,7 @@ class AverageMatrix(MixingMatrix):
         return np.concatenate([members, self.own[~self.averaged]])
 
     def _relabel(self, sources: Peers) -> AverageMatrix:
-        members = np.searchsorted(sources, self.members)  # those not among the sources are not looked at
+        members = np.searchsorted(sources, self.members)  # those not among the sources are not read
         own = np.where(self.averaged, 0, np.searchsorted(sources, self.own))
         return AverageMatrix(len(sources), self.receivers, members, own, self.averaged)
 
@@ -515,7 +487,7 @@ class AverageMatrix(MixingMatrix):
         if len(rows) < len(out):
             torch.index_select(x, 0, own, out=out)
         if len(rows):
-            mean = mean_row(x, members)
+            mean = sum_rows(x, members) / len(self.members)
             if len(rows) == len(out):
                 out.copy_(mean)
             else:
@@ -525,8 +497,8 @@ class AverageMatrix(MixingMatrix):
     def _indices(self, device: torch.device) -> tuple[list[int], Tensor | None, Tensor]:
         """Return the averaged rows, the members (None when they are all columns), and rows' own columns."""
         if device not in self._on_device:
-            everybody = np.array_equal(self.members, np.arange(self.n_columns))
-            members = None if everybody else torch.from_numpy(self.members).to(device)
+            all_columns = np.array_equal(self.members, np.arange(self.n_columns))
+            members = None if all_columns else torch.from_numpy(self.members).to(device)
             rows = np.flatnonzero(self.averaged).tolist()
             self._on_device[device] = (rows, members, torch.from_numpy(self.own).to(device))
         return self._on_device[device]
@@ -594,7 +566,7 @@ def check_weights(weights: str) -> None:
 
 
 def average_matrix(active: npt.NDArray[np.bool_], *, everybody_receives: bool = False) -> AverageMatrix:
-    """Give every active peer (or everybody) the mean over the active ones; the others keep their own."""
+    """Return the matrix by which active peers (or all) take the mean over the active ones; others keep their own."""
     n_peers = len(active)
     averaged = np.ones(n_peers, dtype=bool) if everybody_receives else active
     ids = np.arange(n_peers)
@@ -682,15 +654,14 @@ UNDIRECTED = ("metropolis", "max-degree")  # symmetric, and so for undirected gr
 
 
 class Mixing:
-    """Gives the matrix of a round; rounds in which everybody is active are kept for the period of the graph.
+    """The mixing matrix of each round; the matrices of a period in which all peers are active are cached.
 
-    Topology server has weights of its own, `server`, whatever weights are asked for: all it has to weigh is
-    who is active.
+    Topology server always has the weights `server`: the active peers alone decide them.
 
     Args:
         topology: the graph.
-        weights: what `mixing_matrix` takes.
-        participation: who is active; everybody when not given.
+        weights: see `mixing_matrix`.
+        participation: the active peers; all by default.
 
     Raises:
         ScenarioError: a graph that can never agree, or that does not have these weights.
@@ -705,7 +676,9 @@ class Mixing:
         self._by_phase: dict[int, MixingMatrix] = {}
         self._latest: tuple[int, MixingMatrix] | None = None
         self._period = topology.period
-        self._check()
+        check_weights(self.weights)
+        check_topology(topology)
+        self._check_participation()
 
     def matrix(self, round_index: int) -> MixingMatrix:
         """Return W of a round, [n_peers, n_peers]; inactive rows are the identity's, except for server."""
@@ -735,13 +708,13 @@ class Mixing:
         return links
 
     def hosted(self, round_index: int, peers: Peers) -> Hosted:
-        """Return what a round's matrix says of some peers."""
+        """Return the rows and messages of some peers in a round."""
         return self.matrix(round_index).hosted(peers)
 
     def heard(self, rounds: int) -> npt.NDArray[np.int64]:
-        """Return how many others each peer hears from in each of some rounds, [rounds or the graph's period, n_peers].
+        """Return from how many others each peer hears in each round, [rounds or the graph's period, n_peers].
 
-        It takes as long as making the matrices of these rounds; what is public decides it.
+        It builds the matrices of these rounds; public settings alone decide the result.
         """
         repeats = self.participation.kind == "all" and self.topology.period is not None
         round_indices = range(min(rounds, self.topology.period or rounds) if repeats else rounds)
@@ -752,10 +725,8 @@ class Mixing:
             return average_matrix(active, everybody_receives=self.weights == "server")
         return mixing_matrix(self.topology.edges(round_index), self.n_peers, self.weights, active)
 
-    def _check(self) -> None:
+    def _check_participation(self) -> None:
         topology, weights, kind = self.topology, self.weights, self.participation.kind
-        check_weights(weights)
-        check_topology(topology)
         if self.participation.n_peers != self.n_peers:
             raise ScenarioError(
                 f"participation of {self.participation.n_peers} peers must be of n_peers={self.n_peers}, "
@@ -785,18 +756,17 @@ class Mixing:
 
 
 class PartlyHeard(Mixing):
-    """A mixing in which who was not heard has no weight at one peer: it returns to the peer itself.
+    """A mixing in which neighbours that a peer did not hear have no weight: it goes to the peer itself.
 
-    Where everybody was heard it is the mixing itself, to the last bit. Rows of other peers are not to be asked for
-    where a neighbor was not.
+    Where all were heard it is the mixing itself, to the last bit. Where some were not, it has rows of that peer alone.
 
     Args:
-        whole: the run's.
-        peer: whose.
+        whole: the run's mixing.
+        peer: its global id.
     """
 
     def __init__(self, whole: Mixing, peer: int) -> None:
-        """Begin with everybody heard."""
+        """Start with all neighbours heard."""
         vars(self).update(vars(whole))
         self._peer = peer
         self._heard: frozenset[int] | None = None
@@ -832,7 +802,7 @@ class PartlyHeard(Mixing):
         return edges
 
     def hosted(self, round_index: int, peers: Peers) -> Hosted:
-        """Return what a round says of the peer, asked for alone: its messages with those heard."""
+        """Return the row of the peer alone, and its messages with the neighbours that were heard."""
         whole = super().matrix(round_index).hosted(peers)
         heard = self._heard
         if heard is None:
@@ -854,14 +824,14 @@ def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
     """Measure how fast a graph agrees: 1 - |lambda_2(W_{K-1} ... W_0)|^(1/K), per round.
 
     K is the period when the graph has one and everybody is active, and the horizon otherwise. The consensus
-    direction is taken out and the rest rescaled round by round, so that long products do not underflow.
+    direction is removed and the rest rescaled in every round, so that long products do not underflow.
 
     Args:
         mixing: the matrices.
         horizon: rounds of a random graph or participation to multiply; 128 when not given.
 
     Returns:
-        The gap in [0, 1]: 1 when K rounds reach the exact mean, 0 when they leave some peers apart: a random
+        The gap in [0, 1]: 1 when K rounds reach the exact mean, 0 when they leave some peers disconnected: a random
         graph of few edges a round needs a longer horizon than the default one.
     """
     n = mixing.n_peers
@@ -881,5 +851,5 @@ def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
 
 
 def _centred(rows: torch.Tensor) -> torch.Tensor:
-    """Take the mean over rows off every column: the part that has not agreed yet."""
+    """Subtract the mean over rows from every column: the part without consensus remains."""
     return rows - rows.mean(dim=0)

@@ -1,4 +1,4 @@
-"""Who takes part in a round."""
+"""Participation: which peers are active in a round."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from flower_privdec.catalogue import PARTICIPATIONS
 from flower_privdec.errors import ScenarioError
-from flower_privdec.graph.topology import CompleteTopology, RandomEdges, Topology, check_edges
+from flower_privdec.graph.topology import RandomEdges
 from flower_privdec.rows.keys import keyed_generator
 
 
 class Participation(Protocol):
-    """Says who is active in each round; at least one peer always is."""
+    """The active peers of each round, at least one."""
 
     @property
     def kind(self) -> str:
@@ -71,7 +71,7 @@ class UniformParticipation:
         return _drawn(self.n_peers, self.count, self.seed, round_index)
 
 
-@lru_cache(maxsize=8)  # steps and exchanges of one round all ask
+@lru_cache(maxsize=8)  # steps and exchanges of one round all need it
 def _drawn(n_peers: int, count: int, seed: int, round_index: int) -> npt.NDArray[np.bool_]:
     mask = np.zeros(n_peers, dtype=bool)
     generator = keyed_generator(seed, "participation", round_index)
@@ -82,7 +82,7 @@ def _drawn(n_peers: int, count: int, seed: int, round_index: int) -> npt.NDArray
 
 @dataclass(frozen=True)
 class EdgeParticipation:
-    """The ends of a round's edges: of a graph that draws some edges of another one afresh each round.
+    """The ends of a round's edges: of a graph of some edges of another one, drawn again each round.
 
     Two edges may share an end, so that up to twice as many peers as edges are active. A peer of degree g among the E
     edges of the supergraph is active unless none of its own is drawn: with chance 1 - C(E - g, e) / C(E, e).
@@ -109,28 +109,6 @@ class EdgeParticipation:
         mask = np.zeros(self.n_peers, dtype=bool)
         mask[self.graph.edges(round_index).ravel()] = True
         return mask
-
-
-def sample_edges(supergraph: Topology, count: int, seed: int) -> RandomEdges:
-    """Return a graph of some edges of another one, drawn afresh each round, for `EdgeParticipation`.
-
-    Raises:
-        ScenarioError: the supergraph has no edges to draw from, or fewer.
-    """
-    if supergraph.directed or supergraph.period != 1 or supergraph.name == "server":
-        raise ScenarioError(
-            f"participation.kind=edges on topology {supergraph.name} must draw from a graph that is undirected and the "
-            "same every round; take topology complete or ring"
-        )
-    if isinstance(supergraph, CompleteTopology):
-        check_edges(supergraph.n_peers * (supergraph.n_peers - 1.0), supergraph.name, supergraph.n_peers)
-    graph = RandomEdges(supergraph, count, seed)
-    if count > len(graph.candidates):
-        raise ScenarioError(
-            f"participation.count={count} must be <= {len(graph.candidates)}, the undirected edges of topology "
-            f"{supergraph.name}"
-        )
-    return graph
 
 
 def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float | None = None) -> Participation:

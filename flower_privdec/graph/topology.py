@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ Peers: TypeAlias = npt.NDArray[np.int64]
 
 @runtime_checkable
 class Topology(Protocol):
-    """The graph of every round; an undirected one lists each edge in both directions."""
+    """A graph whose edges may change from round to round; an undirected one lists each edge in both directions."""
 
     @property
     def name(self) -> str:
@@ -88,7 +88,7 @@ def in_neighbors(edges: EdgeArray, peer: int) -> Peers:
 
 
 def networkx() -> Any:
-    """Import networkx, which takes a while and which most runs have no need of."""
+    """Import networkx, which takes long and which most runs do not need."""
     import networkx
 
     return networkx
@@ -124,7 +124,7 @@ class StaticTopology:
 
 @dataclass(frozen=True)
 class CompleteTopology:
-    """Everybody sends to everybody; the edges are listed only when asked for, since there are n (n - 1)."""
+    """All peers send to all others; the n (n - 1) edges are listed on request only."""
 
     name: str
     n_peers: int
@@ -168,7 +168,7 @@ class DirectedExponential:
 
 @dataclass(frozen=True, eq=False)
 class RandomEdges:
-    """Some undirected edges of a supergraph, drawn afresh each round without replacement.
+    """Some undirected edges of a supergraph, drawn again each round without replacement.
 
     Each round's draw is keyed by (seed, round), so any process can draw any round.
     """
@@ -273,7 +273,7 @@ def _named(peers: Peers) -> str:
 MOST_EDGES = 4_000_000  # in both directions; networkx takes a minute and 2 GiB for them
 ALMOST_NEVER = 8.0  # expected peers without an edge at which one draw of 3,000 is connected
 
-_PROBABILITY, _DEGREE = 0.5, 4  # where the scenario says none
+_PROBABILITY, _DEGREE = 0.5, 4  # the defaults
 _COUNTS: dict[str, Callable[[int, Mapping[str, Any]], float]] = {
     "directed-exponential": lambda n, _: n * math.log2(n),
     "directed-exponential-full": lambda n, _: n * math.log2(n),
@@ -286,16 +286,6 @@ _COUNTS: dict[str, Callable[[int, Mapping[str, Any]], float]] = {
     "small-world": lambda n, options: n * options.get("degree", _DEGREE),
     "erdos-renyi": lambda n, options: n * n * options.get("probability", _PROBABILITY),
 }
-
-
-def check_size(name: str, n_peers: int, options: Mapping[str, Any]) -> None:
-    """Refuse a named graph that would have more edges than can be listed.
-
-    Raises:
-        ScenarioError: with the estimate.
-    """
-    if name in _COUNTS:
-        check_edges(_COUNTS[name](n_peers, options), name, n_peers)
 
 
 def check_edges(count: float, name: str, n_peers: int) -> None:
@@ -311,23 +301,7 @@ def check_edges(count: float, name: str, n_peers: int) -> None:
         )
 
 
-def check_probability(n_peers: int, probability: float, remedy: str) -> None:
-    """Refuse a random graph that leaves so many peers without an edge that no draw is ever connected.
-
-    Of n peers n (1 - p)^(n-1) have no edge on average, and about e to minus that many draws leave none without.
-
-    Raises:
-        ScenarioError: with the average.
-    """
-    alone = n_peers * (1 - probability) ** (n_peers - 1)
-    if alone > ALMOST_NEVER:
-        raise ScenarioError(
-            f"topology.probability={probability} leaves about {alone:.3g} of n_peers={n_peers} without an edge, so "
-            f"that no draw is connected; {remedy}"
-        )
-
-
-DRAWS = 200  # how often a random graph is drawn again before it is called hopeless
+DRAWS = 200  # of a random graph, until one is connected
 
 
 def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) -> Topology:
@@ -352,41 +326,30 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
         >>> graph.period
         3
     """
-    own = ":" in name
-    builder = build_own_topology if own else _builder(name)
+    valid = [] if ":" in name else topology_options(name)
     if isinstance(n_peers, bool) or not isinstance(n_peers, int | np.integer) or n_peers < 1:
         raise ScenarioError(f"n_peers={n_peers!r} must be a whole number >= 1")
     if n_peers == 1:
         raise ScenarioError(f"n_peers=1 on topology {name}: a graph needs at least 2 peers; use algorithm local")
-    if not own:
-        _refuse_unknown_options(name, builder, options)
-        check_size(name, int(n_peers), options)
-    return builder(name, int(n_peers), seed, **options)
+    if ":" in name:
+        return build_own_topology(name, int(n_peers), seed, **options)
+    for key in options:
+        if key not in valid and name != "random-edges":  # which hands the others on to its supergraph
+            takes = f"it takes {', '.join(valid)}" if valid else "it takes none"
+            raise ScenarioError(f"topology.{key} is no option of {name}: {takes}{did_you_mean(key, valid)}")
+    if name in _COUNTS:
+        check_edges(_COUNTS[name](int(n_peers), options), name, int(n_peers))
+    return _BUILDERS[name](name, int(n_peers), seed, **options)
 
 
 def topology_options(name: str) -> dict[str, Any]:
     """Return a topology's options and their defaults; None means derived from the others, or required."""
+    TOPOLOGIES.check(name, "topology.name")
     return {
         parameter.name: None if parameter.default is parameter.empty else parameter.default
-        for parameter in inspect.signature(_builder(name)).parameters.values()
+        for parameter in inspect.signature(_BUILDERS[name]).parameters.values()
         if parameter.kind is parameter.KEYWORD_ONLY
     }
-
-
-def _builder(name: str) -> Callable[..., Topology]:
-    TOPOLOGIES.check(name, "topology.name")
-    return _BUILDERS[name]
-
-
-def _refuse_unknown_options(name: str, builder: Callable[..., Topology], options: dict[str, Any]) -> None:
-    kinds = [parameter.kind for parameter in inspect.signature(builder).parameters.values()]
-    if inspect.Parameter.VAR_KEYWORD in kinds:
-        return  # handed on to the supergraph, which checks them
-    valid = topology_options(name)
-    for key in options:
-        if key not in valid:
-            takes = f"it takes {', '.join(valid)}" if valid else "it takes none"
-            raise ScenarioError(f"topology.{key} is no option of {name}: {takes}{did_you_mean(key, valid)}")
 
 
 def _whole(key: str, value: object, least: int) -> int:
@@ -419,35 +382,6 @@ def _draw_connected(name: str, seed: int, draw: Callable[[int], Any], blamed: st
     raise ScenarioError(f"{blamed} on topology {name}: {DRAWS} draws and none was connected; {remedy}")
 
 
-def _directed_exponential(name: str, n_peers: int, seed: int) -> Topology:
-    return DirectedExponential(n_peers)
-
-
-def _directed_exponential_full(name: str, n_peers: int, seed: int) -> Topology:
-    offsets = 2 ** np.arange((n_peers - 1).bit_length())
-    return StaticTopology(name, n_peers, True, shift_edges(n_peers, offsets))
-
-
-def _directed_ring(name: str, n_peers: int, seed: int) -> Topology:
-    return StaticTopology(name, n_peers, True, shift_edges(n_peers, [1]))
-
-
-def _ring(name: str, n_peers: int, seed: int) -> Topology:
-    return _static(name, networkx().cycle_graph(n_peers) if n_peers > 2 else networkx().path_graph(2))
-
-
-def _complete(name: str, n_peers: int, seed: int) -> Topology:
-    return CompleteTopology(name, n_peers)
-
-
-def _bipartite(name: str, n_peers: int, seed: int) -> Topology:
-    return _static(name, networkx().complete_bipartite_graph(n_peers // 2, n_peers - n_peers // 2))
-
-
-def _star(name: str, n_peers: int, seed: int) -> Topology:
-    return _static(name, networkx().star_graph(n_peers - 1))
-
-
 def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols: int | None = None) -> Topology:
     sides = [_whole(key, value, 2) for key, value in (("rows", rows), ("cols", cols)) if value is not None]
     if not sides:
@@ -465,7 +399,7 @@ def _torus(name: str, n_peers: int, seed: int, *, rows: int | None = None, cols:
     return _static(name, networkx().grid_2d_graph(*sides, periodic=True))
 
 
-def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = 4) -> Topology:
+def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = _DEGREE) -> Topology:
     degree = _whole("degree", degree, 1 if n_peers == 2 else 2)
     if degree >= n_peers:
         raise ScenarioError(f"topology.degree={degree} must be < n_peers={n_peers}: a peer has only that many others")
@@ -477,18 +411,22 @@ def _random_regular(name: str, n_peers: int, seed: int, *, degree: int = 4) -> T
     )
 
 
-def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = 0.5) -> Topology:
+def _erdos_renyi(name: str, n_peers: int, seed: int, *, probability: float = _PROBABILITY) -> Topology:
     p = _chance("probability", probability)
     threshold = math.log(n_peers) / n_peers
     remedy = f"raise it well above ln(n)/n = {threshold:.2g}"
-    check_probability(n_peers, p, remedy)
-    blamed = f"topology.probability={p}"
+    isolated, blamed = n_peers * (1 - p) ** (n_peers - 1), f"topology.probability={p}"
+    if isolated > ALMOST_NEVER:  # about e to minus as many draws leave no peer without an edge
+        raise ScenarioError(
+            f"{blamed} leaves about {isolated:.3g} of n_peers={n_peers} without an edge, so that no draw is connected; "
+            f"{remedy}"
+        )
     return _draw_connected(
         name, seed, lambda key: networkx().fast_gnp_random_graph(n_peers, p, seed=key), blamed, remedy
     )
 
 
-def _small_world(name: str, n_peers: int, seed: int, *, degree: int = 4, rewire: float = 0.1) -> Topology:
+def _small_world(name: str, n_peers: int, seed: int, *, degree: int = _DEGREE, rewire: float = 0.1) -> Topology:
     degree, rewire = _whole("degree", degree, 2), _chance("rewire", rewire, zero=True)
     if degree % 2 or degree >= n_peers:
         raise ScenarioError(
@@ -517,36 +455,58 @@ def _random_edges(
 ) -> Topology:
     count = _whole("edges", edges, 1)
     graph = build_topology(supergraph, n_peers, seed=seed, **options)
-    if graph.directed or graph.period != 1:
+    return sample_edges(graph, count, seed, f"topology.supergraph={supergraph}", "topology.edges")
+
+
+def sample_edges(
+    graph: Topology,
+    count: int,
+    seed: int,
+    source: str = "participation.kind=edges",
+    key: str = "participation.count",
+) -> RandomEdges:
+    """Return a graph of some edges of another one, drawn again each round.
+
+    Args:
+        source: the setting that names the other graph, for errors.
+        key: the setting that gives `count`.
+
+    Raises:
+        ScenarioError: the other graph is directed, changes from round to round, or has fewer edges.
+    """
+    if graph.directed or graph.period != 1 or graph.name == "server":
         raise ScenarioError(
-            f"topology.supergraph={supergraph} must be undirected and the same every round; take complete or ring"
+            f"{source} on topology {graph.name} must draw from a graph that is undirected and the same every round; "
+            "take topology complete or ring"
         )
     if isinstance(graph, CompleteTopology):
-        check_edges(n_peers * (n_peers - 1.0), supergraph, n_peers)
+        check_edges(graph.n_peers * (graph.n_peers - 1.0), graph.name, graph.n_peers)
     topology = RandomEdges(graph, count, seed)
     if count > len(topology.candidates):
         raise ScenarioError(
-            f"topology.edges={count} must be <= {len(topology.candidates)}, the undirected edges of {supergraph}"
+            f"{key}={count} must be <= {len(topology.candidates)}, the undirected edges of topology {graph.name}"
         )
     return topology
 
 
 _BUILDERS: dict[str, Callable[..., Topology]] = TOPOLOGIES.bind(
     {
-        "directed-exponential": _directed_exponential,
-        "directed-exponential-full": _directed_exponential_full,
-        "directed-ring": _directed_ring,
-        "ring": _ring,
-        "complete": _complete,
-        "bipartite": _bipartite,
-        "star": _star,
+        "directed-exponential": lambda name, n, seed: DirectedExponential(n),
+        "directed-exponential-full": lambda name, n, seed: StaticTopology(
+            name, n, True, shift_edges(n, 2 ** np.arange((n - 1).bit_length()))
+        ),
+        "directed-ring": lambda name, n, seed: StaticTopology(name, n, True, shift_edges(n, [1])),
+        "ring": lambda name, n, seed: StaticTopology(name, n, False, shift_edges(n, [1, n - 1])),
+        "complete": lambda name, n, seed: CompleteTopology(name, n),
+        "bipartite": lambda name, n, seed: _static(name, networkx().complete_bipartite_graph(n // 2, n - n // 2)),
+        "star": lambda name, n, seed: _static(name, networkx().star_graph(n - 1)),
         "torus": _torus,
         "random-regular": _random_regular,
         "erdos-renyi": _erdos_renyi,
         "small-world": _small_world,
         "edge-list": _edge_list,
         "random-edges": _random_edges,
-        "server": _complete,
+        "server": lambda name, n, seed: CompleteTopology(name, n),
     }
 )
 
@@ -586,12 +546,8 @@ def read_edge_list(path: str | Path, n_peers: int) -> list[tuple[int, int]]:
     return pairs
 
 
-def _is_id(word: str) -> bool:
-    return word.isdecimal() and word.isascii() and len(word) < 19
-
-
 def _pair(words: list[str], where: str, n_peers: int) -> tuple[int, int]:
-    if len(words) != 2 or not all(_is_id(word) for word in words):
+    if len(words) != 2 or not all(word.isdecimal() and word.isascii() and len(word) < 19 for word in words):
         raise ScenarioError(f"{where}: {shown(' '.join(words))} must be two peer ids, `sender receiver`")
     sender, receiver = (int(word) for word in words)
     if max(sender, receiver) >= n_peers:
@@ -602,7 +558,7 @@ def _pair(words: list[str], where: str, n_peers: int) -> tuple[int, int]:
 
 
 def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[str, Any] | None = None) -> Topology:
-    """Call a user's function with n_peers and its arguments, and take what it gives for a graph.
+    """Call a user's function with n_peers and its arguments, and return the graph that it returns.
 
     Args:
         target: where the function lies, `package.module:name`.
@@ -610,7 +566,7 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
         arguments: by name.
 
     Returns:
-        The graph that it gives: a networkx graph or digraph on the nodes 0 to n_peers - 1, for each peer those it
+        The graph: a networkx graph or digraph on the nodes 0 to n_peers - 1, for each peer those it
         sends to (a list of lists, or a mapping), or a `Topology`, which may change from round to round.
 
     Raises:
@@ -618,7 +574,10 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
     """
     arguments = arguments or {}
     function, where = load_own(target, "topology.module"), f"topology.module={target!r}"
-    seed_option = {"seed": seed} if "seed" in _parameters(function) else {}
+    try:
+        seed_option = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
+    except (TypeError, ValueError):  # written in C
+        seed_option = {}
     try:
         graph = function(n_peers, **{**seed_option, **arguments})
     except PrivdecError:
@@ -628,20 +587,13 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
     return as_topology(graph, n_peers, target, where)
 
 
-def _parameters(function: Callable[..., Any]) -> Iterable[str]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # written in C
-        return ()
-
-
 def as_topology(graph: Any, n_peers: int, name: str, where: str) -> Topology:
-    """Return what a user's function gave as a topology.
+    """Return the result of a user's function as a topology.
 
     Args:
-        made: see `build_own_topology`.
-        name: what to call the topology.
-        where: what to call the function in an error.
+        graph: see `build_own_topology`.
+        name: of the topology.
+        where: names the function in an error.
 
     Raises:
         ScenarioError: it is no graph of these peers.
@@ -673,18 +625,18 @@ def _pairs_of(graph: Any, n_peers: int, where: str) -> list[tuple[int, int]]:
     return [(int(sender), int(receiver)) for sender, receiver in graph.edges()]
 
 
-def _pairs_in(made: Any, n_peers: int, where: str) -> list[tuple[int, int]]:
+def _pairs_in(lists: Any, n_peers: int, where: str) -> list[tuple[int, int]]:
     """Return the pairs (sender, receiver) of out-neighbour lists, in order of the peers or by peer."""
     rule = "it must be a networkx graph, or for each peer a list of those it sends to"
-    if isinstance(made, Mapping):
-        made = [made.get(peer) for peer in range(n_peers)] if set(made) == set(range(n_peers)) else None
-    if not isinstance(made, Sequence) or len(made) != n_peers:
+    if isinstance(lists, Mapping):
+        lists = [lists.get(peer) for peer in range(n_peers)] if set(lists) == set(range(n_peers)) else None
+    if not isinstance(lists, Sequence) or len(lists) != n_peers:
         raise ScenarioError(f"{where} gives no lists for {n_peers} peers: {rule}")
-    for peer, receivers in enumerate(made):
+    for peer, receivers in enumerate(lists):
         right = isinstance(receivers, Sequence | set | frozenset | np.ndarray) and not isinstance(receivers, str)
         if not right or not all(_is_peer(receiver, n_peers) for receiver in receivers):
             raise ScenarioError(f"{where}: peer {peer} sends to {receivers!r}, not peers of 0 to {n_peers - 1}: {rule}")
-    return [(peer, int(receiver)) for peer, receivers in enumerate(made) for receiver in receivers]
+    return [(peer, int(receiver)) for peer, receivers in enumerate(lists) for receiver in receivers]
 
 
 def _is_peer(value: object, n_peers: int) -> bool:

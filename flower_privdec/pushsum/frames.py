@@ -8,6 +8,7 @@ memory.
     hello       72 bytes  the counters
     acknowledgement  8 bytes  the boot that froze the share
     progress     0 bytes  the number alone
+    ledger report  88 bytes  challenge, answer, the lengths and hashes of both ledgers
 
 All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has one
 encoding: whatever decodes is encoded to the same bytes again, so zeros must be zeros and nothing may follow. Decoded
@@ -32,11 +33,13 @@ import torch
 from torch import Tensor
 
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, Hello, RefusedError
+from flower_privdec.pushsum.witness import LedgerReport
 
 MAGIC, VERSION = b"prvd", 2
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
+LEDGER_REPORT = struct.Struct("<3Q32s32s")
 LINE = struct.Struct("<BB6x4Q")  # type, number of axes, their lengths
 SMALL = 256  # bytes that a frame without rows has at most
 AXES = 4
@@ -57,6 +60,7 @@ class FrameKind(IntEnum):
     SHARE = 3
     ROWS = 4
     PROGRESS = 5
+    LEDGER_REPORT = 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +94,7 @@ class Progress:
     exchanges: int
 
 
-Message = FrozenShare[Tensor] | Acknowledgement | Hello | RowMessage | Progress
+Message = FrozenShare[Tensor] | Acknowledgement | Hello | RowMessage | Progress | LedgerReport
 
 
 @dataclass(frozen=True)
@@ -262,6 +266,10 @@ class FrameCodec:
             body, kind = HELLO.pack(*counters, *seen), FrameKind.HELLO
         elif isinstance(message, Acknowledgement):
             body, kind = ACKNOWLEDGEMENT.pack(message.share_boot), FrameKind.ACKNOWLEDGEMENT
+        elif isinstance(message, LedgerReport):
+            hashes = bytes.fromhex(message.own[1]), bytes.fromhex(message.seen[1])
+            body = LEDGER_REPORT.pack(message.challenge, message.answers, message.seen[0], *hashes)
+            kind = FrameKind.LEDGER_REPORT
         else:
             body, kind = b"", FrameKind.PROGRESS
         return BufferList((self._header(message, kind, HEADER.size + len(body)), body))
@@ -281,7 +289,7 @@ class FrameCodec:
             incarnation=getattr(message, "incarnation", 0),
             addressed=getattr(message, "addressed", 0),
             boot=getattr(message, "boot", 0),
-            number=message.exchanges if isinstance(message, Progress) else getattr(message, "number", 0),
+            number=_number(message),
             length=length,
             run=self.run,
         ).packed()
@@ -323,7 +331,7 @@ class FrameCodec:
             )
         if header.run != self.run:
             raise RefusedError(
-                f"{frame} is of run {header.run.hex()}, not {self.run.hex()}; give all peers one scenario"
+                f"{frame} is of run {header.run.hex()}, not {self.run.hex()}; give all peers one scenario and one model"
             )
         if header.kind not in set(FrameKind):
             raise RefusedError(f"{frame} is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}")
@@ -361,6 +369,11 @@ class FrameCodec:
             (share_boot,) = self._body(header, view, ACKNOWLEDGEMENT)
             sides = (header.incarnation, header.addressed)
             message = Acknowledgement(*ends, *sides, header.boot, header.number, share_boot)
+        elif header.kind == FrameKind.LEDGER_REPORT:
+            self._body(header, view, LEDGER_REPORT)  # checks its size
+            challenge, answers, length, own, seen = LEDGER_REPORT.unpack_from(view, HEADER.size)
+            heads = (header.number, own.hex()), (length, seen.hex())
+            message = LedgerReport(*ends, header.boot, challenge, answers, *heads)
         else:
             self._body(header, view, struct.Struct(""))
             message = Progress(*ends, header.number)
@@ -422,6 +435,13 @@ class FrameCodec:
         if self._header(message, kind, header.length, header.rows, SEALED * sealed) != head:
             raise _unused(header)
         return message
+
+
+def _number(message: Message) -> int:
+    """Return what the field `number` of a message's header is."""
+    if isinstance(message, LedgerReport):
+        return message.own[0]
+    return message.exchanges if isinstance(message, Progress) else getattr(message, "number", 0)
 
 
 def _unused(header: FrameHeader) -> RefusedError:

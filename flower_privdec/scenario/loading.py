@@ -148,7 +148,7 @@ def read_text(path: Path, what: str = "a scenario file") -> str:
 
 
 def load_scenario(path: Path | str, overrides: Iterable[str] = ()) -> Scenario:
-    """Read a scenario file, or one that comes along by its name; see `parse_scenario`."""
+    """Read a scenario file, or a bundled one by its name; see `parse_scenario`."""
     path = find_scenario(path)
     return parse_scenario(read_text(path), where=str(path), overrides=overrides)
 
@@ -246,7 +246,7 @@ def shipped(kind: str = ".") -> dict[str, Path]:
 
 
 def find_scenario(path: Path | str) -> Path:
-    """Return the path of a scenario's file, which may be named alone where it comes along, as `digits`.
+    """Return the path of a scenario's file, or that of a bundled scenario by its name, as `digits`.
 
     Raises:
         ScenarioError: a name that is neither a file's nor known.
@@ -260,6 +260,6 @@ def find_scenario(path: Path | str) -> Path:
     paths = shipped()
     if path.name not in paths:
         raise ScenarioError(
-            f"{shown(str(path))[1:-1]}: is no file, nor a scenario that comes along ({', '.join(paths)}); give a path"
+            f"{shown(str(path))[1:-1]}: is no file, nor a bundled scenario ({', '.join(paths)}); give a path"
         )
     return paths[path.name]

@@ -92,20 +92,18 @@ class ClippedSum:
         self._way = self._way or self._settle(rebuild, tensors)
         for part in row_chunks(examples, self.d * like.element_size(), self._memory):
             some = [tensor[part] for tensor in tensors]
-            self._add_(total, without_revealing(BOTH, lambda *some: self._gradients(self._way, rebuild, some), some))
+            gradients = without_revealing(BOTH, lambda *some: self._gradients(self._way, rebuild, some), some)
+            norms = upper(gradients)
+            bad = beyond(norms)
+            if bad is not None:
+                gradients, norms = gradients.masked_fill(bad[:, None], 0), norms.masked_fill(bad, 0)
+            total.add_((self._clip_norm / norms).clamp(max=1) @ gradients)
         return total, examples
 
     @property
     def d(self) -> int:
         """Return the number of parameters."""
         return sum(parameter.numel() for parameter in self._parameters.values())
-
-    def _add_(self, total: Tensor, gradients: Tensor) -> None:
-        norms = upper(gradients)
-        bad = beyond(norms)
-        if bad is not None:
-            gradients, norms = gradients.masked_fill(bad[:, None], 0), norms.masked_fill(bad, 0)
-        total.add_((self._clip_norm / norms).clamp(max=1) @ gradients)
 
     def _settle(self, rebuild: Rebuild, tensors: list[Tensor]) -> str:
         """Return the first way that works on zeros of the examples' shapes, whose errors reveal nothing of the data."""
@@ -129,26 +127,22 @@ class ClippedSum:
 
     def _gradients(self, way: str, rebuild: Rebuild, tensors: Sequence[Tensor]) -> Tensor:
         """Return the gradients [b, d] of some examples."""
+        rows = []
         with torch.enable_grad():
             if way == "vmap":
                 batched = vmap(grad(self._value(rebuild)), (None, *(0 for _ in tensors)), randomness="different")
                 gradients: Values = batched(self._values(), *tensors)
-            else:
-                gradients = self._by_loop(rebuild, tensors)
-        return torch.cat([gradients[name].detach().reshape(len(tensors[0]), -1) for name in self._parameters], dim=1)
+                columns = [gradients[name].detach().reshape(len(tensors[0]), -1) for name in self._parameters]
+                return torch.cat(columns, dim=1)
+            for example in zip(*tensors, strict=True):
+                values = {name: value.requires_grad_() for name, value in self._values().items()}
+                loss = self._value(rebuild)(values, *example)
+                parts = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
+                rows.append(torch.cat([(part.to_dense() if part.is_sparse else part).reshape(-1) for part in parts]))
+        return torch.stack(rows)
 
     def _values(self) -> Values:
         return {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-
-    def _by_loop(self, rebuild: Rebuild, tensors: Sequence[Tensor]) -> Values:
-        rows: list[tuple[Tensor, ...]] = []
-        for example in zip(*tensors, strict=True):
-            values = {name: value.requires_grad_() for name, value in self._values().items()}
-            loss = self._value(rebuild)(values, *example)
-            gradient = torch.autograd.grad(loss, list(values.values()), allow_unused=True, materialize_grads=True)
-            rows.append(tuple(part.to_dense() if part.is_sparse else part for part in gradient))
-        columns = zip(*rows, strict=True)
-        return {name: torch.stack(column) for name, column in zip(self._parameters, columns, strict=True)}
 
     def _value(self, rebuild: Rebuild) -> Callable[..., Tensor]:
         """Return the loss of one example as a function of the parameters, by copies that keep nothing of another."""

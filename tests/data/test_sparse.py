@@ -191,7 +191,7 @@ def test_a_file_that_is_cut_off_or_endless_is_refused(
     with pytest.raises(ScenarioError, match=r"bomb\.gz:2: has more than 1,024 bytes"):
         of_file(build, written(tmp_path, b"1 1:1\n" + b" " * 4096, "bomb.gz"), test)
     monkeypatch.setattr(user_data, "LOOK_EVERY", 1 << 12)
-    monkeypatch.setattr(user_data, "TAKEN", 1 << 40)
+    monkeypatch.setattr(user_data, "MEMORY_FACTOR", 1 << 40)
     with pytest.raises(ScenarioError, match=r"bomb\.gz: what follows line .* needs about .* give a smaller file"):
         of_file(build, written(tmp_path, b"1 1:1\n" * 4000, "bomb.gz"), test)
 

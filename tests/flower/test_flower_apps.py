@@ -17,7 +17,7 @@ from raising import raises
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.flower import PushSum, run_in_process
-from flower_privdec.flower.launch.launcher import _Rounds, run_flower_app
+from flower_privdec.flower.launch.launcher import _round_poll, run_flower_app
 from flower_privdec.privacy.ledger.ledger import read_chain
 
 SIMULATIONS = ROOT / "simulations"
@@ -170,7 +170,7 @@ def test_a_run_config_that_the_app_does_not_have_is_refused(tmp_path):
 
 def test_the_round_of_a_log_is_passed_on_when_it_changes(tmp_path):
     seen = []
-    rounds, log = _Rounds(lambda *both: seen.append(both)), tmp_path / "log"
+    rounds, log = _round_poll(lambda *both: seen.append(both)), tmp_path / "log"
     for text in (None, "starting", "[ROUND 1/3]", "[ROUND 1/3] x", "[ROUND 1/3]\n[ROUND 2/3]\n[ROUND 3/3] done"):
         if text is not None:
             log.write_text(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from share_machines import commit, shake
+from witnesses import witness_of
 
 from flower_privdec.network.peer.asynchronous import LOST, AsynchronousSession
 from flower_privdec.network.peer.connections import Messages
@@ -21,7 +22,7 @@ def two() -> tuple[AsynchronousSession, AsynchronousSession]:
         mass = {"x": torch.full((3,), 4.0), "w": torch.tensor(1.0)}
         machine = PushSumProtocol(peer, [0, 1], 5 + peer, mass, TensorArithmetic())
         frames = FrameCodec(b"run", formats_of(mass))
-        found.append(AsynchronousSession(machine, [1 - peer], frames, [], retry=1e6, rounds=9))
+        found.append(AsynchronousSession(machine, witness_of(peer, [1 - peer]), frames, [], retry=1e6, rounds=9))
     sender, receiver = found
     commit(sender.protocol, receiver.protocol)
     shake(sender.protocol, receiver.protocol)
@@ -32,9 +33,9 @@ def two() -> tuple[AsynchronousSession, AsynchronousSession]:
     return sender, receiver
 
 
-def heard(mail: AsynchronousSession, words: Messages) -> Messages:
-    """Return what a mail reads from the bytes of some words that the other says."""
-    return mail.read(1 - mail.protocol.peer, memoryview(bytearray(bytes(mail.write(words)))))
+def decoded(sender: AsynchronousSession, receiver: AsynchronousSession, messages: Messages) -> Messages:
+    """Return messages as their receiver decodes them."""
+    return receiver.read(sender.peer, memoryview(bytearray(bytes(sender.write(receiver.peer, messages)))))
 
 
 def test_an_answer_to_a_share_acknowledges_it_once_that_is_on_disk() -> None:
@@ -42,7 +43,7 @@ def test_an_answer_to_a_share_acknowledges_it_once_that_is_on_disk() -> None:
     assert sender.has_news(1, 0.0)
     ((share,),) = sender.calls(1, 0.0)
     assert isinstance(share, FrozenShare)
-    said = heard(receiver, [share])
+    said = decoded(sender, receiver, [share])
     answer = receiver.receive(0, said)
     assert not receiver.is_answered(0, said)  # it is in memory alone
     receiver.protocol.absorb()
@@ -54,7 +55,7 @@ def test_an_answer_to_a_share_acknowledges_it_once_that_is_on_disk() -> None:
     (word,) = answer()
     assert isinstance(word, Acknowledgement)
     assert not receiver.has_news(0, 0.0)
-    sender.answered(1, [share], heard(sender, [word]))
+    sender.answered(1, [share], decoded(receiver, sender, [word]))
     assert sender.protocol.is_ready(1)
     assert not sender.has_news(1, 0.0)
 
@@ -63,19 +64,19 @@ def test_an_answer_to_a_share_acknowledges_it_once_that_is_on_disk() -> None:
 def test_an_answer_that_cannot_wait_leaves_the_word_to_a_call(lost: bool) -> None:
     sender, receiver = two()
     ((share,),) = sender.calls(1, 0.0)
-    assert receiver.receive(0, heard(receiver, [share]))() == []  # too early
+    assert receiver.receive(0, decoded(sender, receiver, [share]))() == []  # too early
     receiver.protocol.absorb()
     commit(receiver.protocol)
     receiver.committed([])
     assert receiver.has_news(0, 0.0)
     ((word,),) = receiver.calls(0, 0.0)
     if lost:  # the share comes again, is not added again, and is acknowledged again
-        said = heard(receiver, [share])
+        said = decoded(sender, receiver, [share])
         answer = receiver.receive(0, said)
         assert receiver.is_answered(0, said)
         assert [type(each) for each in answer()] == [Acknowledgement]
         assert float(receiver.protocol.mass["w"]) == 1.5
-    sender.receive(1, heard(sender, [word]))()
+    sender.receive(1, decoded(receiver, sender, [word]))()
     assert sender.protocol.is_ready(1)
 
 

@@ -29,12 +29,14 @@ from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.network.local.up import Up
 from flower_privdec.network.peer.connections import STATUS_REQUEST
 from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.network.peer.status import status_line
 from flower_privdec.network.peer.trainer import rows_path
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage
+from flower_privdec.pushsum.witness import EMPTY, LedgerReport
 
 QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 NEEDS_A_SERVER = ("scaffold",)
@@ -135,18 +137,19 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
     right = RowMessage(3, 0, 0, 1, {"x": before["x"][0], "w": before["w"][0]})
 
     def call(message: Any, codec: FrameCodec = frames) -> bytes:
-        return bytes(codec.encode(message)) + bytes(codec.encode(Progress(3, 0, 1)))
+        return b"".join(bytes(codec.encode(part)) for part in (LedgerReport(3, 0, 1, 1, 0, EMPTY, EMPTY), message))
 
     try:
         for content, said in {
-            call(right)[:-1]: "must have a header",
+            call(right)[:-1]: "and claims",
             call(replace(right, values={"x": before["x"][0] * float("nan"), "w": before["w"][0]})): "must be finite",
             call(right) + b"\x00" * (1 << 20): "sent more than",
             call(replace(right, round_index=4)): "is of round 4, and the run has 3",
             call(replace(right, at=0)): "for exchange 0, which this algorithm does not have",
             call(replace(right, sender=2)): "a peer may send its own frames alone",
             call(right, FrameCodec(bytes(32))): "is of run",
-            bytes(frames.encode(Progress(3, 0, 99))): "reports place 98",
+            call(Progress(3, 0, 99)): "reports place 98",
+            bytes(frames.encode(right)): "reports no ledger",
         }.items():
             with pytest.raises(RefusedError, match=said):
                 link.call(content, LONG)
@@ -273,9 +276,19 @@ def test_a_peer_that_is_asked_to_stop_goes_on_later(moment: str, tiny: Tiny, tmp
     torch.testing.assert_close(torch.cat([rows[place]["x"] for place in (1, 0, 2, 3)]), wanted)
 
 
+def outcome_code(peer: RunningPeer) -> str:
+    """Return the code of the error that ends a peer."""
+    with pytest.raises(RunError) as caught:
+        finish(peer)
+    return caught.value.code
+
+
 def test_who_is_not_heard_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny("network={mode: synchronous, retry: 0.1, start: 0.5, deadline: 0.5}", "rounds=2")
     peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+    assert outcome_code(peer) == "network.no-witness"  # before it takes a step
+    peer = running_peer(scenario, devices(scenario, tmp_path / "again")[0])
+    peer.witness._reported[1] = EMPTY
     said = peer._silence  # type: ignore[attr-defined]
     peer._silence = lambda seconds: (wait_until(lambda: 3 in peer.connections.trouble), said(seconds))[1]  # type: ignore[attr-defined]
     with pytest.raises(
@@ -292,6 +305,7 @@ def test_a_running_peer_says_how_it_does(
     device = devices(scenario, tmp_path)[2]
     peer = running_peer(scenario, replace(device, credentials=credentials_of(scenario, certs, 2)))
     try:
+        peer.connections._call_neighbor = lambda other: None  # type: ignore[method-assign]
         port = peer.open()
         words = ["status", f"127.0.0.1:{port}", "--certs", str(certs), "--as", "3"]
         assert privdec(*words, "--json") == 0

@@ -47,10 +47,13 @@ class Hostile:
 
     def say(self, *messages: Message | bytes) -> bytes:
         """Say something in one call; return the answer."""
-        content = b"".join(each if isinstance(each, bytes | bytearray) else self.encode(each) for each in messages)
+        everything = [self.own.witness.report(0), *messages]
+        content = b"".join(each if isinstance(each, bytes | bytearray) else self.encode(each) for each in everything)
         answer = bytes(self.link.call(content, LONG))
         self.said.append(content)
-        return answer
+        report, *_ = self.own.session.frames.decode_all(memoryview(bytearray(answer)), MANY)
+        self.own.witness.receive(report)  # type: ignore[arg-type]
+        return answer[len(self.encode(report)) :]
 
     def greet(self, **changes: Any) -> None:
         """Shake hands, with some words other than they should be."""
@@ -174,7 +177,7 @@ FOR_ALL: dict[str, tuple[Says, str]] = {
         lambda h: [replace(h.own.protocol.hello(0), round_index=2**62)],
         f"is of round {2**62}, and the run has {ROUNDS}",
     ),
-    "no frame at all": (lambda h: [b"how do you do?"], "must have a header"),
+    "no frame at all": (lambda h: [b"GET / HTTP/1.1"], "must have a header"),
     "many frames": (lambda h: [h.acknowledgement()] * (MANY + 3), "has more frames than any peer has to send"),
     "an acknowledgement that is not due": (lambda h: [h.acknowledgement()], "acknowledged share 1, and the last"),
     "one of number 2^63": (lambda h: [h.acknowledgement(number=2**63)], "acknowledged share 9223372036854775808"),
@@ -305,8 +308,9 @@ def test_who_is_no_neighbour_is_refused(tiny: Tiny, tmp_path: Path) -> None:
             Acknowledgement(2, 0, FIRST, FIRST, 1, 1, 1),
             FrozenShare(2, 0, FIRST, FIRST, 1, 1, 0, {name: row[0] for name, row in target.state.rows.items()}),
         ):
+            report = replace(own.witness.report(1), receiver=0)
             with pytest.raises(RefusedError, match="who are no neighbours here"):
-                link.call(own.session.frames.encode(message), LONG)
+                link.call(b"".join(bytes(own.session.frames.encode(part)) for part in (report, message)), LONG)
         assert known(target) == before
     finally:
         link.close()

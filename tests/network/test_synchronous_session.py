@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from witnesses import witness_of
 
 pytest.importorskip("grpc")
 
@@ -36,7 +37,9 @@ class TwoSessions:
         for peer in (0, 1):
             machine = Machine(peer, lambda place, other=1 - peer: {other}, places)  # type: ignore[misc]
             frames = FrameCodec(b"run", exchanges={0: formats_of(ROWS)})
-            self.sessions.append(SynchronousSession(machine, frames, timetable, [1 - peer], retry=1e6))
+            self.sessions.append(
+                SynchronousSession(machine, witness_of(peer, [1 - peer]), frames, timetable, retry=1e6)
+            )
             self.arrive(peer, 0)
 
     def arrive(self, peer: int, place: int) -> None:
@@ -71,7 +74,7 @@ class TwoSessions:
 
 def carried(sender: SynchronousSession, receiver: SynchronousSession, messages: Messages) -> Messages:
     """Return messages as their receiver decodes them."""
-    return receiver.read(sender.peer, memoryview(bytearray(bytes(sender.write(messages)))))
+    return receiver.read(sender.peer, memoryview(bytearray(bytes(sender.write(receiver.peer, messages)))))
 
 
 def test_without_faults_each_message_is_sent_once() -> None:

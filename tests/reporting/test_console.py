@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from raising import raises
 from rich.console import Console
 from run_folders import metrics_line, privacy_row, small_scenario, summary_of
 
@@ -248,7 +249,7 @@ def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
 def test_tensorboard_without_its_extra_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with (
-        pytest.raises(ScenarioError, match=r"flower-privdec\[tensorboard\]"),
+        raises(ScenarioError, "reporting.no-tensorboard", names=r"flower-privdec\[tensorboard\]"),
         progress.progress(small_scenario(), tmp_path, tensorboard=True),
     ):
         pass

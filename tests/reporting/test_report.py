@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from raising import raises
 from run_folders import make_run, privacy_row
 from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
@@ -242,31 +243,31 @@ def _damage(folder: Path, what: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("what", "code", "names"),
     [
-        ("no folder", "missing: is not a folder"),
-        ("no scenario", r"has no scenario\.yaml, so it is not a run"),
-        ("no scenario of ours", r"scenario\.yaml:2: unknown key 'nonsense'"),
-        ("metrics", r"metrics\.jsonl:1: is no record of an evaluation"),
-        ("summary", r"summary\.json: is damaged"),
+        ("no folder", "reporting.not-a-run", "missing: "),
+        ("no scenario", "reporting.not-a-run", r"scenario\.yaml"),
+        ("no scenario of ours", "", r"scenario\.yaml:2: unknown key 'nonsense'"),
+        ("metrics", "", r"metrics\.jsonl:1: "),
+        ("summary", "reporting.summary-damaged", r"summary\.json: "),
     ],
 )
-def test_what_is_not_a_run_is_refused_and_nothing_written(tmp_path: Path, what: str, message: str) -> None:
-    with pytest.raises(ScenarioError, match=message):
+def test_what_is_not_a_run_is_refused_and_nothing_written(tmp_path: Path, what: str, code: str, names: str) -> None:
+    with raises(ScenarioError, code, names):
         write_report([_damage(tmp_path, what)], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
 
 def test_an_unwritable_page_is_refused(tmp_path: Path) -> None:
     (tmp_path / "page.html").mkdir()
-    with pytest.raises(ScenarioError, match="cannot be written"):
+    with raises(ScenarioError, "reporting.unwritable", names=r"page\.html"):
         write_report([make_run(tmp_path / "a")], tmp_path / "page.html")
 
 
 def test_a_page_takes_no_other_file_s_place(tmp_path: Path) -> None:
     scenario = make_run(tmp_path / "a") / "scenario.yaml"
     before = scenario.read_bytes()
-    with pytest.raises(ScenarioError, match=r"scenario\.yaml: must end in \.html or \.htm; rename it"):
+    with raises(ScenarioError, "reporting.suffix", names=r"scenario\.yaml: .*\.html or \.htm"):
         write_report([tmp_path / "a"], scenario)
     assert scenario.read_bytes() == before
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import user_parts
 from api_sections import SECTIONS
+from raising import raises
 
 import flower_privdec as fp
 from flower_privdec.cli import main
@@ -97,7 +98,7 @@ def test_finished_cells_are_kept_in_a_folder(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("flower_privdec.study.cells.attempt", lambda text, folder: built.append(build) or "no")
     assert fp.compare(base, ["privsgp"], seeds=[2, 1], folder=tmp_path / "cells").rows == first.rows
     assert built == []
-    with pytest.raises(fp.RunError, match="every run failed; privsgp, seed 3: no"):
+    with raises(fp.RunError, "api.all-failed", names="privsgp, seed 3: no"):
         fp.compare(base, ["privsgp"], seeds=[3], folder=tmp_path / "cells")
     partly = fp.compare(base, ["privsgp"], seeds=[1, 3], folder=tmp_path / "cells")
     assert partly.failures == {("privsgp", 3): "no"}
@@ -118,24 +119,25 @@ def test_a_line_of_an_own_algorithms_code_makes_other_cells(tmp_path: Path, monk
 
 def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path: Path) -> None:
     base, cells = fp.make_scenario(SHORT), tmp_path / "cells"
-    wrong: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
-        (r"algorithm\.name='privsgb' must be one of", (base, ["privsgb"]), {}),
-        (r"labels that differ, not \['sgp', 'sgp'\]", (base, ["sgp", "sgp"]), {}),
-        (r"at least one, and have labels", (base, []), {}),
-        (r"a whole section needs a label", (base, [{"name": "sgp"}]), {}),
-        (r"one scenario with algorithms, or a mapping", ({"a": base}, ["sgp"]), {}),
-        (r"seeds=\[\] must be at least one", (base,), {"seeds": []}),
-        (r"seeds=\[1, 1\] must be", (base,), {"seeds": [1, 1]}),
-        (r"seed=-1 must be >= 0", (base,), {"seeds": [-1]}),
-        (r"jobs=0 must be >= 1", (base,), {"jobs": 0}),
-        (r"metric 'acuracy' must be one of .*; did you mean 'accuracy'", (base,), {"metrics": ["acuracy"]}),
+    wrong: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
+        ("", r"algorithm\.name='privsgb'", (base, ["privsgb"]), {}),
+        ("api.argument", r"\['sgp', 'sgp'\]", (base, ["sgp", "sgp"]), {}),
+        ("api.argument", r"algorithms .*\[\]", (base, []), {}),
+        ("api.argument", "label", (base, [{"name": "sgp"}]), {}),
+        ("api.argument", "mapping", ({"a": base}, ["sgp"]), {}),
+        ("api.argument", r"seeds=\[\]", (base,), {"seeds": []}),
+        ("api.argument", r"seeds=\[1, 1\]", (base,), {"seeds": [1, 1]}),
+        ("", "seed=-1", (base,), {"seeds": [-1]}),
+        ("api.argument", "jobs=0", (base,), {"jobs": 0}),
+        ("study.unknown-metric", "'acuracy' .*'accuracy'", (base,), {"metrics": ["acuracy"]}),
         (
-            r"privacy\.ledger must be left out of a comparison",
+            "study.ledger",
+            r"privacy\.ledger",
             (fp.make_scenario(base, {"privacy.ledger": str(tmp_path / "ledger")}),),
             {},
         ),
     ]
-    for message, arguments, options in wrong:
-        with pytest.raises(fp.ScenarioError, match=message):
+    for code, names, arguments, options in wrong:
+        with raises(fp.ScenarioError, code, names):
             fp.compare(*arguments, folder=cells, **options)
     assert not cells.exists()

@@ -100,8 +100,6 @@ def find_nodes(grid: Grid, patience: float = 300.0) -> list[int]:
             )
         else:
             time.sleep(0.05)
-    if sorted(by_partition) != list(range(total)):
-        raise RunError(f"partition ids {sorted(by_partition)} must be 0 to {total - 1}, each once")
     return [by_partition[partition] for partition in range(total)]
 
 
@@ -341,24 +339,18 @@ class Relay(ScenarioStrategy):
         self._since = time.perf_counter()
         until = self._evaluations(self._round)[0]
         begin = self._round if server_round == 1 else -1
+        mixing, exchange = self.agreement.mixing, self.agreement.algorithm.program[self._at]
+        if self._waiting and not isinstance(exchange, Exchange):
+            raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
         messages = []
         for node, peers in self.nodes:
             message = self._message(node, "train.relay", peers, until=until, begin=begin)
-            message.content.update(self._for(peers))
+            if self._waiting and mixing is not None and isinstance(exchange, Exchange):
+                links = [(a, b) for a, b in exchange.awaited(State(peers, self._round), mixing) if a not in peers]
+                keys = dict.fromkeys(message_key(exchange, link) for link in links)
+                message.content.update({key: self._outbox[key] for key in keys if key in self._outbox})
             messages.append(message)
         return messages
-
-    def _for(self, peers: np.ndarray) -> dict[str, ArrayRecord]:
-        """Return the records that a node's peers wait for, and no others."""
-        mixing = self.agreement.mixing
-        if not self._waiting or mixing is None:
-            return {}
-        exchange = self.agreement.algorithm.program[self._at]
-        if not isinstance(exchange, Exchange):
-            raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
-        links = [(a, b) for a, b in exchange.awaited(State(peers, self._round), mixing) if a not in peers]
-        keys = dict.fromkeys(message_key(exchange, link) for link in links)
-        return {key: self._outbox[key] for key in keys if key in self._outbox}
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

@@ -65,6 +65,7 @@ MODULES = {
 }
 ROUND = re.compile(rb"\[ROUND (\d+)/(\d+)\]")  # in the log of Flower's strategies and ours
 OnRound = Callable[[int, int], object]
+Poll = Callable[[Path], object]  # of a log
 
 
 def flower_run(
@@ -108,8 +109,8 @@ def flower_run(
     config = {"out": str(out.absolute()), "mode": mode, "base": str(Path.cwd()), "resume": resume}
     with LocalSuperLink() as superlink:
         _write_app(superlink.folder, experiment.scenario, config)
-        progress = _Metrics(out / "metrics.jsonl", resume, on_metrics)
-        superlink.run(APP, _resources(nodes, cpus, gpus), [RUN_CONFIG], out / LOG, progress)
+        poll = _metrics_poll(out / "metrics.jsonl", resume, on_metrics)
+        superlink.run(APP, _resources(nodes, cpus, gpus), [RUN_CONFIG], out / LOG, poll)
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
     return summary
 
@@ -155,7 +156,7 @@ def run_flower_app(
     resources = _resources(n_supernodes, cpus, gpus)
     try:
         with LocalSuperLink(out, {FOLDER: str(out / "peers")}) as superlink:
-            superlink.run(str(app.absolute()), resources, run_config, out / LOG, _Rounds(on_round))
+            superlink.run(str(app.absolute()), resources, run_config, out / LOG, _round_poll(on_round))
     except RunError as error:
         raise RunError(f"{error}\nThe last lines of {out / LOG}:\n{tail(out / LOG)}") from error
     finally:
@@ -216,37 +217,35 @@ def _write_app(folder: Path, scenario: Scenario, config: dict[str, Any]) -> None
     (folder / RUN_CONFIG).write_text("".join(lines))
 
 
-class _Metrics:
-    """Reports each new line of metrics.jsonl once."""
+def _metrics_poll(path: Path, resume: bool, on_metrics: OnMetrics | None) -> Poll:
+    """Return a function that reports each new line of metrics.jsonl once."""
 
-    def __init__(self, path: Path, resume: bool, on_metrics: OnMetrics | None) -> None:
-        self._path, self._on_metrics = path, on_metrics
-        self._reported = {metrics["round"] for metrics in self._read()} if resume else set()
-
-    def _read(self) -> list[dict[str, Any]]:
+    def read() -> list[dict[str, Any]]:
         with suppress(FileNotFoundError):
-            return [json.loads(line) for line in self._path.read_text().split("\n")[:-1]]
+            return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
         return []
 
-    def __call__(self, log: Path) -> None:
-        for metrics in self._read() if self._on_metrics else ():
-            if self._on_metrics and metrics["round"] not in self._reported:
-                self._reported.add(metrics["round"])
-                self._on_metrics(metrics)
+    def poll(log: Path) -> None:
+        for metrics in read() if on_metrics else ():
+            if on_metrics and metrics["round"] not in reported:
+                reported.add(metrics["round"])
+                on_metrics(metrics)
+
+    reported = {metrics["round"] for metrics in read()} if resume else set()
+    return poll
 
 
-class _Rounds:
-    """Reports the last round in a log when it changes."""
+def _round_poll(on_round: OnRound | None) -> Poll:
+    """Return a function that reports the last round in a log when it changes."""
+    reported = [(0, 0)]
 
-    def __init__(self, on_round: OnRound | None) -> None:
-        self._on_round, self._last = on_round, (0, 0)
+    def poll(log: Path) -> None:
+        rounds = ROUND.findall(log.read_bytes()) if on_round and log.exists() else []
+        if on_round and rounds and reported[-1] != (last := (int(rounds[-1][0]), int(rounds[-1][1]))):
+            reported.append(last)
+            on_round(*last)
 
-    def __call__(self, log: Path) -> None:
-        rounds = ROUND.findall(log.read_bytes()) if self._on_round and log.exists() else []
-        last = (int(rounds[-1][0]), int(rounds[-1][1])) if rounds else self._last
-        if self._on_round and last != self._last:
-            self._last = last
-            self._on_round(*last)
+    return poll
 
 
 class LocalSuperLink:
@@ -292,7 +291,7 @@ class LocalSuperLink:
         resources: Mapping[str, int | float],
         run_config: Sequence[str],
         log_copy: Path,
-        poll: Callable[[Path], object],
+        poll: Poll,
     ) -> None:
         """Run an app to its end.
 

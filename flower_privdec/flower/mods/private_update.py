@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,28 @@ class PeerLedger:
     def check_head(self, head: Sequence[int | str] | None) -> None:
         """Check that the ledger still holds everything that a checkpoint saw; raises BudgetError."""
         self._ledger.check_head(head)
+
+    @property
+    def witnessed(self) -> Head:
+        """Return what neighbours see of the ledger; see Ledger."""
+        return self._ledger.witnessed
+
+    def check_witnessed(self, witnessed: Head) -> None:
+        """Check that the ledger holds what a neighbour has seen of it; raises BudgetError."""
+        self._ledger.check_witnessed(witnessed)
+
+    def charge_witnessed(self, length: int, noise: float) -> int:
+        """Charge the lines that the ledger lacks, each as an update of a noise multiplier; return how many there are.
+
+        Args:
+            length: how many lines neighbours have seen.
+        """
+        missing = max(0, length - self.witnessed[0])
+        if missing:
+            run = replace(self._run, id=f"{self._run.id}-witnessed-{length}")
+            charge = Charge((self.peer,), ((((0, missing),), update_release(noise).times(missing)),))
+            self._ledger.charge(run, 0, missing, [charge], witnessed=length)
+        return missing
 
     def check_entries(self, n_entries: int) -> None:
         """Check that the ledger holds at least the charges that the peer's state knows of.

@@ -11,7 +11,6 @@ checkpoint is an old copy learns it from its neighbours, and is reset the same w
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,7 +22,7 @@ from torch import Tensor
 from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Exchange, Mix, Reply, State
 from flower_privdec.engine.checkpoint import Checkpoint
-from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.graph.mixing import PartlyHeard
 from flower_privdec.network.peer.connections import Messages, Session
 from flower_privdec.network.peer.peer import POLL, RunningPeer
@@ -40,6 +39,7 @@ from flower_privdec.pushsum.exactly_once import (
 )
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMessage, frame_size
 from flower_privdec.pushsum.straggler_policy import StragglerPolicy
+from flower_privdec.pushsum.witness import LedgerWitness
 
 MANY = 16  # frames in a call beside rows
 LOST = 4  # calls in a row that do not reach a neighbour, until it counts as lost
@@ -78,8 +78,7 @@ class AsynchronousSession(Session):
 
     Args:
         protocol: this peer's shares; without mass where no push-sum is done, and then for its hellos alone.
-        neighbors: of the peer.
-        frames: see Session.
+        witness, frames: see Session.
         replies: the exchanges in which a neighbour is answered, whose round the rows are then for.
         retry: seconds between two hellos.
         rounds: of the run.
@@ -97,14 +96,14 @@ class AsynchronousSession(Session):
     def __init__(
         self,
         protocol: PushSumProtocol[Tensor],
-        neighbors: Iterable[int],
+        witness: LedgerWitness,
         frames: FrameCodec,
         replies: Collection[int],
         retry: float,
         rounds: int,
     ) -> None:
         sizes = [frame_size(formats) for formats in (frames.shares or {}, *frames.exchanges.values())]
-        super().__init__(protocol.peer, frames, MANY + len(sizes), sum(sizes) + MANY * SMALL, rounds)
+        super().__init__(witness, frames, MANY + len(sizes), sum(sizes) + MANY * SMALL, rounds)
         self.protocol, self._replies, self._retry = protocol, replies, retry
         self.rounds: dict[int, int] = {}
         self._boots: dict[int, int] = {}  # in which each neighbour reported its round
@@ -113,7 +112,7 @@ class AsynchronousSession(Session):
         self.stale: str | None = None
         self.resumed_at, self.ahead = 0, -1
         self._checked: set[int] = set()  # neighbours whose first hello to this process was compared with its rows
-        self._queues = {neighbor: SendQueue() for neighbor in neighbors}
+        self._queues = {neighbor: SendQueue() for neighbor in witness.neighbors}
         self._answering: Counter[int] = Counter()  # the calls of each neighbour whose answer is held back
         self._informed: dict[int, int] = {}  # the round at which each neighbour knows this peer to be
         self._rows: dict[int, dict[int, RowMessage]] = {at: {} for at in frames.exchanges}
@@ -339,13 +338,13 @@ class AsynchronousPeer(RunningPeer):
                     "round, and network.mode=asynchronous counts them once a round: use network.mode synchronous"
                 )
             (shares,), exchanges = exchanges.values(), {}
-        mass, boot = RowMass(self.state, shares or ()), 1 + secrets.randbelow(2**63)
-        self.protocol = PushSumProtocol(peer, neighbors, boot, mass, self.arithmetic)
+        mass = RowMass(self.state, shares or ())
+        self.protocol = PushSumProtocol(peer, neighbors, self.witness.boot, mass, self.arithmetic)
         frames = FrameCodec(self._run_id, shares, exchanges)
         self.session = AsynchronousSession(
-            self.protocol, neighbors, frames, self._replies, self.network.retry, self.rounds
+            self.protocol, self.witness, frames, self._replies, self.network.retry, self.rounds
         )
-        self._resumed, self._sent, self._ledger_ends_here, self._paid = bool(checkpoints), False, False, 0
+        self._resumed, self._sent = bool(checkpoints), False
         self.session.resumed_at = self.state.round_index
         if checkpoints:
             self._restore(checkpoints[-1])
@@ -367,9 +366,7 @@ class AsynchronousPeer(RunningPeer):
                 "start again with another --out: the peer then joins the others as they are"
             ) from error
         self.protocol.restore(durable)
-        head = self.trainer.head
-        self._ledger_ends_here = None not in (head, checkpoint.head) and head == tuple(checkpoint.head or ())
-        self._commits, self._replied, self._paid = facts["place"], replied, facts["paid"]
+        self._commits, self._replied = facts["place"], replied
         self._sent = self.state.at in self.timetable.exchanges and durable.round_index > self.state.round_index
 
     def _begin(self) -> None:
@@ -401,33 +398,11 @@ class AsynchronousPeer(RunningPeer):
         return (round_index + 1) % self.network.commit_every == 0 or round_index + 1 == self.rounds
 
     def _reset(self) -> None:
-        """Become a new incarnation without mass, which takes over the model that comes with its first share.
-
-        Raises:
-            BudgetError: the ledger is an old copy as well.
-        """
-        self._check_ledger_is_ahead(self.session.stale)
+        """Become a new incarnation without mass, which takes over the model that comes with its first share."""
         with self.connections.changed:
             self.session.stale = None
             self.protocol.reset()
         self._commit(self.state.round_index)
-
-    def _check_ledger_is_ahead(self, why: str | None) -> None:
-        """Refuse a ledger that ends where a stale checkpoint does, while steps can be taken that it would not count.
-
-        What neighbours have had of this peer since then was paid for in a ledger that is longer.
-        """
-        if self.session.joins or self.device.insecure_seeds or not self._ledger_ends_here:
-            return  # it has taken no step yet, or pays for many at once
-        if self.mixing.sends_shares:
-            unpaid = range(self.state.round_index, self.state.round_index + 1)
-        else:  # rounds whose steps others have seen, and the checkpoint has not paid for
-            unpaid = range(self._paid // self.trainer.steps_per_round, self.session.ahead + 1)
-        if any(self.trainer.is_active(k) for k in unpaid):
-            raise BudgetError(
-                f"{self.trainer.ledger_folder}: {why}; its ledger records no step since its checkpoint, so it is an "
-                "old copy as well, and steps that were taken are missing in it: restore the newest copy of the ledger"
-            )
 
     # --- the neighbours ---
 

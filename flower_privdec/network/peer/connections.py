@@ -11,10 +11,11 @@ from threading import Condition, RLock, Thread
 from typing import Any
 
 from flower_privdec.common.formatting import one_line
-from flower_privdec.errors import RunError
+from flower_privdec.errors import PrivdecError, RunError
 from flower_privdec.network.transport.transport import Connection, Content, Transport, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.pushsum.frames import BufferList, FrameCodec, Message
+from flower_privdec.pushsum.frames import SMALL, BufferList, FrameCodec, Message
+from flower_privdec.pushsum.witness import TWICE, LedgerReport, LedgerWitness
 
 SOON = 0.05  # seconds until a call that failed is made again, doubled each time
 STATUS_REQUEST = b"privdec status"  # a call that any peer of the scenario may make
@@ -27,19 +28,21 @@ class Session(ABC):
     All but `read` and `write` are called with the lock of `Connections` held.
 
     Args:
-        peer: its number.
+        witness: its reports on ledgers.
         frames: encodes and decodes its messages.
-        most: how many frames a call may have.
+        most: how many frames a call may have beside the report.
+        cap: bytes of these frames at most.
         rounds: of the run; no message is of a later one.
 
     Attributes:
-        fatal: why the run cannot continue, once that is so.
+        fatal: why the run cannot continue, once that is so; the ledger's problem is in `witness`.
         cap: bytes of a call at most.
     """
 
-    def __init__(self, peer: int, frames: FrameCodec, most: int, cap: int, rounds: int) -> None:
-        self.peer, self.frames, self._most, self.cap, self._rounds = peer, frames, most, cap, rounds
-        self.fatal: RunError | None = None
+    def __init__(self, witness: LedgerWitness, frames: FrameCodec, most: int, cap: int, rounds: int) -> None:
+        self.peer, self.witness, self.frames, self._rounds = witness.peer, witness, frames, rounds
+        self._most, self.cap = most + 1, cap + SMALL
+        self.fatal: PrivdecError | None = None
 
     def read(self, caller: int, content: memoryview) -> Messages:
         """Decode a call or an answer.
@@ -58,11 +61,15 @@ class Session(ABC):
                 raise RefusedError(
                     f"a frame of peer {caller} is of round {round_index}, and the run has {self._rounds}"
                 )
-        return messages
+        if not messages or not isinstance(messages[0], LedgerReport):
+            raise RefusedError(f"peer {caller} reports no ledger; update one of the two")
+        self.witness.receive(messages[0])
+        return messages[1:]
 
-    def write(self, messages: Messages) -> BufferList:
-        """Encode a call or an answer."""
-        return BufferList(tuple(part for message in messages for part in self.frames.encode(message).buffers))
+    def write(self, receiver: int, messages: Messages) -> BufferList:
+        """Encode a call or an answer, with the report on ledgers first."""
+        everything = [self.witness.report(receiver), *messages]
+        return BufferList(tuple(part for message in everything for part in self.frames.encode(message).buffers))
 
     @abstractmethod
     def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
@@ -120,6 +127,7 @@ class Connections:
         self.bytes_sent = self.bytes_received = 0
         self._failures: Counter[int] = Counter()  # since the last call that was answered
         self._quickest: dict[int, float] = {}  # seconds of the quickest call to each neighbour since one failed
+        self._twice: set[int] = set()  # neighbours that report two processes of this peer
         self._stopping = False
         self._threads: list[Thread] = []
         self._transport: Transport | None = None
@@ -171,10 +179,14 @@ class Connections:
             RunError: what a neighbour sent makes it impossible to continue.
         """
         with self.changed:
-            done = self.changed.wait_for(lambda: self.session.fatal is not None or ready(), seconds)
-            if self.session.fatal is not None:
-                raise self.session.fatal
+            done = self.changed.wait_for(lambda: self._fatal() is not None or ready(), seconds)
+            if (fatal := self._fatal()) is not None:
+                raise fatal
             return done
+
+    def _fatal(self) -> PrivdecError | None:
+        """Return why this peer must stop: its ledger is an old copy, or the run cannot continue."""
+        return self.session.witness.problem or self.session.fatal
 
     def message_seconds(self) -> float:
         """Return how long a message takes to the nearest neighbour, at least; to be called with the lock held.
@@ -207,7 +219,7 @@ class Connections:
                     lambda: self._stopping or self.session.is_answered(caller, messages), self._holding
                 )
                 answer = make_answer()
-            return self.session.write(answer)
+            return self.session.write(caller, answer)
         except RunError as error:
             with self.changed:
                 self.refused[caller] = str(error)
@@ -237,7 +249,7 @@ class Connections:
 
     def _call(self, peer: int, messages: Messages) -> bool:
         """Call a neighbour; return whether it answered."""
-        call, began = self.session.write(messages), time.monotonic()
+        call, began = self.session.write(peer, messages), time.monotonic()
         try:
             content = self._connections[peer].call(call, self._patience)
             took = time.monotonic() - began
@@ -257,6 +269,9 @@ class Connections:
                 self._failures[peer] += 1
                 self._quickest.pop(peer, None)
                 self.session.failed(peer, error, time.monotonic() + pause)
+                self._twice |= {peer} if str(error).startswith(f"{TWICE} {self.session.peer},") else set()
+                if 2 * len(self._twice) > len(self._wake):  # a lie of a few does not end this peer
+                    self.session.fatal = RunError(str(error), code="network.runs-twice")
                 self.notify()
                 self._wake[peer].wait_for(lambda: self._stopping, pause)
             return False

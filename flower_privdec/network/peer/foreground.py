@@ -53,6 +53,7 @@ def run_peer(
     resume: bool = False,
     insecure_seeds: bool = False,
     with_parent: bool = False,
+    charge_witnessed: bool = False,
 ) -> None:
     """Run one peer until its rounds are done, SIGTERM or Ctrl-C.
 
@@ -62,6 +63,7 @@ def run_peer(
         data: where its data lie, in place of the scenario's.
         insecure_seeds: draw noise and batches from the scenario's seed.
         with_parent: stop when stdin ends, as it does when the parent process ends.
+        charge_witnessed: charge what the ledger lacks and neighbours have seen, and stop.
 
     Raises:
         ScenarioError: what is given does not fit, before any work.
@@ -69,7 +71,8 @@ def run_peer(
         StoppedError: it received SIGTERM or Ctrl-C.
     """
     device = device_of(scenario, peer, folder, certificates, data, insecure_seeds)
-    run_in_foreground(running_peer(scenario, device, resume), scenario.evaluation.every, with_parent)
+    running = running_peer(scenario, device, resume)
+    run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
 
 
 def device_of(
@@ -85,12 +88,12 @@ def device_of(
     return PeerDevice(peer, folder, credentials, _addresses(scenario), data, insecure_seeds)
 
 
-def run_in_foreground(running: RunningPeer, every: int, with_parent: bool) -> None:
+def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charge_witnessed: bool = False) -> None:
     """Run a peer until its rounds are done, SIGTERM or Ctrl-C, and write its last status to summary.json.
 
     Args:
         every: how many rounds lie between two status lines where there is no terminal.
-        with_parent: see `run_peer`.
+        with_parent, charge_witnessed: see `run_peer`.
     """
     folder = running.device.folder
     signal.signal(signal.SIGTERM, lambda *_: running.stop())
@@ -100,6 +103,10 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool) -> No
     line = _StatusLine(every)
     try:
         running.open()
+        if charge_witnessed:
+            charged = running.charge_witnessed()
+            print(f"{folder}: charged {charged} lines that the ledger lacked; start the peer again with --resume")
+            return
         running.run(line)
         write_atomically(folder / "summary.json", (json.dumps(running.status(), indent=2) + "\n").encode())
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.common.files import FolderLock, write_atomically
+from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Exchange, State
 from flower_privdec.engine.checkpoint import (
     BESIDE,
@@ -27,7 +29,7 @@ from flower_privdec.engine.checkpoint import (
     write_tensors,
 )
 from flower_privdec.engine.recorder import evaluation_rounds
-from flower_privdec.errors import ScenarioError, StoppedError
+from flower_privdec.errors import RunError, ScenarioError, StoppedError
 from flower_privdec.network.peer.connections import Connections, Session
 from flower_privdec.network.peer.trainer import Trainer
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
@@ -36,6 +38,7 @@ from flower_privdec.network.transport.transport import Transport
 from flower_privdec.pushsum.codec import TensorArithmetic, unpack, wire_codec
 from flower_privdec.pushsum.frames import RowFormats, formats_of
 from flower_privdec.pushsum.lockstep import Timetable
+from flower_privdec.pushsum.witness import EMPTY, Head, LedgerWitness
 from flower_privdec.scenario import numbers_hash, scenario_hash, to_yaml
 
 POLL = 0.2  # seconds between two looks at whether to stop
@@ -120,6 +123,12 @@ class RunningPeer(ABC):
         state = (None, 0, None) if last is None else (last.state, last.transport["paid"], last.head)
         self.state = trainer.open(*state)
         try:
+            peer, boot = self.device.peer, 1 + secrets.randbelow(2**63)
+            seen = self._seen(checkpoints)
+            neighbors = self.timetable.neighbours(peer)
+            self.witness = LedgerWitness(
+                peer, neighbors, boot, lambda: trainer.witnessed, trainer.check_witnessed, seen
+            )
             session = self._make_session(checkpoints)
             self.connections = Connections(session, self.status, self.network.retry, self.network.deadline / 2)
             if not (folder / "scenario.yaml").exists():
@@ -127,6 +136,20 @@ class RunningPeer(ABC):
         except BaseException:
             trainer.close()
             raise
+
+    def _seen(self, checkpoints: Sequence[Checkpoint]) -> dict[int, Head]:
+        """Return the longest ledgers of neighbours that are in the checkpoints."""
+        seen: dict[int, Head] = {}
+        try:
+            for checkpoint in checkpoints:
+                for peer, (length, digest) in checkpoint.transport["seen"].items():
+                    seen[int(peer)] = max((int(length), str(digest)), seen.get(int(peer), EMPTY))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ScenarioError(
+                f"{self.device.folder}: its checkpoint cannot be read ({one_line(error)}); restore it from a copy, or "
+                "start again with another --out"
+            ) from error
+        return seen
 
     @abstractmethod
     def _make_session(self, checkpoints: list[Checkpoint]) -> Session:
@@ -159,7 +182,8 @@ class RunningPeer(ABC):
             place: a number that grows.
             transport, carried: see Checkpoint; what is carried never changes.
         """
-        trainer, facts = self.trainer, {**transport, "place": place, "paid": self.trainer.paid}
+        seen = {str(neighbor): head for neighbor, head in sorted(self.witness.seen.items())}
+        trainer, facts = self.trainer, {**transport, "place": place, "paid": self.trainer.paid, "seen": seen}
         checkpoint = Checkpoint(
             state, self._digest, trainer.run, head=trainer.head, transport=facts, carried=carried or {}
         )
@@ -191,6 +215,8 @@ class RunningPeer(ABC):
         """
         evaluated = set(evaluation_rounds(self.rounds, self.trainer.scenario.evaluation.every))
         self._meet()
+        if self.state.round_index < self.rounds:
+            self._await_witness()
         while self.state.round_index < self.rounds:
             if self.state.at == 0:
                 self._before(self.state.round_index)
@@ -204,6 +230,45 @@ class RunningPeer(ABC):
                 on_round(self)
         self._leave()
         self.trainer.finish(self.state)
+
+    def _await_witness(self) -> None:
+        """Wait until a neighbour has reported what it has seen of the ledger, before a step is taken.
+
+        Raises:
+            BudgetError: the ledger is an old copy.
+            RunError: no neighbour reports.
+        """
+        until = time.monotonic() + self.network.start
+        while not self.connections.wait(lambda: self.witness.is_witnessed, POLL):
+            self._check_stopped()
+            if time.monotonic() > until:
+                raise self._no_witness()
+
+    def _no_witness(self) -> RunError:
+        why = "; ".join(self.connections.why(peer) for peer in sorted(self.witness.neighbors))
+        return RunError(
+            f"no neighbour reported for {self.network.start:g} s what it has seen of this peer's ledger ({why}), and "
+            "no step is taken before; start one of them, or raise network.start",
+            code="network.no-witness",
+        )
+
+    def charge_witnessed(self) -> int:
+        """Charge the lines that the ledger lacks and neighbours have seen, in place of `run`; return how many.
+
+        Waits until all neighbours have reported, for network.start seconds at most.
+
+        Raises:
+            RunError: no neighbour reports.
+            StoppedError: `stop` was called.
+        """
+        until = time.monotonic() + self.network.start
+        while time.monotonic() < until and not all(map(self.witness.has_heard, self.witness.neighbors)):
+            self._check_stopped()
+            with self.connections.changed:
+                self.connections.changed.wait(POLL)
+        if not self.witness.is_witnessed:
+            raise self._no_witness()
+        return self.trainer.charge_witnessed(self.witness.longest[0])
 
     @abstractmethod
     def _begin(self) -> None:

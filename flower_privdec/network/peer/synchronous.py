@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from flower_privdec.network.peer.peer import POLL, RunningPeer
 from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Progress, RowMessage
 from flower_privdec.pushsum.lockstep import UNDER_WAY, Lockstep, Timetable
+from flower_privdec.pushsum.witness import LedgerWitness
 
 Machine = Lockstep[RowMessage, Mapping[str, Tensor]]
 GONE = 3  # calls in a row that failed, after which a neighbour that is at the end has left
@@ -29,17 +30,16 @@ class SynchronousSession(Session):
 
     Args:
         machine: the protocol.
-        frames: see Session.
+        witness, frames: see Session.
         timetable: of the run.
-        neighbors: of the peer.
         retry: seconds until what was not used is sent again.
     """
 
     def __init__(
-        self, machine: Machine, frames: FrameCodec, timetable: Timetable, neighbors: Collection[int], retry: float
+        self, machine: Machine, witness: LedgerWitness, frames: FrameCodec, timetable: Timetable, retry: float
     ) -> None:
-        super().__init__(machine.peer, frames, 2, frames.cap + SMALL, timetable.rounds)
-        self.machine, self._timetable, self._neighbors, self._retry = machine, timetable, neighbors, retry
+        super().__init__(witness, frames, 2, frames.cap + SMALL, timetable.rounds)
+        self.machine, self._timetable, self._neighbors, self._retry = machine, timetable, witness.neighbors, retry
         self._informed: dict[int, int] = {}  # the place at which each neighbour knows this peer to be
         self._again: dict[tuple[int, int], float] = {}  # when to send what a neighbour has not used again, by place
         self._failures: Counter[int] = Counter()  # since the last call that was answered
@@ -85,12 +85,14 @@ class SynchronousSession(Session):
                     raise
 
     def has_news(self, neighbor: int, now: float) -> bool:
-        """See Session: rows that were not sent, or not used for a while, or progress that the neighbour waits for.
+        """See Session: rows not sent or not used for a while, progress that the neighbour waits for, the first call.
 
         Progress waits where an answer to the neighbour, which carries it, is about to leave.
         """
         machine, informed = self.machine, self._informed.get(neighbor)
         awaits = machine.place >= 0 if informed is None else informed < machine.wanted(neighbor)
+        if not self.witness.has_heard(neighbor):
+            return True
         return (awaits and (machine.is_at_end or not self._answering[neighbor])) or bool(self._due(neighbor, now))
 
     def _due(self, neighbor: int, now: float) -> list[RowMessage]:
@@ -136,8 +138,8 @@ class SynchronousPeer(RunningPeer):
         formats = {at: self._formats(exchange) for at, exchange in timetable.exchanges.items()}
         self._restored, self._met = [checkpoint.state for checkpoint in checkpoints], False
         self._rounding: dict[str, Tensor] = {}  # what the wire codec took away from the shares of this exchange
-        frames, neighbors = FrameCodec(self._run_id, exchanges=formats), timetable.neighbours(peer)
-        self.session = SynchronousSession(self.machine, frames, timetable, neighbors, self.network.retry)
+        frames = FrameCodec(self._run_id, exchanges=formats)
+        self.session = SynchronousSession(self.machine, self.witness, frames, timetable, self.network.retry)
         return self.session
 
     def _begin(self) -> None:

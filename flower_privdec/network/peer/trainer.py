@@ -22,11 +22,11 @@ from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.pushsum.lockstep import network_mixing
+from flower_privdec.pushsum.witness import EMPTY, Head
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.schema import AppScenario
 
 SECRET_BYTES = 32
-Head = tuple[int, str]  # the length and the last hash of a ledger
 INSECURE = "INSECURE: noise and batches follow from the scenario's seed; for tests alone"
 
 
@@ -45,6 +45,7 @@ class Trainer(Protocol):
         ledger_folder: where the ledger lies.
         paid: for how many steps the ledger has paid.
         head: of the ledger; None where there is none.
+        witnessed: what neighbours see of the ledger; EMPTY where there is none, or noise follows from a seed.
         steps_per_round: private steps.
     """
 
@@ -73,7 +74,20 @@ class Trainer(Protocol):
     def head(self) -> Head | None: ...
 
     @property
+    def witnessed(self) -> Head: ...
+
+    @property
     def steps_per_round(self) -> int: ...
+
+    def check_witnessed(self, witnessed: Head) -> None:
+        """Check that the ledger holds what a neighbour has seen of it.
+
+        Raises:
+            BudgetError: it is an old copy.
+        """
+
+    def charge_witnessed(self, length: int) -> int:
+        """Charge the lines that the ledger lacks of `length`, and return how many there are."""
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """Open the ledger, and return the state to continue from: the one given, or that before round 0.
@@ -158,6 +172,22 @@ class ScenarioTrainer:
     def steps_per_round(self) -> int:
         """See Trainer."""
         return self.cohort.steps_per_round
+
+    @property
+    def witnessed(self) -> Head:
+        """See Trainer."""
+        ledger = self.cohort.ledger
+        return EMPTY if ledger is None or self._insecure else ledger.witnessed
+
+    def check_witnessed(self, witnessed: Head) -> None:
+        """See Trainer."""
+        if self.cohort.ledger is not None and not self._insecure:
+            self.cohort.ledger.check_witnessed(witnessed)
+
+    def charge_witnessed(self, length: int) -> int:
+        """See Trainer."""
+        ledger = self.cohort.ledger
+        return 0 if ledger is None or self._insecure else ledger.charge_witnessed(length)
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer."""

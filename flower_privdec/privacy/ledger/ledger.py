@@ -35,7 +35,7 @@ import stat
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -129,12 +129,20 @@ def _intervals(numbers: Sequence[int]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a ledger: the charges for steps [from_step, to_step) of a run."""
+    """One line of a ledger: the charges for steps [from_step, to_step) of a run.
+
+    Attributes:
+        run: which.
+        from_step, to_step: steps.
+        charges: the cost to each group of peers.
+        witnessed: for a line that replaces lost ones, how many lines neighbours had seen; else 0.
+    """
 
     run: RunName
     from_step: int
     to_step: int
     charges: tuple[Charge, ...]
+    witnessed: int = 0
 
     def to_json(self) -> Body:
         """Return the entry as a JSON object."""
@@ -145,6 +153,7 @@ class Entry:
             "from_step": self.from_step,
             "to_step": self.to_step,
             "charges": [charge.to_json() for charge in self.charges],
+            **({"witnessed": self.witnessed} if self.witnessed else {}),
         }
 
     @classmethod
@@ -156,7 +165,7 @@ class Entry:
         """
         run = RunName(str(body["run"]), str(body["scenario"]), str(body["environment"]))
         charges = tuple(Charge.from_json(charge) for charge in body["charges"])
-        return cls(run, int(body["from_step"]), int(body["to_step"]), charges)
+        return cls(run, int(body["from_step"]), int(body["to_step"]), charges, int(body.get("witnessed", 0)))
 
 
 class Ledger:
@@ -165,6 +174,8 @@ class Ledger:
     Attributes:
         path: the file.
         entries: every entry that is safe on disk, oldest first.
+        witnessed: what neighbours see of it: how many lines there were, lost ones that were charged included, and the
+            last line's hash.
     """
 
     def __init__(self, directory: Path | str, source: str) -> None:
@@ -197,7 +208,18 @@ class Ledger:
         except BaseException:
             self.close()
             raise
-        self._hashes = [str(body["hash"]) for body in bodies]
+        self._hashes: list[str] = []
+        self._lengths: list[int] = []  # after each line: how many there were, with those lost before it
+        self.witnessed: Head = (0, EMPTY_HASH)
+        self._extend([str(body["hash"]) for body in bodies], self.entries)
+
+    def _extend(self, hashes: Sequence[str], entries: Sequence[Entry]) -> None:
+        for number, digest in enumerate(hashes, start=len(entries) - len(hashes)):
+            lost = entries[number].witnessed if number >= 0 else 0  # the first line of a file is no entry
+            self._hashes.append(digest)
+            self._lengths.append(max(self._lengths[-1] if self._lengths else 0, lost) + 1)
+        if hashes:
+            self.witnessed = self._lengths[-1], hashes[-1]
 
     @property
     def _descriptor(self) -> int:
@@ -226,6 +248,28 @@ class Ledger:
             message = f"{self.path} line {length}: not the line that the checkpoint saw; {RESTORE}"
             raise BudgetError(message, code="ledger.stale")
 
+    def check_witnessed(self, witnessed: Head) -> None:
+        """Check that the ledger holds what a neighbour has seen of it.
+
+        Raises:
+            BudgetError: it is shorter, or differs there: an old copy.
+        """
+        length, digest = witnessed
+        if length > self.witnessed[0]:
+            raise BudgetError(
+                f"{self.path} has {self.witnessed[0]} lines, and a neighbour has seen {length}: it is an old copy, or "
+                "was begun again, so its ε is too small; put the newest copy back, or charge the missing lines by "
+                "--charge-witnessed",
+                code="ledger.witnessed",
+            )
+        if length in self._lengths and self._hashes[self._lengths.index(length)] != digest:
+            raise BudgetError(
+                f"{self.path} line {self._lengths.index(length) + 1}: not the line that a neighbour has seen, so two "
+                "copies were continued; put the one back that the neighbours have seen, or charge the missing lines by "
+                "--charge-witnessed",
+                code="ledger.witnessed",
+            )
+
     def fits(self, charge: Charge, budget: float, delta: float) -> bool:
         """Return whether a budget allows one more charge, as if one example had taken part in all of them.
 
@@ -236,18 +280,21 @@ class Ledger:
         """
         return math.isinf(budget) or epsilon(releases_in(self.entries, charge), delta) <= budget
 
-    def append(self, run: RunName, from_step: int, to_step: int, charges: Iterable[Charge]) -> None:
+    def append(
+        self, run: RunName, from_step: int, to_step: int, charges: Iterable[Charge], *, witnessed: int = 0
+    ) -> None:
         """Append one entry, whole or not at all; it counts, and is safe on disk, when this returns.
 
         Args:
             run: the run that takes the steps.
             from_step, to_step: the steps [from_step, to_step) that are covered.
             charges: the cost to each group of peers.
+            witnessed: see Entry.
 
         Raises:
             BudgetError: the disk fails; then no step may be taken.
         """
-        entry = Entry(run, from_step, to_step, tuple(charges))
+        entry = Entry(run, from_step, to_step, tuple(charges), witnessed)
         if self._unsynced[1]:
             self._sync()  # an interrupt came between write and sync
         bodies = [entry.to_json()] if self._hashes else [self._header, entry.to_json()]
@@ -266,7 +313,7 @@ class Ledger:
         self._guarded(os.fsync)
         entries, hashes = self._unsynced
         self.entries += entries
-        self._hashes += hashes
+        self._extend(hashes, entries)
         self._unsynced = ([], [])
 
     def _guarded(self, action: Callable[[int], None]) -> None:
@@ -673,6 +720,32 @@ class CohortLedger(Ledger):
         written, ended, duration = self._last_write
         seconds_per_step = (now - ended) / max(1, step - written)
         return max(least, math.ceil(min(duration / WRITE_FRACTION / max(seconds_per_step, 1e-9), self._steps)))
+
+    def charge_witnessed(self, length: int) -> int:
+        """Charge the lines that a ledger lacks, each as a step of the plan, and return how many there are.
+
+        Where steps of the plan differ, the whole plan is charged for them: an upper bound.
+
+        Args:
+            length: how many lines neighbours have seen.
+        """
+        missing, plan = max(0, length - self.witnessed[0]), self._steps
+        if missing:
+            run = replace(self._run, id=f"{self._run.id}-witnessed-{length}")
+            charges = []
+            for account in self.spending.accounts:
+                releases = {spend.release.mechanism: spend.release for spend in account.spends}
+                if len(releases) == 1 and not any(spend.whole for spend in account.spends):
+                    parts = [((0, missing), release.times(missing)) for release in releases.values()]
+                else:
+                    times = math.ceil(missing / plan)
+                    parts = [
+                        ((spend.from_step, spend.to_step), spend.release.times(times * spend.release.steps))
+                        for spend in account.spends
+                    ]
+                charges.append(Charge((account.peer,), tuple(((steps,), release) for steps, release in parts)))
+            self.append(run, 0, missing, charges, witnessed=length)
+        return missing
 
     def _check_same_plan(self, run: RunName, plans: Mapping[int, Sequence[Spend]]) -> None:
         """Raise BudgetError where charged steps of the run use another mechanism in this plan."""

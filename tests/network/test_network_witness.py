@@ -1,0 +1,181 @@
+"""A peer whose ledger was restored, lost or copied takes no further step: its neighbours have seen more of it.
+
+Each run is a network over real gRPC and TLS. The observer stands at the one door from examples to messages.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+from tiny_scenario import Tiny
+from variants import settings_for
+
+pytest.importorskip("grpc")
+
+from networked import LONG, Killed, devices, finish, mortal, running, wait_until
+
+from flower_privdec.core.cohort import Cohort, PrivateStep
+from flower_privdec.errors import BudgetError, PrivdecError, RunError, StoppedError
+from flower_privdec.network.peer.foreground import running_peer
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.privacy.ledger.ledger import read_chain
+from flower_privdec.scenario import Scenario
+
+MODES = ["synchronous", "asynchronous"]
+ALGORITHMS = ["algorithm.name=privsgp", "algorithm.name=d-psgd"]  # push-sum and gossip
+ROUNDS = 6
+
+
+class Releases:
+    """Counts the releases of each peer, and calls a function before one of them."""
+
+    def __init__(self) -> None:
+        self.count: dict[int, int] = {}
+        self.before: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def see(self, step: PrivateStep) -> None:
+        """Count a release that is about to be made, paid already."""
+        (peer,) = set(step.peers.tolist())
+        self.before.pop((peer, self.count.get(peer, 0)), lambda: None)()
+        self.count[peer] = self.count.get(peer, 0) + 1
+
+
+@pytest.fixture
+def releases(monkeypatch: pytest.MonkeyPatch) -> Iterator[Releases]:
+    seen, release = Releases(), Cohort.release_
+
+    def watched(cohort: Cohort, step: PrivateStep, *rest: Any) -> None:
+        seen.see(step)
+        release(cohort, step, *rest)
+
+    monkeypatch.setattr(Cohort, "release_", watched)
+    return seen
+
+
+def scenario_of(tiny: Tiny, algorithm: str, mode: str, start: float = LONG) -> Scenario:
+    network = f"network={{mode: {mode}, retry: 0.1, start: {start}, deadline: {LONG}}}"
+    return tiny(*settings_for(algorithm), f"rounds={ROUNDS}", "evaluation.every=3", network)
+
+
+def payments(folder: Path) -> int:
+    """Return how many steps a peer's ledger pays for."""
+    (path,) = (folder / "ledger").glob("*.jsonl")
+    return sum(entry.to_step - entry.from_step for entry in read_chain(path)[1])
+
+
+def run_until_peer_1_is_killed(scenario: Scenario, theirs: list[PeerDevice], then: Callable[[], Any]) -> Any:
+    """Run all peers; kill peer 1 after a few rounds, and return what `then` does while the others are up."""
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], ("trainer.advance", "after"), 8)
+    with running(peers) as futures:
+        assert isinstance(futures[1].exception(LONG), Killed)
+        result = then()
+        for peer in peers:
+            peer.stop()
+        for future in futures:
+            future.exception(LONG)
+    return result
+
+
+def outcome(peer: RunningPeer) -> PrivdecError:
+    """Run a peer and return the error that ends it."""
+    with pytest.raises(PrivdecError) as caught:
+        finish(peer)
+    return caught.value
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("backup", ["a payment ahead", "lost"])
+def test_a_backup_or_an_empty_folder_takes_no_step(
+    backup: str, algorithm: str, mode: str, tiny: Tiny, tmp_path: Path, releases: Releases
+) -> None:
+    scenario = scenario_of(tiny, algorithm, mode)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    folder, copy = theirs[1].folder, tmp_path / "backup"
+    releases.before[1, 2] = lambda: shutil.copytree(folder, copy)  # its checkpoint has two steps, its ledger three
+
+    def start_again() -> PrivdecError:
+        shutil.rmtree(folder)
+        if backup == "a payment ahead":
+            shutil.copytree(copy, folder)
+        before = releases.count[1]
+        error = outcome(running_peer(scenario, theirs[1], resume=backup != "lost"))
+        assert releases.count[1] == before
+        return error
+
+    error = run_until_peer_1_is_killed(scenario, theirs, start_again)
+    assert isinstance(error, BudgetError)
+    assert error.code == "ledger.witnessed"
+    assert "--charge-witnessed" in str(error)
+    assert payments(copy) == 3
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_was_lost_can_be_charged_and_the_peer_goes_on(
+    algorithm: str, tiny: Tiny, tmp_path: Path, releases: Releases
+) -> None:
+    scenario = scenario_of(tiny, algorithm, "asynchronous").model_copy(update={"rounds": 20_000})
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    folder = theirs[1].folder
+    peers = [running_peer(scenario, device) for device in theirs]
+    mortal(peers[1], ("trainer.advance", "after"), 8)
+    with running(peers) as futures:
+        assert isinstance(futures[1].exception(LONG), Killed)
+        taken = releases.count[1]
+        shutil.rmtree(folder)
+        recovering = running_peer(scenario, theirs[1])
+        try:
+            recovering.open()
+            assert recovering.charge_witnessed() >= taken
+        finally:
+            recovering.close()
+        assert payments(folder) >= taken
+        again = running_peer(scenario, theirs[1], resume=any(folder.glob("checkpoint-*")))
+        with running([again]) as (future,):
+            wait_until(lambda: releases.count[1] > taken + 2 or future.done())
+            for peer in [again, *peers]:
+                peer.stop()
+            assert isinstance(future.exception(LONG), StoppedError)
+    assert payments(folder) >= releases.count[1] > taken + 2
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_copied_folder_that_runs_at_once_ends_both(
+    algorithm: str, tiny: Tiny, tmp_path: Path, releases: Releases
+) -> None:
+    scenario = scenario_of(tiny, algorithm, "asynchronous").model_copy(update={"rounds": 100_000})
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    copy, copied = tmp_path / "copy", Event()
+
+    def backup() -> None:
+        shutil.copytree(theirs[1].folder, copy, ignore=shutil.ignore_patterns(".lock"))
+        copied.set()
+
+    releases.before[1, 2] = backup
+    peers = [running_peer(scenario, device) for device in theirs]
+    with running(peers) as futures:
+        assert copied.wait(LONG)
+        elsewhere = tuple("127.0.0.1:0" if peer == 1 else address for peer, address in enumerate(theirs[1].addresses))
+        twin = running_peer(scenario, replace(theirs[1], folder=copy, addresses=elsewhere), resume=True)
+        error = outcome(twin)
+        assert error.code in ("ledger.witnessed", "network.runs-twice")
+        for peer in peers:
+            peer.stop()
+        for future in futures:
+            future.exception(LONG)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_peer_with_no_neighbour_up_takes_no_step(mode: str, tiny: Tiny, tmp_path: Path, releases: Releases) -> None:
+    scenario = scenario_of(tiny, ALGORITHMS[0], mode, start=0.5)
+    device = devices(scenario, tmp_path, insecure_seeds=False)[1]
+    peer = running_peer(scenario, device)
+    assert isinstance(outcome(peer), RunError)
+    assert not releases.count
