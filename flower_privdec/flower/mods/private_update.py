@@ -149,7 +149,7 @@ class PeerLedger:
         if missing:
             run = replace(self._run, id=f"{self._run.id}-witnessed-{length}")
             charge = Charge((self.peer,), ((((0, missing),), update_release(noise).times(missing)),))
-            self._ledger.charge(run, 0, missing, [charge], witnessed=length)
+            self._ledger.append(run, 0, missing, [charge], witnessed=length)
         return missing
 
     def check_entries(self, n_entries: int) -> None:

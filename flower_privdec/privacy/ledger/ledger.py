@@ -42,7 +42,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from flower_privdec.common.files import sync_folder
+from flower_privdec.common.files import sync
 from flower_privdec.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon, epsilon_of_runs, last_that_fits
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical
@@ -204,7 +204,7 @@ class Ledger:
             elif content and not content.endswith(b"\n"):
                 os.write(self._descriptor, b"\n")
             self.entries = entries_of(bodies, self.path)
-            sync_folder(self.path.parent)
+            sync(self.path.parent)
         except BaseException:
             self.close()
             raise
@@ -400,7 +400,7 @@ def _open_locked(path: Path) -> int:
     """Open a ledger file, created with its folder if missing, and lock it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        sync_folder(path.parent.parent)
+        sync(path.parent.parent)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
         message = f"{error.filename or path} cannot be created ({error.strerror}); give another ledger folder"
