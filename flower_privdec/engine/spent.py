@@ -69,8 +69,8 @@ def epsilons(cohort: Cohort, rounds: int) -> list[float]:
         return [math.inf] * len(cohort.peers)
     if cohort.ledger is None:
         return cohort.protection.epsilons(rounds)
-    found: list[float] = cohort.ledger.spending.epsilons(rounds * cohort.steps_per_round).tolist()
-    return found
+    values: list[float] = cohort.ledger.spending.epsilons(rounds * cohort.steps_per_round).tolist()
+    return values
 
 
 def rounds_run(cohort: Cohort, rounds: int) -> list[int]:
