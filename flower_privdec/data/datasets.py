@@ -1,4 +1,4 @@
-"""Read what all peers of a run know of its data, the public test set, and what each holds: its own examples."""
+"""Read the public test set, and the private training examples of some peers."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(
         "svmlight": read_svmlight,
     }
 )
-OWN = "own"  # what a ledger calls all data that users' functions give: one name, lest a renamed function be free
+OWN = "own"  # the ledger's name of all data of users' functions: a renamed function must not start at ε = 0
 
 
 @dataclass(frozen=True, eq=False)
 class PublicSet:
-    """What all know of the data: the test set, and what examples look like.
+    """The public test set, and the form of all examples.
 
     Attributes:
-        name: its name in DATASETS, `data.source`, or `own`: under it a ledger counts it, whatever part of it, order or
-            file is used.
+        name: its name in DATASETS, `data.source`, or `own`, under which a ledger counts every part, order and file of
+            it.
         x: features, float32 [N, *input_shape], or compressed rows of them, or tokens, int64.
         y: classes, int64 [N], of 0..n_classes-1; or numbers or labels, float32 [N, n_classes].
         n_classes: how many classes there are, or how many numbers or labels an example has.
         n_tokens: tokens are 0..n_tokens-1; None where x holds features.
-        validation: examples of the test set that are in no test figure; None where none are kept out.
+        validation: examples of the test set that are in no test figure; None where none are held out.
     """
 
     name: str
@@ -73,7 +73,7 @@ class PublicSet:
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """The training examples of some peers: private, and theirs alone.
+    """The private training examples of some peers.
 
     Attributes:
         x: features, float32 [N, *input_shape], or compressed rows of them, or tokens, int64.
@@ -92,13 +92,13 @@ class Examples:
 
 
 def open_dataset(section: DataSection, root: str | None, targets: Targets, key: str = "data.root") -> Source:
-    """Return a dataset of which nothing has been read.
+    """Return a dataset, to be read lazily.
 
     Args:
         section: names one of DATASETS, or a user's own function, see `read_own`.
         root: the folder that torchvision's layout is in, or the .npz file; the embedded datasets need none.
         targets: what the task's loss takes.
-        key: of the scenario, which says where the data lie.
+        key: of the scenario, that gives `root`.
 
     Raises:
         ScenarioError: the name, or the root, is wrong, or it has other targets or no tokens; with the remedy.
@@ -119,7 +119,7 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
 
 
 def name_of(section: DataSection) -> str:
-    """Return what a ledger calls a dataset."""
+    """Return the name under which a ledger counts a dataset."""
     return section.dataset if isinstance(section.dataset, str) else section.source or OWN
 
 
@@ -138,7 +138,10 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
         ScenarioError: the name, a path or a number is wrong; the message has the remedy.
     """
     key, root = ("data.root", section.root) if section.test is None else ("data.test", section.test)
-    source, where = open_dataset(section, root, targets, key), _where(section, key, root)
+    source = open_dataset(section, root, targets, key)
+    where = f"data.dataset={section.dataset}" if root is None else f"{key}={root}"
+    if not isinstance(section.dataset, str):
+        where = f"data.dataset.module={section.dataset.module!r}"
     split = source.test()
     if targets == "classes":
         n_classes = section.classes or source.n_classes or _count_classes(split.labels, where)
@@ -146,8 +149,8 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
         raise ScenarioError(f"data.classes={section.classes} counts classes, and the task takes {targets}: remove it")
     else:
         n_classes = split.labels.shape[1]
-    blamed = where if section.classes is None else f"data.classes={section.classes}"
-    _check_labels(split.labels, n_classes, f"{blamed}: the test set")
+    source_of_count = where if section.classes is None else f"data.classes={section.classes}"
+    _check_labels(split.labels, n_classes, f"{source_of_count}: the test set")
     held, rows = _held_out(len(split.labels), section, seed)
 
     def part(rows: Rows, validation: PublicSet | None = None) -> PublicSet:
@@ -167,11 +170,11 @@ def read_examples(
 ) -> Examples:
     """Read the training examples of some peers.
 
-    Where `data.root` has {peer} in it each peer's own file is read and no other. Otherwise one dataset is dealt out,
-    by its labels; features are read of these peers alone.
+    Where `data.root` contains {peer}, only these peers' own files are read. Otherwise one dataset is partitioned by its
+    labels, and only these peers' features are read.
 
     Args:
-        section: the scenario's; `samples` are chosen, and peers dealt, by generators keyed by `seed`.
+        section: the scenario's; `samples` and the partition are drawn by generators keyed by `seed`.
         seed: the scenario's seed.
         n_peers: of the whole network.
         peers: global ids, ascending.
@@ -184,7 +187,7 @@ def read_examples(
     root = section.root if root is None else root
     if section.each_its_own:
         return _own_files(section, root or "", peers, targets)
-    return _dealt(section, seed, n_peers, peers, open_dataset(section, root, targets).train())
+    return _partitioned(section, seed, n_peers, peers, open_dataset(section, root, targets).train())
 
 
 def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
@@ -193,16 +196,12 @@ def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
     Raises:
         ScenarioError: naming both shapes, or the label.
     """
-    if examples.x.shape[1:] != public.x.shape[1:]:
-        raise ScenarioError(
-            f"data.root={root} has training examples of shape {list(examples.x.shape[1:])} and test examples of shape "
-            f"{list(public.x.shape[1:])}: they must be equal; mend the file"
-        )
-    if examples.y.shape[1:] != public.y.shape[1:]:
-        raise ScenarioError(
-            f"data.root={root} has training targets of shape {list(examples.y.shape[1:])} and test targets of shape "
-            f"{list(public.y.shape[1:])}: they must be equal; mend the file"
-        )
+    for what, own, test in (("examples", examples.x, public.x), ("targets", examples.y, public.y)):
+        if own.shape[1:] != test.shape[1:]:
+            raise ScenarioError(
+                f"data.root={root} has training {what} of shape {list(own.shape[1:])} and test {what} of shape "
+                f"{list(test.shape[1:])}: they must be equal; mend the file"
+            )
     _check_labels(examples.y.numpy(), public.n_classes, f"data.root={root}: the training set")
 
 
@@ -211,18 +210,20 @@ def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarra
     splits = [open_dataset(section, root.replace(PEER, str(peer)), targets).train() for peer in peers]
     ends = np.cumsum([0, *(len(split.labels) for split in splits)])
     features = [split.read(slice(None)) for split in splits]
-    for what, arrays in (("examples", features), ("targets", [split.labels for split in splits])):
+    for kind, arrays in (("examples", features), ("targets", [split.labels for split in splits])):
         shapes = sorted({tuple(part.shape[1:]) for part in arrays})
         if len(shapes) > 1:
             raise ScenarioError(
-                f"data.root={root} has {what} of shapes {shapes}: all peers' must be alike; mend the files"
+                f"data.root={root} has {kind} of shapes {shapes}: all peers' must be alike; mend the files"
             )
     parts = tuple(np.arange(a, b) for a, b in pairwise(ends))
     return Examples(joined(features), torch.from_numpy(np.concatenate([split.labels for split in splits])), parts)
 
 
-def _dealt(section: DataSection, seed: int, n_peers: int, peers: Sequence[int] | np.ndarray, split: Split) -> Examples:
-    """Deal a dataset out among all peers, and read the features of some."""
+def _partitioned(
+    section: DataSection, seed: int, n_peers: int, peers: Sequence[int] | np.ndarray, split: Split
+) -> Examples:
+    """Partition a dataset among all peers, and read the features of some."""
     chosen = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
     labels, options = split.labels[chosen], section.partition.model_dump(exclude={"kind"}, exclude_none=True)
     parts = partition(labels, n_peers, section.partition.kind, seed, **options)
@@ -261,14 +262,6 @@ def _held_out(total: int, section: DataSection, seed: int) -> tuple[Rows | None,
     held = np.asarray(np.arange(total)[_chosen(total, count, seed, "validation", name)])
     rest = np.setdiff1d(np.arange(total), held)
     return held, rest[_chosen(len(rest), section.test_samples, seed, "test_samples", name)]
-
-
-def _where(section: DataSection, key: str, root: str | None) -> str:
-    """Return which key says where the data come from, and what it says."""
-    dataset = section.dataset
-    if not isinstance(dataset, str):
-        return f"data.dataset.module={dataset.module!r}"
-    return f"data.dataset={dataset}" if root is None else f"{key}={root}"
 
 
 def _count_classes(labels: np.ndarray, where: str) -> int:

@@ -4,7 +4,7 @@
           → whitening by the features of drawings → unit norm times `norm`
 
 Each example goes through by itself, so the features of one never depend on another, and a peer computes them
-for its own data exactly as a simulation does for everybody's. Whitening takes mean and covariance from
+for its own data exactly as a simulation does for all peers. Whitening takes mean and covariance from
 `strokes`, synthetic drawings: it removes what every image of pen strokes has in common, which
 otherwise fills most of the clip norm, and evens out what is left.
 
@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario.sections import FeaturesSection
 
-VERSION = 1  # raise it with any change of the numbers: features kept on disk are then made afresh
+VERSION = 1  # raise it with any change of the numbers: it invalidates the features cached on disk
 CHUNK, IMAGES = 256, 32  # examples that a thread takes at a time, and images that stay in its cache
 DRAWINGS = 2000
 TINY = 1e-6
@@ -164,7 +164,7 @@ def _compute(section: FeaturesSection, x: Tensor) -> Tensor:
 
 
 def _counted(chunks: Iterator[None], total: int) -> Iterator[None]:
-    """Say on stderr how far it is: a line that moves on a terminal, else one at the end."""
+    """Report progress on stderr: a line that is updated on a terminal, else one at the end."""
     began, moving = time.monotonic(), sys.stderr.isatty()
     for number, chunk in enumerate(chunks, start=1):
         done = min(number * CHUNK, total)
@@ -230,41 +230,37 @@ def _centred(ink: np.ndarray) -> np.ndarray:
 
 
 def cached(recipe: dict[str, Any], x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """Return what was computed from `x` by a recipe, from disk where it lies there, else computed and kept.
+    """Return the result of a computation on `x`, from the cache on disk where it is there.
 
-    Processes that want the same features wait for the first one to compute them. A damaged file is computed
-    afresh; where the folder cannot be written nothing is kept. Both are said on stderr.
+    Processes that need the same features wait for the first one to compute them. A damaged file is computed
+    again; where the folder cannot be written nothing is cached. Both are reported on stderr.
 
     Args:
-        recipe: all that decides the result beside `x`, as JSON; part of the key.
+        recipe: all that decides the result besides `x`, as JSON; part of the key.
         x: float32 examples [N, ...].
-        compute: makes the result, float32 [N, D].
+        compute: returns the result, float32 [N, D].
     """
-    key = _key(recipe, x)
+    key = _hash(json.dumps([recipe, list(x.shape), str(x.dtype)], sort_keys=True).encode(), x)
     path = cache_folder() / "features" / f"{key}.safetensors"
     with ExitStack() as stack:
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            stack.enter_context(_alone(path.with_suffix(".lock")))
+            fcntl.flock(stack.enter_context(path.with_suffix(".lock").open("a")), fcntl.LOCK_EX)
         except OSError as error:
-            _say(f"not kept for the next run: {error}")
+            _report(f"not cached: {error}")
             return compute()
         if path.exists():
             features = _read(path, key, len(x))
             if features is not None:
                 return features
-            _say(f"{path} is damaged: computed afresh")
+            _report(f"{path} is damaged: computed again")
         result = compute()
         try:
-            _write(path, key, result)
+            with replacing(path, private=True) as part:
+                save_file({"features": result.contiguous()}, part, {"key": key, "checksum": _hash(b"", result)})
         except (OSError, SafetensorError) as error:
-            _say(f"not kept for the next run: {error}")
+            _report(f"not cached: {error}")
         return result
-
-
-def _key(recipe: dict[str, Any], x: Tensor) -> str:
-    described = json.dumps([recipe, list(x.shape), str(x.dtype)], sort_keys=True)
-    return _hash(described.encode(), x)
 
 
 def _hash(start: bytes, x: Tensor) -> str:
@@ -285,18 +281,5 @@ def _read(path: Path, key: str, count: int) -> Tensor | None:
     return None
 
 
-def _write(path: Path, key: str, features: Tensor) -> None:
-    with replacing(path, private=True) as part:
-        save_file({"features": features.contiguous()}, part, {"key": key, "checksum": _hash(b"", features)})
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold a lock on a file while the context lasts."""
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _say(message: str) -> None:
+def _report(message: str) -> None:
     print(f"features: {message}", file=sys.stderr)

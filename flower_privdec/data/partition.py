@@ -50,7 +50,14 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
     """
     labels = np.asarray(labels)
     PARTITIONS.check(kind, "data.partition.kind")
-    _check_options(kind, options)
+    accepted = dict(list(inspect.signature(_KINDS[kind]).parameters.items())[3:])
+    for key in options:
+        if key not in accepted:
+            hint = f"it takes {', '.join(accepted)}" if accepted else "it takes no options"
+            raise ScenarioError(f"data.partition.{key} is no option of kind {kind}: {hint}")
+    for key, parameter in accepted.items():
+        if key not in options and parameter.default is parameter.empty:
+            raise ScenarioError(f"data.partition.{key} is missing: kind {kind} needs it")
     if kind not in ("iid", "sizes") and (labels.ndim != 1 or labels.dtype.kind not in "ui"):
         raise ScenarioError(
             f"data.partition.kind={kind} deals out classes, and the task's targets are none: use iid or sizes"
@@ -58,7 +65,12 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
     if not 1 <= _whole("n_peers", n_peers) <= len(labels):
         raise ScenarioError(f"n_peers={n_peers} must be 1 to {len(labels)}, the number of training examples: lower it")
     parts = _KINDS[kind](labels, n_peers, seed, **options)
-    _check_nobody_is_empty(parts, kind)
+    if empty := [peer for peer, part in enumerate(parts) if len(part) == 0]:
+        more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
+        remedy = "larger sizes, more data or fewer peers"
+        if kind == "dirichlet":
+            remedy = "min_size, a larger alpha or fewer peers"
+        raise ScenarioError(f"data.partition.kind={kind} leaves peer {empty[0]}{more} no example: use {remedy}")
     return [np.sort(part).astype(np.int64, copy=False) for part in parts]
 
 
@@ -66,30 +78,27 @@ def _iid(labels: np.ndarray, n_peers: int, seed: int) -> list[np.ndarray]:
     return np.array_split(_shuffled(labels, seed), n_peers)
 
 
-def _sizes(labels: np.ndarray, n_peers: int, seed: int, sizes: Sequence[float]) -> list[np.ndarray]:
-    ends = np.cumsum(_counts(sizes, n_peers, len(labels)))
-    return np.split(_shuffled(labels, seed)[: ends[-1]], ends[:-1])
-
-
 def _shuffled(labels: np.ndarray, seed: int) -> np.ndarray:
     return keyed_generator(seed, "partition").permutation(len(labels))
 
 
-def _counts(sizes: Sequence[float], n_peers: int, total: int) -> np.ndarray:
-    """Turn counts, or shares of the whole, into counts; a share's is exact to less than one example."""
+def _sizes(labels: np.ndarray, n_peers: int, seed: int, sizes: Sequence[float]) -> list[np.ndarray]:
+    """Divide by counts, or by shares of the whole; a share's count is exact to less than one example."""
+    total = len(labels)
     numeric = isinstance(sizes, Sequence | np.ndarray) and all(_is_number(size) and size > 0 for size in sizes)
     if not numeric or len(sizes) != n_peers:
         raise ScenarioError(f"data.partition.sizes={shown(sizes)} must be {n_peers} numbers > 0, one for each peer")
     values = np.array(sizes, dtype=np.float64)
     if values.sum() <= 1 + 1e-9:
-        ends = np.minimum(np.floor(np.cumsum(values) * total + 1e-6), total)
-        return np.diff(ends.astype(np.int64), prepend=np.int64(0)).astype(np.int64)
-    if values.sum() > total or bool((values != np.rint(values)).any()):
+        ends = np.minimum(np.floor(np.cumsum(values) * total + 1e-6), total).astype(np.int64)
+    elif values.sum() <= total and bool((values == np.rint(values)).all()):
+        ends = np.cumsum(values.astype(np.int64))
+    else:
         raise ScenarioError(
             f"data.partition.sizes={shown(list(sizes))} must be shares that sum to at most 1, or whole counts that "
             f"sum to at most {total}, the number of training examples"
         )
-    return values.astype(np.int64)
+    return np.split(_shuffled(labels, seed)[: ends[-1]], ends[:-1])
 
 
 def _dirichlet(
@@ -107,10 +116,10 @@ def _dirichlet(
 
 
 def _filled_up(parts: list[np.ndarray], least: int, seed: int) -> list[np.ndarray]:
-    """Give peers that hold too little what they lack: random examples, each of the peer that then holds most.
+    """Move random examples, each of the peer that then holds most, to peers that hold too few.
 
-    Flower's partitioner redraws until every peer holds enough, which may never happen; this one keeps
-    what was drawn, of all other peers, and moves as few examples as can be.
+    Flower's partitioner redraws until every peer holds enough, which may never happen; this one keeps what the other
+    peers drew, and moves as few examples as possible.
     """
     generator = keyed_generator(seed, "partition filled up")
     held = [generator.permutation(part).tolist() for part in parts]
@@ -177,26 +186,6 @@ def _by_flwr(name: str, labels: np.ndarray, n_peers: int, seed: int, **options: 
 _KINDS: dict[str, Callable[..., list[np.ndarray]]] = PARTITIONS.bind(
     {"iid": _iid, "dirichlet": _dirichlet, "shards": _shards, "pathological": _pathological, "sizes": _sizes}
 )
-
-
-def _check_options(kind: str, options: dict[str, Any]) -> None:
-    accepted = dict(list(inspect.signature(_KINDS[kind]).parameters.items())[3:])
-    for key in options:
-        if key not in accepted:
-            hint = f"it takes {', '.join(accepted)}" if accepted else "it takes no options"
-            raise ScenarioError(f"data.partition.{key} is no option of kind {kind}: {hint}")
-    for key, parameter in accepted.items():
-        if key not in options and parameter.default is parameter.empty:
-            raise ScenarioError(f"data.partition.{key} is missing: kind {kind} needs it")
-
-
-def _check_nobody_is_empty(parts: list[np.ndarray], kind: str) -> None:
-    empty = [peer for peer, part in enumerate(parts) if len(part) == 0]
-    if empty:
-        more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
-        drawn = kind == "dirichlet"
-        remedy = "min_size, a larger alpha or fewer peers" if drawn else "larger sizes, more data or fewer peers"
-        raise ScenarioError(f"data.partition.kind={kind} leaves peer {empty[0]}{more} no example: use {remedy}")
 
 
 def _is_number(value: Any) -> bool:

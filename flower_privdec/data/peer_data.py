@@ -1,7 +1,7 @@
 """The batches of a step: chosen by (the peer's key, step, global peer), and gathered from examples on a device.
 
-A peer's choice never depends on which other peers are hosted or asked for, nor on the order of the steps. Peers are
-asked for by row: their place among those hosted here.
+A peer's choice never depends on which other peers are hosted or requested, nor on the order of the steps. A row is a
+peer's position among those hosted here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ class Sampler:
         sampling_rate: float64 [m], the chance of one example to be in a step's batch.
 
     Privacy: amplification by sampling holds towards observers who do not know who was sampled. A deployed
-    peer therefore gives bytes from the operating system for its key; the scenario's seed is for simulation.
+    peer's key is therefore bytes from the operating system; the scenario's seed is for simulation.
     `shuffle` and `full` amplify nothing; with `shuffle` a peer uses an example at most once in an epoch of
     J_i // size steps.
     """
@@ -98,13 +99,30 @@ class Sampler:
         self._block = _Block(-1, len(self.sizes), self._steps)
 
     def _sizes(self) -> np.ndarray:
-        if self.kind == "full" or self.rate is not None:
-            _check_rate(self.kind, self.rate)
-            return np.zeros_like(self.partition_sizes)
-        size = _checked_size(self.kind, self.size)
-        if self.small_peers != "full":
-            _check_nobody_is_short(size, self.kind, self.partition_sizes, self.peers)
-        return np.minimum(size, self.partition_sizes)
+        kind, size, rate, counts = self.kind, self.size, self.rate, self.partition_sizes
+        if rate is not None and kind != "poisson":
+            raise ScenarioError(f"data.batch.rate={rate} is for sampling poisson; give {kind} a size, or use poisson")
+        if rate is not None and (
+            not isinstance(rate, int | float | np.floating) or isinstance(rate, bool) or not LEAST_RATE <= rate <= 1
+        ):
+            raise ScenarioError(f"data.batch.rate={rate} must be a number from {LEAST_RATE:g} to 1")
+        if kind == "full" or rate is not None:
+            return np.zeros_like(counts)
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
+            raise ScenarioError(f"data.batch.size={size} must be a whole number >= 1 for sampling {kind}")
+        short = int((counts < size).sum())
+        if short and self.small_peers != "full":
+            row = int(counts.argmin())
+            holds = (
+                f"what the smallest peer, {self.peers[row]}, holds ({short} of {len(counts)} hold fewer than {size})"
+            )
+            or_rate = "a rate (data.batch.rate) in its place, " if kind == "poisson" else ""
+            raise ScenarioError(
+                f"data.batch.size={size} must be at most {counts[row]}, {holds} ({short} of {len(counts)} hold fewer "
+                f"than {size}): lower it, use {or_rate}"
+                "data.batch.small_peers: full, data.partition.min_size, fewer peers or more data"
+            )
+        return np.minimum(size, counts)
 
     def _rates(self) -> np.ndarray:
         if self.kind == "full" or self.rate is not None:
@@ -113,35 +131,21 @@ class Sampler:
             return np.asarray(1 / self.blocks(np.arange(len(self.partition_sizes))))
         return np.asarray(self.sizes / self.partition_sizes)
 
-    def like(self, *, partition_sizes: np.ndarray | None = None, keys: Mapping[int, Secret] | None = None) -> Sampler:
-        """Return a sampler of the same kind over other examples, or with other keys."""
-        return Sampler(
-            self.kind,
-            self.size,
-            self.partition_sizes if partition_sizes is None else partition_sizes,
-            self.keys if keys is None else keys,
-            self.peers,
-            rate=self.rate,
-            small_peers=self.small_peers,
-        )
+    def like(self, **changes: Any) -> Sampler:
+        """Return a sampler of the same kind over other examples or peers, or with other keys."""
+        names = ("kind", "size", "partition_sizes", "keys", "peers", "rate", "small_peers")
+        return Sampler(**{name: getattr(self, name) for name in names} | changes)
 
     def part(self, start: int, stop: int) -> Sampler:
-        """Return a sampler of some of the peers, which draws for them what this one does."""
-        return Sampler(
-            self.kind,
-            self.size,
-            self.partition_sizes[start:stop],
-            self.keys,
-            self.peers[start:stop],
-            rate=self.rate,
-            small_peers=self.small_peers,
-        )
+        """Return a sampler of the peers [start, stop), which draws for them what this one does."""
+        return self.like(partition_sizes=self.partition_sizes[start:stop], peers=self.peers[start:stop])
 
-    def afresh(self) -> Sampler:
+    def with_fresh_keys(self) -> Sampler:
         """Return a sampler of the same kind with fresh keys from the operating system.
 
-        Privacy: a step that is taken again must draw its examples again. Were they the same, all the releases would
-        share one coin of chance q, and averaging them would show who was drawn, which no sum of their ε covers.
+        Privacy: a repeated step must draw its examples again. Were they the same, all the releases would
+        share one coin of chance q, and their average would reveal which examples were drawn, which no sum of their ε
+        covers.
         """
         return self.like(keys={peer: os.urandom(KEY_BYTES) for peer in self.keys})
 
@@ -149,12 +153,12 @@ class Sampler:
         """Return the positions that some peers use in a step.
 
         Args:
-            step: its number in the run, 0 or later; steps may be asked for in any order.
-            rows: which peers, [r], in any order.
+            step: its number in the run, 0 or later; in any order.
+            rows: of the peers, [r], in any order.
 
         Returns:
-            The batch, as wide as the longest among these peers and at least 1; the padding alone depends on
-            who else is asked for.
+            The batch, as wide as the longest among these peers and at least 1; only the padding depends on which other
+            peers are requested.
 
         Raises:
             ValueError: the step or a row is negative, or a peer has no key here (`full` needs none).
@@ -163,9 +167,12 @@ class Sampler:
         if step < 0 or (len(rows) and int(rows.min()) < 0):
             raise ValueError(f"step {step} and rows {rows} must be >= 0")
         if self.kind == "full":
-            return _everything(self.partition_sizes[rows])
+            sizes = self.partition_sizes[rows]
+            return _padded(np.arange(int(sizes.max(initial=1))), sizes)
         if self.kind == "blocks":
-            return self.block(rows, self._drawn_blocks(step, rows))
+            draws = [self._generator("blocks", step, int(row)) for row in rows]
+            numbers = [g.integers(count) for g, count in zip(draws, self.blocks(rows), strict=True)]
+            return self.block(rows, np.array(numbers, dtype=np.int64))
         number, within = divmod(int(step), self._steps)
         places = self._places_in_block(number, rows)
         counts = self._block.counts[within].take(places)
@@ -182,13 +189,7 @@ class Sampler:
         sizes, counts = self.partition_sizes[rows], self.blocks(rows)
         longest = -(-(sizes - numbers) // counts)
         index = numbers[:, None] + counts[:, None] * np.arange(int(longest.max(initial=1)))
-        inside = index < sizes[:, None]
-        return LocalBatch(np.where(inside, index, 0), inside.astype(np.float32))
-
-    def _drawn_blocks(self, step: int, rows: np.ndarray) -> np.ndarray:
-        counts = self.blocks(rows)
-        draws = [self._generator("blocks", step, int(row)) for row in rows]
-        return np.array([g.integers(count) for g, count in zip(draws, counts, strict=True)], dtype=np.int64)
+        return _padded(index, sizes)
 
     def _places_in_block(self, number: int, rows: np.ndarray) -> np.ndarray:
         """Return where the cached block holds some rows, drawing those not yet there."""
@@ -203,7 +204,7 @@ class Sampler:
     def _generator(self, purpose: str, number: int, row: int) -> np.random.Generator:
         peer = int(self.peers[row])
         if peer not in self.keys:
-            raise ValueError(f"peer {peer} has no key here: ask only for peers hosted here")
+            raise ValueError(f"peer {peer} has no key here: request only peers hosted here")
         return keyed_generator(self.keys[peer], purpose, number, peer)
 
     def _draw(self, number: int, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -226,34 +227,6 @@ class Sampler:
         start = first - int(epochs[0]) * steps
         chosen = np.sort(batches[start : start + self._steps], axis=1)
         return np.full(self._steps, size), chosen.reshape(-1)
-
-
-def _check_rate(kind: str, rate: float | None) -> None:
-    if rate is None:
-        return
-    if kind != "poisson":
-        raise ScenarioError(f"data.batch.rate={rate} is for sampling poisson; give {kind} a size, or use poisson")
-    if not isinstance(rate, int | float | np.floating) or isinstance(rate, bool) or not LEAST_RATE <= rate <= 1:
-        raise ScenarioError(f"data.batch.rate={rate} must be a number from {LEAST_RATE:g} to 1")
-
-
-def _checked_size(kind: str, size: int | None) -> int:
-    if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-        raise ScenarioError(f"data.batch.size={size} must be a whole number >= 1 for sampling {kind}")
-    return int(size)
-
-
-def _check_nobody_is_short(size: int, kind: str, counts: np.ndarray, peers: np.ndarray) -> None:
-    short = int((counts < size).sum())
-    if not short:
-        return
-    row = int(counts.argmin())
-    holds = f"what the smallest peer, {peers[row]}, holds ({short} of {len(counts)} hold fewer than {size})"
-    rate = "a rate (data.batch.rate) in its place, " if kind == "poisson" else ""
-    raise ScenarioError(
-        f"data.batch.size={size} must be at most {counts[row]}, {holds}: lower it, use {rate}"
-        "data.batch.small_peers: full, data.partition.min_size, fewer peers or more data"
-    )
 
 
 def draw_poisson(generator: np.random.Generator, steps: int, count: int, rate: float) -> tuple[np.ndarray, np.ndarray]:
@@ -288,8 +261,7 @@ def draw_distinct(generator: np.random.Generator, steps: int, size: int, count: 
     """Draw `size` distinct positions of `count` in each of several steps, every set equally likely.
 
     Floyd's algorithm: for t = count - size .. count - 1 take a uniform position in 0..t, or t itself where
-    that was taken before. A step without such a clash is its draws as they are; only the others are walked
-    through.
+    that was taken before. A step without such a clash is its draws as they are; only the others take a loop.
 
     Args:
         generator: where the draws come from.
@@ -313,9 +285,9 @@ def draw_distinct(generator: np.random.Generator, steps: int, size: int, count: 
     return ordered
 
 
-def _everything(counts: np.ndarray) -> LocalBatch:
-    positions = np.arange(int(counts.max(initial=1)))
-    inside = positions < counts[:, None]
+def _padded(positions: np.ndarray, sizes: np.ndarray) -> LocalBatch:
+    """Return positions [B] or [m, B], those below each peer's size [m]; 0 in place of the others."""
+    inside = positions < sizes[:, None]
     return LocalBatch(np.where(inside, positions, 0), inside.astype(np.float32))
 
 
@@ -333,13 +305,13 @@ class _Block:
         drawn = [draw(self.number, int(row)) for row in rows]
         counts = np.stack([part[0] for part in drawn])  # [new, steps]
         positions = np.concatenate([part[1] for part in drawn])
-        steps, held, width = self.index.shape
+        steps, n_places, width = self.index.shape
         index = np.zeros((len(rows), steps, max(width, int(counts.max(initial=1)))), np.int64)
         index[np.arange(index.shape[2]) < counts[..., None]] = positions
-        grown = np.zeros((steps, held + len(rows), index.shape[2]), np.int64)
-        grown[:, :held, :width] = self.index
-        grown[:, held:] = index.transpose(1, 0, 2)
-        self.place_of[rows] = np.arange(held, held + len(rows))
+        grown = np.zeros((steps, n_places + len(rows), index.shape[2]), np.int64)
+        grown[:, :n_places, :width] = self.index
+        grown[:, n_places:] = index.transpose(1, 0, 2)
+        self.place_of[rows] = np.arange(n_places, n_places + len(rows))
         self.counts = np.ascontiguousarray(np.concatenate([self.counts, counts.T], axis=1))
         self.index = grown
 
@@ -361,13 +333,13 @@ class Batch:
     index: Tensor
 
     def repeated(self, row: int, times: int) -> Batch:
-        """Return a batch in which one peer's stands so many times, without a copy."""
+        """Return one peer's batch repeated, without a copy."""
         parts = (self.x, self.y, self.weight, self.index)
         return Batch(*(part[row].expand(times, *part.shape[1:]) for part in parts))
 
 
 class PeerData:
-    """The peers' training examples on a device, gathered step by step; peers are asked for by row.
+    """The peers' training examples on a device, from which the batch of each step is gathered.
 
     Attributes:
         sampler: what decides which examples a step uses.
@@ -427,9 +399,7 @@ class PeerData:
     def examples(self, rows: Sequence[int] | np.ndarray, start: int, stop: int) -> Batch:
         """Return the local examples [start, stop) of some peers; weight 0 where a peer has none there."""
         rows = np.asarray(rows, dtype=np.int64)
-        positions = np.broadcast_to(np.arange(start, stop), (len(rows), stop - start))
-        inside = positions < self.sampler.partition_sizes[rows][:, None]
-        return self._gather(rows, LocalBatch(np.where(inside, positions, 0), inside.astype(np.float32)))
+        return self._gather(rows, _padded(np.arange(start, stop), self.sampler.partition_sizes[rows]))
 
     def block(self, rows: Sequence[int] | np.ndarray, numbers: np.ndarray) -> Batch:
         """Return one fixed batch of each peer, as `Sampler.block` numbers them."""

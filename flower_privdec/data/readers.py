@@ -63,8 +63,8 @@ class Source:
 
     Attributes:
         train, test: read a half.
-        n_classes: where the format says it; None where the test set's labels do.
-        targets: what an example's target is.
+        n_classes: where the format determines it; None where the test set's labels do.
+        targets: the kind of an example's target.
         n_tokens: examples are whole numbers 0..n_tokens-1; None where they are real numbers.
     """
 
@@ -335,10 +335,10 @@ class Wanted:
     """How a user's own arrays are to be read.
 
     Attributes:
-        targets: what y is.
+        targets: the kind of y.
         n_tokens: x holds whole numbers 0..n_tokens-1; None where it holds real numbers.
-        key: of the scenario, which says where the data lie.
-        n_features: how many features examples have, where their file does not say it.
+        key: of the scenario, that gives the path of the data.
+        n_features: of an example, for formats that do not record it.
     """
 
     targets: Targets = "classes"

@@ -1,4 +1,4 @@
-"""Examples of many features of which few are not 0: rows that are kept compressed."""
+"""Sparse examples: compressed rows of many features of which few are not 0."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Chosen = slice | np.ndarray | Tensor
 
 
 class SparseRows:
-    """Features [N, D] in compressed rows, float32, with as much of a tensor's manners as examples need.
+    """Features [N, D] in compressed rows, float32, with the part of a tensor's interface that examples need.
 
     Attributes:
         matrix: sorted indices, none twice in a row, every value finite.
     """
 
     def __init__(self, matrix: scipy.sparse.csr_matrix) -> None:
-        """Bring rows into their one form, by which they are hashed."""
+        """Convert rows to their canonical form, by which they are hashed."""
         self.matrix = scipy.sparse.csr_matrix(matrix, dtype=np.float32)
         self.matrix.sum_duplicates()
 
@@ -44,7 +44,7 @@ class SparseRows:
         return SparseRows(self.matrix[rows.numpy() if isinstance(rows, Tensor) else rows])
 
     def dense(self) -> Tensor:
-        """Return the rows as they are spelled out, [N, D]: for a few."""
+        """Return dense rows, [N, D]: for a few."""
         return torch.from_numpy(self.matrix.toarray())
 
     def packed(self, rows: np.ndarray) -> Tensor:
@@ -58,7 +58,7 @@ class SparseRows:
         return torch.from_numpy(pairs).view(*rows.shape, 2, -1)
 
     def content(self) -> Sequence[np.ndarray]:
-        """Return the arrays that say what the rows hold, in one form, for a hash."""
+        """Return the rows' arrays in a canonical form, for a hash."""
         parts = (self.matrix.indptr, self.matrix.indices, self.matrix.data)
         return [np.ascontiguousarray(part, dtype=np.float32 if part is parts[2] else np.int64) for part in parts]
 
@@ -67,7 +67,7 @@ Features = Tensor | SparseRows
 
 
 def joined(parts: Sequence[Features]) -> Features:
-    """Return the examples of several, one after the other: all tensors, or all compressed rows."""
+    """Return the concatenation of examples: all tensors, or all compressed rows."""
     compressed = [part for part in parts if isinstance(part, SparseRows)]
     if compressed:
         return SparseRows(scipy.sparse.vstack([part.matrix for part in compressed], format="csr"))

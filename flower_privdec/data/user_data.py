@@ -47,9 +47,9 @@ _ARRAYS, _JPEG = ("x", "y"), ("jpeg", "offset", "label")
 def read_npz(root: str | None, wanted: Wanted) -> Source:
     """Read an .npz file: x_train, y_train, x_test, y_test, or {train,test}_{jpeg,offset,label}; either half alone too.
 
-    Targets and tokens are read as they are wanted. Otherwise 8-bit images ([N, H, W] or [N, H, W, C]) are scaled by
+    Targets and tokens are read as `wanted` describes. Otherwise 8-bit images ([N, H, W] or [N, H, W, C]) are scaled by
     PLAIN_PIXELS; every other array is taken as it is. Labels -1 and +1 become 0 and 1.
-    JPEG images are a re-encoding: near the originals they were made from, not equal; say so of any result.
+    JPEG images are a re-encoding: near their originals, not equal; report that with any result.
     """
     if root is None or not Path(root).is_file():
         raise ScenarioError(
@@ -68,22 +68,18 @@ def _read_half(root: str, part: str, wanted: Wanted) -> Split:
         return from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, where, wanted)
     if wanted.n_tokens is not None or wanted.targets != "classes":
         raise ScenarioError(f"{where} holds JPEG images with classes: they are no tokens, and need a loss of classes")
-    return _binary(_jpeg_split(arrays, part, where), where)
+    return _jpeg_split(arrays, part, where)
 
 
 def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wanted) -> Split:
     """Return one half of a dataset from arrays in memory, read like those of an .npz file."""
-    split = _array_split({f"x_{part}": x, f"y_{part}": y}, part, where, wanted)
-    return _binary(split, where) if wanted.targets == "classes" else split
-
-
-def _array_split(arrays: dict[str, np.ndarray], part: str, where: str, wanted: Wanted) -> Split:
-    x, name = arrays[f"x_{part}"], f"{where}: x_{part}"
-    labels = read_targets(arrays[f"y_{part}"], wanted.targets, f"{where}: y_{part}")
+    name, labels = f"{where}: x_{part}", read_targets(y, wanted.targets, f"{where}: y_{part}")
     if x.dtype.kind not in "buif" or x.ndim < 2 or 0 in x.shape[1:]:
         raise ScenarioError(f"{name} is {x.dtype} {list(x.shape)}: it must be numbers, [examples, features...]")
     if len(x) != len(labels):
         raise ScenarioError(f"{name} has {len(x)} rows for {len(labels)} labels: there must be one for each")
+    if wanted.targets == "classes":
+        labels = binary_labels(labels, where)
     if wanted.n_tokens is not None:
         tokens = read_tokens(x, wanted.n_tokens, name)
         return Split(labels, lambda rows: tokens[rows])
@@ -113,7 +109,7 @@ def _jpeg_split(arrays: dict[str, np.ndarray], part: str, where: str) -> Split:
     offset = offset.astype(np.int64)
     if offset[0] < 0 or offset[-1] > len(stream) or bool((np.diff(offset) <= 0).any()):
         raise ScenarioError(f"{where}: {part}_offset must increase from >= 0 to <= {len(stream)}: mend the file")
-    return Split(labels, lambda rows: _decode(stream, offset, rows, f"{where}: {part}_jpeg"))
+    return Split(binary_labels(labels, where), lambda rows: _decode(stream, offset, rows, f"{where}: {part}_jpeg"))
 
 
 def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Tensor:
@@ -135,10 +131,6 @@ def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Te
     return scale_pixels(channels_first(torch.from_numpy(images)), PLAIN_PIXELS)
 
 
-def _binary(split: Split, where: str) -> Split:
-    return Split(binary_labels(split.labels, where), split.read)
-
-
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _DAMAGE = (OSError, ValueError, EOFError, KeyError, RuntimeError, MemoryError, struct.error, zlib.error)
 _DAMAGED = (*_DAMAGE, zipfile.BadZipFile)  # an encrypted or oddly compressed member is a RuntimeError
@@ -148,32 +140,33 @@ def read_members(path: str, forms: Sequence[Sequence[str]], where: str) -> dict[
     """Return the arrays of an .npz file, in the first of some forms that it begins to have; nothing is unpickled.
 
     Args:
-        forms: the names of the arrays in each form; the last one is asked for where none fits.
-        where: what to call the file in an error.
+        forms: the names of the arrays in each form; the last one is required where none fits.
+        where: names the file in an error.
 
     Raises:
         ScenarioError: it is no such file, lacks an array, or an array in it is damaged or does not fit into memory.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            there = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            names = next((form for form in forms if form[0] in there), forms[-1])
-            if missing := [name for name in names if name not in there]:
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            names = next((form for form in forms if form[0] in members), forms[-1])
+            if missing := [name for name in names if name not in members]:
                 raise ScenarioError(f"{where} lacks {', '.join(missing)}: it must hold {', '.join(names)}")
-            size = sum(there[name].file_size for name in names)
+            size = sum(members[name].file_size for name in names)
             check_room(2 * size, f"{where}: what it unpacks to", "give a smaller file")
-            return {name: _member(archive, there[name], f"{where}: {name}") for name in names}
+            return {name: _member(archive, members[name], f"{where}: {name}") for name in names}
     except ScenarioError:
         raise
     except _DAMAGED as error:
-        reason = "a single array" if _is_array(path) else one_line(error)
+        with open(path, "rb") as file:
+            reason = "a single array" if file.read(6) == npy.MAGIC_PREFIX else one_line(error)
         raise ScenarioError(
             f"{where} cannot be read as .npz ({reason}): save the arrays again with numpy.savez"
         ) from error
 
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> np.ndarray:
-    """Return one array, which takes as many bytes as the archive says its file has."""
+    """Return one array, of at most as many bytes as the archive declares for its file."""
     with archive.open(info) as file:
         version = npy.read_magic(file)
         if version not in _HEADERS:
@@ -192,26 +185,20 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: str) -> np.n
     return array.reshape(shape, order="F" if fortran else "C")
 
 
-def _is_array(path: str) -> bool:
-    """Return whether a file holds one array by itself."""
-    with open(path, "rb") as file:
-        return file.read(6) == npy.MAGIC_PREFIX
-
-
 def read_own(target: str, root: str | None, arguments: Mapping[str, Any], wanted: Wanted) -> Source:
-    """Return a dataset that a user's function gives.
+    """Return a dataset of a user's own function.
 
-    The function is called with the half that is wanted, "train" or "test", and its arguments. It returns x and y, which
-    are read like the arrays of an .npz file. A process that needs only the public test set requests that half alone.
+    The function is called with a half, "train" or "test", and its arguments. It returns x and y, which are read like
+    the arrays of an .npz file. A process that needs only the public test set requests that half alone.
 
     Args:
         target: where the function lies, `package.module:name`.
-        root: given to it by this name, where the scenario has one.
+        root: passed by this name, where the scenario has one.
         arguments: by name.
         wanted: how the arrays are to be read.
 
     Raises:
-        ScenarioError: the function cannot be had. A half that is read: it fails, or gives something else.
+        ScenarioError: the function cannot be imported. A half that is read: it fails, or returns something else.
     """
     load_own(target, "data.dataset.module")
     root_option = {} if root is None else {"root": root}
@@ -237,33 +224,35 @@ def _call_for_half(target: str, arguments: Mapping[str, Any], wanted: Wanted, pa
 
 
 LONGEST_LINE = 1 << 26  # bytes; an example of a million features has a third of it
-LOOK_EVERY = 1 << 25  # bytes of text after which free memory is looked at
-TAKEN = 4  # times the bytes of text that reading them takes at most: "1:1 " is 4 bytes, and an index and a value 12
+LOOK_EVERY = 1 << 25  # bytes of text between two checks of free memory
+MEMORY_FACTOR = (
+    4  # times the bytes of text that reading them takes at most: "1:1 " is 4 bytes, and an index and a value 12
+)
 _OPENED: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open}
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 class Lines:
-    """The lines of a file as they are read, counted, so that an error can name the one it is about."""
+    """The lines of a file as they are read, counted, so that an error can name its line."""
 
     def __init__(self, file: IO[bytes], where: str) -> None:
         self.file, self.where, self.number, self.size = file, where, 0, 0
 
     def read(self, size: int = -1) -> bytes:
-        """Return bytes, as a file does: scikit-learn asks whether it could."""
+        """Return bytes, as a file does: scikit-learn checks for this method."""
         return self.file.read(size)
 
     def __iter__(self) -> Iterator[bytes]:
         """Yield every line, of those that are not too long, while there is room for what they hold."""
-        looked = 0
+        checked = 0
         while line := self.file.readline(LONGEST_LINE):
             self.number, self.size = self.number + 1, self.size + len(line)
             if len(line) == LONGEST_LINE:
                 raise ScenarioError(f"{self.where}:{self.number}: has more than {LONGEST_LINE:,} bytes; mend the file")
-            if self.size - looked > LOOK_EVERY:
-                looked = self.size
+            if self.size - checked > LOOK_EVERY:
+                checked = self.size
                 rest = f"{self.where}: what follows line {self.number:,}"
-                check_room(TAKEN * LOOK_EVERY, rest, "give a smaller file")
+                check_room(MEMORY_FACTOR * LOOK_EVERY, rest, "give a smaller file")
             yield line
 
 
@@ -310,7 +299,7 @@ def _parsed(root: str, where: str, features: int) -> tuple[scipy.sparse.csr_matr
 
 
 def _checked(matrix: scipy.sparse.csr_matrix, features: int, root: str, where: str) -> scipy.sparse.csr_matrix:
-    """Return the examples with indices from 0, after a look at each number."""
+    """Return the examples with indices from 0; raise for an index or value out of range."""
     wrong = (matrix.indices < 1) | (matrix.indices > features) | ~np.isfinite(matrix.data)
     if wrong.any():
         place = int(np.argmax(wrong))

@@ -37,7 +37,14 @@ from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, Scenar
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.flower.launch.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
-from flower_privdec.flower.mods.peer_state import Layout, PeerState, numpy_arrays
+from flower_privdec.flower.mods.peer_state import (
+    Layout,
+    PeerState,
+    mass_of,
+    new_incarnation,
+    numpy_arrays,
+    protocol,
+)
 from flower_privdec.flower.mods.private_update import (
     APP_SPENT,
     LEAST_WEIGHT,
@@ -503,7 +510,8 @@ class AppTrainer:
         for number, (name, kind, shape) in enumerate(parts):
             unmixed[name] = state.rows[f"{UNMIXED}{number}"][0].numpy().view(kind).reshape(shape).copy()
         unprotected = int(state.rows["unprotected"][0])
-        return PeerState(self.scenario.name, self._peer, self._layout, x, w, unmixed, bare=unprotected)
+        shares = protocol(self._peer, mass_of(x, w), new_incarnation())
+        return PeerState(self.scenario.name, self._layout, shares, unmixed, bare=unprotected)
 
     def result(self, state: State) -> PeerState:
         """Return the mass as it is now, and the arrays that are not mixed."""

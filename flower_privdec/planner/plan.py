@@ -22,12 +22,13 @@ from flower_privdec.gradients import explain_kernel
 from flower_privdec.planner.checks import (
     algorithm_warnings,
     cost_warnings,
+    ledger_facts,
     ledger_warnings,
     network_warnings,
+    peer_rows,
     privacy_warnings,
 )
 from flower_privdec.planner.optimum import optimum
-from flower_privdec.planner.peers import ledger_facts, peer_rows
 from flower_privdec.reporting.graph_view import connectivity
 
 TIMED_ROUNDS = 5

@@ -35,6 +35,10 @@ incarnation the peer's own mass and the shares in flight on its own edges are go
 between its restart and the first neighbour that was ahead of it, at most what it was restored with, counts twice: greet
 every neighbour before the first split.
 
+Where a directory introduces the peers, each one acknowledges at every introduction what it has of the other. An
+acknowledgement of a share that this peer does not remember, or of a later incarnation of it, then shows that its state
+is stale: `acknowledge` raises StaleStateError.
+
 A neighbour that lies about another's lost state is believed at its first handshake after that one's start alone, so it
 can make one that has just started give up its own mass; a running peer refuses it. A share that would make the mass
 infinite is rejected.
@@ -220,13 +224,13 @@ class PushSumProtocol(Generic[V]):
 
     Args:
         peer: its id.
-        neighbors: all peers that it may ever send to or hear from.
+        neighbors: all peers that it may ever send to or hear from, but for those that `introduce` adds.
         boot: a random number from 1 to 2^64 - 1, drawn at this start of the process.
         mass: the peer's own values by name, which the caller changes too, between two calls.
         arithmetic: operations on them.
         window: how many shares to one neighbour may be unacknowledged; more than 1 only where edges open by
             `introduce`, for a hello carries the boot of one share.
-        incarnation: of a new state; a driver without handshakes draws one that no earlier state of the peer had.
+        incarnation: of a new state; a driver without handshakes gives one that is later than any earlier state's.
 
     Attributes:
         orphaned: how many shares were given up, by neighbour, because their receiver lost its state.
@@ -319,7 +323,7 @@ class PushSumProtocol(Generic[V]):
         if before is not None and durable.number <= before.number:
             raise RunError(f"commit {durable.number} of peer {self.peer} must come before commit {before.number}")
         for neighbor, edge in durable.edges.items():
-            if before is None or edge.received != before.edges[neighbor].received:
+            if before is None or edge.received != before.edges.get(neighbor, Edge()).received:
                 self._unacknowledged.add(neighbor)
         self._durable = durable
 
@@ -333,7 +337,7 @@ class PushSumProtocol(Generic[V]):
         now = self.edges[neighbor]
         if self._durable is None or not self.can_greet:
             return Edge(now.incarnation)
-        edge = self._durable.edges[neighbor]
+        edge = self._durable.edges.get(neighbor, Edge())
         return edge if edge.incarnation == now.incarnation else Edge(now.incarnation)
 
     # --- shares ---
@@ -422,7 +426,7 @@ class PushSumProtocol(Generic[V]):
     def absorb(self, up_to: int | None = None) -> list[FrozenShare[V]]:
         """Add the shares that are held to the mass, by sender.
 
-        One that would make the mass infinite is dropped with all after it, and its edge closes.
+        One that would make the mass infinite is dropped with all after it, and an edge that a handshake opened closes.
 
         Args:
             up_to: the last round whose shares to add; all when not given.
@@ -438,7 +442,8 @@ class PushSumProtocol(Generic[V]):
                 if not all(self._arithmetic.fits(self.mass[name], part) for name, part in share.values.items()):
                     self.rejected[sender] += 1
                     held.clear()
-                    self.close(sender)
+                    if sender in self._agreed:
+                        self.close(sender)
                     break
                 self._add(share)
                 self.edges[sender] = replace(self.edges[sender], received=share.number, received_boot=share.boot)
@@ -470,16 +475,24 @@ class PushSumProtocol(Generic[V]):
 
         Raises:
             RefusedError: it is about a share that was never sent, or the edge is not open between these incarnations.
+            StaleStateError: the same, of an edge that `introduce` opened; the peer must be reset.
         """
+        introduced = ack.sender in self._open and ack.sender not in self._agreed
+        if introduced and ack.receiver == self.peer and ack.addressed > self.incarnation:
+            raise self._stale(
+                ack.addressed, f"peer {ack.sender} knows incarnation {ack.addressed:#x} of peer {self.peer}"
+            )
         self._open_edge(ack.sender, ack.receiver, ack.incarnation, ack.addressed)
         disk, agreed = self._on_disk(ack.sender), self._agreed.get(ack.sender)
         if agreed and ack.boot != agreed.boot:
             raise RefusedError(f"peer {ack.sender} acknowledged something before its last start")
-        if ack.number > disk.sent or (agreed and ack.number == disk.sent and ack.share_boot != disk.sent_boot):
-            raise RefusedError(
-                f"peer {ack.sender} acknowledged share {ack.number}, and the last sent of peer {self.peer} is "
-                f"{disk.sent}"
+        boots = {share.number: share.boot for share in disk.frozen} | {disk.sent: disk.sent_boot}
+        if ack.number > disk.sent or boots.get(ack.number, ack.share_boot) != ack.share_boot:
+            why = (
+                f"peer {ack.sender} acknowledged share {ack.number} of boot {ack.share_boot:#x}, and the last sent of "
+                f"peer {self.peer} is {disk.sent} of {disk.sent_boot:#x}"
             )
+            raise self._stale(self.incarnation, why) if introduced else RefusedError(why)
         return self._forget(ack.sender, ack.number)
 
     def _forget(self, neighbor: int, number: int) -> bool:
@@ -493,12 +506,26 @@ class PushSumProtocol(Generic[V]):
     def introduce(self, neighbor: int, incarnation: int) -> None:
         """Open an edge by the word of a directory that both sides trust, in place of a handshake.
 
+        What was absorbed from the neighbour is acknowledged again.
+
         Args:
-            incarnation: of the neighbour's state; another one than before means that it was lost.
+            neighbor: another peer, also one that was not known before.
+            incarnation: of the neighbour's state; a later one than before means that the state was lost.
+
+        Raises:
+            RefusedError: it is earlier than one that was introduced before; the edge closes.
         """
-        if incarnation != self.edges[neighbor].incarnation:
+        edge = self.edges.setdefault(neighbor, Edge())
+        if incarnation < edge.incarnation:
+            self.close(neighbor)
+            raise RefusedError(
+                f"peer {neighbor} is introduced with incarnation {incarnation:#x}, which must not be before "
+                f"{edge.incarnation:#x}: its state is an old copy, or its clock was set back"
+            )
+        if incarnation > edge.incarnation:
             self._meet(neighbor, incarnation)
         self._open.add(neighbor)
+        self._unacknowledged.add(neighbor)
 
     def close(self, neighbor: int) -> None:
         """Record that a neighbour cannot be reached: nothing is frozen for it until its edge opens again."""
@@ -624,14 +651,15 @@ class PushSumProtocol(Generic[V]):
         far = (theirs.knows >> 32) - (self.incarnation >> 32) > FARTHEST
         if theirs.sender in self._greeted or far:
             raise self._closing(theirs.sender, f"lies, or has a stale state itself ({why})")
-        self._stale_since = max(theirs.knows, self._stale_since or 0)
-        raise StaleStateError(
-            f"{why}; the state of peer {self.peer} is an old copy, so it is reset and takes a neighbour's model"
-        )
+        raise self._stale(theirs.knows, why, ", so it is reset and takes a neighbour's model")
+
+    def _stale(self, since: int, why: str, consequence: str = "") -> StaleStateError:
+        self._stale_since = max(since, self._stale_since or 0)
+        return StaleStateError(f"{why}; the state of peer {self.peer} is an old copy{consequence}")
 
     def _meet(self, neighbor: int, incarnation: int) -> None:
         """Start with a neighbour's new incarnation; what was sent to the one before is orphaned."""
-        on_disk = () if self._durable is None else self._durable.edges[neighbor].frozen
+        on_disk = () if self._durable is None else self._durable.edges.get(neighbor, Edge()).frozen
         for share in self.edges[neighbor].frozen:
             if share in on_disk:
                 self.orphaned[neighbor] += 1
@@ -659,6 +687,8 @@ class PushSumProtocol(Generic[V]):
         return edge
 
     def _closing(self, neighbor: int, why: str) -> RefusedError:
+        if neighbor not in self._agreed:
+            return RefusedError(f"peer {neighbor} {why}")
         self.close(neighbor)
         return RefusedError(f"peer {neighbor} {why}; it has to greet peer {self.peer} again")
 

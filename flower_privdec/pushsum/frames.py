@@ -332,7 +332,7 @@ class FrameCodec:
             )
         if header.run != self.run:
             raise RefusedError(
-                f"{frame} is of run {header.run.hex()}, not {self.run.hex()}; give all peers one scenario"
+                f"{frame} is of run {header.run.hex()}, not {self.run.hex()}; give all peers one scenario and one model"
             )
         if header.kind not in set(FrameKind):
             raise RefusedError(f"{frame} is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}")

@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flower_privdec import __version__
 from flower_privdec.common.files import write_atomically
@@ -188,14 +188,8 @@ def _clear(folder: Path, keep: set[str]) -> None:
             path.unlink()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a cell's run.
-
-    Attributes:
-        cell: which.
-        error: why it failed, or None.
-    """
+class Outcome(NamedTuple):
+    """A cell, and the reason why its run failed, or None."""
 
     cell: Cell
     error: str | None = None

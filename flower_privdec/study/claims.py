@@ -6,19 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from flower_privdec.common.formatting import number
+from flower_privdec.common.formatting import NOTHING, number
 from flower_privdec.study.measured import Reading
 from flower_privdec.study.results import Estimate, Group, PartResult
 from flower_privdec.study.spec import Above, Best, Check, Ordered, Slope, Speedup
 
-MISSING = "–"
 
-
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One place of a claim: its labels, whether the claim holds there (None: a run is missing), and the numbers."""
 
     where: str
@@ -52,15 +50,17 @@ class Verdict:
 
 def judge(check: Check, result: PartResult) -> Verdict:
     """Decide a check."""
-    if isinstance(check, Ordered):
-        return _ordered(check, result)
-    if isinstance(check, Best):
-        return Verdict(tuple(_best(check, result)))
-    if isinstance(check, Above):
-        return _above(check, result)
-    if isinstance(check, Slope):
-        return Verdict(tuple(_slope(check, result)))
-    return Verdict(tuple(_speedup(check, result)))
+    match check:
+        case Ordered():
+            return _ordered(check, result)
+        case Above():
+            return _above(check, result)
+        case Best():
+            return Verdict(tuple(_best(check, result)))
+        case Slope():
+            return Verdict(tuple(_slope(check, result)))
+        case _:
+            return Verdict(tuple(_speedup(check, result)))
 
 
 def criterion(check: Check, result: PartResult) -> str:
@@ -81,7 +81,7 @@ def criterion(check: Check, result: PartResult) -> str:
 def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False) -> str:
     """Return a metric's mean as text, a fraction in percent, with its standard deviation where `spread` is true."""
     if estimate is None:
-        return MISSING
+        return NOTHING
     if reading.share:
         text, std = f"{100 * estimate.mean:.1f} %", f"{100 * (estimate.std or 0):.1f}"
     else:
@@ -136,7 +136,7 @@ def _best(check: Best, result: PartResult) -> Iterator[Case]:
     for place, values in _finals(check, labels, result):
         present = [value for value in values if value is not None]
         if len(present) < len(values):
-            yield Case(place, None, MISSING)
+            yield Case(place, None, NOTHING)
             continue
         order = sorted(range(len(labels)), key=lambda i: -reading.sign * present[i].mean)
         away = abs(order[0] - labels.index(check.label))
@@ -168,7 +168,7 @@ def _slope(check: Slope, result: PartResult) -> Iterator[Case]:
         group, place = result.at(labels), _name(result, labels, check.where)
         curves = group.curves(check.metric) if group.complete else None
         if curves is None:
-            yield Case(place, None, MISSING)
+            yield Case(place, None, NOTHING)
             continue
         late = curves[0] >= check.first
         rounds, means = curves[0][late], curves[1].mean(axis=0)[late]
@@ -191,7 +191,7 @@ def _speedup(check: Speedup, result: PartResult) -> Iterator[Case]:
         curves = [group.curves(check.metric) if group.complete else None for group in groups]
         complete = [curve for curve in curves if curve is not None]
         if len(complete) < len(points):
-            yield Case(place, None, MISSING)
+            yield Case(place, None, NOTHING)
             continue
         best = [(values.min(axis=1) if low else values.max(axis=1)) for _, values in complete]
         common = float(max(run.max() for run in best) if low else min(run.min() for run in best))  # that all runs reach

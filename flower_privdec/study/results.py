@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from flower_privdec.common.formatting import NOTHING
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.scenario.sections import steps_per_round
 from flower_privdec.study.cells import Cell, Labels, folder_of, is_finished
@@ -101,11 +102,11 @@ class Group:
     def field(self, path: str) -> str:
         """Return a key of the scenario, as `algorithm.learning_rate`, as text."""
         if not self.runs:
-            return "–"
+            return NOTHING
         value: Any = self.runs[0].scenario
         for name in path.split("."):
             value = getattr(value, name, None)
-        return f"{value:g}" if isinstance(value, float) else "–" if value is None else str(value)
+        return f"{value:g}" if isinstance(value, float) else NOTHING if value is None else str(value)
 
 
 @dataclass(frozen=True)

@@ -287,11 +287,13 @@ def test_features_are_for_their_owner_alone() -> None:
     assert (cache_folder() / "features").stat().st_mode & 0o077 == 0
 
 
-def test_where_nothing_can_be_kept_it_is_computed_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_features_are_computed_and_reported_where_the_cache_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
     x, result = images(6), torch.randn(6, 3)
     assert torch.equal(keep(x, result), result)
-    assert "not kept" in capsys.readouterr().err
+    assert "not cached" in capsys.readouterr().err
 
 
 def test_a_failed_write_leaves_nothing_and_the_result(

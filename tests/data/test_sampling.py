@@ -112,7 +112,7 @@ def test_keys_decide_and_differ(kind: str) -> None:
 def test_a_peer_without_a_key_is_refused(kind: str) -> None:
     sampler = Sampler(kind, 5, SIZES, {2: bytes(range(16)), 5: bytes(16)})
     first = used(sampler.batch(0, [5, 2]))
-    with pytest.raises(ValueError, match="peer 3 has no key here: ask only for peers hosted here"):
+    with pytest.raises(ValueError, match="peer 3 has no key here: request only peers hosted here"):
         sampler.batch(0, [2, 3])
     assert used(sampler.batch(0, [5, 2])) == first
 

@@ -21,8 +21,7 @@ from flower_privdec.data.sparse_rows import SparseRows
 from flower_privdec.engine.run import run
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.minimum import solve
-from flower_privdec.experiment.objective import ConvexObjective
+from flower_privdec.experiment.minimum import ConvexObjective, solve
 from flower_privdec.gradients import build_kernel
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import plan_text
@@ -191,7 +190,7 @@ def test_a_file_that_is_cut_off_or_endless_is_refused(
     with pytest.raises(ScenarioError, match=r"bomb\.gz:2: has more than 1,024 bytes"):
         of_file(build, written(tmp_path, b"1 1:1\n" + b" " * 4096, "bomb.gz"), test)
     monkeypatch.setattr(user_data, "LOOK_EVERY", 1 << 12)
-    monkeypatch.setattr(user_data, "TAKEN", 1 << 40)
+    monkeypatch.setattr(user_data, "MEMORY_FACTOR", 1 << 40)
     with pytest.raises(ScenarioError, match=r"bomb\.gz: what follows line .* needs about .* give a smaller file"):
         of_file(build, written(tmp_path, b"1 1:1\n" * 4000, "bomb.gz"), test)
 

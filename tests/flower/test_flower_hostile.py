@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,9 @@ from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import FedDeper, Gossip, LocalGrid, PeerMod, PushSum, group_norm, public_key, run_in_process
 from flower_privdec.flower.mods import peer_mod, private_update
 from flower_privdec.flower.mods.peer_mod import Asked, Told, pack_bytes, unpack_bytes
-from flower_privdec.flower.mods.peer_state import load_state, state_path, unpack_body
+from flower_privdec.flower.mods.peer_state import load_state, state_path
 from flower_privdec.flower.strategies.push_sum import comparable
 from flower_privdec.privacy.ledger import ledger as ledger_module
-from flower_privdec.pushsum.exactly_once import RefusedError
 
 APP = ROOT / "simulations" / "adapted-quickstart-sklearn" / "before"
 PROTECTED: dict[str, Any] = {"clip_norm": 1.0, "noise_multiplier": 5.0}
@@ -427,7 +424,7 @@ def mass_of(value: Array) -> Callable[[RecordDict], None]:
 
 LIES: dict[str, Callable[[RecordDict], None]] = {
     "another peer": says(peer=1),
-    "other lists": says(senders=[1, 2]),
+    "other lists": says(refused=["one", "two"]),
     "no words": lambda content: content.pop("privdec.says"),
     "a longer mass": mass_of(Array(np.ones(9))),
     "a mass of no numbers": mass_of(Array(np.array([np.nan, 0.0, np.inf, 1.0]))),
@@ -448,11 +445,11 @@ def test_one_node_that_lies_ends_nobodys_run(lie: Callable[[RecordDict], None], 
     assert all(np.isfinite(array).all() for array in result.arrays.to_numpy_ndarrays())
 
 
-@pytest.mark.parametrize("lists", [{"keys": []}, {"receivers": [1, 2]}, {"held": [1]}, {"taken_by": [1]}])
+@pytest.mark.parametrize("lists", [{"keys": []}, {"receivers": [1, 2]}, {"held": [1]}, {"incarnations": []}])
 def test_an_order_whose_lists_do_not_fit_is_refused_in_one_line(lists: dict[str, Any], tmp_path: Path) -> None:
     app = client(moves, **PROTECTED)
     start(tmp_path, 1, app)
-    common = {"round_index": 2, "rounds": 2, "neighbors": [1], "epochs": [5], "keys": [b"k"]}
+    common = {"round_index": 2, "rounds": 2, "neighbors": [1], "incarnations": [5], "keys": [b"k"]}
     asked = Asked("round", "run", 0, **common | {"receivers": [1], "weights": [0.5]} | lists)
     grid = LocalGrid(app, 2, folder=tmp_path)
     (reply,) = grid.send_and_receive([Message(RecordDict({"privdec.says": asked.record()}), 100, "train")])
@@ -460,14 +457,29 @@ def test_an_order_whose_lists_do_not_fit_is_refused_in_one_line(lists: dict[str,
     assert "\n" not in reply.error.reason
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [[["a", "float64", [np.inf]]], [["a", "(1,", [1]]], [["a", "O", [1]]], [["a", "f8", [-1]]], 5, [[1, 2]], []],
-)
-def test_a_share_of_nonsense_is_refused(parts: Any) -> None:
-    said = json.dumps(parts).encode()
-    with pytest.raises(RefusedError):
-        unpack_body(struct.pack("<I", len(said)) + said + struct.pack("<d", 1.0) + bytes(8))
+NONSENSE = {
+    "nothing": b"",
+    "short": b"prvd",
+    "zeros": bytes(96),
+    "no version": b"prvd" + bytes(92),
+    "text": b"text" * 40,
+}
+
+
+@pytest.mark.parametrize("frame", NONSENSE.values(), ids=NONSENSE)
+@pytest.mark.parametrize("kind", ["introduce", "round"])
+def test_a_node_whose_frames_are_nonsense_is_named_and_the_others_go_on(
+    frame: bytes, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lie(content: RecordDict) -> None:
+        content["privdec.says"]["acknowledgements"] = [frame]
+        content["privdec.outbox"] = pack_bytes({"1.1": frame})
+
+    start(tmp_path, 1, client(moves), n_peers=3)
+    strategy = PushSum(name="run", fraction_evaluate=0.0)
+    strategy.start(LyingGrid(lie, {kind}, client(moves), 3, folder=tmp_path), zeros(), 3)
+    assert [strategy.told[peer].round_index for peer in (1, 2)] == [3, 3]
+    assert "peer 0 handed in what is not relayed: a frame" in caplog.text
 
 
 def test_no_mask_is_used_twice_where_a_state_is_begun_anew(tmp_path: Path) -> None:
@@ -476,8 +488,9 @@ def test_no_mask_is_used_twice_where_a_state_is_begun_anew(tmp_path: Path) -> No
     grid, peers = LocalGrid(app, 2, folder=tmp_path), (0, 1)
     keys = [bytes.fromhex(public_key(tmp_path / f"peer-{peer}")) for peer in peers]
     path = state_path(tmp_path / "peer-0", "run")
-    epochs = [load_state(state_path(tmp_path / f"peer-{peer}", "run")).epoch for peer in peers]
-    common = {"neighbors": [0, 1], "epochs": epochs, "keys": keys}
+    states = [load_state(state_path(tmp_path / f"peer-{peer}", "run")) for peer in peers]
+    incarnations = [state.shares.incarnation for state in states]
+    common = {"neighbors": [0, 1], "incarnations": incarnations, "keys": keys}
     masses = []
     for _ in range(2):
         asked = Asked("deliver", "run", 0, wants_mass=True, serial=2**62, mean_of=[0, 1], **common)

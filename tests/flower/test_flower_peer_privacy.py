@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routing_peers import ReadingGrid, client, first, sets_its_values_once, values_of, zeros
+from routing_peers import ReadingGrid, client, first, frozen_share, receive, sets_its_values_once, values_of, zeros
 from scipy import stats
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
 from flower_privdec.flower.mods.peer_mod import Asked
-from flower_privdec.flower.mods.peer_state import PeerState, load_state, state_path
+from flower_privdec.flower.mods.peer_state import PeerState, load_state, run_frames, state_path
 from flower_privdec.flower.mods.private_update import PeerLedger, clipped, norm, solved_noise, spent_so_far
-from flower_privdec.flower.mods.sealing import Identity, KnownPeers
+from flower_privdec.flower.mods.sealing import Identity, KnownPeers, PeerSeal
 from flower_privdec.flower.strategies.masking import masked, unmasked_sum
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
 from flower_privdec.pushsum.exactly_once import RefusedError
@@ -130,7 +130,7 @@ def test_a_budget_that_is_reached_stops_training_and_the_peer_goes_on_relaying(t
     assert [k for peer, k in done if peer == 2] == [1, 2, 3]
     assert len(done) == 3 * 6 + 3
     state = load_state(state_path(tmp_path / "peer-2", "b"))
-    assert sum(link.sent for link in state.links.values()) == 6  # it went on sending
+    assert sum(edge.sent for edge in state.shares.edges.values()) == 6  # it went on sending
     assert state.round_index == 6
     assert "3 of 4 peers trained (peer 2: its next update would exceed epsilon" in caplog.text
     assert "it trains no more, and goes on relaying" in caplog.text
@@ -300,15 +300,16 @@ def two(tmp_path):
     for each in known:
         each.meet({peer: identity.public for peer, identity in enumerate(identities)})
     both = [PeerState.begun("run", peer, {"x": np.ones(3)}, founding=True) for peer in (0, 1)]
+    both[1].shares.introduce(0, both[0].shares.incarnation)
 
-    def send(**about):
-        both[0].split(
-            {1: 0.5}, {1: both[1].epoch}, lambda to, head, body: identities[0].seal(known[0].key(to), head, body)
-        )
-        return both[0].links[1].frozen[both[0].links[1].sent]
+    def frames(by):
+        return run_frames("run", both[0].layout, PeerSeal(identities[by], known[by]))
+
+    def send():
+        return frozen_share(*both, frames(0))
 
     def take(share, by=1):
-        return both[1].take(share, lambda who, head, body: identities[by].unseal(known[1].key(who), head, body), True)
+        return receive(both[1], frames(by), share)
 
     return both, send, take
 
@@ -316,7 +317,7 @@ def two(tmp_path):
 def test_a_sealed_share_is_taken_once_in_order_and_by_nobody_else(two):
     both, send, take = two
     one, second = send(), send()
-    with pytest.raises(RefusedError, match="it is number 2, and 1 has to come first"):
+    with pytest.raises(RefusedError, match="sent share 2, and 1 has to come first"):
         take(second)
     with pytest.raises(RefusedError, match="its seal is broken: it was changed, or sealed with another key"):
         take(one, by=0)
@@ -325,8 +326,11 @@ def test_a_sealed_share_is_taken_once_in_order_and_by_nobody_else(two):
     assert not take(one)  # played back
     assert both[1].w == mass == 1.5
     assert take(second)
-    with pytest.raises(RefusedError, match="it is for peer 1 in run 'run', epoch"):
-        PeerState.begun("run", 1, {"x": np.ones(3)}, founding=True).take(send(), lambda *_: b"", True)
+    share, lost = send(), both[1]
+    both[1] = PeerState.begun("run", 1, {"x": np.ones(3)}, founding=True)
+    both[1].shares.introduce(0, both[0].shares.incarnation)
+    with pytest.raises(RefusedError, match=f"to {lost.shares.incarnation:#x}, and the two are"):
+        take(share)
 
 
 def test_every_byte_of_a_sealed_share_is_held_by_its_seal(two):
@@ -345,18 +349,18 @@ def test_every_byte_of_a_sealed_share_is_held_by_its_seal(two):
 
 def test_an_open_share_is_refused_by_who_takes_sealed_ones_alone(two):
     both, _, take = two
-    both[0].split({1: 0.5}, {1: both[1].epoch}, None)
-    with pytest.raises(RefusedError, match="it is not sealed, and this peer takes sealed shares alone"):
-        take(both[0].links[1].frozen[1])
+    with pytest.raises(RefusedError, match="is not sealed; seal at all peers, or at none"):
+        take(frozen_share(*both, run_frames("run", both[0].layout)))
 
 
 @pytest.mark.parametrize("number", [np.inf, np.nan])
 def test_a_share_that_is_not_finite_is_refused(number):
     sender, receiver = (PeerState.begun("run", peer, {"x": np.ones(3)}, founding=True) for peer in (0, 1))
     sender.x[1] = number
-    sender.split({1: 0.5}, {1: receiver.epoch}, None)
-    with pytest.raises(RefusedError, match="it is not finite"):
-        receiver.take(sender.links[1].frozen[1], lambda *_: b"", False)
+    receiver.shares.introduce(0, sender.shares.incarnation)
+    frames = run_frames("run", sender.layout)
+    with pytest.raises(RefusedError, match="must be finite"):
+        receive(receiver, frames, frozen_share(sender, receiver, frames))
     assert receiver.x.tolist() == [1.0, 1.0, 1.0]
 
 
@@ -381,7 +385,8 @@ def test_who_pins_keys_knows_nobody_else(tmp_path, caplog):
     PushSum(fraction_evaluate=0.0, name="pins").start(grid, zeros(), 2)
     assert "peer 1 sends nothing to peer 2: peer 2 has no key in" in caplog.text
     found = [load_state(state_path(tmp_path / f"peer-{peer}", "pins")) for peer in range(3)]
-    assert [list(state.links) for state in found] == [[1], [], [1]]
+    edges = [state.shares.edges for state in found]
+    assert [[j for j, edge in each.items() if edge.sent] for each in edges] == [[1], [], [1]]
 
 
 def test_peers_that_do_not_agree_on_seals_are_named():
@@ -396,7 +401,7 @@ def test_a_deployed_peer_seals_and_must_say_where_its_things_are():
     bare = LocalGrid(app, 2, config={})
     for context in bare.contexts.values():
         del context.node_config["folder"]
-    with pytest.raises(RunError, match="must say where its state and ledger are kept: start the SuperNode"):
+    with pytest.raises(RunError, match="has no folder for its state and ledger: start the SuperNode"):
         PushSum(patience=0.2).start(bare, zeros(), 1)
     strategy = PushSum(fraction_evaluate=0.0)
     strategy.start(LocalGrid(app, 2, config={}), zeros(), 1)
@@ -440,7 +445,15 @@ def test_a_relay_cannot_introduce_peers_that_nobody_counted(tmp_path):
     state = load_state(state_path(tmp_path / "peer-0", "run"))
     stranger = bytes.fromhex(public_key(tmp_path / "stranger"))
     asked = Asked(
-        "deliver", "run", 0, wants_mass=True, serial=2**62, mean_of=[0, 7], neighbors=[7], epochs=[5], keys=[stranger]
+        "deliver",
+        "run",
+        0,
+        wants_mass=True,
+        serial=2**62,
+        mean_of=[0, 7],
+        neighbors=[7],
+        incarnations=[5],
+        keys=[stranger],
     )
     (reply,) = grid.send_and_receive([Message(RecordDict({"privdec.says": asked.record()}), 100, "train")])
     assert not reply.has_error()

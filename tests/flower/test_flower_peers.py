@@ -12,13 +12,23 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from routing_peers import LossyGrid, client, failing, first, sets_its_values_once, values_of, zeros
+from routing_peers import (
+    LossyGrid,
+    client,
+    failing,
+    first,
+    frozen_share,
+    receive,
+    sets_its_values_once,
+    values_of,
+    zeros,
+)
 from torch.nn import functional
 
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower import Gossip, LocalGrid, PeerMod, PushSum
-from flower_privdec.flower.mods.peer_state import PeerState, load_state, state_path
+from flower_privdec.flower.mods.peer_state import PeerState, load_state, run_frames, state_path
 from flower_privdec.flower.strategies import peer_network
 from flower_privdec.flower.strategies.peer_network import answers
 
@@ -242,8 +252,8 @@ def test_an_old_copy_of_a_state_is_found_out(tmp_path):
     path.write_bytes(copy)
     strategy = PushSum(name="old", fraction_evaluate=0.0)
     strategy.start(LocalGrid(client(sets_its_values_once), 2, folder=tmp_path), zeros(), 9)
-    assert "has had share 6 of peer 1" in strategy.network.train_errors[1]
-    assert "the state is an old copy; delete it" in strategy.network.train_errors[1]
+    assert "peer 0 acknowledged share 6" in strategy.network.train_errors[1]
+    assert f"the state of peer 1 is an old copy; delete {path}" in strategy.network.train_errors[1]
 
 
 # What the app sees.
@@ -382,12 +392,11 @@ def test_peers_whose_models_are_not_alike_refuse_each_others_shares(tmp_path):
     PushSum(name="x", fraction_evaluate=0.0).start(grid, zeros(), 1)
     first_state, _ = states(tmp_path, 2, "x")
     other = PeerState.begun("x", 1, {"1": np.zeros(3)}, founding=True)
-    other.split({0: 0.5}, {0: first_state.epoch}, None)
-    share = other.links[0].frozen[1]
-    before = first_state.w
-    with pytest.raises(RunError, match=r"array '0' is missing and must be float64 \(3,\).*build the same"):
-        first_state.take(share, lambda *_: b"", only_sealed=False)
-    assert first_state.w == before
+    frames, theirs = (run_frames("x", state.layout) for state in (first_state, other))
+    first_state.shares.introduce(1, other.shares.incarnation)
+    with pytest.raises(RunError, match="give all peers one scenario and one model"):
+        receive(first_state, frames, frozen_share(other, first_state, theirs))
+    assert first_state.w == states(tmp_path, 2, "x")[0].w
 
 
 def test_two_nodes_that_claim_one_peer_are_named():

@@ -88,7 +88,10 @@ MUTANTS = {
         "self._arithmetic.subtract(self.mass[name], part + part / 4096)",
     ),
     "an acknowledgement of the future is believed": ("if ack.number > disk.sent or", "if False and ack.number or"),
-    "an acknowledgement of another share is believed": ("and ack.share_boot != disk.sent_boot", "and False"),
+    "an acknowledgement of another share is believed": (
+        "or boots.get(ack.number, ack.share_boot) != ack.share_boot",
+        "",
+    ),
     "a share is replaced at each try": (
         "return [share for share, now in frozen if share in now]",
         "return [replace(s, values=self._parts(0.5)) for s, now in frozen if s in now]",

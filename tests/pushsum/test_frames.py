@@ -144,7 +144,7 @@ WRONG = {
     "version": (changed(version=3), "a frame of peer 1 has version 3 of the protocol, not 2"),
     "another run": (
         changed(run=b"x" * 16),
-        "a frame of peer 1 is of run 7878.*, not 630d.*; give all peers one scenario",
+        "a frame of peer 1 is of run 7878.*, not 630d.*; give all peers one scenario and one model",
     ),
     "sealed": (changed(flags=2), "a frame of peer 1 is sealed; seal at all peers, or at none"),
     "kind": (changed(kind=9), "a frame of peer 1 is of kind 9, which must be one of 1 to 6"),

@@ -11,6 +11,9 @@ from flwr.app import ArrayRecord, Context, Error, Message, MetricRecord, RecordD
 from flwr.clientapp import ClientApp
 
 from flower_privdec.flower import LocalGrid, PeerMod
+from flower_privdec.flower.mods.peer_state import PeerState
+from flower_privdec.pushsum.exactly_once import FrozenShare
+from flower_privdec.pushsum.frames import FrameCodec
 
 Step = Callable[[list[np.ndarray], int, int], list[np.ndarray]]  # arrays, peer, round -> arrays
 
@@ -51,6 +54,21 @@ def zeros(size: int = 3) -> ArrayRecord:
 
 def first(record: ArrayRecord) -> np.ndarray:
     return record.to_numpy_ndarrays()[0]
+
+
+def frozen_share(sender: PeerState, receiver: PeerState, frames: FrameCodec) -> bytes:
+    """Return the frame of a new share from one state to another, half of the sender's mass."""
+    sender.shares.introduce(receiver.peer, receiver.shares.incarnation)
+    assert sender.shares.split(1, {receiver.peer: 0.5}) == [receiver.peer]
+    sender.shares.committed(sender.shares.snapshot(1))
+    return bytes(frames.encode(sender.shares.shares_to_send()[-1]))
+
+
+def receive(state: PeerState, frames: FrameCodec, frame: bytes) -> bool:
+    """Absorb the share of a frame, and return whether it was new."""
+    share = frames.decode(frame)
+    assert isinstance(share, FrozenShare)
+    return state.shares.receive(share) and bool(state.shares.absorb())
 
 
 class ReadingGrid(LocalGrid):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from torch import Tensor
 
 from flower_privdec.common.arguments import check_kinds, check_paths
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError
@@ -23,6 +25,7 @@ from flower_privdec.flower.mods.peer_state import (
     check_shares,
     load_state,
     numpy_arrays,
+    run_frames,
     save_state,
     state_path,
 )
@@ -42,11 +45,12 @@ from flower_privdec.flower.mods.private_update import (
     take_step,
     working_in,
 )
-from flower_privdec.flower.mods.sealing import Identity, KnownPeers
+from flower_privdec.flower.mods.sealing import Identity, KnownPeers, PeerSeal
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless import InitialArrays, run_mesh
 from flower_privdec.flower.strategies.masking import masked
-from flower_privdec.pushsum.exactly_once import RefusedError
+from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
+from flower_privdec.pushsum.frames import FrameCodec
 
 log = logging.getLogger("flwr.privdec")
 
@@ -111,17 +115,16 @@ class Asked(_Said):
         wants_mass: whether to hand in (x, w), for the mean of the network.
         mean_of: of which peers that mean is, when their masses are masked.
         serial: deliver: rises from one mean to the next.
-        neighbors, epochs, keys: of all peers that are known: the epoch of each one's state and its public key.
+        neighbors, incarnations, keys: all peers that are known: the incarnation of each one's state and its public key.
         held_by, held: which shares need not be handed in again: receivers and numbers.
-        taken_by, taken_epochs, taken: who has which share of this peer's in its mass: receiver, epoch, number.
+        acknowledgements: frames: which shares of this peer's are in others' mass.
         scenario: mesh: what the peers agree on, and where they are, as YAML.
     """
 
     together = (
         ("receivers", "weights"),
-        ("neighbors", "epochs", "keys"),
+        ("neighbors", "incarnations", "keys"),
         ("held_by", "held"),
-        ("taken_by", "taken_epochs", "taken"),
     )
 
     kind: str
@@ -139,13 +142,11 @@ class Asked(_Said):
     mean_of: list[int] = field(default_factory=list)
     serial: int = 0
     neighbors: list[int] = field(default_factory=list)
-    epochs: list[int] = field(default_factory=list)
+    incarnations: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     held_by: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
-    taken_by: list[int] = field(default_factory=list)
-    taken_epochs: list[int] = field(default_factory=list)
-    taken: list[int] = field(default_factory=list)
+    acknowledgements: list[bytes] = field(default_factory=list)
     scenario: str = ""
 
 
@@ -155,7 +156,7 @@ class Told(_Said):
 
     Attributes:
         peer, n_peers: which it is, of how many.
-        epoch: of its state of this run; 0 where it has none.
+        incarnation: of its state of this run; 0 where it has none.
         round_index: the last round in which it took part.
         key: its public key.
         sealed: whether it seals what it sends.
@@ -165,17 +166,17 @@ class Told(_Said):
         exhausted: whether that is for good, its budget being spent.
         spent: its ε in words, with unit, adjacency and what was charged; empty where nothing is protected.
         epsilon: its ε; ∞ where nothing is protected.
-        senders, sender_epochs, taken: which shares are in its mass: sender, epoch, number.
+        acknowledgements: frames: which shares are in its mass on disk.
         refused_keys, refused: the shares that it refused, and why.
-        stranded: how many of its shares went to states that were lost.
+        orphaned: how many of its shares went to states that were lost.
         address: HOST:PORT at which other peers can reach it; empty where they cannot.
     """
 
-    together = (("senders", "sender_epochs", "taken"), ("refused_keys", "refused"))
+    together = (("refused_keys", "refused"),)
 
     peer: int
     n_peers: int
-    epoch: int = 0
+    incarnation: int = 0
     round_index: int = 0
     key: bytes = b""
     sealed: bool = False
@@ -185,12 +186,10 @@ class Told(_Said):
     exhausted: bool = False
     spent: str = ""
     epsilon: float = 0.0
-    senders: list[int] = field(default_factory=list)
-    sender_epochs: list[int] = field(default_factory=list)
-    taken: list[int] = field(default_factory=list)
+    acknowledgements: list[bytes] = field(default_factory=list)
     refused_keys: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    stranded: int = 0
+    orphaned: int = 0
     address: str = ""
 
 
@@ -222,6 +221,7 @@ class RequestHandler:
         self.identity = Identity(place.folder)
         self.known = KnownPeers(place.folder, place.known_peers)
         self.state = load_state(self.path)
+        self._seal = PeerSeal(self.identity, self.known) if seal else None
         self._budget = privacy.budget(place)
         self.told: dict[str, Any] = {}
         self.records: dict[str, ArrayRecord] = {}
@@ -248,7 +248,7 @@ class RequestHandler:
         save_state(self.path, state, durable=not self.place.simulated)
 
     def take_mail(self, content: RecordDict) -> PeerState:
-        """Add what came to the mass, forget what has arrived, and return the state.
+        """Forget the shares that were acknowledged, absorb those that came, and return the state.
 
         Raises:
             RunError: there is no state of this run, or it is an old copy.
@@ -258,16 +258,38 @@ class RequestHandler:
             raise RunError(f"peer {self.place.peer} has no state of run {asked.run!r}: its folder is not what it was")
         introduced = dict(zip(asked.neighbors, asked.keys, strict=True))
         self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.place.n_peers})
-        for word in zip(asked.taken_by, asked.taken_epochs, asked.taken, strict=True):
-            state.acknowledge(*word)
-        state.meet(dict(zip(asked.neighbors, asked.epochs, strict=True)))
-        for name, share in unpack_bytes(content.array_records.get(INBOX)):
-            try:
-                state.take(share, self._unseal, self.seals)
-            except RefusedError as error:
-                self._refused[name] = str(error)
-                log.warning("peer %s refused share %s: %s", self.place.peer, name, error)
+        neighbors = [pair for pair in zip(asked.neighbors, asked.incarnations, strict=True) if pair[0] != state.peer]
+        for neighbor, incarnation in neighbors:
+            with self._refusing(f"peer {neighbor}"):
+                state.shares.introduce(neighbor, incarnation)
+        frames = run_frames(state.run, state.layout, self._seal)
+        inbox = unpack_bytes(content.array_records.get(INBOX))
+        for name, frame in [*(("acknowledgement", frame) for frame in asked.acknowledgements), *inbox]:
+            with self._refusing(name):
+                self._receive(state, frames.decode(frame))
         return state
+
+    @contextmanager
+    def _refusing(self, name: str) -> Iterator[None]:
+        """Note what the protocol refuses, for the answer and the log."""
+        try:
+            yield
+        except RefusedError as error:
+            self._refused[name] = str(error)
+            log.warning("peer %s refused %s: %s", self.place.peer, name, error)
+
+    def _receive(self, state: PeerState, message: object) -> None:
+        if isinstance(message, Acknowledgement):
+            try:
+                state.shares.acknowledge(message)
+            except StaleStateError as error:
+                raise RunError(
+                    f"{error}; delete {self.path}, and the peer begins again without a model", code="flower.stale-state"
+                ) from error
+        elif not isinstance(message, FrozenShare):
+            raise RefusedError("it is no share")
+        elif state.shares.receive(message) and not state.shares.absorb():
+            raise RefusedError("it would make the model infinite")
 
     def take_part(self, content: RecordDict, train: Train) -> None:
         """Train, and freeze a share for each receiver; a round in which the peer took part already is not repeated."""
@@ -281,9 +303,8 @@ class RequestHandler:
         state.idle = MODEL in content.array_records and not self.told["trained"]
         state.round_index = asked.round_index
         self._hand_in(state)
-        seal = self._seal if self.seals else None
-        epochs = dict(zip(asked.neighbors, asked.epochs, strict=True))
-        state.split(weights, epochs, seal)
+        if state.w > 0:
+            state.shares.split(asked.round_index, weights)
 
     def deliver(self) -> None:
         """Hand in the mass, when it is asked for; once for each serial, so that no mask is used twice."""
@@ -319,7 +340,9 @@ class RequestHandler:
         if privacy.on:
             noise = privacy.noise(self.place, asked.rounds)
             budget, delta = self._budget
-            with PeerLedger(self.place.folder, asked.run, state.epoch, state.peer, delta, budget) as ledger:
+            with PeerLedger(
+                self.place.folder, asked.run, state.shares.incarnation, state.peer, delta, budget
+            ) as ledger:
                 ledger.check_entries(state.paid)
                 charged = ledger.charge(asked.round_index, noise)
                 self._spent, state.paid = ledger.spent, ledger.n_entries
@@ -358,55 +381,55 @@ class RequestHandler:
         """Return a key for one mask: of this round, and of the two states, for one begun anew asks for others."""
         asked, state = self.asked, self.state
         assert state is not None
-        epochs = dict(zip(asked.neighbors, asked.epochs, strict=True)) | {state.peer: state.epoch}
-        pair = [[peer, epochs.get(peer)] for peer in sorted((state.peer, other))]
+        states = dict(zip(asked.neighbors, asked.incarnations, strict=True)) | {state.peer: state.shares.incarnation}
+        pair = [[peer, states.get(peer)] for peer in sorted((state.peer, other))]
         purpose = json.dumps(
             ["mask", asked.run, asked.kind, asked.round_index, asked.serial, sorted(asked.mean_of), pair]
         ).encode()
         return self.identity.key_for(self.known.key(other), b"", purpose)
 
-    def _seal(self, receiver: int, header: bytes, body: bytes) -> bytes:
-        return self.identity.seal(self.known.key(receiver), header, body)
-
-    def _unseal(self, sender: int, header: bytes, sealed: bytes) -> bytes:
-        return self.identity.unseal(self.known.key(sender), header, sealed)
-
     def answer(self) -> dict[str, Any]:
-        """Keep the state and return what to answer, once it is on disk."""
+        """Save the state and return what to answer, once it is on disk."""
         state = self.state
-        if state is not None and self.asked.kind not in ("introduce", "join"):
+        if state is None:
+            return {SAYS: self._tell(None, []).record()}
+        frames, shares = run_frames(state.run, state.layout, self._seal), state.shares
+        if self.asked.kind == INTRODUCE:
+            for neighbor, edge in shares.edges.items():
+                shares.introduce(neighbor, edge.incarnation)
+        elif self.asked.kind != JOIN:
             self._save(state)
             held = set(zip(self.asked.held_by, self.asked.held, strict=True))
-            self.records[OUTBOX] = pack_bytes(
-                {
-                    f"{receiver}.{number}": share
-                    for receiver, link in state.links.items()
-                    for number, share in link.frozen.items()
-                    if (receiver, number) not in held
-                }
-            )
-        return {SAYS: self._tell(state).record(), **self.records}
+            due = [share for share in shares.shares_to_send() if (share.receiver, share.number) not in held]
+            self.records[OUTBOX] = self._packed(frames, due)
+        acknowledgements = [bytes(frames.encode(each)) for each in shares.acknowledgements()]
+        return {SAYS: self._tell(state, acknowledgements).record(), **self.records}
 
-    def _tell(self, state: PeerState | None) -> Told:
+    def _packed(self, frames: FrameCodec, shares: Iterable[FrozenShare[Tensor]]) -> ArrayRecord:
+        """Return the frames of shares, but of those whose receiver's key cannot be trusted any more."""
+        packed = {}
+        for share in shares:
+            with self._refusing(f"to {share.receiver}"):
+                packed[f"{share.receiver}.{share.number}"] = bytes(frames.encode(share))
+        return pack_bytes(packed)
+
+    def _tell(self, state: PeerState | None, acknowledgements: list[bytes]) -> Told:
         spent = self._spent or (spent_so_far(self.place.folder, self._budget[1]) if self.privacy.on else None)
         bare = 0 if state is None else state.bare
-        taken = [] if state is None else [(s, e, n) for s, epochs in state.received.items() for e, n in epochs.items()]
         return Told(
             self.place.peer,
             self.place.n_peers,
-            epoch=0 if state is None else state.epoch,
+            incarnation=0 if state is None else state.shares.incarnation,
             round_index=0 if state is None else state.round_index,
             idle=state is not None and state.idle,
             key=self.identity.public,
             sealed=self.seals,
             spent="" if spent is None else bare_words(bare) if bare else str(spent),
             epsilon=float("inf") if spent is None or bare else spent.epsilon,
-            senders=[s for s, _, _ in taken],
-            sender_epochs=[e for _, e, _ in taken],
-            taken=[n for _, _, n in taken],
+            acknowledgements=acknowledgements,
             refused_keys=list(self._refused),
             refused=list(self._refused.values()),
-            stranded=0 if state is None else state.stranded,
+            orphaned=0 if state is None else state.orphaned + state.shares.orphaned.total(),
             address=self.place.address,
             **self.told,
         )

@@ -1,15 +1,11 @@
-"""A peer's mass (x, w), its shares in transit and their frames, exactly once; and how all of it is kept in a file.
+"""A peer's state of one run: its mass (x, w) with its shares (`PushSumProtocol`), and the file that holds all of it.
 
-Each share takes its part off the sender's mass and stays with the sender, frozen, until the receiver has said that it
-is in *its* mass on disk; until then the sender hands in the same bytes again wherever the relay does not hold them. A
-receiver takes the next number of each sender alone, so a share that comes twice is not added, one that comes before
-its time is refused and comes again, and it says what it has in every answer. So whichever messages are lost, late or
-repeated, and whoever is killed and started again, over all peers Σ mass + Σ shares not yet taken stays Σ at the
-beginning + Σ updates. (In floating point each addition rounds; the number subtracted here is the one added there.)
+Each message of a run is answered by a process of its own, in the protocol's words: it restores the state, absorbs the
+shares that came, trains, splits, and writes the state before anything that follows from it leaves. The relay introduces
+the peers and holds what it carries in memory alone; what it has not, senders hand in again.
 
-A state that is lost begins anew under another epoch, with x = 0 and w = 0: it trains when its first share has come.
-What had been on its way to the lost one is stranded, x with w, which moves no ratio. A state that is restored from an
-older copy is found out by what others say they had from it.
+A state that is lost begins as a later incarnation, with x = 0 and w = 0: it trains when its first share has come. A
+state that is restored from an older copy is noticed by the acknowledgements of what it no longer remembers.
 """
 
 from __future__ import annotations
@@ -19,20 +15,24 @@ import hashlib
 import json
 import math
 import secrets
-import struct
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from flwr.app import Array, ArrayRecord
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from flower_privdec.common.files import write_atomically
 from flower_privdec.errors import RunError
-from flower_privdec.pushsum.exactly_once import RefusedError
+from flower_privdec.pushsum.codec import TensorArithmetic, pack, unpack
+from flower_privdec.pushsum.exactly_once import LAST, PushSumProtocol, RefusedError
+from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -75,7 +75,9 @@ class Layout:
     @property
     def dtype(self) -> np.dtype[np.floating]:
         """Return the vector's type."""
-        return np.result_type(np.float32, *(kind for _, kind, _ in self._floating())).newbyteorder("=")
+        return np.dtype(
+            np.float64 if any(np.dtype(kind).itemsize > 4 for _, kind, _ in self._floating()) else np.float32
+        )
 
     @property
     def size(self) -> int:
@@ -138,119 +140,29 @@ def numpy_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
     return {name: array.numpy() for name, array in record.items()}
 
 
-MAGIC = b"PDS1"
-_LENGTH, _WEIGHT = struct.Struct("<I"), struct.Struct("<d")
-Opened = tuple[Layout, np.ndarray, float]
+def mass_of(x: np.ndarray, w: float) -> dict[str, torch.Tensor]:
+    """Return (x, w) as the protocol holds them; x [d] stays where it lies."""
+    return {"x": torch.from_numpy(np.ascontiguousarray(x)), "w": torch.tensor(w, dtype=torch.float64)}
 
 
-@dataclass(frozen=True)
-class ShareHeader:
-    """What everybody can read of a share, and nobody change.
-
-    Attributes:
-        run: the run's name.
-        sender, receiver: peers.
-        epoch, addressed: the sender's and the receiver's: a state that was lost and begun anew has another.
-        number: its place on this edge between these epochs, from 1.
-        round_index: the sender's round, from 1.
-        sealed: whether the body is.
-    """
-
-    run: str
-    sender: int
-    receiver: int
-    epoch: int
-    addressed: int
-    number: int
-    round_index: int
-    sealed: bool
-
-    def encode(self) -> bytes:
-        """Return the header as bytes."""
-        return json.dumps(asdict(self), sort_keys=True).encode()
-
-    @classmethod
-    def decode(cls, content: bytes) -> ShareHeader:
-        """Return the header that bytes say.
-
-        Raises:
-            RefusedError: they say none.
-        """
-        try:
-            given = json.loads(content)
-            header = cls(**given)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise RefusedError("it has no header of a share") from error
-        kinds = {name: type(value) for name, value in asdict(header).items()}
-        if kinds != {name: {"str": str, "int": int, "bool": bool}[kind] for name, kind in cls.__annotations__.items()}:
-            raise RefusedError(f"its header says {given}, which is no share's")
-        return header
+def new_incarnation() -> int:
+    """Return an incarnation that is later than that of any state which this machine lost."""
+    return time.time_ns()
 
 
-def frame(header: ShareHeader, body: bytes) -> bytes:
-    """Return a share as bytes."""
-    head = header.encode()
-    return MAGIC + _LENGTH.pack(len(head)) + head + body
+def protocol(
+    peer: int, mass: dict[str, torch.Tensor], incarnation: int, neighbors: Iterable[int] = ()
+) -> PushSumProtocol[torch.Tensor]:
+    """Return a peer's side of its edges, which a relay introduces: any number of shares may be on their way."""
+    boot = secrets.randbits(63) + 1
+    return PushSumProtocol(peer, neighbors, boot, mass, TensorArithmetic(), window=LAST, incarnation=incarnation)
 
 
-def unframe(content: bytes) -> tuple[ShareHeader, bytes, bytes]:
-    """Return a share's header, the same as bytes, and the body.
-
-    Raises:
-        RefusedError: the bytes are no share.
-    """
-    start = len(MAGIC) + _LENGTH.size
-    if not content.startswith(MAGIC) or len(content) < start:
-        raise RefusedError("it is no share")
-    stop = start + _LENGTH.unpack_from(content, len(MAGIC))[0]
-    head = content[start:stop]
-    return ShareHeader.decode(head), head, content[stop:]
-
-
-def pack_body(layout: Layout, x: np.ndarray, w: float) -> bytes:
-    """Return what a share holds."""
-    said = json.dumps(layout.parts).encode()
-    return _LENGTH.pack(len(said)) + said + _WEIGHT.pack(w) + x.astype(x.dtype.newbyteorder("<"), copy=False).tobytes()
-
-
-def unpack_body(body: bytes) -> Opened:
-    """Return the layout, x and w that a share holds.
-
-    Raises:
-        RefusedError: it holds none, or they are no part of a mass: not finite, or w <= 0.
-    """
-    try:
-        stop = _LENGTH.size + _LENGTH.unpack_from(body)[0]
-        layout = Layout.from_json(json.loads(body[_LENGTH.size : stop]))
-        (w,) = _WEIGHT.unpack_from(body, stop)
-        dtype = layout.dtype.newbyteorder("<")
-        x = np.frombuffer(body, dtype, offset=stop + _WEIGHT.size).astype(layout.dtype)
-    except (struct.error, ValueError, TypeError, OverflowError, SyntaxError, RecursionError) as error:
-        raise RefusedError(f"what it holds cannot be read ({error})") from error
-    if x.size != layout.size:
-        raise RefusedError(f"it holds {x.size} numbers, and its arrays have {layout.size}")
-    if not (np.isfinite(x).all() and np.isfinite(w) and w > 0):
-        raise RefusedError("it is not finite, or its weight is not > 0")
-    return layout, x, w
-
-
-Seal = Callable[[int, bytes, bytes], bytes]  # for whom, header, body
-Unseal = Callable[[int, bytes, bytes], bytes]  # from whom, header, sealed
-
-
-@dataclass
-class OutLink:
-    """What a peer remembers of those it sends to.
-
-    Attributes:
-        epoch: the receiver's, that the numbers are about.
-        sent: the number of the last share.
-        frozen: the shares of which the receiver has not yet said that it has them, by number.
-    """
-
-    epoch: int
-    sent: int = 0
-    frozen: dict[int, bytes] = field(default_factory=dict)
+def run_frames(run: str, layout: Layout, seal: Seal | None = None) -> FrameCodec:
+    """Return the codec of the shares of one run, of models of one layout."""
+    size, dtype = layout.size, torch.from_numpy(np.empty(0, layout.dtype)).dtype
+    rows = {"x": RowFormat((size,), dtype), "w": RowFormat((), torch.float64, nonnegative=True)}
+    return FrameCodec(json.dumps([run, layout.parts]).encode(), rows, seal=seal)
 
 
 @dataclass
@@ -258,33 +170,25 @@ class PeerState:
     """All that a peer has to remember of a run.
 
     Attributes:
-        run, peer: whose it is.
+        run: its name.
         layout: of the model's arrays.
-        x, w: the mass; z = x / w is the model.
+        shares: the mass (x, w), whose model is z = x / w, and the shares that are not acknowledged.
         kept: the arrays that are not mixed.
-        epoch: of this state, at random.
         round_index: the last round it took part in; 0 before the first.
-        links: to those it sends to.
-        received: the last number taken, by sender and by the sender's epoch.
-        stranded: how many shares went to states that were lost.
+        orphaned: how many shares went to states that were lost, before this start.
         handed: the serial of the last mean that it had a part in, outside a round.
         paid: how many payments the peer's ledger held when it last paid; one with fewer is not the same.
-        local_arrays: of the record that never leaves the peer (`Asked.local_record`); empty where there is none.
         bare: how many updates of its own are in it without protection.
         idle: over a server, whether it took no step in its last round, and so has no part in that round's mean.
+        local_arrays: of the record that never leaves the peer (`Asked.local_record`); empty where there is none.
     """
 
     run: str
-    peer: int
     layout: Layout
-    x: np.ndarray
-    w: float
+    shares: PushSumProtocol[torch.Tensor]
     kept: dict[str, np.ndarray]
-    epoch: int = field(default_factory=lambda: secrets.randbits(62) + 1)
     round_index: int = 0
-    links: dict[int, OutLink] = field(default_factory=dict)
-    received: dict[int, dict[int, int]] = field(default_factory=dict)
-    stranded: int = 0
+    orphaned: int = 0
     handed: int = 0
     paid: int = 0
     bare: int = 0
@@ -293,7 +197,7 @@ class PeerState:
 
     @classmethod
     def begun(cls, run: str, peer: int, arrays: Mapping[str, np.ndarray], founding: bool) -> PeerState:
-        """Return a state at the start: the arrays given with weight 1, or nothing at all for who comes later.
+        """Return a state at the start: the arrays given with weight 1, or no mass at all for a peer that comes later.
 
         Raises:
             RunError: the arrays are no model, or not finite.
@@ -303,7 +207,27 @@ class PeerState:
         if not np.isfinite(start).all():
             raise RunError("initial_arrays are not finite: check how the model is made")
         x = start if founding else np.zeros_like(start)
-        return cls(run, peer, layout, x.astype(layout.dtype), float(founding), layout.kept(arrays))
+        mass = mass_of(x.astype(layout.dtype), float(founding))
+        return cls(run, layout, protocol(peer, mass, new_incarnation()), layout.kept(arrays))
+
+    @property
+    def peer(self) -> int:
+        """Return the peer's id."""
+        return self.shares.peer
+
+    @property
+    def x(self) -> np.ndarray:
+        """Return x [d], where it lies."""
+        return np.asarray(self.shares.mass["x"].numpy())
+
+    @x.setter
+    def x(self, value: np.ndarray) -> None:
+        self.shares.mass["x"] = mass_of(value, 0.0)["x"]
+
+    @property
+    def w(self) -> float:
+        """Return the push-sum weight."""
+        return float(self.shares.mass["w"])
 
     def model(self) -> np.ndarray:
         """Return z = x / w, float64 [d].
@@ -321,7 +245,7 @@ class PeerState:
         Raises:
             RunError: the peer exchanges shares in this run, or the arrays are not this model's, or not finite.
         """
-        if self.links or self.received:
+        if any(edge.sent or edge.received for edge in self.shares.edges.values()):
             raise RunError(
                 f"run {self.run!r} is over a graph, where no server's model may replace peer {self.peer}'s mass: give "
                 "the run another name",
@@ -332,103 +256,7 @@ class PeerState:
         x = self.layout.vector(arrays)
         if not np.isfinite(x).all():
             raise RunError("the server's model is not finite: lower the learning rate")
-        self.x, self.w = x.astype(self.layout.dtype), 1.0
-
-    # What comes in.
-
-    def take(self, content: bytes, unseal: Unseal, only_sealed: bool) -> bool:
-        """Add a share to the mass.
-
-        Args:
-            content: as it came.
-            unseal: opens what is sealed.
-            only_sealed: whether an open share is refused.
-
-        Returns:
-            Whether it was added; False for one that was taken before.
-
-        Raises:
-            RefusedError: it is no share for this peer, not the next, changed, not of these arrays, or not finite.
-        """
-        header, head, body = unframe(content)
-        self._check_address(header, only_sealed)
-        taken = self.received.get(header.sender, {}).get(header.epoch, 0)
-        if 1 <= header.number <= taken:
-            return False
-        if header.number != taken + 1:
-            raise RefusedError(f"it is number {header.number}, and {taken + 1} has to come first")
-        layout, x, w = unpack_body(unseal(header.sender, head, body) if header.sealed else body)
-        if difference := self.layout.differs(layout):
-            raise RefusedError(f"its {difference}, as in this peer's model: build the same model at every peer")
-        with np.errstate(over="ignore"):
-            total = self.x + x
-        if not np.isfinite(total).all():
-            raise RefusedError("it would make the model infinite")
-        self.x, self.w = total, self.w + w
-        self.received.setdefault(header.sender, {})[header.epoch] = header.number
-        return True
-
-    def _check_address(self, header: ShareHeader, only_sealed: bool) -> None:
-        if (header.run, header.receiver, header.addressed) != (self.run, self.peer, self.epoch):
-            raise RefusedError(
-                f"it is for peer {header.receiver} in run {header.run!r}, epoch {header.addressed}, and this is peer "
-                f"{self.peer} in run {self.run!r}, epoch {self.epoch}"
-            )
-        if header.sender == self.peer:
-            raise RefusedError("it says that this peer sent it itself")
-        if only_sealed and not header.sealed:
-            raise RefusedError("it is not sealed, and this peer takes sealed shares alone")
-
-    def acknowledge(self, receiver: int, epoch: int, number: int) -> None:
-        """Forget the shares that a receiver has in its mass.
-
-        Raises:
-            RunError: it has more than was sent: this state is an old copy.
-        """
-        link = self.links.get(receiver)
-        if epoch != self.epoch or link is None:
-            return  # about an earlier state of this peer
-        if number > link.sent:
-            raise RunError(
-                f"peer {receiver} has had share {number} of peer {self.peer}, whose state says that it sent "
-                f"{link.sent}: the state is an old copy; delete it, and the peer begins anew"
-            )
-        for old in [each for each in link.frozen if each <= number]:
-            del link.frozen[old]
-
-    def meet(self, epochs: Mapping[int, int]) -> None:
-        """Give up what is on its way to states that were lost."""
-        for receiver, link in self.links.items():
-            if epochs.get(receiver, link.epoch) != link.epoch:
-                self.stranded += len(link.frozen)
-                self.links[receiver] = OutLink(epochs[receiver])
-
-    # What leaves.
-
-    def split(self, weights: Mapping[int, float], epochs: Mapping[int, int], seal: Seal | None) -> None:
-        """Freeze a share for each receiver and take it off the mass.
-
-        Args:
-            weights: W[j, peer] of each receiver j, as `check_shares` has them; what is left of 1 is the peer's own.
-            epochs: the receivers', whom `meet` knows.
-            seal: None leaves the shares open.
-        """
-        if not self.w > 0:
-            return
-        parts = {weight: (self.x * self.x.dtype.type(weight), self.w * weight) for weight in set(weights.values())}
-        for receiver, weight in sorted(weights.items()):
-            self._freeze(receiver, epochs[receiver], *parts[weight], seal)
-
-    def _freeze(self, receiver: int, epoch: int, x: np.ndarray, w: float, seal: Seal | None) -> None:
-        link = self.links.setdefault(receiver, OutLink(epoch))
-        link.sent += 1
-        header = ShareHeader(
-            self.run, self.peer, receiver, self.epoch, epoch, link.sent, self.round_index, seal is not None
-        )
-        body = pack_body(self.layout, x, w)
-        sealed = body if seal is None else seal(receiver, header.encode(), body)
-        link.frozen[link.sent] = frame(header, sealed)
-        self.x, self.w = self.x - x, self.w - w
+        self.shares.mass.update(mass_of(x.astype(self.layout.dtype), 1.0))
 
 
 def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
@@ -443,7 +271,7 @@ def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
         raise RefusedError(f"shares for peers {sorted(weights.keys() - others)} must be for others that are there")
 
 
-FORMAT = "flower-privdec-peer-1"
+FORMAT = "flower-privdec-peer-2"
 
 
 @contextmanager
@@ -469,29 +297,30 @@ def state_path(folder: Path, run: str) -> Path:
 
 
 def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
-    """Write a state, whole or not at all; if `durable`, safe on disk whatever happens to the machine."""
-    arrays = {"x": state.x} | {f"kept/{name}": np.array(value, order="C") for name, value in state.kept.items()}
+    """Write a state, whole or not at all, from which on its new shares and acknowledgements may leave.
+
+    Args:
+        durable: whether it must be safe on disk whatever happens to the machine.
+    """
+    snapshot = state.shares.snapshot(state.round_index)
+    exchange, tensors = pack(replace(snapshot, edges={j: e for j, e in snapshot.edges.items() if e.sent or e.received}))
+    arrays = {name: tensor.numpy() for name, tensor in {**snapshot.mass, **tensors}.items()}
+    arrays |= {f"kept/{name}": np.array(value, order="C") for name, value in state.kept.items()}
     arrays |= {f"local/{name}": np.array(value, order="C") for name, value in state.local_arrays.items()}
-    for receiver, link in state.links.items():
-        for number, content in link.frozen.items():
-            arrays[f"frozen/{receiver}/{number}"] = np.frombuffer(content, dtype=np.uint8)
-    said = {
+    facts = {
         "format": FORMAT,
         "run": state.run,
         "peer": state.peer,
-        "w": state.w.hex(),
-        "epoch": state.epoch,
-        "round": state.round_index,
-        "stranded": state.stranded,
+        "layout": state.layout.parts,
+        "exchange": exchange,
+        "orphaned": state.orphaned + state.shares.orphaned.total(),
         "handed": state.handed,
         "paid": state.paid,
         "bare": state.bare,
         "idle": state.idle,
-        "layout": state.layout.parts,
-        "links": {receiver: [link.epoch, link.sent] for receiver, link in state.links.items()},
-        "received": [[who, *pair] for who, epochs in state.received.items() for pair in epochs.items()],
     }
-    write_atomically(path, save(arrays, {"state": json.dumps(said)}), private=True, durable=durable)
+    write_atomically(path, save(arrays, {"state": json.dumps(facts)}), private=True, durable=durable)
+    state.shares.committed(snapshot)
 
 
 def load_state(path: Path) -> PeerState | None:
@@ -504,41 +333,38 @@ def load_state(path: Path) -> PeerState | None:
         return None
     try:
         with safe_open(path, "np") as file:
-            said = json.loads(file.metadata()["state"])
+            facts = json.loads(file.metadata()["state"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        return _state(said, arrays)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
+        return _state(facts, arrays)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise RunError(f"{path} is no peer's state ({error}); restore it, or delete it to begin anew") from error
 
 
-def _state(said: dict[str, object], arrays: dict[str, np.ndarray]) -> PeerState:
-    if said["format"] != FORMAT:
-        raise ValueError(f"format {said['format']!r}, not {FORMAT}")
-    links = {int(receiver): OutLink(int(epoch), int(sent)) for receiver, (epoch, sent) in said["links"].items()}  # type: ignore[attr-defined]
-    received: dict[int, dict[int, int]] = {}
-    for sender, epoch, number in said["received"]:  # type: ignore[attr-defined]
-        received.setdefault(int(sender), {})[int(epoch)] = int(number)
+def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
+    if facts["format"] != FORMAT:
+        raise ValueError(f"format {facts['format']!r}, not {FORMAT}")
+    peer, apart = int(facts["peer"]), {"kept": dict[str, np.ndarray](), "local": dict[str, np.ndarray]()}
+    tensors = {}
     for name, value in arrays.items():
-        if name.startswith("frozen/"):
-            _, receiver, number = name.split("/")
-            links[int(receiver)].frozen[int(number)] = value.tobytes()
+        group, _, rest = name.partition("/")
+        if group in apart:
+            apart[group][rest] = value
+        else:
+            tensors[name] = torch.from_numpy(value)
+    mass = {name: tensors[name] for name in ("x", "w")}
+    durable = unpack(peer, facts["exchange"], tensors, mass)
+    shares = protocol(peer, dict(mass), durable.incarnation, durable.edges)
+    shares.restore(durable)
     return PeerState(
-        run=str(said["run"]),
-        peer=int(said["peer"]),  # type: ignore[call-overload]
-        layout=Layout.from_json(said["layout"]),  # type: ignore[arg-type]
-        x=arrays["x"],
-        w=float.fromhex(str(said["w"])),
-        kept={name.removeprefix("kept/"): value for name, value in arrays.items() if name.startswith("kept/")},
-        epoch=int(said["epoch"]),  # type: ignore[call-overload]
-        round_index=int(said["round"]),  # type: ignore[call-overload]
-        links=links,
-        received=received,
-        stranded=int(said["stranded"]),  # type: ignore[call-overload]
-        handed=int(said["handed"]),  # type: ignore[call-overload]
-        paid=int(said["paid"]),  # type: ignore[call-overload]
-        bare=int(said["bare"]),  # type: ignore[call-overload]
-        idle=bool(said["idle"]),
-        local_arrays={
-            name.removeprefix("local/"): value for name, value in arrays.items() if name.startswith("local/")
-        },
+        run=str(facts["run"]),
+        layout=Layout.from_json(facts["layout"]),
+        shares=shares,
+        kept=apart["kept"],
+        round_index=durable.round_index,
+        orphaned=int(facts["orphaned"]),
+        handed=int(facts["handed"]),
+        paid=int(facts["paid"]),
+        bare=int(facts["bare"]),
+        idle=bool(facts["idle"]),
+        local_arrays=apart["local"],
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
@@ -29,7 +30,7 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.pushsum.exactly_once import RefusedError
 
 IDENTITY, PUBLIC, KNOWN = "identity.key", "identity.pub", "known-peers.json"
-SALT, KEY = 16, 32  # bytes
+SALT, KEY, TAG = 16, 32, 16  # bytes
 _NONCE = bytes(12)  # each key seals one message
 
 
@@ -149,6 +150,23 @@ class KnownPeers:
                 "identity; compare its identity.pub, and change that line only then"
             )
         return known
+
+
+@dataclass
+class PeerSeal:
+    """Seals shares between one peer and those that it knows; see `pushsum.frames.Seal`."""
+
+    identity: Identity
+    known: KnownPeers
+    overhead: int = SALT + TAG
+
+    def encrypt(self, receiver: int, header: bytes, body: bytes) -> bytes:
+        """See Seal."""
+        return self.identity.seal(self.known.key(receiver), header, body)
+
+    def decrypt(self, sender: int, header: bytes, body: bytes) -> bytes:
+        """See Seal."""
+        return self.identity.unseal(self.known.key(sender), header, body)
 
 
 def _read_keys(path: Path) -> dict[int, bytes]:

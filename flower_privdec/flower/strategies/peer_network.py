@@ -31,10 +31,12 @@ from flower_privdec.flower.mods.private_update import UNPROTECTED
 from flower_privdec.flower.strategies.masking import unmasked_sum
 from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix
 from flower_privdec.graph.topology import CompleteTopology, Topology
+from flower_privdec.pushsum.exactly_once import RefusedError
+from flower_privdec.pushsum.frames import FrameCodec, FrameHeader, FrameKind
 
 log = logging.getLogger("flwr.privdec")
 
-Label = tuple[int, int, int]  # of a share: sender, the sender's epoch, number
+Label = tuple[int, int, int]  # of a share: sender, the sender's incarnation, number
 
 
 @dataclass
@@ -44,51 +46,69 @@ class RelayStore:
     All of it is in memory: when the ServerApp dies, the senders hand in again what has not arrived.
 
     Attributes:
+        frames: of the run, whose headers are read and no more.
         held: the shares for each receiver, by label.
-        taken: the last number that a receiver has, by (sender, the sender's epoch, receiver).
-        epochs: of each peer's state.
+        acknowledged: the last acknowledgement for each sender of shares, by the peer that absorbed them.
+        incarnations: of each peer's state.
     """
 
+    frames: FrameCodec
     held: dict[int, dict[Label, bytes]] = field(default_factory=dict)
-    taken: dict[Label, int] = field(default_factory=dict)
-    epochs: dict[int, int] = field(default_factory=dict)
+    acknowledged: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    incarnations: dict[int, int] = field(default_factory=dict)
 
     def hear(self, told: Told, outbox: ArrayRecord | None) -> None:
-        """Take in what a peer says it has, what it refused, and what it sends."""
-        if self.epochs.get(told.peer, told.epoch) != told.epoch:
-            self.held.pop(told.peer, None)  # it was for a state that is lost
-        self.epochs[told.peer] = told.epoch
-        mine = self.held.setdefault(told.peer, {})
-        for sender, epoch, number in zip(told.senders, told.sender_epochs, told.taken, strict=True):
-            self.taken[sender, epoch, told.peer] = number
-            for label in [each for each in mine if each[:2] == (sender, epoch) and each[2] <= number]:
-                del mine[label]
-        for label in [each for each in mine if _name(each) in told.refused_keys]:
-            del mine[label]  # its sender hands it in again
-        for name, share in unpack_bytes(outbox):
-            receiver, _, count = name.partition(".")
-            if count.isdecimal() and receiver.isdecimal() and int(receiver) in self.epochs:
-                self.held.setdefault(int(receiver), {})[told.peer, told.epoch, int(count)] = share
+        """Take in what a peer acknowledges, what it refused, and what it sends.
+
+        Raises:
+            RefusedError: a frame is not this peer's, or not of this run.
+        """
+        if self.incarnations.get(told.peer, told.incarnation) != told.incarnation:
+            self._forget(told.peer)
+        self.incarnations[told.peer] = told.incarnation
+        waiting = self.held.setdefault(told.peer, {})
+        for label in [label for label in waiting if _name(label) in told.refused_keys]:
+            del waiting[label]  # its sender hands it in again
+        for frame in [*told.acknowledgements, *(share for _, share in unpack_bytes(outbox))]:
+            header = self.frames.read_header(frame, len(frame))
+            if (header.sender, header.incarnation) != (told.peer, told.incarnation) or header.length != len(frame):
+                raise RefusedError(
+                    f"a frame of peer {header.sender} of {header.length} bytes is no whole one of its own"
+                )
+            if header.kind == FrameKind.SHARE and self.incarnations.get(header.receiver) == header.addressed:
+                label = (told.peer, told.incarnation, header.number)
+                self.held.setdefault(header.receiver, {})[label] = frame
+            elif header.kind == FrameKind.ACKNOWLEDGEMENT:
+                self._acknowledge(header, frame, waiting)
+
+    def _acknowledge(self, header: FrameHeader, frame: bytes, waiting: dict[Label, bytes]) -> None:
+        sender = (header.receiver, header.addressed)  # of the shares
+        for label in [label for label in waiting if label[:2] == sender and label[2] <= header.number]:
+            del waiting[label]
+        if header.addressed >= self.incarnations.get(header.receiver, 0):  # a later one shows it that its state is old
+            self.acknowledged.setdefault(header.receiver, {})[header.sender] = frame
+
+    def _forget(self, peer: int) -> None:
+        """Drop what was for a state that is lost, or from it."""
+        for frames in (self.held, self.acknowledged):
+            frames.pop(peer, None)
+        for waiting in self.held.values():
+            for label in [label for label in waiting if label[0] == peer]:
+                del waiting[label]
+        for acknowledgements in self.acknowledged.values():
+            acknowledgements.pop(peer, None)
 
     def inbox(self, receiver: int) -> ArrayRecord:
         """Return what waits for a peer, each sender's in their order."""
         return pack_bytes({_name(label): share for label, share in sorted(self.held.get(receiver, {}).items())})
 
-    def waiting(self, receiver: int) -> int:
-        """Return how many shares wait for a peer."""
-        return len(self.held.get(receiver, {}))
-
     def words_for(self, sender: int) -> dict[str, Any]:
-        """Return what a peer is told of its own shares: which are held here, and which have arrived."""
-        epoch = self.epochs.get(sender, 0)
-        held = [(to, label[2]) for to, labels in self.held.items() for label in labels if label[:2] == (sender, epoch)]
-        taken = [(to, e, number) for (who, e, to), number in self.taken.items() if (who, e) == (sender, epoch)]
+        """Return what a peer learns of its own shares: which are held here, and which were absorbed."""
+        held = [(to, label[2]) for to, labels in self.held.items() for label in labels if label[0] == sender]
         return {
             "held_by": [to for to, _ in held],
             "held": [number for _, number in held],
-            "taken_by": [to for to, _, _ in taken],
-            "taken_epochs": [e for _, e, _ in taken],
-            "taken": [number for _, _, number in taken],
+            "acknowledgements": list(self.acknowledged.get(sender, {}).values()),
         }
 
 
@@ -244,8 +264,8 @@ class PeerNetwork:
         grid: the nodes.
         common: what is said in every message: the run, a simulation's folder, the arrays' key, the rounds.
         timeout: seconds to wait for answers.
-        registry: which node is which peer.
         relay_store: the shares on their way.
+        registry: which node is which peer.
         told: what each peer said last.
         train_errors: peers whose last answer was a failure, and its reason.
         eval_errors: peers whose app could not evaluate, and why; that keeps nobody from training.
@@ -254,8 +274,8 @@ class PeerNetwork:
     grid: Grid
     common: dict[str, Any]
     timeout: float
+    relay_store: RelayStore
     registry: NodeRegistry = field(default_factory=NodeRegistry)
-    relay_store: RelayStore = field(default_factory=RelayStore)
     told: dict[int, Told] = field(default_factory=dict)
     train_errors: dict[int, str] = field(default_factory=dict)
     eval_errors: dict[int, str] = field(default_factory=dict)
@@ -289,8 +309,15 @@ class PeerNetwork:
 
     def _note(self, told: Told) -> None:
         self.told[told.peer] = told
-        if told.epoch:
-            self.relay_store.hear(told, None)
+        if told.incarnation:
+            self._relay(told, None)
+
+    def _relay(self, told: Told, outbox: ArrayRecord | None) -> None:
+        try:
+            self.relay_store.hear(told, outbox)
+        except RefusedError as error:
+            log.warning("peer %s handed in what is not relayed: %s", told.peer, error)
+            self.train_errors[told.peer] = str(error)
 
     def join(self, initial: ArrayRecord, founding: bool) -> None:
         """Let the peers begin that have no state of this run: with the initial arrays, or late and with nothing.
@@ -298,7 +325,7 @@ class PeerNetwork:
         Raises:
             RunError: none of them can.
         """
-        new = [peer for peer in self.registry.there if not self.told[peer].epoch]
+        new = [peer for peer in self.registry.there if not self.told[peer].incarnation]
         if new:
             contents = {peer: RecordDict({INITIAL: initial}) for peer in new}
             self.ask([self.message(peer, "train", JOIN, contents[peer], founding=founding) for peer in new])
@@ -318,7 +345,7 @@ class PeerNetwork:
 
     def members(self) -> list[int]:
         """Return the peers that are there and have a state of this run."""
-        return [peer for peer in self.registry.there if self.told[peer].epoch]
+        return [peer for peer in self.registry.there if self.told[peer].incarnation]
 
     def responsive_peers(self) -> list[int]:
         """Return those of them that answered the last time, without a failure: who gets shares and is counted on."""
@@ -326,13 +353,13 @@ class PeerNetwork:
 
     def message(self, peer: int, category: str, kind: str, content: RecordDict, **more: Any) -> Message:
         """Return a message to a peer, with its mail and what it has to know of the others."""
-        known = sorted(self.relay_store.epochs)
+        known = sorted(self.relay_store.incarnations)
         asked = Asked(
             kind,
             peer=peer,
             neighbors=known,
-            epochs=[self.relay_store.epochs[each] for each in known],
-            keys=[self.told[each].key for each in known],
+            incarnations=[self.relay_store.incarnations[other] for other in known],
+            keys=[self.told[other].key for other in known],
             **self.common,
             **self.relay_store.words_for(peer),
             **more,
@@ -365,7 +392,8 @@ class PeerNetwork:
             return
         self.train_errors.pop(peer, None)
         self.told[peer] = told
-        self.relay_store.hear(told, reply.content.array_records.get(OUTBOX))
+        if told.incarnation:
+            self._relay(told, reply.content.array_records.get(OUTBOX))
 
     def troubles(self) -> str:
         """Return what is worth a word: who is silent, fails, refuses a share, or trains no more."""

@@ -20,10 +20,11 @@ from flower_privdec.common.arguments import check_calls, check_kinds, check_numb
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower.launch.error_formatting import one_line_failure
 from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, ROUND, Told
-from flower_privdec.flower.mods.peer_state import Layout, numpy_arrays
+from flower_privdec.flower.mods.peer_state import Layout, numpy_arrays, run_frames
 from flower_privdec.flower.node_settings import FOLDER, safe_name
 from flower_privdec.flower.strategies.peer_network import (
     PeerNetwork,
+    RelayStore,
     log_privacy,
     masses_in,
     matrix_of,
@@ -144,7 +145,7 @@ class Routed(Strategy):
 
     A node that does not answer holds nobody up for longer than the timeout, once: it gets and gives no shares until it
     answers, however late, or until a node with the same partition-id takes its place. What was on its way to it is
-    kept; what it has sent and nobody has, it hands in again (`peer_state`: the protocol, and why no mass is lost).
+    kept; what it has sent and nobody has, it hands in again (`pushsum.exactly_once`: why no mass is lost).
 
     Args:
         topology: the graph's name, as `privdec list` has them, or a graph of your own.
@@ -253,7 +254,7 @@ class Routed(Strategy):
         evaluate_fn: EvaluateMean | None,
     ) -> Result:
         """Relay all rounds, once the peers are found."""
-        self.network.join(self._initial, founding=all(told.epoch == 0 for told in self.told.values()))
+        self.network.join(self._initial, founding=all(told.incarnation == 0 for told in self.told.values()))
         result, first = Result(), self._first_round()
         if first == 1:
             self._evaluate_mean(0, self._initial, evaluate_fn, result)
@@ -272,7 +273,7 @@ class Routed(Strategy):
         folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(run)
         common = {"run": run, "folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
         common["local_record"] = self.local_record
-        self.network = PeerNetwork(grid, common, timeout)
+        self.network = PeerNetwork(grid, common, timeout, RelayStore(run_frames(run, self._layout)))
         self.network.find(self.patience)
         self._sealed = self.network.sealed
         self._build_graph(self.network.registry.n_peers)
