@@ -456,7 +456,7 @@ class part(Base):
 
 @pytest.mark.slow
 def test_a_hash_is_the_same_in_another_process() -> None:
-    code = f"from test_objects import inside, tell; print(object_hash(inside({SETS!r})).hex())"
+    code = f"from test_objects import inside, object_hash; print(object_hash(inside({SETS!r})).hex())"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # another one than this process has
     environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
