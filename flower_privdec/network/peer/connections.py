@@ -35,7 +35,7 @@ class Session(ABC):
         rounds: of the run; no message is of a later one.
 
     Attributes:
-        fatal: why the run cannot continue, once that is so, or this peer's ledger cannot be trusted.
+        fatal: why the run cannot continue, once that is so; the ledger's problem is in `witness`.
         cap: bytes of a call at most.
     """
 
@@ -64,7 +64,6 @@ class Session(ABC):
         if not messages or not isinstance(messages[0], LedgerReport):
             raise RefusedError(f"peer {caller} reports no ledger; update one of the two")
         self.witness.receive(messages[0])
-        self.fatal = self.witness.problem or self.fatal
         return messages[1:]
 
     def write(self, receiver: int, messages: Messages) -> BufferList:
@@ -180,10 +179,11 @@ class Connections:
             RunError: what a neighbour sent makes it impossible to continue.
         """
         with self.changed:
-            done = self.changed.wait_for(lambda: self.session.fatal is not None or ready(), seconds)
-            if self.session.fatal is not None:
-                raise self.session.fatal
-            return done
+            session = self.session  # a ledger that is an old copy may be why the neighbours' messages do not fit
+            done = self.changed.wait_for(lambda: session.witness.problem or session.fatal or ready(), seconds)
+            if (fatal := session.witness.problem or session.fatal) is not None:
+                raise fatal
+            return bool(done)
 
     def message_seconds(self) -> float:
         """Return how long a message takes to the nearest neighbour, at least; to be called with the lock held.
