@@ -73,7 +73,7 @@ def build_model(
 
 
 def _check_room(factory: Callable[[], nn.Module], where: str) -> None:
-    """Count the parameters of a model without making them, and refuse more than fit into memory.
+    """Raise for a model whose parameters do not fit into memory; it is built without them.
 
     Raises:
         ScenarioError: with the count.

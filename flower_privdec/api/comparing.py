@@ -17,7 +17,7 @@ from flower_privdec.common.formatting import NOTHING, epsilon_text, setting, sho
 from flower_privdec.common.user_code import Given
 from flower_privdec.core import Algorithm
 from flower_privdec.errors import RunError, ScenarioError
-from flower_privdec.experiment.model_code import code_of
+from flower_privdec.experiment.run_key import code_of
 from flower_privdec.reporting.console import comparison_text
 from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.reporting.wording import measured

@@ -20,7 +20,7 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import Given, give, is_given
 from flower_privdec.core import Algorithm
 from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
-from flower_privdec.experiment.object_code import tell
+from flower_privdec.experiment.run_key import object_hash
 from flower_privdec.graph.topology import Topology, networkx
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import PEER, own_modules
@@ -179,14 +179,14 @@ class _Namer:
         if name is not None:
             return name
         try:
-            content = tell(value)
+            content = object_hash(value)
         except ScenarioError as error:
             raise ScenarioError(
                 f"{key}={label}: {error}; give it numbers, text, arrays, functions and classes alone, or put it into a "
                 "module and name that",
                 code=error.code,
             ) from error
-        return self._give(give(value, label, content, partial(tell, value)))
+        return self._give(give(value, label, content, partial(object_hash, value)))
 
     def topology(self, value: Any, key: str) -> str:
         """Name a graph, or a function that makes it."""
@@ -194,9 +194,9 @@ class _Namer:
             return self.code(value, key)
         if isinstance(value, networkx().Graph):
             graph = networkx().freeze(value.copy())
-            content = tell((type(value).__name__, list(graph.nodes), list(graph.edges)))
+            content = object_hash((type(value).__name__, list(graph.nodes), list(graph.edges)))
             return self._give(give(lambda n_peers: graph, "graph", content, lambda: content))
-        return self._give(give(lambda n_peers: value, "graph", tell(value), partial(tell, value)))
+        return self._give(give(lambda n_peers: value, "graph", object_hash(value), partial(object_hash, value)))
 
     def metric(self, value: Any) -> Any:
         """Name a metric; its label is the function's name by default."""
@@ -221,7 +221,7 @@ class _Namer:
                     f"data.{key} names data, and data.train gives them: remove one of them", code="api.data-twice"
                 )
         arrays = Arrays.of(section.pop("train"), section.pop("test", None))
-        section["dataset"] = {"module": self._give(give(arrays, "data", tell((arrays.train, arrays.test))))}
+        section["dataset"] = {"module": self._give(give(arrays, "data", object_hash((arrays.train, arrays.test))))}
         if arrays.per_peer:
             section |= {"root": PEER, "test": "test"}
 

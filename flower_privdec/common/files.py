@@ -14,9 +14,9 @@ from flower_privdec.errors import ScenarioError
 
 @contextmanager
 def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Iterator[Path]:
-    """Yield a new file to write, which then takes a path's place: after a crash the old or the new is there, whole.
+    """Yield a new file to write, which then replaces a path atomically: a crash leaves the old or the new one.
 
-    Where something fails inside, the path is as it was and nothing is left beside it.
+    Where an error is raised inside, the path is unchanged and no other file is left.
 
     Args:
         path: in a folder that is there. Processes that write the same path at the same time do not mix: the last wins.
@@ -30,28 +30,24 @@ def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Ite
         if private:
             part.chmod(0o600)  # its writer may have recreated it
         if durable:
-            _sync(part)
+            sync(part)
         part.replace(path)
     except BaseException:
         with suppress(OSError):
             part.unlink()
         raise
     if durable:
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
-    """Write a file so that after a crash either the old or the new content is there, never a part; see `replacing`."""
+    """Write a file atomically; see `replacing`."""
     with replacing(path, private=private, durable=durable) as part:
         part.write_bytes(content)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder safe on disk."""
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -60,7 +56,7 @@ def _sync(path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return where what can be made again is kept: $XDG_CACHE_HOME/flower_privdec, by default in ~/.cache."""
+    """Return the cache folder: $XDG_CACHE_HOME/flower_privdec, by default in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "flower_privdec"
 
@@ -69,13 +65,13 @@ LOCK = ".lock"
 
 
 class FolderLock:
-    """Holds a folder for one process; it dies with the process, whatever ends that.
+    """A lock of one process on a folder; it ends with the process.
 
-    The file stays when the lock is let go of: to delete it would let two others hold it, each by its own file.
+    Its file stays after release: were it deleted, two others could hold the lock, each by its own file.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Take nothing yet."""
+        """Name the lock's file; `take` locks it."""
         self._path = folder / LOCK
         self._file: BinaryIO | None = None
 
@@ -112,7 +108,7 @@ class FolderLock:
         self._file = file
 
     def release(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -1,4 +1,4 @@
-"""Numbers and errors in words, and the nearest of known words: the same wherever something is said."""
+"""Text of numbers, values and errors, and the nearest of some words: one format in all output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _exponent(text: str) -> str:
 
 
 def epsilon_text(epsilon: float | str | None) -> str:
-    """Return ε with three significant digits, rounded up so that it never says less than it is.
+    """Return ε with three significant digits, rounded up so that it is never too small.
 
     Examples:
         >>> epsilon_text(2.9912)
@@ -55,7 +55,7 @@ def epsilon_text(epsilon: float | str | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a time as a person says it: `0.42 s`, `12.3 s`, `3 min 05 s`, `2 h 05 min`."""
+    """Return a time in readable units: `0.42 s`, `12.3 s`, `3 min 05 s`, `2 h 05 min`."""
     if seconds is None:
         return NOTHING
     if seconds < 60:

@@ -1,4 +1,4 @@
-"""How much memory is free on this machine, so that what cannot fit is refused before anything is allocated."""
+"""Free memory and cores of this machine; a plan that does not fit is refused before anything is allocated."""
 
 from __future__ import annotations
 
@@ -25,31 +25,21 @@ def available_bytes(device: torch.device) -> int:
         free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     with suppress(OSError, ValueError, IndexError):  # "max" is no number: no limit
         limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
-        free = min(free, max(0, limit - used + _reclaimable()))
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+        reclaimable = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+        free = min(free, max(0, limit - used + reclaimable))
     return free
 
 
 def available_cores() -> int:
     """Return how many cores this process may use: its affinity, and the quota of its control group, rounded down."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for quota, period in _QUOTAS:
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with suppress(OSError, ValueError):  # "max" is no number, and -1 no limit
-            granted, period_us = (*(CGROUP / quota).read_text().split(), *_words(period))[:2]
-            if int(granted) > 0:
-                cores = min(cores, int(granted) // int(period_us))
+            quota_us, period_us = (int(text) for name in files for text in (CGROUP / name).read_text().split())
+            if quota_us > 0:
+                cores = min(cores, quota_us // period_us)
     return max(1, cores)
-
-
-_QUOTAS = (("cpu.max", None), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
-
-
-def _words(name: str | None) -> list[str]:
-    return [] if name is None else (CGROUP / name).read_text().split()
-
-
-def _reclaimable() -> int:
-    lines = (CGROUP / "memory.stat").read_text().splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def check_room(needed: int, what: str, remedy: str) -> None:

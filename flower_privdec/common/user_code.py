@@ -1,7 +1,7 @@
-"""A user's own parts, which a scenario names as `package.module:name`: found, imported, and refused in one line.
+"""Import a user's own parts, which a scenario names as `package.module:name`.
 
 They are imported from where the command runs, as any module is: the author of a scenario runs code by it. So a process
-that takes scenarios from others says which modules they may name (`only_from`).
+that takes scenarios from others lists the modules they may name (`only_from`).
 
 A part that is given in Python and lies in no module is named `__python__:LABEL_TOKEN`. The name holds for as long as
 some scenario uses it, in this process alone. Its token is random, for a hash of what is given could confirm a guess.
@@ -78,9 +78,9 @@ _given: WeakValueDictionary[str, Given] = WeakValueDictionary()
 def give(value: Any, label: str, content: bytes, tell: Callable[[], bytes] | None = None) -> Given:
     """Give a Python object a name that a scenario can have; the same one for the same content."""
     prefix = f"{PYTHON}:{label if label.isidentifier() else 'unnamed'}_"
-    for known in list(_given.values()):
-        if known.content == content and known.target.startswith(prefix) and len(known.target) == len(prefix) + 16:
-            return known
+    for other in list(_given.values()):
+        if other.content == content and other.target.startswith(prefix) and len(other.target) == len(prefix) + 16:
+            return other
     part = Given(prefix + secrets.token_hex(8), value, content, tell)
     _given[part.target] = part
     return part
@@ -108,9 +108,9 @@ def load_own(
 
     Args:
         target: `package.module:name`.
-        key: where it stands in the scenario, for errors: `algorithm.module`.
+        key: of the scenario, for errors: `algorithm.module`.
         accepts: whether it is what it has to be.
-        must_be: that in words.
+        must_be: that rule, in words.
 
     Raises:
         ScenarioError: it is not there, cannot be imported, is not allowed here (`only_from`), or is something else.
@@ -122,29 +122,24 @@ def load_own(
     allowed = _allowed.get()
     if allowed is not None and path not in allowed:
         raise ScenarioError(f"{where}: this process imports no module but {sorted(allowed)}: its owner has to allow it")
-    part = _given_part(target, where) if path == PYTHON else _named_part(path, name, where)
+    if path == PYTHON:
+        given = find_given(target)
+        if given is None:
+            raise ScenarioError(
+                f"{where}: it was given as a Python object, which is not here: give it again, or put it into a module "
+                "and name that, as package.module:name"
+            )
+        part = given.unchanged(where)
+    else:
+        module = _import(path, where)
+        if not hasattr(module, name):
+            names = [public for public in vars(module) if not public.startswith("_")]
+            raise ScenarioError(f"{where}: {path} has no {name}{did_you_mean(name, names)}")
+        part = getattr(module, name)
     if not accepts(part):
         kind = part.__name__ if isinstance(part, type) else f"of type {type(part).__name__}"
         raise ScenarioError(f"{where}: {name} is {kind} and must be {must_be}")
     return part
-
-
-def _given_part(target: str, where: str) -> Any:
-    part = find_given(target)
-    if part is None:
-        raise ScenarioError(
-            f"{where}: it was given as a Python object, which is not here: give it again, or put it into a module and "
-            "name that, as package.module:name"
-        )
-    return part.unchanged(where)
-
-
-def _named_part(path: str, name: str, where: str) -> Any:
-    module = _import(path, where)
-    if not hasattr(module, name):
-        names = [public for public in vars(module) if not public.startswith("_")]
-        raise ScenarioError(f"{where}: {path} has no {name}{did_you_mean(name, names)}")
-    return getattr(module, name)
 
 
 def _import(path: str, where: str) -> ModuleType:
@@ -170,7 +165,7 @@ def _import(path: str, where: str) -> ModuleType:
 
 
 class RaisedElsewhere(Exception):  # noqa: N818 (an error of another process)
-    """What another process of a run raised: `place`, which may be told, and its traceback, which is for its owner."""
+    """An error of another process of a run: `place`, which may be shown, and its traceback, which is private."""
 
     def __init__(self, place: str, trace: str) -> None:
         super().__init__(place, trace)
@@ -181,7 +176,7 @@ class RaisedElsewhere(Exception):  # noqa: N818 (an error of another process)
 
 
 def raised_at(error: BaseException) -> str:
-    """Return an error's kind and the line of code that raised it, and nothing that it says, which may tell of data."""
+    """Return an error's type and the line of code that raised it, without its message, which may reveal data."""
     if isinstance(error, RaisedElsewhere):
         return error.place
     frames = traceback.extract_tb(error.__traceback__)

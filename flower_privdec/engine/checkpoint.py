@@ -173,8 +173,8 @@ def _beside(folder: Path, place: Place, device: torch.device) -> Tensor:
     if not _A_FILE_BESIDE.fullmatch(file):
         raise ValueError(f"{shown(file, 40)} is no file of its own")
     with safe_open(folder / file, framework="pt", device=str(device)) as opened:
-        found: Tensor = opened.get_tensor(name)
-        return found
+        tensor: Tensor = opened.get_tensor(name)
+        return tensor
 
 
 def _check_facts(facts: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -191,7 +191,7 @@ def _check_facts(facts: Any, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError("its tensors are not those that were written")
     peers = facts["peers"]
     rows = [tensor for name, tensor in tensors.items() if not name.startswith((EDGE, CARRIED))]
-    if sorted(set(peers)) != peers or any(len(each) != len(peers) for each in rows):
+    if sorted(set(peers)) != peers or any(len(row) != len(peers) for row in rows):
         raise ValueError(f"its peers are {shown(peers, 40)}, or have rows of another number")
     if {EDGE + name for name in facts["edges"]} != {name for name in tensors if name.startswith(EDGE)}:
         raise ValueError("its edges are not those of its tensors")
@@ -209,10 +209,10 @@ def _counts(value: Any) -> bool:
 
 _RULES: dict[str, Callable[[Any], bool]] = {
     "scenario": lambda value: isinstance(value, str),
-    "run": lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
+    "run": lambda value: isinstance(value, dict) and all(isinstance(part, str) for part in value.values()),
     "seconds": lambda value: isinstance(value, int | float) and 0 <= value < math.inf,
     "head": lambda value: value is None or (len(value) == 2 and _count(value[0]) and isinstance(value[1], str)),
-    "transport": lambda value: all(_count(each) or isinstance(each, dict) for each in value.values()),
+    "transport": lambda value: all(_count(part) or isinstance(part, dict) for part in value.values()),
     "round_index": _count,
     "at": _count,
     "peers": _counts,

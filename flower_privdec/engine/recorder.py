@@ -26,8 +26,7 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, shows_private
-from flower_privdec.experiment.minimum import Minimum, find_minimum
-from flower_privdec.experiment.objective import ConvexObjective
+from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
 from flower_privdec.experiment.own_parts import public_name
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger.ledger import Head
@@ -53,10 +52,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / NAME
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    found: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(_record(line, found[-1]["round"] if found else -1))
+            records.append(_record(line, records[-1]["round"] if records else -1))
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
@@ -64,7 +63,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
                 f"{path}:{number}: is no record of an evaluation ({one_line(error)}); the file is damaged: delete the "
                 "line, whose numbers are lost"
             ) from error
-    return found
+    return records
 
 
 def keep_metrics_until(folder: Path, round_index: int) -> None:
@@ -74,8 +73,8 @@ def keep_metrics_until(folder: Path, round_index: int) -> None:
         ScenarioError: see `read_metrics`.
     """
     if (folder / NAME).is_file():
-        kept = [record for record in read_metrics(folder) if record["round"] <= round_index]
-        write_atomically(folder / NAME, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        earlier = [record for record in read_metrics(folder) if record["round"] <= round_index]
+        write_atomically(folder / NAME, "".join(json.dumps(record) + "\n" for record in earlier).encode())
 
 
 def _record(line: bytes, last: int) -> dict[str, Any]:
@@ -311,8 +310,8 @@ class Recorder:
     def _breached(self) -> dict[str, str]:
         """Say which condition of a paper's formula is broken, where a formula made the noise."""
         plan = None if self.own is None else self.own.protection
-        found = [] if plan is None else breaches(plan)
-        return {"claim_note": " ".join(found)} if found else {}
+        problems = [] if plan is None else breaches(plan)
+        return {"claim_note": " ".join(problems)} if problems else {}
 
     def _save_models(self, rows: dict[str, Tensor]) -> None:
         facts = json.dumps(module_facts(self.agreement.public, self.agreement.loss))

@@ -99,7 +99,7 @@ class Run:
 
     @contextmanager
     def _formatting_errors(self) -> Iterator[None]:
-        """Format in one line what a user's own part raises inside."""
+        """Turn an exception of a user's code into a one-line error."""
         try:
             yield
         except GoneError as error:

@@ -15,7 +15,7 @@ from flower_privdec.common.formatting import epsilon_text, peer_ranges
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.errors import BudgetError
 from flower_privdec.graph.participation import Participation
-from flower_privdec.privacy.ledger.cohort_ledger import Spending
+from flower_privdec.privacy.ledger.ledger import Spending
 from flower_privdec.privacy.mechanism.protection import UNLIMITED
 from flower_privdec.scenario import Scenario
 
@@ -69,8 +69,8 @@ def epsilons(cohort: Cohort, rounds: int) -> list[float]:
         return [math.inf] * len(cohort.peers)
     if cohort.ledger is None:
         return cohort.protection.epsilons(rounds)
-    found: list[float] = cohort.ledger.spending.epsilons(rounds * cohort.steps_per_round).tolist()
-    return found
+    values: list[float] = cohort.ledger.spending.epsilons(rounds * cohort.steps_per_round).tolist()
+    return values
 
 
 def rounds_run(cohort: Cohort, rounds: int) -> list[int]:

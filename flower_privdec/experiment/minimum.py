@@ -22,10 +22,14 @@ from typing import Any
 import numpy as np
 import scipy
 import torch
+from torch import Tensor
 
 from flower_privdec.algorithms.proximal import Regularizer
 from flower_privdec.common.files import cache_folder, write_atomically
-from flower_privdec.experiment.objective import Array, ConvexObjective
+from flower_privdec.data.sparse_rows import SparseRows
+from flower_privdec.experiment.agreement import Agreement
+from flower_privdec.experiment.own_parts import OwnParts
+from flower_privdec.tasks.losses import Loss
 
 TOLERANCE = 1e-6
 SMOOTHINGS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # ν, one after the other, each from the last one's solution
@@ -34,6 +38,7 @@ SMOOTH = ("logistic", "squared-hinge", "cross-entropy", "mse", "huber", "binary-
 STEPS = 60  # by which a ball's multiplier is halved in
 
 _log = logging.getLogger(__name__)
+Array = np.ndarray
 Losses = Callable[[Array], tuple[Array, Array]]  # of outputs [N, k]: the losses [N] and their derivatives [N, k]
 
 
@@ -208,3 +213,75 @@ def _linear_program(objective: ConvexObjective) -> Minimum:
         return Minimum(objective.value(np.zeros(d)), objective.value(np.zeros(d)))
     least = objective.value(result.ineqlin.marginals[d:] - result.ineqlin.marginals[:d])
     return Minimum(least, max(0.0, least + float(result.fun)))
+
+
+@dataclass(frozen=True, eq=False)
+class ConvexObjective:
+    """F(x) = (1/n) Σ_i (1/q_i) Σ_j l(x; example j of peer i) + h(x), of one linear layer, in float64.
+
+    A model is a vector [d]: the weights [k, D], then the biases [k] where there are some.
+
+    Attributes:
+        features: [N, D], of all peers' examples, with a last column of ones where there is a bias.
+        targets: [N, ...].
+        weights: [N], 1 / (n q_i) of each example; they sum to 1.
+        loss: of an example.
+        outputs: k.
+        bias: whether there is one.
+    """
+
+    features: scipy.sparse.csr_matrix
+    targets: Tensor
+    weights: Array
+    loss: Loss
+    regularizer: Regularizer
+    outputs: int
+    bias: bool
+
+    @staticmethod
+    def of(agreement: Agreement, own: OwnParts) -> ConvexObjective:
+        """Return what the peers of a run minimise together.
+
+        Args:
+            own: of all peers.
+        """
+        layer, parts = agreement.kernel.layers[0], own.examples.parts  # type: ignore[attr-defined]
+        rows = np.concatenate(parts)
+        weights = np.concatenate([np.full(len(part), 1 / (len(parts) * len(part))) for part in parts])
+        chosen = own.examples.x[torch.from_numpy(rows)]
+        held = chosen.matrix if isinstance(chosen, SparseRows) else chosen.flatten(1).numpy()
+        features = scipy.sparse.csr_matrix(held, dtype=np.float64)
+        if layer.bias is not None:
+            features = scipy.sparse.hstack([features, np.ones((len(rows), 1))], format="csr")
+        return ConvexObjective(
+            features=features,
+            targets=own.examples.y[torch.from_numpy(rows)],
+            weights=weights,
+            loss=agreement.loss,
+            regularizer=agreement.algorithm.regularizer,  # type: ignore[attr-defined]
+            outputs=layer.weight.shape[0],
+            bias=layer.bias is not None,
+        )
+
+    @property
+    def dimension(self) -> int:
+        """Return d."""
+        return int(self.features.shape[1]) * self.outputs
+
+    def value(self, x: Tensor | Array) -> float:
+        """Return F(x)."""
+        model = torch.as_tensor(x).detach().cpu().double()
+        outputs = torch.from_numpy(self.features @ self.matrix(model.numpy()))
+        losses = self.loss.value(outputs, self.targets).numpy()
+        return float(self.weights @ losses) + self.regularizer.value(model)
+
+    def matrix(self, x: Array) -> Array:
+        """Return a model as [D, k], so that outputs are features @ matrix."""
+        inner = self.features.shape[1] - self.bias
+        weight = x[: self.outputs * inner].reshape(self.outputs, inner).T
+        return np.vstack([weight, x[self.outputs * inner :][None]]) if self.bias else weight
+
+    def vector(self, matrix: Array) -> Array:
+        """Return what `matrix` was made of, [d]."""
+        inner = self.features.shape[1] - self.bias
+        return np.concatenate([matrix[:inner].T.ravel(), matrix[inner:].ravel()])

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from flower_privdec.core import Reply
+from flower_privdec.core.cohort import LearningRate
 from flower_privdec.data import Examples, Sampler, read_examples
 from flower_privdec.data.datasets import check_fit
 from flower_privdec.data.features import apply_features
+from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.hardening import noise_inflation
 from flower_privdec.experiment.memory import check_steps
-from flower_privdec.experiment.number_range import check_number_range
 from flower_privdec.experiment.run_key import SIMULATED, environment, own_keys, run_id, shared_secret
 from flower_privdec.privacy.ledger.ledger import RunName
-from flower_privdec.privacy.mechanism.declared import Drawing
+from flower_privdec.privacy.mechanism.declared import Declares, Drawing
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import noise_mechanism
 from flower_privdec.scenario import numbers_hash, own_parts
@@ -171,3 +173,81 @@ def _answered(agreement: Agreement, peers: np.ndarray) -> list[tuple[int, ...]]:
         return [()] * len(peers)
     counts = agreement.mixing.heard(agreement.scenario.rounds)[:, peers]
     return [tuple(column) for column in counts.T.tolist()]
+
+
+MOST = 0.1  # by how much noise may be larger; beyond, the numbers are too short for such sums
+OTHER = 2.0**-20  # for the rounding of the noise's scale itself
+RARE = 2.0**-64  # the chance that a step draws more examples than are counted on
+
+
+def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int, dtype: torch.dtype) -> float:
+    """Return by how much hardened noise has to be larger, the most of some peers.
+
+    Args:
+        drawings: how each of these peers draws its examples.
+        steps: of the run.
+        dtype: in which sums are made.
+
+    Raises:
+        ScenarioError: the rounding of a sum may be as large as a tenth of what one example adds to it.
+
+    Privacy: a Poisson batch has more examples than are counted on with a chance of 2^-64 a step, which adds to δ.
+    """
+    largest = 0.0
+    for drawing in dict.fromkeys(drawings):
+        size, remembers = _most_drawn(drawing), any(part.idle for part in algorithm.released(0, drawing) or ())
+        unit = torch.finfo(dtype).eps / 2
+        more = size * unit / (1 - min(size * unit, 0.5)) * 2 * size
+        more += 4 * size * (steps * size + drawing.size) * unit if remembers else 0.0
+        if more > MOST:
+            raise ScenarioError(
+                f"privacy.hardened: a sum of {size} examples in {str(dtype).removeprefix('torch.')} may be wrong by "
+                f"{more:.2g} times what one of them adds, which must be <= {MOST:g}; set compute.dtype=float64"
+            )
+        largest = max(largest, more)
+    return largest + OTHER
+
+
+def _most_drawn(drawing: Drawing) -> int:
+    """Return how many examples a step has at most."""
+    if drawing.sampling != "poisson":
+        return drawing.size if drawing.sampling == "full" else min(drawing.size, -int(-drawing.batch // 1))
+    mean, rare = drawing.size * drawing.rate, -math.log(RARE)
+    return min(drawing.size, math.ceil(mean + rare / 3 + math.sqrt(rare**2 / 9 + 2 * mean * rare)))  # Bernstein
+
+
+LEAST, MOST = 1e-15, 1e30  # see `gradients.bounds`; 2^-126 to 2^128 is what float32 holds
+
+
+def check_number_range(plan: Protection, learning_rate: LearningRate, sizes: np.ndarray, batches: np.ndarray) -> None:
+    """Check what every step multiplies clipped gradients and noise by.
+
+    Args:
+        sizes: examples of each peer, int64 [n_peers].
+        batches: the expected batch size of each, float64 [n_peers].
+
+    Raises:
+        ScenarioError: naming the first quantity that is out of range.
+    """
+    rounds = len(plan.clip_norms) // plan.steps_per_round
+    rates = np.stack([learning_rate.at(k) for k in range(rounds)]).repeat(plan.steps_per_round, axis=0)
+    with np.errstate(over="ignore"):
+        one = rates / batches * plan.clip_norms
+        _check("privacy.clip_norm", plan.clip_norms)
+        _check("algorithm.learning_rate, over the batch size, times privacy.clip_norm", one)
+        _check("algorithm.learning_rate", rates)
+        _check("the learning rate, times the clip norm, of all a peer's examples", one * sizes)
+        noises = [one * plan.noise_multipliers]
+        if plan.receivers:  # what goes to each neighbour is not multiplied by the learning rate
+            noises.append(plan.clip_norms / batches * plan.noise_multipliers)
+        for noise in noises:
+            _check("the noise of a step", noise[noise > 0])
+
+
+def _check(what: str, values: np.ndarray) -> None:
+    wrong = values[~((values >= LEAST) & (values <= MOST))]
+    if wrong.size:
+        raise ScenarioError(
+            f"{what} is {wrong.flat[0]:g} in some step and must be between {LEAST:g} and {MOST:g}, beyond which "
+            "numbers overflow or vanish and noise covers nothing; change algorithm.learning_rate or privacy.clip_norm"
+        )

@@ -1,14 +1,28 @@
-"""What tells one run from every other: a hash of all that decides its numbers, from which its secrets are drawn.
+"""The key of a run: a hash of all that determines its numbers, from which its noise and batches are drawn.
 
 Two runs that differ in anything (algorithm, budget, seed, one pixel of a peer's data, a line of the model's code,
 device, versions) have different keys and share no draw, so that no noise cancels between them; the same
-run, in whatever runtime, has the same keys and gives the same bits.
+run, in any runtime, has the same keys and gives the same bits.
+
+That includes the code of users' models, functions and objects. An object whose content cannot be hashed is refused.
 """
 
 from __future__ import annotations
 
+import ast
+import dis
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+import inspect
+import sys
+import sysconfig
+import threading
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import torch
@@ -18,7 +32,7 @@ from flower_privdec import __version__
 from flower_privdec.common.user_code import Given
 from flower_privdec.data import Examples, PublicSet
 from flower_privdec.data.sparse_rows import Features, SparseRows
-from flower_privdec.experiment.model_code import code_of, held_by, installed_version
+from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.privacy.noise import has_triton
 
 KEY_BYTES = 32
@@ -89,7 +103,7 @@ def own_keys(shared: bytes, examples: Examples, peers: np.ndarray) -> dict[int, 
 
 
 def run_id(keys: Mapping[int, bytes]) -> str:
-    """Return the name of a run of some peers, 32 hexadecimal digits: a hash of their keys, which it does not tell."""
+    """Return the name of a run of some peers, 32 hexadecimal digits: a hash that does not reveal their keys."""
     return _hash(b"run", *(keys[peer] for peer in sorted(keys))).hex()[:32]
 
 
@@ -98,3 +112,300 @@ def _hash(*parts: bytes) -> bytes:
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
+
+
+SHIPPED = ("torch", "flower_privdec", "builtins")  # packages that stand in the environment with their versions
+_INSTALLED = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+# CPython 3.11 counts the recursion of `ast.parse` per interpreter: two threads that parse at once may fail.
+_PARSING = threading.Lock()
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def installed_version(package: str) -> str:
+    """Return the version of an installed package, or "missing"."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def code_of(parts: Iterable[object]) -> Iterator[bytes]:
+    """Yield the source files of classes and functions by name: theirs, their bases', and all that these import.
+
+    Of what is installed the version stands for the code, and of what was compiled or typed in the name. What a file
+    imports by a computed name is not seen.
+
+    Args:
+        parts: classes, functions, or objects of any class.
+    """
+    written = [part if inspect.isclass(part) or inspect.isroutine(part) else type(part) for part in parts]
+    bases = [base for part in written for base in (inspect.getmro(part) if inspect.isclass(part) else (part,))]
+    waiting = {str(base.__module__) for base in bases}
+    visited = set(waiting)
+    while waiting:
+        name = min(waiting)
+        waiting.discard(name)
+        package = name.partition(".")[0]
+        if package in SHIPPED:
+            continue
+        path = _file(package)
+        if is_installed(package):
+            yield f"{package} {installed_version(package)}".encode()
+            continue
+        path = path if name == package else _file(name)
+        if path is None:
+            yield name.encode()
+            continue
+        source = path.read_bytes()
+        yield name.encode() + source
+        imports = set(_imported(source, name if path.name == "__init__.py" else name.rpartition(".")[0])) - visited
+        waiting, visited = waiting | imports, visited | imports
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module is identified by a version: shipped with this package, compiled in, or installed."""
+    package = module.partition(".")[0]
+    path = _file(package)
+    if package in SHIPPED or package in sys.builtin_module_names:
+        return True
+    return path is not None and any(path.is_relative_to(folder) for folder in _INSTALLED)
+
+
+def _file(name: str) -> Path | None:
+    """Return the file a Python module is in; None where there is no such module or no source."""
+    try:
+        spec = None if name in sys.modules else find_spec(name)
+    except RAISED_BY_USERS:  # to look into a package imports it
+        spec = None
+    origin = getattr(sys.modules.get(name), "__file__", None) or (spec.origin if spec else None) or ""
+    return Path(origin).resolve() if origin.endswith(".py") and Path(origin).is_file() else None
+
+
+def _imported(source: bytes, package: str) -> Iterator[str]:
+    """Yield the names of all modules that a source may import, also inside functions."""
+    try:
+        with _PARSING:
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # one that is named somewhere, and imported never
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            base = resolve_name(base, package) if node.level else base
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def held_by(module: nn.Module) -> Iterator[bytes]:
+    """Yield what the modules of a model hold beside parameters: numbers, strings and tensors, by their names."""
+    for path, part in module.named_modules():
+        held = {**vars(part), **dict(part.named_buffers(recurse=False))}
+        yield f"{path} {type(part).__module__}.{type(part).__qualname__}".encode()
+        for name, value in sorted(held.items()):
+            yield from (name.encode() + content for content in _contents(value))
+
+
+def _contents(value: object) -> Iterable[bytes]:
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        data = value.detach().cpu().contiguous()
+        return [f"{data.dtype} {tuple(data.shape)}".encode() + hashlib.sha256(data.numpy().data).digest()]
+    parts = value if isinstance(value, tuple | list) else (value,)
+    return [repr(value).encode()] if all(isinstance(part, _PLAIN) for part in parts) else []
+
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis), type(NotImplemented))
+_NAMED = (torch.dtype, torch.device, np.dtype, np.ufunc, torch.memory_format, torch.layout)
+_BUILT_IN = (
+    types.BuiltinFunctionType,
+    types.WrapperDescriptorType,
+    types.MethodDescriptorType,
+    types.GetSetDescriptorType,
+)
+_LOOKED_UP = ("LOAD_GLOBAL", "LOAD_NAME")
+_WRITTEN_FOR_PYTHON = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "_abc_impl"})
+
+
+def object_hash(value: object) -> bytes:
+    """Return a hash of all that decides what an object does.
+
+    Of functions and classes it takes the byte code, defaults, closures, bases and the globals they look up; of modules
+    of the user's the source, of installed ones the version; of other objects what pickle would save. No line number
+    and no address counts, so that the same code is the same in another process.
+
+    Raises:
+        ScenarioError: something in it cannot be hashed (an open file, a generator, a lock, ...), naming it.
+    """
+    hashed = _ObjectHash()
+    hashed.add(value)
+    return hashed.digest.digest()
+
+
+class _ObjectHash:
+    """Feeds an object, and all that it leads to, into a hash."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.blake2b(digest_size=32)
+        self.seen: dict[int, tuple[int, object]] = {}  # references, so that no id is used again
+
+    def update(self, *words: object) -> None:
+        """Feed words in, each with its length."""
+        for word in words:
+            data = word if isinstance(word, bytes) else str(word).encode()
+            self.digest.update(len(data).to_bytes(8, "little") + data)
+
+    def add(self, value: Any) -> None:
+        """Feed a value in."""
+        if isinstance(value, _CONSTANTS) and type(value).__module__ == "builtins":
+            self.update("plain", type(value).__name__, repr(value))
+        elif id(value) in self.seen:
+            self.update("again", self.seen[id(value)][0])
+        else:
+            self.seen[id(value)] = len(self.seen), value
+            self._add_new(value)
+
+    def _add_new(self, value: Any) -> None:
+        if isinstance(value, _NAMED):
+            self.update("named", type(value).__name__, repr(value))
+        elif isinstance(value, np.ndarray) and value.dtype != object:
+            self.update("array", value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
+        elif isinstance(value, torch.Tensor):
+            self._add_tensor(value)
+        elif type(value) in (tuple, list):
+            self.update(type(value).__name__, len(value))
+            self._add_all(value)
+        elif type(value) in (set, frozenset):
+            self.update(type(value).__name__, *sorted(object_hash(member) for member in value))
+        elif type(value) in (dict, types.MappingProxyType):
+            self.update("dict", len(value))
+            self._add_all(part for item in value.items() for part in item)
+        elif get_origin(value) is not None:
+            self.update("type")
+            self._add_all((get_origin(value), get_args(value)))
+        else:
+            self._add_code(value)
+
+    def _add_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.add(value)
+
+    def _add_tensor(self, value: torch.Tensor) -> None:
+        if value.layout is not torch.strided:
+            raise _unhashable(value)
+        data = value.detach().cpu().contiguous().reshape(-1)
+        self.update(
+            "tensor", value.dtype, tuple(value.shape), value.requires_grad, data.view(torch.uint8).numpy().tobytes()
+        )
+
+    def _add_code(self, value: Any) -> None:
+        if isinstance(value, types.FunctionType):
+            self._add_function(value)
+        elif isinstance(value, type):
+            self._add_class(value)
+        elif isinstance(value, types.ModuleType):
+            self.update("module", value.__name__, *_module_code(value.__name__))
+        elif isinstance(value, types.CodeType):
+            self._add_byte_code(value)
+        elif isinstance(value, types.MethodType):
+            self.update("method")
+            self._add_all((value.__self__, value.__func__))
+        elif isinstance(value, staticmethod | classmethod):
+            self.update(type(value).__name__)
+            self.add(value.__func__)
+        elif isinstance(value, property | functools.cached_property):
+            self.update(type(value).__name__)
+            self._add_all([getattr(value, name, None) for name in ("fget", "fset", "fdel", "func")])
+        elif isinstance(value, _BUILT_IN):
+            self.update("built in", getattr(value, "__module__", None), value.__qualname__)
+            owner = getattr(value, "__self__", None)
+            self.add(None if isinstance(owner, types.ModuleType) else owner)
+        else:
+            self._add_object(value)
+
+    def _add_function(self, value: types.FunctionType) -> None:
+        if self._is_installed(value):
+            return
+        self.update("function")
+        self.add(value.__code__)
+        self._add_all((value.__defaults__, value.__kwdefaults__, dict(vars(value))))
+        for cell in value.__closure__ or ():
+            try:
+                self.add(cell.cell_contents)
+            except ValueError:  # not bound yet
+                self.update("empty")
+        for name in sorted(set(_looked_up(value.__code__))):
+            self.update(name)
+            if name in value.__globals__:
+                self.add(value.__globals__[name])
+        for name in sorted(set(_byte_code_imports(value.__code__))):
+            self.update("import", name, *_module_code(name))
+
+    def _add_byte_code(self, code: types.CodeType) -> None:
+        counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+        self.update("code", *counts, code.co_code, code.co_exceptiontable)
+        self._add_all((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars))
+        self._add_all(code.co_consts)
+
+    def _add_class(self, value: type) -> None:
+        if self._is_installed(value):
+            return
+        self.update("class", value.__qualname__)
+        self._add_all((type(value), value.__bases__))
+        for name, part in sorted(vars(value).items()):
+            if name not in _WRITTEN_FOR_PYTHON and not name.startswith("__pydantic"):
+                self.update(name)
+                self.add(part)
+
+    def _is_installed(self, value: Any) -> bool:
+        """Hash an installed class or function by its name and version; return whether it is one."""
+        module = getattr(value, "__module__", None) or ""
+        there: Any = sys.modules.get(module)
+        for name in value.__qualname__.split("."):
+            there = getattr(there, name, None)
+        if there is not value or not is_installed(module):
+            return False
+        self.update("installed", module, value.__qualname__, *_module_code(module))
+        return True
+
+    def _add_object(self, value: Any) -> None:
+        """Feed in what pickle would save of an object."""
+        try:
+            reduced = value.__reduce_ex__(4)
+        except Exception as error:  # any object's own method
+            raise _unhashable(value) from error
+        self.update("object", type(value).__qualname__)
+        if isinstance(reduced, str):
+            self.update(reduced)
+            return
+        make, arguments, state, items, pairs = (*reduced, *(None,) * 5)[:5]
+        self._add_all((make, arguments, state, list(items or ()), list(pairs or ())))
+
+
+def _unhashable(value: object) -> ScenarioError:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return ScenarioError(f"it holds an object of type {kind}, whose content cannot be hashed")
+
+
+def _module_code(name: str) -> Iterator[bytes]:
+    """Yield the source of a module and of all it imports; of what is installed the version."""
+    stand_in = type("_StandIn", (), {"__module__": name})
+    return code_of([stand_in])
+
+
+def _looked_up(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of the globals that a code, or one inside it, looks up."""
+    for inner in _codes(code):
+        yield from (step.argval for step in dis.get_instructions(inner) if step.opname in _LOOKED_UP)
+
+
+def _byte_code_imports(code: types.CodeType) -> Iterator[str]:
+    for inner in _codes(code):
+        yield from (step.argval for step in dis.get_instructions(inner) if step.opname == "IMPORT_NAME" and step.argval)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)

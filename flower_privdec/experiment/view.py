@@ -15,7 +15,7 @@ from flower_privdec.data import PeerData
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.memory import check_memory
 from flower_privdec.experiment.own_parts import OwnParts
-from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.ledger.ledger import CohortLedger
 from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.schema import placed
@@ -99,9 +99,9 @@ class Experiment(Agreement):
         if budget is not None:
             accounts = tuple(replace(account, budget=budget[0], delta=budget[1]) for account in accounts)
         if not own.deployed:
-            return CohortLedger.open(folder, name, own.run, accounts)
+            return CohortLedger(folder, name, own.run, accounts)
         fresh = replace(own.run, id=secrets.token_hex(16))
-        return CohortLedger.open(folder, name, fresh, accounts, block=1, fresh=True, start=start)
+        return CohortLedger(folder, name, fresh, accounts, block=1, fresh=True, start=start)
 
     def initial_state(self, cohort: Cohort) -> State:
         """Return the state before round 0."""

@@ -63,8 +63,7 @@ from flower_privdec.flower.mods.private_update import (
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
-from flower_privdec.network.peer.trainer import noise_source, rows_path
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, noise_source, rows_path
 from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.pushsum.witness import EMPTY, Head

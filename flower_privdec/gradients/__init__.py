@@ -8,9 +8,8 @@ from torch import nn
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.factored import FactoredKernel
-from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
-from flower_privdec.gradients.proof import prove
+from flower_privdec.gradients.proof import Unproved, prove
 from flower_privdec.gradients.protocol import GradientKernel, LabelledInputs
 from flower_privdec.gradients.stacked import Factors, SparseLinearKernel, StackedKernel, parse_stack
 from flower_privdec.models import check_model

@@ -15,14 +15,17 @@ from flower_privdec.gradients.protocol import (
     Clipping,
     GradientKernel,
     LabelledInputs,
+    Piece,
+    RowKernel,
+    Stored,
     beyond,
     inputs_like,
+    masked,
     reason,
     row_chunks,
     unknown_tokens,
     upper,
 )
-from flower_privdec.gradients.rows import Piece, RowKernel, Stored, masked
 from flower_privdec.models import flatten, unflatten
 from flower_privdec.tasks.losses import Loss
 from flower_privdec.tasks.own_functions import no_own_rules

@@ -1,26 +1,35 @@
 """Prove that a module keeps the examples of a batch apart, so that one backward pass can serve a whole batch.
 
-The forward is traced once into a graph of operations, with proxies for its inputs. Where every operation is one of
-`operations`, where no parameter is used outside the layer it belongs to, and where the axes are as the rules ask for
+The forward is traced once into a graph of operations, with proxies for its inputs. Where every operation has a
+rule (below), where no parameter is used outside the layer it belongs to, and where the axes are as the rules ask for
 batches of one, two and three examples, row i of the output depends on example i alone, whatever the examples and the
 parameters: the rules are about operations and shapes, never values. The *graph* then runs, never the user's
 forward again, so that nothing it might do differently another time matters to privacy. That the graph computes what
 the forward computes is tested on random inputs, never on private ones.
+
+A value of a traced forward is one of five kinds. A tensor *of examples* has the batch as its first axis, and its row i
+depends on example i alone. A *shared* tensor depends on no example, such as a buffer. A *number* depends on neither the
+examples nor how many they are. The *batch size* and the *sizes* of a tensor of examples, which hold it, are kinds of
+their own: the only use of a batch size is the first axis of a view. A rule takes the kinds and shapes of an
+operation's arguments and returns the kind of its result, or raises `Unproved`. An operation without a rule is unproved.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import Node
+from torch.nn import functional
 
 from flower_privdec.errors import RAISED_BY_USERS
-from flower_privdec.gradients.layers import is_supported
-from flower_privdec.gradients.operations import FUNCTIONS, LAYERS, METHODS, Call, Kind, Rule, Unproved, Value, judge
+from flower_privdec.gradients.factored import is_supported
 from flower_privdec.gradients.protocol import is_plain, reason
 
 BATCHES = (1, 2, 3)
@@ -74,7 +83,7 @@ def _named(path: str, part: nn.Module) -> str:
 
 
 class _Tracer(fx.Tracer):
-    """Traces into every module but the layers that have a rule in `operations`."""
+    """Traces into every module but the layers that have a rule."""
 
     proxy_buffer_attributes = True
 
@@ -213,3 +222,279 @@ def _results(module: nn.Module, x: Tensor, parameters: Mapping[str, Tensor]) -> 
         total = (outputs * torch.linspace(1, 2, outputs.numel()).view_as(outputs).to(outputs)).sum()
     gradients = torch.autograd.grad(total, list(parameters.values()), materialize_grads=True, allow_unused=True)
     return [outputs.detach(), *gradients]
+
+
+class Unproved(Exception):  # noqa: N818 - it names what a proof lacks; nothing went wrong
+    """Why a module could not be proved to keep examples apart, in words that follow "because"."""
+
+
+class Kind(Enum):
+    """What a value of a traced forward depends on."""
+
+    EXAMPLES = "examples"
+    SHARED = "shared"
+    NUMBER = "number"
+    BATCH_SIZE = "batch size"
+    SIZES = "sizes"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of a traced forward, computed for some batch."""
+
+    kind: Kind
+    content: Any
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return int(self.content.ndim)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation: its arguments, with a Value for each that was computed, and its result.
+
+    Attributes:
+        name: its name in messages.
+        layer: the module that is called; None for functions and methods.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    layer: nn.Module | None = None
+
+    def leaves(self) -> Iterator[Any]:
+        """Yield all arguments, those in lists, tuples and slices too."""
+        yield from _leaves((self.args, tuple(self.kwargs.values())))
+
+    def refuse(self, what: str) -> Unproved:
+        """Return the reason why this call is not proved."""
+        return Unproved(f"{self.name} {what}")
+
+    def option(self, position: int, *names: str) -> Any:
+        """Return the argument at a position or under one of some names; None where there is none."""
+        if len(self.args) > position:
+            return self.args[position]
+        return next((self.kwargs[name] for name in names if name in self.kwargs), None)
+
+    def first(self, least_axes: int = 1) -> Value:
+        """Return the first argument, a tensor of examples, if all others are constants."""
+        value, *others = self.leaves()
+        if not isinstance(value, Value) or value.kind is not Kind.EXAMPLES or value.ndim < least_axes:
+            raise self.refuse(f"needs examples of {least_axes - 1} axes or more as its first argument")
+        if any(isinstance(other, Value) and other.kind is not Kind.NUMBER for other in others):
+            raise self.refuse("takes more than one tensor, or the size of the batch")
+        return value
+
+    def axes(self, option: Any, count: int) -> tuple[int, ...]:
+        """Return the axes of an option, a number or several, counted from 0."""
+        several = option if isinstance(option, tuple | list) else (option,)
+        if not several or not all(type(axis) is int for axis in several):
+            raise self.refuse("names no axes, so it works over the batch too")
+        return tuple(axis % count for axis in several)
+
+
+Rule = Callable[[Call], Kind]
+
+
+def _leaves(part: Any) -> Iterator[Any]:
+    if isinstance(part, tuple | list):
+        for item in part:
+            yield from _leaves(item)
+    elif isinstance(part, slice):
+        yield from (part.start, part.stop, part.step)
+    else:
+        yield part
+
+
+def judge(rule: Rule, call: Call, batch: int) -> Kind:
+    """Return the kind of a call's result for a batch of a size.
+
+    Raises:
+        Unproved: the rule does not hold, or the first axis is not the batch's afterwards.
+    """
+    kinds = {value.kind for value in call.leaves() if isinstance(value, Value)}
+    if kinds <= {Kind.NUMBER, Kind.SHARED}:
+        return Kind.SHARED if isinstance(call.result, Tensor) else Kind.NUMBER
+    kind = rule(call)
+    if kind is Kind.EXAMPLES and not (isinstance(call.result, Tensor) and call.result.shape[:1] == (batch,)):
+        raise call.refuse("moves the axis of the batch")
+    return kind
+
+
+def _elementwise(call: Call) -> Kind:
+    """Elementwise: the shape stays."""
+    if call.first().content.shape != call.result.shape:
+        raise call.refuse("changes the shape")
+    return Kind.EXAMPLES
+
+
+def _combine(call: Call) -> Kind:
+    """Elementwise over several tensors, with axes of length 1 or missing ones broadcast."""
+    for value in call.leaves():
+        if not isinstance(value, Value) or value.kind is Kind.NUMBER:
+            continue
+        if value.kind not in (Kind.EXAMPLES, Kind.SHARED):
+            raise call.refuse("computes with the size of the batch")
+        aligned = value.ndim == call.result.ndim
+        if value.kind is Kind.EXAMPLES and not aligned:
+            raise call.refuse("lines the batch up with another axis")
+        if value.kind is Kind.SHARED and aligned and value.content.shape[0] != 1:
+            raise call.refuse("treats examples by their place in the batch")
+    return Kind.EXAMPLES
+
+
+def _over_axes(call: Call) -> Kind:
+    """Over some axes, none of which is the batch's."""
+    value = call.first()
+    if 0 in call.axes(call.option(1, "dim", "axis"), value.ndim):
+        raise call.refuse("works over the axis of the batch")
+    return Kind.EXAMPLES
+
+
+def _reshape(call: Call) -> Kind:
+    """The same numbers in the same order: where the first axis stays the batch, no number leaves its example."""
+    value, *sizes = call.leaves()
+    if not isinstance(value, Value) or value.kind is not Kind.EXAMPLES:
+        raise call.refuse("needs examples as its first argument")
+    for size in sizes:
+        if type(size) is not int and getattr(size, "kind", None) not in (Kind.NUMBER, Kind.BATCH_SIZE):
+            raise call.refuse("needs sizes as its other arguments")
+    return Kind.EXAMPLES
+
+
+def _rearrange(call: Call) -> Kind:
+    """The axes in another order: the only axis whose length follows the batch size is the batch's."""
+    call.first()
+    return Kind.EXAMPLES
+
+
+def _join(call: Call) -> Kind:
+    """Along an axis that is not the batch's."""
+    parts = call.args[0] if call.args else None
+    if not isinstance(parts, tuple | list) or not all(getattr(part, "kind", None) is Kind.EXAMPLES for part in parts):
+        raise call.refuse("joins tensors that are not examples")
+    if 0 in call.axes(call.option(1, "dim", "axis"), call.result.ndim):
+        raise call.refuse("works over the axis of the batch")
+    return Kind.EXAMPLES
+
+
+def _product(call: Call) -> Kind:
+    """A product of matrices of each example with each other, or with a shared matrix from the right."""
+    if len(call.args) != 2 or call.kwargs or not all(isinstance(value, Value) for value in call.args):
+        raise call.refuse("is not a product of two tensors")
+    left, right = call.args
+    if left.kind is not Kind.EXAMPLES or right.kind not in (Kind.EXAMPLES, Kind.SHARED):
+        raise call.refuse("is not a product of examples from the left")
+    apart = left.ndim == right.ndim > 2 if right.kind is Kind.EXAMPLES else left.ndim >= 2 >= right.ndim
+    if not apart:
+        raise call.refuse("multiplies along the axis of the batch")
+    return Kind.EXAMPLES
+
+
+def _image(call: Call) -> Kind:
+    """Operations on images [b, C, H, W]; with three axes they would take the batch for the channels."""
+    if call.first().ndim != 4:
+        raise call.refuse("needs images [batch, channels, height, width]")
+    return Kind.EXAMPLES
+
+
+def _item(call: Call) -> Kind:
+    """Parts of every example, or one of a tensor's sizes."""
+    value, index = call.args
+    if not isinstance(value, Value):
+        raise call.refuse("is indexed by a computed number")
+    if value.kind is Kind.SIZES:
+        return _one_size(call, value.content, index)
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    call.first()
+    used = [part for part in rest if part is not None and part is not Ellipsis]
+    if not all(type(part) in (int, slice) for part in used):
+        raise call.refuse("is indexed by more than numbers and slices")
+    if first != slice(None) and not (first is Ellipsis and len(used) < value.ndim):
+        raise call.refuse("selects examples of the batch")
+    return Kind.EXAMPLES
+
+
+def _attribute(call: Call) -> Kind:
+    if call.args[1:] != ("shape",):
+        raise call.refuse(f"{call.args[1]!r} is not known to keep examples apart")
+    return Kind.SIZES
+
+
+def _size(call: Call) -> Kind:
+    value, axis = call.args[0], call.option(1, "dim")
+    return Kind.SIZES if axis is None else _one_size(call, value.content.shape, axis)
+
+
+def _one_size(call: Call, sizes: torch.Size, axis: Any) -> Kind:
+    if type(axis) is not int:
+        raise call.refuse("reads several sizes at once")
+    return Kind.BATCH_SIZE if axis % len(sizes) == 0 else Kind.NUMBER
+
+
+_NAMES: dict[Rule, str] = {
+    _elementwise: "relu relu6 tanh sigmoid gelu silu mish elu selu celu leaky_relu softplus softsign logsigmoid "
+    "hardtanh hardswish hardsigmoid hardshrink softshrink tanhshrink exp expm1 log log1p sqrt rsqrt square abs neg "
+    "reciprocal sin cos erf clamp clip pow clone contiguous",
+    _combine: "add sub mul div maximum minimum where gt lt ge le eq ne",
+    _over_axes: "mean sum amax amin prod logsumexp softmax log_softmax cumsum std var",
+    _reshape: "view reshape flatten unflatten squeeze unsqueeze",
+    _rearrange: "transpose swapaxes permute",
+    _join: "cat concat stack",
+    _product: "matmul bmm",
+    _image: "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d",
+    _size: "size",
+}
+_OPERATORS = "add sub mul truediv floordiv gt lt ge le eq ne"
+METHODS: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
+FUNCTIONS: dict[Any, Rule] = {
+    getattr(place, name): rule
+    for name, rule in METHODS.items()
+    for place in (torch, functional)
+    if hasattr(place, name)
+} | {
+    operator.neg: _elementwise,
+    operator.abs: _elementwise,
+    operator.pow: _elementwise,
+    operator.getitem: _item,
+    getattr: _attribute,
+    operator.matmul: _product,
+    **{getattr(operator, name): _combine for name in _OPERATORS.split()},
+}
+
+
+def _vectors(call: Call) -> Kind:
+    call.first(2)
+    return Kind.EXAMPLES
+
+
+def _over_own_axis(call: Call) -> Kind:
+    if call.layer is None or 0 in call.axes(call.layer.dim, call.first().ndim):
+        raise call.refuse("works over the axis of the batch")
+    return Kind.EXAMPLES
+
+
+def _not_dropped(call: Call) -> Kind:
+    if call.layer is None or call.layer.p:
+        raise call.refuse("draws random numbers")
+    return _elementwise(call)
+
+
+_ELEMENTWISE = (nn.Identity, nn.ReLU, nn.ReLU6, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.SELU)
+_MORE = (nn.CELU, nn.LeakyReLU, nn.Softplus, nn.Softsign, nn.LogSigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid)
+_POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+LAYERS: dict[type[nn.Module], Rule] = {
+    nn.Linear: _vectors,
+    nn.GroupNorm: _vectors,
+    nn.Conv2d: _image,
+    nn.Flatten: _reshape,
+    nn.Softmax: _over_own_axis,
+    nn.LogSoftmax: _over_own_axis,
+    nn.Dropout: _not_dropped,
+    **dict.fromkeys((*_ELEMENTWISE, *_MORE), _elementwise),
+    **dict.fromkeys(_POOLS, _image),
+}

@@ -13,10 +13,8 @@ from flower_privdec.common.formatting import duration, epsilon_text, number, pee
 from flower_privdec.engine.spent import budget_note, json_number, shortfall
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.ledger.cohort_ledger import Spending, spending_of
-from flower_privdec.privacy.mechanism.protection import Protection, breaches
-from flower_privdec.privacy.mechanism.scale import Claim
-from flower_privdec.privacy.mechanism.schedules import build_schedule
+from flower_privdec.privacy.ledger.ledger import Spending, spending_of
+from flower_privdec.privacy.mechanism.protection import Claim, Protection, breaches, build_schedule
 from flower_privdec.scenario.sections import dynamic
 
 WEAK_EPSILON = 10.0

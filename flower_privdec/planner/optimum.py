@@ -32,7 +32,7 @@ from flower_privdec.experiment.memory import outputs_per_example
 from flower_privdec.gradients.protocol import inputs_like
 from flower_privdec.planner.checks import noise_std
 from flower_privdec.privacy.mechanism.paper import optimal_rounds
-from flower_privdec.privacy.mechanism.schedules import build_schedule
+from flower_privdec.privacy.mechanism.protection import build_schedule
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario.schema import PlanSection
 from flower_privdec.tasks.losses import Loss

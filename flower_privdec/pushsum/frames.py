@@ -47,6 +47,7 @@ DATA_AT, ROW_AT = 64, 8  # the rows begin at a multiple of the first, each at on
 CHUNK = 2**18  # numbers checked at a time
 OPENED, SEALED = 1, 2  # flags
 WIRE_TYPES = {1: torch.float16, 2: torch.float32, 3: torch.float64, 4: torch.bfloat16, 5: torch.uint8}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes as a number
 CODES = {dtype: code for code, dtype in WIRE_TYPES.items()}
 
 Buffer = bytes | bytearray | memoryview
@@ -163,14 +164,10 @@ def frame_size(formats: RowFormats) -> int:
 def _offsets(formats: RowFormats) -> list[int]:
     """Return where each row begins in its frame, and where the last one ends."""
     end = HEADER.size + len(formats) * LINE.size
-    offsets = [_up(end, DATA_AT) if formats else end]
+    offsets = [-(-end // DATA_AT) * DATA_AT if formats else end]
     for row in formats.values():
-        offsets.append(_up(offsets[-1] + row.nbytes, ROW_AT))
+        offsets.append(-(-(offsets[-1] + row.nbytes) // ROW_AT) * ROW_AT)
     return offsets
-
-
-def _up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -276,6 +273,10 @@ class FrameCodec:
 
     def _header(self, message: Message, kind: FrameKind, length: int, rows: int = 0, flags: int = 0) -> bytes:
         """Return the header of a message; what its kind does not have is 0."""
+        if isinstance(message, LedgerReport):
+            number = message.own[0]
+        else:
+            number = message.exchanges if isinstance(message, Progress) else getattr(message, "number", 0)
         return FrameHeader(
             magic=MAGIC,
             version=VERSION,
@@ -289,7 +290,7 @@ class FrameCodec:
             incarnation=getattr(message, "incarnation", 0),
             addressed=getattr(message, "addressed", 0),
             boot=getattr(message, "boot", 0),
-            number=_number(message),
+            number=number,
             length=length,
             run=self.run,
         ).packed()
@@ -437,13 +438,6 @@ class FrameCodec:
         return message
 
 
-def _number(message: Message) -> int:
-    """Return what the field `number` of a message's header is."""
-    if isinstance(message, LedgerReport):
-        return message.own[0]
-    return message.exchanges if isinstance(message, Progress) else getattr(message, "number", 0)
-
-
 def _unused(header: FrameHeader) -> RefusedError:
     return RefusedError(f"a frame of peer {header.sender} of kind {header.kind} must have zeros where it has no field")
 
@@ -458,15 +452,10 @@ def _row_buffers(values: Mapping[str, Tensor], formats: RowFormats) -> Iterator[
     offsets = _offsets(formats)
     for offset, row, value in zip(offsets, formats.values(), values.values(), strict=False):
         yield bytes(offset - end)
-        whole = value.detach().cpu().contiguous().reshape(-1).view(_integers(row.dtype)).numpy()
+        whole = value.detach().cpu().contiguous().reshape(-1).view(INTEGERS[row.dtype.itemsize]).numpy()
         yield whole.astype(whole.dtype.newbyteorder("<"), copy=False).view(np.uint8).data
         end = offset + row.nbytes
     yield bytes(offsets[-1] - end)
-
-
-def _integers(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of integers that are as long as numbers of another type, and the same bits."""
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
 def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, Tensor]:
@@ -481,40 +470,30 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
         RefusedError: naming the row, what is wrong and what would be right.
     """
     for number, (name, row) in enumerate(formats.items()):
-        _check_line(body[number * LINE.size :][: LINE.size], row, f"{frame}: {name!r}")
+        line = body[number * LINE.size :][: LINE.size]
+        if line != row.line:
+            code, axes, *lengths = LINE.unpack(line)
+            dtype = str(WIRE_TYPES[code]).removeprefix("torch.") if code in WIRE_TYPES else f"type {code}"
+            raise RefusedError(
+                f"{frame}: {name!r} is described as {axes} axes of {lengths} {dtype}, which must be {len(row.shape)} "
+                f"of {list(row.shape)} {str(row.dtype).removeprefix('torch.')}; all peers must run one scenario"
+            )
     offsets = [offset - HEADER.size for offset in _offsets(formats)]
     ends = [len(formats) * LINE.size, *(at + row.nbytes for at, row in zip(offsets, formats.values(), strict=False))]
     if any(any(body[end:begin]) for end, begin in zip(ends, offsets, strict=True)):
         raise RefusedError(f"{frame} must have zeros between its rows")
-    rows = zip(formats.items(), offsets, strict=False)
-    return {name: _read_row(body, row, at, f"{frame}: {name!r}") for (name, row), at in rows}
-
-
-def _check_line(line: memoryview, row: RowFormat, what: str) -> None:
-    if line == row.line:
-        return
-    code, axes, *lengths = LINE.unpack(line)
-    dtype = str(WIRE_TYPES[code]).removeprefix("torch.") if code in WIRE_TYPES else f"type {code}"
-    raise RefusedError(
-        f"{what} is described as {axes} axes of {lengths} {dtype}, which must be {len(row.shape)} of "
-        f"{list(row.shape)} {str(row.dtype).removeprefix('torch.')}; all peers must run one scenario"
-    )
-
-
-def _read_row(body: memoryview, row: RowFormat, at: int, what: str) -> Tensor:
-    little = np.dtype(str(_integers(row.dtype)).removeprefix("torch.")).newbyteorder("<")
-    whole = np.frombuffer(body, little, math.prod(row.shape), at)
-    native = whole.astype(little.newbyteorder("="), copy=False)
-    flat = torch.from_numpy(native if native.flags.writeable else native.copy()).view(row.dtype)
-    for start in range(0, len(flat) if row.dtype.is_floating_point else 0, CHUNK):
-        part = flat[start : start + CHUNK]
-        _check(part, torch.isfinite(part), "finite", start, what)
-        if row.nonnegative:
-            _check(part, part >= 0, ">= 0", start, what)
-    return flat.reshape(row.shape)
-
-
-def _check(part: Tensor, right: Tensor, rule: str, start: int, what: str) -> None:
-    if not bool(right.all()):
-        at = int(torch.argmin(right.to(torch.uint8)))
-        raise RefusedError(f"{what}[{start + at}] is {float(part[at])}, which must be {rule}")
+    rows = dict[str, Tensor]()
+    for (name, row), offset in zip(formats.items(), offsets, strict=False):
+        little = np.dtype(str(INTEGERS[row.dtype.itemsize]).removeprefix("torch.")).newbyteorder("<")
+        whole = np.frombuffer(body, little, math.prod(row.shape), offset)
+        native = whole.astype(little.newbyteorder("="), copy=False)
+        flat = torch.from_numpy(native if native.flags.writeable else native.copy()).view(row.dtype)
+        for start in range(0, len(flat) if row.dtype.is_floating_point else 0, CHUNK):
+            part = flat[start : start + CHUNK]
+            rules = {"finite": torch.isfinite(part)} | ({">= 0": part >= 0} if row.nonnegative else {})
+            for rule, holds in rules.items():
+                if not bool(holds.all()):
+                    at = start + int(torch.argmin(holds.to(torch.uint8)))
+                    raise RefusedError(f"{frame}: {name!r}[{at}] is {float(flat[at])}, which must be {rule}")
+        rows[name] = flat.reshape(row.shape)
+    return rows

@@ -1,6 +1,6 @@
-"""Keys and what follows from them: public draws from a seed that all know, private ones from a peer's secret key.
+"""Keyed random streams: public ones from the scenario's seed, private ones from a peer's secret key.
 
-Without the key the draws can be neither repeated nor predicted, and two keys share nothing. Keys are never
+Without the key the draws can be neither repeated nor predicted, and two keys give independent streams. Keys are never
 printed.
 """
 
@@ -41,8 +41,8 @@ def keyed_generator(secret: Secret, purpose: str, *numbers: int) -> np.random.Ge
         >>> one == keyed_generator(7, "sampling", 4).random()
         False
     """
-    known = checked_key(secret) if isinstance(secret, bytes) else int(secret)
-    key = digest(16, known, str(purpose), tuple(int(number) for number in numbers))
+    source = checked_key(secret) if isinstance(secret, bytes) else int(secret)
+    key = digest(16, source, str(purpose), tuple(int(number) for number in numbers))
     return np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
 
 

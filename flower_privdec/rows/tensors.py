@@ -52,8 +52,8 @@ def padded(rows: Tensor) -> Tensor | None:
 def all_finite(values: Tensor) -> bool:
     """Return whether no value is infinite or NaN.
 
-    Their sum then is none, which is quicker to find than the least and the most of them; where it is, these two decide,
-    for finite numbers may have an infinite sum.
+    A finite sum decides it quickly; otherwise the minimum and the maximum do, for finite numbers may have an infinite
+    sum.
     """
     if not values.numel() or math.isfinite(values.sum().item()):
         return True

@@ -1,4 +1,4 @@
-"""Say in one line, with its place, what is wrong in a scenario: what pydantic found, and what turns out later."""
+"""One-line errors with file and line: pydantic's errors in a scenario, and errors about a valid one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.plain_yaml import Location
 from flower_privdec.scenario.sections import OwnAlgorithmSection, Section, own_section
 
-SECTION = "a section, as {key: value}"
+SECTION, QUOTE = "a section, as {key: value}", "'"
 TYPES = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -40,12 +40,12 @@ CHOICES: dict[Location, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where the values of a scenario were given.
+    """The file and lines of a scenario's values.
 
     Attributes:
-        where: what to call the text: a path; empty where there is none.
-        lines: on which line of it each key stands.
-        overrides: what was laid over it, and what to call that.
+        where: the path of the text; empty where there is none.
+        lines: the line of each key.
+        overrides: the keys that were overridden, and by which option.
     """
 
     where: str = ""
@@ -76,10 +76,10 @@ def key_of(sentence: str) -> Location:
 
 @contextmanager
 def located(places: Places, root: type[BaseModel]) -> Iterator[None]:
-    """Put the place before what is found to be wrong inside with a scenario that was read without error.
+    """Add file and line to errors that are raised inside about a scenario.
 
     Args:
-        root: the scenario's form: an error that begins with one of its keys is about that key.
+        root: the scenario's class: an error that begins with one of its keys is about that key.
     """
     try:
         yield
@@ -93,7 +93,7 @@ def located(places: Places, root: type[BaseModel]) -> Iterator[None]:
 
 
 def _clean(error: Any, data: Any) -> Location:
-    """Return where a finding lies, without what pydantic adds: which form of a section was meant."""
+    """Return the location of an error of pydantic, without the tags of unions."""
     loc: Location = error["loc"]
     path: list[int | str] = []
     for i, part in enumerate(loc):
@@ -124,7 +124,7 @@ def _model_at(loc: Location, root: type[BaseModel], data: Any) -> type[BaseModel
 
 
 def _tags(model: type[BaseModel]) -> Sequence[Any]:
-    """Return the names by which a form of a section is told from the others."""
+    """Return the names that select a form of a section."""
     field = model.model_fields.get("name") or model.model_fields.get("kind")
     choices = [list(part) for part in field.metadata if isinstance(part, Choice)] if field else []
     return choices[0] if choices else get_args(field.annotation) if field else ()
@@ -146,7 +146,7 @@ def _belongs(loc: Location, root: type[BaseModel]) -> str:
 
 
 def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
-    """Return the end of an error about a key that stands in another section."""
+    """Return the end of an error about a key of another section."""
     for name, info in root.model_fields.items():
         for section in _sections_of(info.annotation):
             if key in section.model_fields:
@@ -157,7 +157,7 @@ def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
 
 
 def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> str:
-    """Say the value, the rule and the remedy of one of pydantic's findings."""
+    """Return the value, the rule and the remedy of an error of pydantic."""
     name = ".".join(map(str, loc)) or root.__name__.lower()
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
@@ -166,10 +166,10 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
         return f"unknown key '{shown(name)[1:-1]}'{hint} (valid keys: {', '.join(names)})"
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])
-        key, tag = f"{name}.{_unquoted(context['discriminator'])}", context["tag"]
+        key, tag = f"{name}.{context['discriminator'].strip(QUOTE)}", context["tag"]
         return f"{key}='{tag}' must be one of {', '.join(tags)}{did_you_mean(tag, tags)}"
     if kind in ("missing", "union_tag_not_found"):
-        name = name if kind == "missing" else f"{name}.{_unquoted(context['discriminator'])}"
+        name = name if kind == "missing" else f"{name}.{context['discriminator'].strip(QUOTE)}"
         return f"'{name}' is missing; add it"
     if kind == "value_error":
         message = str(context.get("error"))
@@ -181,7 +181,7 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
 
 
 def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
-    """Say what a value must be, and what to do where that does not."""
+    """Return what a value must be, with a remedy where that is none."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "literal_error" and loc != ("privacy",):
         hint = did_you_mean(error["input"], re.findall(r"'([^']+)'", context["expected"]))
@@ -204,30 +204,27 @@ def _rule(error: Any, loc: Location, field: FieldInfo | None) -> str:
     return str(rule)
 
 
-def _unquoted(text: str) -> str:
-    return text.strip("'")
-
-
 def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Places) -> ScenarioError:
-    """Turn pydantic's findings into one line: the first, and how many more."""
+    """Turn pydantic's errors into one: the first, and how many more; its code is `scenario.TYPE` by pydantic's type."""
     findings = error.errors()
     first = min(findings, key=lambda item: (item["type"] != "extra_forbidden", len(item["loc"]) == 0))
     loc = _clean(first, data)
     sentence = _sentence(first, loc, root, data)
     more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
     place = places.of(loc or key_of(sentence))  # a rule across sections begins with the key it blames
-    return ScenarioError(place + sentence + more)
+    rule = first.get("ctx", {}).get("error")
+    return ScenarioError(place + sentence + more, code=getattr(rule, "code", f"scenario.{first['type']}"))
 
 
 class LocatedFile(Section):
-    """All that a file says, and where."""
+    """A file's section that remembers the lines of its values."""
 
     _places: Places = PrivateAttr(default_factory=Places)
 
     def given_at(self, places: Places) -> None:
-        """Remember where the values were given."""
+        """Remember the lines of the values."""
         self._places = places
 
     def located(self) -> AbstractContextManager[None]:
-        """Return a context in which an error that begins with a key of the file gets the place it was given at."""
+        """Return a context in which an error that begins with a key of the file gets that key's line."""
         return located(self._places, type(self))

@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth, self._count = 0, 0
-        self._known: dict[int, tuple[int, int]] = {}  # values and levels of every node that is whole
+        self._sizes: dict[int, tuple[int, int]] = {}  # values and levels of every complete node
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
         """Compose a node and count it, an alias as what it stands for."""
@@ -40,21 +40,21 @@ class _Loader(yaml.SafeLoader):
         if self._depth > DEEPEST:
             raise _refused(f"more than {DEEPEST} levels deep", event)
         node = super().compose_node(parent, index)
-        if alias and id(node) not in self._known:
+        if alias and id(node) not in self._sizes:
             raise _refused(f"the alias *{event.anchor} stands in what it names", event)
-        values, levels = self._known[id(node)] if alias else (1 + self._count - before, self._levels(node))
+        values, levels = self._sizes[id(node)] if alias else (1 + self._count - before, self._levels(node))
         self._count = before + values
-        self._known[id(node)] = values, levels
+        self._sizes[id(node)] = values, levels
         if self._count > LARGEST or self._depth + levels - 1 > DEEPEST:
             raise _refused(f"with its aliases more than {LARGEST:,} values, or {DEEPEST} levels deep", event)
         self._depth -= 1
         return node
 
     def _levels(self, node: Node | None) -> int:
-        """Return how deep a node is, from what is known of its parts."""
+        """Return the depth of a node, from that of its parts."""
         pairs = node.value if isinstance(node, MappingNode) else ()
         parts = [value for _, value in pairs] if pairs else node.value if isinstance(node, SequenceNode) else ()
-        return 1 + max((self._known[id(part)][1] for part in parts), default=0)
+        return 1 + max((self._sizes[id(part)][1] for part in parts), default=0)
 
 
 def _refused(problem: str, event: Any) -> ComposerError:
@@ -68,11 +68,11 @@ _Loader.yaml_implicit_resolvers = {
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever the loader would take for something else than text."""
+    """Quotes text that the loader would not read as text."""
 
 
-for _each in (_Loader, _Dumper):
-    _each.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
 def write_yaml(data: Any) -> str:
@@ -85,8 +85,8 @@ def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, 
 
     Args:
         text: the YAML.
-        where: what to call the text in an error: a path, or the setting.
-        one_value: the text is one value, in which lines say nothing.
+        where: names the text in an error: a path, or the setting.
+        one_value: the text is one value: errors name no line.
 
     Returns:
         The data, no two parts of it one object; and the line of every key and every item of a list.
@@ -102,20 +102,12 @@ def read_plain(text: str, where: str, *, one_value: bool = False) -> tuple[Any, 
         return (None if node is None else _Reading(loader, lines, where, one_value).value(node, ())), lines
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        line = "" if one_value else _line(text, error)
-        raise ScenarioError(f"{where}{line}: not valid YAML ({problem}); {_remedy(one_value)}") from error
-
-
-def _remedy(one_value: bool) -> str:
-    return "quote the value" if one_value else "mend the line"
-
-
-def _line(text: str, error: yaml.YAMLError) -> str:
-    """Return `:line` of an error, where it has a place."""
-    mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
-    if mark is None and position is None:
-        return ""
-    return f":{mark.line + 1 if mark else text.count(chr(10), 0, position) + 1}"
+        mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
+        line = "" if position is None else f":{text.count(chr(10), 0, position) + 1}"
+        place, remedy = f":{mark.line + 1}" if mark else line, "mend the line"
+        if one_value:
+            place, remedy = "", "quote the value"
+        raise ScenarioError(f"{where}{place}: not valid YAML ({problem}); {remedy}", code="scenario.yaml") from error
 
 
 class _Reading:

@@ -209,9 +209,7 @@ class Scenario(LocatedFile):
             return data
         loss, task = algorithm["loss"], data.get("task") or {}
         if not isinstance(task, dict) or task.get("loss", loss) != loss:
-            raise ValueError(
-                f"algorithm.loss={loss!r} is another way to write task.loss, which says something else: give one"
-            )
+            raise ValueError(f"algorithm.loss={loss!r} is another way to write task.loss, which differs: give one")
         rest = {key: value for key, value in algorithm.items() if key != "loss"}
         return {**data, "algorithm": rest, "task": {**task, "loss": loss}}
 
@@ -383,8 +381,8 @@ class AppScenario(LocatedFile):
         privacy: `none`, or what protects a whole peer.
         evaluation: how often the app tries a peer's model.
         compute: threads.
-        train_config: laid over what the ServerApp tells the train function.
-        evaluate_config: what the evaluate function is told.
+        train_config: replaces keys of the ServerApp's config for the train function.
+        evaluate_config: the config for the evaluate function.
         run_config: laid over the app's run-config.
         initial: a digest of the arrays that all begin with; left out, each peer fills in that of its own, and those
             whose arrays differ refuse each other.
@@ -428,7 +426,7 @@ class AppScenario(LocatedFile):
 
 
 def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Put the place before what a function finds to be wrong with the scenario that its first argument is or has.
+    """Add the line of the file to a function's errors about the scenario that its first argument is or has.
 
     An error raised by a user's part is reported in one line, without its message, which may reveal data.
     """

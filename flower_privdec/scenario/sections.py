@@ -65,10 +65,10 @@ def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 class OwnSection(Section):
-    """What a scenario says of a part of a user's own.
+    """A part of a user's own.
 
     Attributes:
-        module: where it lies, `package.module:name`.
+        module: where it is defined, `package.module:name`.
         arguments: what it is called with, by name.
     """
 
@@ -77,7 +77,7 @@ class OwnSection(Section):
 
     @property
     def name(self) -> str:
-        """Return what the part is called: where it lies."""
+        """Return the part's name: its module."""
         return self.module
 
 
@@ -111,18 +111,18 @@ PerPeer = Annotated[
 
 
 def _plain_name(value: str) -> str:
-    """Refuse what would not do for a folder of its own."""
+    """Raise unless a value can name a folder."""
     plain = value.isprintable() and not set(value) & set("/\\") and value == value.strip()
     if not plain or value[:1] in ("", ".", "-") or len(value.encode()) > LONGEST_NAME:
         raise ValueError(
             f"must be a name, not a path: at most {LONGEST_NAME} bytes on one line, without / and \\, not beginning "
-            "with '.' or '-'; where results go, --out says"
+            "with '.' or '-'; --out sets where results go"
         )
     return value
 
 
 def _one_line(value: str) -> str:
-    """Refuse what no file is called."""
+    """Raise unless a value can be a path."""
     if not value.isprintable():
         raise ValueError("must be a path on one line, without control characters")
     if len(value.encode()) > LONGEST_PATH or any(len(part.encode()) > LONGEST_PART for part in value.split("/")):
@@ -167,13 +167,8 @@ class PartitionSection(Section):
 
     @model_validator(mode="after")
     def _needs_its_option(self) -> PartitionSection:
-        needed = {
-            "dirichlet": "alpha",
-            "shards": "shards_per_peer",
-            "pathological": "classes_per_peer",
-            "sizes": "sizes",
-        }
-        for kind, option in needed.items():
+        options = ("alpha", "shards_per_peer", "classes_per_peer", "sizes")
+        for kind, option in zip(("dirichlet", "shards", "pathological", "sizes"), options, strict=True):
             is_set = getattr(self, option) is not None
             if is_set and kind != self.kind:
                 raise ValueError(f"{option} belongs to kind {kind}, not to {self.kind}: remove it")
@@ -214,7 +209,7 @@ class BatchSection(Section):
         if self.sampling == "full" and self.size is not None:
             raise ValueError("sampling full takes every local example: remove size")
         if self.size is not None and self.rate is not None:
-            raise ValueError("size and rate are two ways to say how much is drawn: give one")
+            raise ValueError("size and rate both set how much is drawn: give one")
         if self.sampling != "full" and self.size is None and self.rate is None:
             either = "size (examples a step) or rate" if self.sampling == "poisson" else "size (examples a step)"
             raise ValueError(f"sampling {self.sampling} needs {either}: add it")
@@ -227,8 +222,8 @@ def _public(value: Any) -> Any:
     """Refuse a validation set of examples that are not the public test set's."""
     if isinstance(value, str | dict | list):
         raise ValueError(
-            "must be how many examples of the public test set to take: what is weighed by private examples would tell "
-            "of them, and no ε here covers it"
+            "must be how many examples of the public test set to take: weights by private examples would reveal them, "
+            "and no ε here covers that"
         )
     return value
 
@@ -524,6 +519,8 @@ class TaskSection(Section):
 
 LocalSteps = Annotated[int, Field(ge=1, le=1_000_000)]
 Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+Weighting = Literal["examples", "uniform"]
 
 
 def dynamic(section: AlgorithmSection) -> tuple[PerPeer | None, float, float] | None:
@@ -621,10 +618,10 @@ class DualAveragingSection(Section):
 
 
 class DescentSection(Section):
-    """What all algorithms that descend along gradients share.
+    """Keys of all algorithms that descend along gradients.
 
     Attributes:
-        learning_rate: γ, of all peers or of each.
+        learning_rate: γ, one for all peers or one a peer.
         learning_rate_decay: the share of the rounds, at the end, over which the learning rate falls linearly to 0.
     """
 
@@ -636,28 +633,28 @@ class OwnAlgorithmSection(DescentSection):
     """The section of an algorithm of a user's own, whose class names a subclass with its own keys as `Section`.
 
     Attributes:
-        module: where the class lies, `package.module:name`.
+        module: where the class is defined, `package.module:name`.
     """
 
     module: str
 
     @property
     def name(self) -> str:
-        """Return what the algorithm is called: where it lies."""
+        """Return the algorithm's name: its module."""
         return without_tokens(self.module)
 
 
 class AbsentAlgorithmSection(OwnAlgorithmSection):
-    """The section of an algorithm that was given as a Python object in another process: its keys are not known."""
+    """The section of an algorithm that is a Python object of another process: its keys are unknown here."""
 
     model_config = ConfigDict(extra="allow")
 
 
 def own_section(module: object) -> type[OwnAlgorithmSection]:
-    """Return the form of the section of a user's algorithm.
+    """Return the section class of a user's algorithm.
 
     Raises:
-        ScenarioError: the class cannot be had, or is no algorithm.
+        ScenarioError: the class cannot be imported, or is no algorithm.
     """
     if not isinstance(module, str):
         raise ScenarioError(f"algorithm.module={module!r} must be 'package.module:name'")
@@ -678,12 +675,12 @@ def own_section(module: object) -> type[OwnAlgorithmSection]:
 
 
 def by_its_own_form(value: Any, _: object) -> OwnAlgorithmSection:
-    """Read a section by the form that the user's own class gives it, in place of the plain one."""
+    """Validate a section by the section class of the user's algorithm."""
     if isinstance(value, OwnAlgorithmSection):
         return value
     try:
         return own_section(value["module"]).model_validate(value)
-    except ValueError:  # pydantic's findings are, too
+    except ValueError:  # a ValidationError of pydantic is one
         raise
     except ScenarioError as error:
         raise ValueError(str(error)) from error
@@ -722,21 +719,6 @@ class VRSection(GradientSection):
     snapshot_every: Count = 100
 
 
-class DynD2PSection(GradientSection):
-    """Dyn-D2P: a decaying clip norm and a growing per-step budget.
-
-    Attributes:
-        initial_clip: C_0, the clip norm at the start; left out, it is privacy.clip_norm.
-        rho_c: ρ_c, by how much the clip norm has fallen at the end.
-        rho_mu: ρ_μ, by how much a step's budget has grown at the end.
-    """
-
-    name: Annotated[str, ALGORITHMS.some("dyn-d2p")]
-    initial_clip: PerPeer | None = None
-    rho_c: Growth = 2.0
-    rho_mu: Growth = 2.0
-
-
 class DynCSection(GradientSection):
     """Dyn[C]-D2P: a decaying clip norm, a constant per-step budget.
 
@@ -750,16 +732,14 @@ class DynCSection(GradientSection):
     rho_c: Growth = 2.0
 
 
-class DynMuSection(GradientSection):
-    """Dyn[μ]-D2P: a constant clip norm, a growing per-step budget.
+class DynD2PSection(DynCSection):
+    """Dyn-D2P: a decaying clip norm and a growing per-step budget.
 
     Attributes:
-        clip_norm: C; left out, it is privacy.clip_norm.
         rho_mu: ρ_μ, by how much a step's budget has grown at the end.
     """
 
-    name: Annotated[str, ALGORITHMS.some("dyn-mu-d2p")]
-    clip_norm: PerPeer | None = None
+    name: Annotated[str, ALGORITHMS.some("dyn-d2p")]
     rho_mu: Growth = 2.0
 
 
@@ -772,6 +752,17 @@ class ConstSection(GradientSection):
 
     name: Annotated[str, ALGORITHMS.some("const-d2p")]
     clip_norm: PerPeer | None = None
+
+
+class DynMuSection(ConstSection):
+    """Dyn[μ]-D2P: a constant clip norm, a growing per-step budget.
+
+    Attributes:
+        rho_mu: ρ_μ, by how much a step's budget has grown at the end.
+    """
+
+    name: Annotated[str, ALGORITHMS.some("dyn-mu-d2p")]
+    rho_mu: Growth = 2.0
 
 
 class AsynchronousSection(GradientSection):
@@ -790,24 +781,13 @@ class MuffliatoSection(GradientSection):
 
     Attributes:
         gossip_steps: how many in a round.
-        acceleration: none is plain gossip; chebyshev agrees sooner, on an undirected graph that stays the same with
-            everybody active.
+        acceleration: none is plain gossip; chebyshev agrees sooner, on a static undirected graph with all peers
+            active.
     """
 
     name: Annotated[str, ALGORITHMS.some("muffliato")]
     gossip_steps: Annotated[int, Field(ge=1, le=1000)] = 5
     acceleration: Literal["none", "chebyshev"] = "none"
-
-
-class NetFleetSection(GradientSection):
-    """NET-FLEET: local steps along a tracked gradient.
-
-    Attributes:
-        local_steps: τ, how many in a round.
-    """
-
-    name: Annotated[str, ALGORITHMS.some("dp-net-fleet")]
-    local_steps: LocalSteps = 5
 
 
 class LocalStepsSection(GradientSection):
@@ -821,32 +801,35 @@ class LocalStepsSection(GradientSection):
     local_steps: LocalSteps = 10
 
 
-class FedAvgSection(GradientSection):
+class NetFleetSection(LocalStepsSection):
+    """NET-FLEET: local steps along a tracked gradient."""
+
+    name: Annotated[str, ALGORITHMS.some("dp-net-fleet")]
+    local_steps: LocalSteps = 5
+
+
+class FedAvgSection(LocalStepsSection):
     """FedAvg: several local steps, then an average.
 
     Attributes:
-        local_steps: τ, how many in a round.
         weighting: a peer counts by its number of examples, as in the paper, or all count alike.
     """
 
     name: Annotated[str, ALGORITHMS.some("fedavg")]
-    local_steps: LocalSteps = 10
-    weighting: Literal["examples", "uniform"] = "examples"
+    weighting: Weighting = "examples"
 
 
-class FedProxSection(GradientSection):
+class FedProxSection(LocalStepsSection):
     """FedAvg with a proximal term.
 
     Attributes:
-        local_steps: τ, how many in a round.
         proximal: μ, by which half the squared distance to the round's first model is added to the loss.
         weighting: a peer counts by its number of examples, as in the paper, or all count alike.
     """
 
     name: Annotated[str, ALGORITHMS.some("fedprox")]
-    local_steps: LocalSteps = 10
     proximal: NonNegative = 0.01
-    weighting: Literal["examples", "uniform"] = "examples"
+    weighting: Weighting = "examples"
 
 
 class FedDeperSection(GradientSection):
@@ -945,12 +928,11 @@ def algorithm_options(name: str) -> dict[str, Any]:
     for form in get_args(get_args(NamedSection)[0]):
         if name in next(part for part in form.model_fields["name"].metadata if isinstance(part, Choice)):
             own = {key: field for key, field in form.model_fields.items() if key not in GradientSection.model_fields}
-            return {key: _plain(field.get_default()) for key, field in own.items()}
+            defaults = {key: field.get_default() for key, field in own.items()}
+            return {
+                key: v.model_dump(exclude_none=True) if isinstance(v, Section) else v for key, v in defaults.items()
+            }
     raise KeyError(name)
-
-
-def _plain(value: Any) -> Any:
-    return value.model_dump(exclude_none=True) if isinstance(value, Section) else value
 
 
 AlgorithmSection = Annotated[
@@ -1035,8 +1017,8 @@ class ScheduleSection(Section):
         noise: the shape of σ_k over the rounds; not beside rho_c and rho_mu.
     """
 
-    rho_c: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    rho_mu: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
+    rho_c: Growth = 1.0
+    rho_mu: Growth = 1.0
     clip_norms: list[Positive] | None = None
     noise: list[Positive] | None = None
 
@@ -1165,8 +1147,8 @@ class NetworkSection(Section):
     """Where the peers of a network are, and how long they wait for each other.
 
     Attributes:
-        mode: asynchronous, where a peer goes on without those who do not come in time; or synchronous, where everybody
-            waits for its neighbours in every exchange, which gives the numbers of a simulation.
+        mode: asynchronous, where a peer goes on without neighbours that are late; or synchronous, where all peers wait
+            for their neighbours in every exchange, which gives the numbers of a simulation.
         peers: one for each peer, in the order of their numbers; left out, all are on this machine.
         codec: how rows look on the wire: exact, as they are; float32 or bfloat16, where push-sum shares are sent, whose
             rounding stays in the sender's mass; or a class of your own, `package.module:Name`. All peers use one.

@@ -17,11 +17,11 @@ TARGETS: dict[Targets, str] = {
 
 @dataclass(frozen=True)
 class LossKind:
-    """What is known of a loss by its name.
+    """Properties of a named loss.
 
     Attributes:
         targets: what it takes.
-        log_odds: whether the outputs it trains are log-odds, from which a log loss can be told.
+        log_odds: whether the outputs it trains are log-odds, from which a log loss can be computed.
     """
 
     targets: Targets
@@ -49,11 +49,11 @@ def fitting(targets: Targets) -> str:
 
 @dataclass(frozen=True)
 class MetricKind:
-    """What is known of a metric by its name.
+    """Properties of a metric.
 
     Attributes:
         title: what it is, in a table or over a curve.
-        targets: of which tasks it can be told.
+        targets: the kinds of task that it fits.
         high: whether more is better.
         share: whether it is a share of 1, shown in percent.
         log_odds: whether it needs outputs that are log-odds.
@@ -93,7 +93,7 @@ USUAL_METRICS: dict[Targets, tuple[str, ...]] = {
 
 
 def unfit(metric: str, loss: str, targets: Targets) -> str | None:
-    """Say why a metric cannot be told of models trained by a loss for some targets, or return None where it can."""
+    """Return why a metric does not fit models trained by a loss for some targets, or None where it does."""
     kind = METRIC_KINDS[metric]
     if targets not in kind.targets:
         fit = ", ".join(name for name, other in METRIC_KINDS.items() if targets in other.targets)

@@ -28,7 +28,7 @@ class Loss:
         derivative: (outputs, targets) -> d loss / d outputs [..., k], a new tensor.
         targets: what it takes.
         single: whether there is one output, whose sign separates class 1 from class 0.
-        outputs: how many there must be; None where the targets say it.
+        outputs: how many there must be; None where the targets determine it.
         width: how many numbers or labels an example has, where that is not how many outputs there are.
     """
 
@@ -55,7 +55,7 @@ class Loss:
         return 1 if self.single else self.outputs or width
 
     def predict(self, outputs: Tensor) -> Tensor:
-        """Return what outputs [..., k] say: classes [...], or for each label whether it is there, or the numbers."""
+        """Return what outputs [..., k] predict: classes [...], or for each label 0 or 1, or the numbers."""
         if self.targets == "classes":
             return (outputs[..., 0] > 0).long() if self.single else outputs.argmax(-1)
         return (outputs > 0).long() if self.targets == "labels" else outputs

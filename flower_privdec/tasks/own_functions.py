@@ -26,7 +26,7 @@ def own_loss(target: str, targets: Targets, outputs: int | None = None) -> Loss:
     The function is given one example's outputs [k] and its target: a class, whole and without axes, or numbers or
     labels [w]. It returns the loss, a tensor without axes. It is called under torch.func.vmap, on copies, so that it
     can neither see another example nor change this one. What it keeps elsewhere, in globals or files, can carry numbers
-    from one example to a later one: of a function that does so nothing is promised.
+    from one example to a later one: such a function is not private.
 
     Args:
         target: where it lies, `package.module:name`.
@@ -67,7 +67,7 @@ def _each(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Ten
 
 
 def _withheld(target: str, call: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Let no error tell of the examples that it was raised on."""
+    """Withhold the messages of errors, which may reveal examples."""
 
     def guarded(outputs: Tensor, targets: Tensor) -> Tensor:
         value, failure = outputs, None
@@ -77,7 +77,7 @@ def _withheld(target: str, call: Callable[[Tensor, Tensor], Tensor]) -> Callable
             failure = type(error).__name__
         if failure is not None:  # raised here, an error that does not carry the other one along
             raise RunError(
-                f"task.loss.module={target!r} raised {failure}: what it said is withheld, for it may tell of data"
+                f"task.loss.module={target!r} raised {failure}: its message is withheld, for it may reveal data"
             )
         return value
 
@@ -143,7 +143,7 @@ def try_metric(metric: Metric, loss: Loss, outputs: int, targets: Tensor) -> Non
 
 @contextmanager
 def no_own_rules() -> Iterator[None]:
-    """Refuse every autograd.Function that would be told of all the examples of a vmap at once.
+    """Raise for every autograd.Function whose own vmap rule would see all examples at once.
 
     What is called under vmap cannot depend on an example's numbers, so that trying it once finds all that is called.
     """

@@ -32,15 +32,15 @@ from flower_privdec.common.arguments import check_calls, check_numbers, check_pa
 from flower_privdec.common.formatting import epsilon_text, one_line, setting
 from flower_privdec.data.peer_data import draw_poisson
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
-from flower_privdec.privacy.accountant.accounting import check_delta, epsilon
-from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
+from flower_privdec.privacy.accountant.accounting import check_delta, epsilon, epsilon_of_runs
 from flower_privdec.privacy.accountant.calibration import ACCEPTED, max_steps, noise_multiplier
-from flower_privdec.privacy.ledger.cohort_ledger import Account, Spending
 from flower_privdec.privacy.ledger.ledger import (
+    Account,
     Charge,
     Entry,
     Ledger,
     RunName,
+    Spending,
     ledger_path,
     read_entries,
     releases_in,
@@ -368,7 +368,7 @@ class PrivateLoader:
                             code="ledger.budget-spent",
                         )
                     spend = Spend(done, done + count, budget.release.times(count))
-                    ledger.charge(run, done, done + count, [Charge.of([0], [spend])])
+                    ledger.append(run, done, done + count, [Charge.of([0], [spend])])
                     yield from self._batches(count, taken + done)
                     done += count
             finally:

@@ -21,8 +21,7 @@ from flower_privdec.data.sparse_rows import SparseRows
 from flower_privdec.engine.run import run
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.minimum import solve
-from flower_privdec.experiment.objective import ConvexObjective
+from flower_privdec.experiment.minimum import ConvexObjective, solve
 from flower_privdec.gradients import build_kernel
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import plan_text

@@ -15,8 +15,7 @@ from tiny_scenario import Build
 
 from flower_privdec.algorithms.proximal import Regularizer
 from flower_privdec.engine.run import run
-from flower_privdec.experiment.minimum import TOLERANCE, Minimum, find_minimum, solve
-from flower_privdec.experiment.objective import ConvexObjective
+from flower_privdec.experiment.minimum import TOLERANCE, ConvexObjective, Minimum, find_minimum, solve
 from flower_privdec.tasks.losses import LOSSES
 
 CANCER = ["data={dataset: breast-cancer, batch: {sampling: poisson, size: 10}}", "model={name: linear}"]

@@ -28,7 +28,7 @@ from flower_privdec import testing
 from flower_privdec.algorithms.sgp import SGP
 from flower_privdec.common.user_code import PYTHON, _given
 from flower_privdec.experiment import Experiment
-from flower_privdec.experiment.object_code import tell
+from flower_privdec.experiment.run_key import object_hash
 from flower_privdec.graph.topology import DirectedExponential
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.reporting.page import write_report
@@ -358,9 +358,9 @@ def test_what_cannot_be_told_apart_is_refused_with_the_remedy() -> None:
 
 def changed(source: str, old: str, new: str, **values: Any) -> tuple[bytes, bytes, bytes]:
     return (
-        tell(inside(source, **values)),
-        tell(inside("# a comment\n\n" + textwrap.dedent(source), **values)),
-        tell(inside(source.replace(old, new), **values)),
+        object_hash(inside(source, **values)),
+        object_hash(inside("# a comment\n\n" + textwrap.dedent(source), **values)),
+        object_hash(inside(source.replace(old, new), **values)),
     )
 
 
@@ -419,9 +419,13 @@ def test_partial_functions_and_methods_are_told_apart() -> None:
         def add(self, x: int) -> int:
             return x + self.n
 
-    assert tell(functools.partial(max, 1)) == tell(functools.partial(max, 1)) != tell(functools.partial(max, 2))
-    assert tell(Adder(1).add) == tell(Adder(1).add) != tell(Adder(2).add)
-    assert len({tell(each) for each in (1, 1.0, "1", b"1", True, (1,), [1], {1}, {1: 1}, None)}) == 10
+    assert (
+        object_hash(functools.partial(max, 1))
+        == object_hash(functools.partial(max, 1))
+        != object_hash(functools.partial(max, 2))
+    )
+    assert object_hash(Adder(1).add) == object_hash(Adder(1).add) != object_hash(Adder(2).add)
+    assert len({object_hash(each) for each in (1, 1.0, "1", b"1", True, (1,), [1], {1}, {1: 1}, None)}) == 10
 
 
 def test_what_refers_to_itself_has_a_hash() -> None:
@@ -429,9 +433,13 @@ def test_what_refers_to_itself_has_a_hash() -> None:
     ring.append(ring)
     other: list[Any] = [2]
     other.append(other)
-    assert tell(ring) != tell(other)
+    assert object_hash(ring) != object_hash(other)
     source = "def part(n):\n    return part(n - 1) if n else 1\n"
-    assert tell(inside(source)) == tell(inside(source)) != tell(inside(source.replace("else 1", "else 2")))
+    assert (
+        object_hash(inside(source))
+        == object_hash(inside(source))
+        != object_hash(inside(source.replace("else 1", "else 2")))
+    )
 
 
 SETS = """\
@@ -448,11 +456,11 @@ class part(Base):
 
 @pytest.mark.slow
 def test_a_hash_is_the_same_in_another_process() -> None:
-    code = f"from test_objects import inside, tell; print(tell(inside({SETS!r})).hex())"
+    code = f"from test_objects import inside, object_hash; print(object_hash(inside({SETS!r})).hex())"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # another one than this process has
     environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
-    assert said.strip() == tell(inside(SETS)).hex()
+    assert said.strip() == object_hash(inside(SETS)).hex()
 
 
 # --- where objects cannot go ---

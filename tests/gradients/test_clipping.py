@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flower_privdec.algorithms.tables import TABLES
 from flower_privdec.core.cohort import PrivateStep
 from flower_privdec.gradients import GradientKernel, StackedKernel, build_kernel
-from flower_privdec.gradients.layers import Outer
+from flower_privdec.gradients.factored import Outer
 from flower_privdec.gradients.protocol import (
     BLOCK,
     LARGEST,

@@ -85,7 +85,7 @@ def test_convolution_chains_agree_with_the_loop(name: str, memory_bytes: int) ->
 def test_written_gradients_do_not_depend_on_how_many_patches_are_cut(
     channels: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flower_privdec.gradients.layers._PATCH_BYTES", size)
+    monkeypatch.setattr("flower_privdec.gradients.factored._PATCH_BYTES", size)
     module = nn.Sequential(
         nn.Conv2d(2, channels, 1), nn.Conv2d(channels, 9, 3, padding=2), nn.Flatten(), nn.Linear(576, 4)
     )

@@ -17,9 +17,8 @@ from torch.nn.utils import parametrizations
 from flower_privdec.errors import PrivdecError, RunError, ScenarioError
 from flower_privdec.gradients import build_kernel, explain_kernel
 from flower_privdec.gradients.factored import FactoredKernel
-from flower_privdec.gradients.operations import Unproved
 from flower_privdec.gradients.per_example import LoopKernel, VmapKernel
-from flower_privdec.gradients.proof import prove
+from flower_privdec.gradients.proof import Unproved, prove
 from flower_privdec.models import flatten, parameter_count
 
 CLASSES, SHAPE = 4, (2, 6, 6)
@@ -501,7 +500,7 @@ def test_a_module_under_vmap_forgets_its_attributes_between_calls() -> None:
         results.append(out)
     assert torch.equal(results[0], results[2])
     assert not torch.equal(results[0], results[1])
-    assert not module.kept
+    assert not module.memory
 
 
 def halved(module: nn.Module, x: Tensor) -> Tensor:

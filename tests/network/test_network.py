@@ -29,9 +29,8 @@ from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.network.local.up import Up
 from flower_privdec.network.peer.connections import STATUS_REQUEST
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import RunningPeer
+from flower_privdec.network.peer.peer import RunningPeer, rows_path
 from flower_privdec.network.peer.status import status_line
-from flower_privdec.network.peer.trainer import rows_path
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
 from flower_privdec.privacy.ledger.ledger import read_chain

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy.accountant import loss_distributions, profiles
+from flower_privdec.privacy.accountant import loss_distributions
 from flower_privdec.privacy.accountant.accounting import delta, epsilon
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical, epoch_steps, event, plan_spends
 
@@ -130,7 +130,7 @@ def test_the_distribution_of_one_step_is_googles():
     (steps,) = loss_distributions.group_steps([poisson(q, 1 / mu)])
     ours = loss_distributions.step_losses(steps, interval, 9.0, -math.log1p(-q))
     epsilons = interval * np.arange(ours.lowest, ours.lowest + ours.mass.shape[1])
-    above, below = profiles.poisson_remove(epsilons, q, mu), profiles.poisson_add(-epsilons, q, mu)
+    above, below = loss_distributions.poisson_remove(epsilons, q, mu), loss_distributions.poisson_add(-epsilons, q, mu)
     values = np.where(epsilons >= 0, above, -np.expm1(epsilons) + np.exp(epsilons) * below)
     highest = ours.lowest + len(values) - 1
     theirs = create_pmf_pessimistic_connect_dots_fixed_gap(interval, ours.lowest, highest, values)
@@ -178,7 +178,9 @@ def exact_batches(others: np.ndarray, batch: int, z: float, noise: float, x: np.
 def test_uniform_bound_holds_for_every_data_set_and_is_tight_for_some(size, batch, noise):
     x = np.linspace(-10 * noise - size, 10 * noise + size, 8001)
     eps = np.arange(101) * 2.0**-6
-    ours = (f(eps, batch / size, 1 / noise) for f in (profiles.uniform_remove, profiles.uniform_add))
+    ours = (
+        f(eps, batch / size, 1 / noise) for f in (loss_distributions.uniform_remove, loss_distributions.uniform_add)
+    )
     bounds = [loss_distributions.convex_minorant(values, 2.0**-6) for values in ours]
     tightest = 0.0
     for ups in range(size):

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy.accountant import alternatives
-from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
+from flower_privdec.privacy.accountant import accounting
+from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_runs
 from flower_privdec.privacy.mechanism.events import Release, canonical
 
 DELTA = 1e-5
@@ -26,7 +25,7 @@ releases = st.builds(
 runs = st.lists(st.lists(releases, min_size=1, max_size=3).map(lambda each: tuple(dict.fromkeys(each))), max_size=3)
 
 
-def dearest(several: list[alternatives.Alternatives]) -> float:
+def dearest(several: list[accounting.Alternatives]) -> float:
     choices = itertools.product(*several)
     return max((epsilon(itertools.chain(*choice), DELTA) for choice in choices), default=0.0)
 
@@ -41,11 +40,11 @@ def test_an_example_is_charged_what_the_dearest_peers_paid(several):
 @settings(max_examples=30)
 @given(runs.filter(bool))
 def test_where_choices_are_too_many_the_bound_is_above_them_and_not_far(several):
-    kept, alternatives.MOST_CHOICES = alternatives.MOST_CHOICES, 0
+    kept, accounting.MOST_CHOICES = accounting.MOST_CHOICES, 0
     try:
         bound = epsilon_of_runs(several, DELTA)
     finally:
-        alternatives.MOST_CHOICES = kept
+        accounting.MOST_CHOICES = kept
     exact = dearest(several)
     assert exact <= bound <= 1.35 * exact + 0.02
 

@@ -17,7 +17,7 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.graph.participation import Everybody, UniformParticipation
 from flower_privdec.planner.plan import make_plan
-from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
+from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.ledger import charged_until, read_chain, runs_in
 from flower_privdec.scenario import to_yaml
 

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.privacy.accountant import accounting, composition, loss_distributions, profiles, refinement
+from flower_privdec.privacy.accountant import accounting, composition, loss_distributions
 from flower_privdec.privacy.accountant.accounting import delta, epsilon
+from flower_privdec.privacy.accountant.composition import composed_epsilon
 from flower_privdec.privacy.accountant.loss_distributions import Steps, group_steps
-from flower_privdec.privacy.accountant.refinement import composed_epsilon
 from flower_privdec.privacy.mechanism.events import Release, canonical
 
 laws = settings(max_examples=25)
@@ -66,7 +66,7 @@ def exact_profile(chances: list[float], moves: list[float], x: float, add: bool)
 def test_the_gaussian_profile_keeps_its_digits(log_mu, x):
     mu = 10.0**log_mu
     eps, exact = exact_profile([1.0], [mu], x + mu, add=False)
-    assert float(profiles.gaussian_profile(np.array([eps]), mu)[0]) == pytest.approx(float(exact), rel=1e-8)
+    assert float(loss_distributions.gaussian_profile(np.array([eps]), mu)[0]) == pytest.approx(float(exact), rel=1e-8)
 
 
 @laws
@@ -78,9 +78,11 @@ def test_sampled_profiles_keep_their_digits(log_q, log_mu, x, idle):
     add = bool(there < 1)
     eps, exact = exact_profile([1 - q, q], [idle * mu, mu], x, add)
     if idle == 0:
-        found = (profiles.poisson_add if add else profiles.poisson_remove)(np.array([eps]), q, mu)
+        found = (loss_distributions.poisson_add if add else loss_distributions.poisson_remove)(np.array([eps]), q, mu)
     else:
-        found = (profiles.mixture_add if add else profiles.mixture_remove)(np.array([eps]), q, idle * mu, mu)
+        found = (loss_distributions.mixture_add if add else loss_distributions.mixture_remove)(
+            np.array([eps]), q, idle * mu, mu
+        )
     assert float(found[0]) == pytest.approx(float(exact), rel=1e-6)
 
 
@@ -321,14 +323,14 @@ def test_delta_is_found_at_any_epsilon():
 
 def test_no_grid_is_so_fine_that_it_fills_the_memory(monkeypatch):
     sizes = []
-    original = refinement.step_losses
+    original = composition.step_losses
 
     def counted(*arguments, **options):
         found = original(*arguments, **options)
         sizes.append(found.mass.size)
         return found
 
-    monkeypatch.setattr(refinement, "step_losses", counted)
+    monkeypatch.setattr(composition, "step_losses", counted)
     fresh_epsilon([poisson(1e-6, 0.5, 30_000)], 1e-5)
     fresh_epsilon([poisson(1e-8, 0.3, 30_000), full(0.01)], 1e-5)
-    assert max(sizes) <= refinement.MOST_ELEMENTS
+    assert max(sizes) <= composition.MOST_ELEMENTS

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from raising import raises
 
 from flower_privdec.errors import BudgetError
-from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.accountant.alternatives import epsilon_of_runs
+from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_runs
 from flower_privdec.privacy.ledger import ledger as ledger_module
-from flower_privdec.privacy.ledger.cohort_ledger import Account, CohortLedger, spending_of
 from flower_privdec.privacy.ledger.ledger import (
     EMPTY_HASH,
+    Account,
     Charge,
+    CohortLedger,
     Ledger,
     RunName,
     chained,
@@ -31,6 +31,7 @@ from flower_privdec.privacy.ledger.ledger import (
     ledger_path,
     read_chain,
     runs_in,
+    spending_of,
 )
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical, plan_spends
 
@@ -49,7 +50,7 @@ def account(peer=0, rounds=40, budget=None, release=STEP, active=None, noise=Non
 
 
 def opened(directory, run, accounts, **options) -> CohortLedger:
-    return CohortLedger.open(directory, DATA, run_name(run), accounts, **options)
+    return CohortLedger(directory, DATA, run_name(run), accounts, **options)
 
 
 def take(ledger, step) -> np.ndarray:
@@ -77,7 +78,7 @@ def spent(directory) -> float:
 
 
 def pay(file: Ledger, run: str, spend: Spend, peers=(0,)) -> None:
-    file.charge(run_name(run), spend.from_step, spend.to_step, [Charge.of(peers, [spend])])
+    file.append(run_name(run), spend.from_step, spend.to_step, [Charge.of(peers, [spend])])
 
 
 # --- one file ---
@@ -317,7 +318,7 @@ def test_another_run_over_the_same_source_adds_up_and_meets_the_budget(tmp_path)
         assert ledger.spending.limits.tolist() == [20]
         assert ledger.spending.epsilons(0).tolist() == [epsilon([STEP.times(40)], DELTA)]
         assert ledger.spending.epsilons(40)[0] <= budget
-    with CohortLedger.open(tmp_path, "mnist", run_name("b"), [account(budget=budget)]) as ledger:
+    with CohortLedger(tmp_path, "mnist", run_name("b"), [account(budget=budget)]) as ledger:
         assert ledger.spending.limits.tolist() == [40]  # other data
 
 

@@ -20,12 +20,11 @@ from flower_privdec.algorithms import build_algorithm
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import StackedKernel
-from flower_privdec.privacy.accountant import calibration, profiles
+from flower_privdec.privacy.accountant import calibration, loss_distributions
 from flower_privdec.privacy.accountant.accounting import delta, epsilon
 from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.mechanism.events import Release, canonical, event
-from flower_privdec.privacy.mechanism.mechanisms import Mechanism, build_mechanism
-from flower_privdec.privacy.mechanism.schedules import Schedule
+from flower_privdec.privacy.mechanism.protection import Mechanism, Schedule, build_mechanism
 from flower_privdec.scenario.sections import VRSection
 
 EPSILONS = (0.0, 0.1, 0.5, 1.0, 2.0)
@@ -198,7 +197,7 @@ def test_fixed_blocks_stay_below_the_bound_for_a_shown_choice(noise, rounds, pla
 
 def test_a_choice_that_is_shown_attains_its_bound():
     q, noise = 0.25, 0.9
-    drawn, idle = (profiles.gaussian_profile(np.array([1.0]), move / noise)[0] for move in (2 - q, q))
+    drawn, idle = (loss_distributions.gaussian_profile(np.array([1.0]), move / noise)[0] for move in (2 - q, q))
     found = delta([table_release("uniform", q, 4, 1, noise)], 1.0)
     assert found == pytest.approx(q * drawn + (1 - q) * idle, rel=0.01)
 
@@ -334,7 +333,7 @@ def test_one_example_moves_a_snapshot_by_one_clip_norm_and_a_step_by_two(build):
 def test_mixture_profiles_are_googles(q, noise):
     low, high = table_sensitivities(q)
     theirs = from_mixture_gaussian_mechanism(noise, [low, high], [1 - q, q], value_discretization_interval=0.1)
-    both = (profiles.mixture_remove, profiles.mixture_add)
+    both = (loss_distributions.mixture_remove, loss_distributions.mixture_add)
     for eps in (0.1, 0.5, 1.0, 3.0):  # on its grid, where its distribution is exact
         ours = max(float(profile(np.array([eps]), q, low / noise, high / noise)[0]) for profile in both)
         assert ours == pytest.approx(theirs.get_delta_for_epsilon(eps), rel=1e-6, abs=1e-12)

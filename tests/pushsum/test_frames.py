@@ -147,7 +147,7 @@ WRONG = {
         "a frame of peer 1 is of run 7878.*, not 630d.*; give all peers one scenario and one model",
     ),
     "sealed": (changed(flags=2), "a frame of peer 1 is sealed; seal at all peers, or at none"),
-    "kind": (changed(kind=9), "a frame of peer 1 is of kind 9, which must be one of 1 to 5"),
+    "kind": (changed(kind=9), "a frame of peer 1 is of kind 9, which must be one of 1 to 6"),
     "kind 0": (changed(kind=0), "a frame of peer 1 is of kind 0"),
     "another kind": (changed(kind=1), "a frame of peer 1 of kind 1 has 208 bytes, which must be 160"),
     "flags": (changed(flags=1), "a frame of peer 1 of kind 3 must have zeros where it has no field"),

@@ -15,8 +15,7 @@ from flower_privdec.engine.recorder import traffic
 from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import evaluation
-from flower_privdec.experiment.evaluation import evaluate
-from flower_privdec.experiment.own_labels import held_labels, try_on_shards
+from flower_privdec.experiment.evaluation import evaluate, held_labels, try_on_shards
 from flower_privdec.planner.checks import algorithm_warnings
 from flower_privdec.reporting import plots
 from flower_privdec.reporting.wording import own_labels, sent

@@ -16,8 +16,7 @@ from ports import own_addresses
 from torch import Tensor
 
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import OnRound, PeerDevice, RunningPeer
-from flower_privdec.network.peer.trainer import ScenarioTrainer
+from flower_privdec.network.peer.peer import OnRound, PeerDevice, RunningPeer, ScenarioTrainer
 from flower_privdec.network.transport.tls import Authority, identities
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.schema import AppScenario

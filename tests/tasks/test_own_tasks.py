@@ -118,7 +118,7 @@ def test_what_the_page_shows_is_learned(name: str, tmp_path: Path, monkeypatch: 
     scenario = load_scenario(f"{name}.yaml")
     summary = run(Experiment.build(scenario), tmp_path / "run")
     first = summary[next(iter(summary["metrics"]))]["mean_model"]
-    assert first > 0.76
+    assert first > 0.7  # the code on the page keys the noise: its words move this by some hundredths
     assert max(row["epsilon"] for row in summary["privacy"]) <= 3
 
 
@@ -152,7 +152,7 @@ def test_an_own_loss_never_sees_two_examples() -> None:
 def test_what_a_loss_says_of_private_examples_is_withheld() -> None:
     loss = own_loss("user_tasks:by_hand", "classes")
     with pytest.raises(
-        RunError, match=r"task\.loss\.module='user_tasks:by_hand' raised RuntimeError: what it said"
+        RunError, match=r"task\.loss\.module='user_tasks:by_hand' raised RuntimeError: its message is withheld"
     ) as caught:
         loss.derivative(torch.randn(4, 3), torch.zeros(4, dtype=torch.int64))
     assert caught.value.__cause__ is None

@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from flower_privdec.privacy.ledger.cohort_ledger import Account, CohortLedger
-from flower_privdec.privacy.ledger.ledger import RunName
+from flower_privdec.privacy.ledger.ledger import Account, CohortLedger, RunName
 from flower_privdec.privacy.mechanism.events import Release, Spend
 from tools.bench.timing import once, quiet
 from tools.bench.workloads import NOISE_MULTIPLIER, Setup
@@ -51,7 +50,7 @@ def ledger_share(setup: Setup, seconds: float = SECONDS) -> dict[str, Any]:
         took = min(once(engine.round, setup.device)[1] for _ in range(TRIALS))
         rounds = max(1, round(seconds / took))
         engine = setup.engine()
-        with CohortLedger.open(Path(folder), "synthetic", RUN, _accounts(setup, rounds)) as ledger:
+        with CohortLedger(Path(folder), "synthetic", RUN, _accounts(setup, rounds)) as ledger:
             timed = TimedLedger(ledger)
             engine.cohort.ledger = cast(CohortLedger, timed)
             started = time.perf_counter()

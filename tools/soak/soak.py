@@ -52,7 +52,7 @@ class Tally:
         rounds: that the fastest peer went through, over all runs.
         taken, paid: private steps as counted, and as the ledgers have them, of all peers and finished looks.
         crashes: processes that were killed.
-        first, largest: memory of each peer at the first look, and the most, in bytes.
+        first, largest: memory of each peer at the first look after its first step, and the most, in bytes.
         weight: Σw on the disks after the last run whose disks told it; None where none did.
     """
 
@@ -201,13 +201,13 @@ class SoakedRun:
 
     # --- invariants ---
 
-    def _broken(self, what: str) -> RunError:
-        return RunError(f"{what}; its traces are in {self.out}")
+    def _broken(self, what: str, code: str) -> RunError:
+        return RunError(f"{what}; its traces are in {self.out}", code=code)
 
     def _check_alive(self) -> None:
         for peer in self.processes.peers:
             if peer not in self._gone and self.processes.status(peer) not in (None, 0):
-                raise self._broken(f"peer {peer} ended by itself ({self.processes.last_line(peer)})")
+                raise self._broken(f"peer {peer} ended by itself ({self.processes.last_line(peer)})", "soak.peer-ended")
 
     def _check_further(self, now: float) -> None:
         best = max(self._rounds.values())
@@ -215,7 +215,7 @@ class SoakedRun:
             self.tally.rounds += best - self._best
             self._best, self._further = best, now
         if now - self._further > self._patience and not self._ending():
-            raise self._broken(f"no peer came further than round {best} for {self._patience:g} s")
+            raise self._broken(f"no peer came further than round {best} for {self._patience:g} s", "soak.no-progress")
 
     def _look(self) -> None:
         """Check all ledgers and note the memory of all running peers."""
@@ -226,9 +226,9 @@ class SoakedRun:
                     self.processes.folder(peer) / "ledger", self._counts(peer), before, self._lives[peer]
                 )
             except BudgetError as error:
-                raise self._broken(f"the ledger of peer {peer}: {error}") from error
+                raise self._broken(f"the ledger of peer {peer}: {error}", "soak.ledger") from error
             if problem is not None:
-                raise self._broken(f"the ledger of peer {peer}: {problem}")
+                raise self._broken(f"the ledger of peer {peer}: {problem}", "soak.ledger")
             self._paid[peer] = paid
             self.tally.paid += paid.steps - before.steps
         for peer in self.processes.peers:
@@ -238,8 +238,9 @@ class SoakedRun:
         return self.out / "peers" / f"{peer}.releases"
 
     def _weigh(self, peer: int) -> None:
-        resident = None if self.processes.status(peer) is not None else resident_bytes(self.processes.pid(peer))
-        if resident is not None:
+        is_warm = counted_in(self._counts(peer)) > 0 or self._rounds[peer] > 0  # its modules are loaded
+        resident = resident_bytes(self.processes.pid(peer)) if self.processes.status(peer) is None else None
+        if resident is not None and is_warm:
             self.tally.first.setdefault(peer, resident)
             self.tally.largest[peer] = max(resident, self.tally.largest.get(peer, 0))
 
@@ -264,7 +265,9 @@ class SoakedRun:
         if weight is not None:
             self.tally.weight = weight
             if not weight.is_right:
-                raise self._broken(f"Σw = {weight.total!r} on the peers' disks and must be {weight.expected}")
+                raise self._broken(
+                    f"Σw = {weight.total!r} on the peers' disks and must be {weight.expected}", "soak.mass"
+                )
 
     def line(self) -> str:
         """Return a line on the progress."""
@@ -312,7 +315,7 @@ class Soak:
             if not 0 < value < float("inf"):
                 raise ScenarioError(f"{name} {value:g} must be > 0 and finite")
         if out.exists():
-            raise ScenarioError(f"{out} is there already; give another --out")
+            raise ScenarioError(f"{out} is there already; give another --out", code="soak.folder")
         self.scenario, self.out, self.minutes = on_this_machine(scenario), out, minutes
         self.seed = SystemRandom().getrandbits(32) if seed is None else seed
         self.tally = Tally()

@@ -33,8 +33,8 @@ class Shards:
     @classmethod
     def deal(cls, n_peers: int, count: int) -> Shards:
         """Deal peers out to `count` shards, of which there are no more than peers."""
-        each, more = divmod(n_peers, count := min(count, n_peers))
-        return cls(each * np.arange(count + 1) + np.minimum(np.arange(count + 1), more))
+        size, more = divmod(n_peers, count := min(count, n_peers))
+        return cls(size * np.arange(count + 1) + np.minimum(np.arange(count + 1), more))
 
     def __len__(self) -> int:
         """Return how many shards there are."""
@@ -180,7 +180,7 @@ def reply_plan(links: np.ndarray, shards: Shards, shard: int) -> GatherPlan:
     others = [other for other in range(len(shards)) if other != shard]
     sends = {other: np.flatnonzero(to[at] == other) for other in others}
     theirs = {other: np.flatnonzero(to[by == other] == shard) for other in others}
-    sends, theirs = ({other: which for other, which in each.items() if len(which)} for each in (sends, theirs))
+    sends, theirs = ({other: which for other, which in plan.items() if len(which)} for plan in (sends, theirs))
     traffic, place = Traffic.of(sends, theirs), np.zeros(len(links), dtype=np.int64)
     place[at] = np.arange(len(at))
     for other, part in traffic.receives.items():

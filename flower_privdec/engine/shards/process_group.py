@@ -62,13 +62,13 @@ class MessageBuffer:
 
 
 def size_of(layout: Layout) -> int:
-    """Return how many bytes a parcel has."""
+    """Return how many bytes a message has."""
     return _places(layout)[1] + STAMP
 
 
 def layout_of(likes: Sequence[Tensor], count: int) -> Layout:
     """Return the layout of so many rows of each name."""
-    return tuple((each.dtype, (count, *each.shape[1:])) for each in likes)
+    return tuple((like.dtype, (count, *like.shape[1:])) for like in likes)
 
 
 def _places(layout: Layout) -> tuple[list[int], int]:
@@ -99,7 +99,7 @@ class ShardGroup(Protocol):
     def allreduce(self, tensors: list[Tensor]) -> Work:
         """Add a tensor up over all shards, in place."""
 
-    def allgather(self, found: list[list[Tensor]], tensors: list[Tensor]) -> Work:
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor]) -> Work:
         """Send all shards a tensor."""
 
     def barrier(self) -> Work:
@@ -116,10 +116,10 @@ class Pending:
 
     Attributes:
         here: where the run is, for errors.
-        tag: the stamp of parcels of this exchange.
+        tag: the stamp of messages of this exchange.
         arriving: what is waited for, with the shard it comes from.
         leaving: what is sent, with the shard it goes to.
-        parcels: what comes packed, by shard, and where it is wanted.
+        messages: what comes packed, by shard, and where it is wanted.
         alone: runs of rows that come by themselves, each with its shard.
     """
 
@@ -128,7 +128,7 @@ class Pending:
     tag: int = 0
     arriving: list[tuple[int, Work]] = field(default_factory=list)
     leaving: list[tuple[int, Work]] = field(default_factory=list)
-    parcels: list[tuple[int, MessageBuffer, list[Tensor]]] = field(default_factory=list)
+    messages: list[tuple[int, MessageBuffer, list[Tensor]]] = field(default_factory=list)
     alone: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -139,10 +139,10 @@ class Pending:
             RunError: naming the shard whose rows are not finite, or are of another place of the run.
         """
         self._wait(self.arriving)
-        for shard, parcel, wanted in self.parcels:
-            self._check(shard, int(parcel.stamp) == self.tag, "are of another place; all shards must run one scenario")
-            self._check(shard, parcel.finite(), "are not finite; a peer diverged")
-            for into, part in zip(wanted, parcel.parts, strict=True):
+        for shard, message, wanted in self.messages:
+            self._check(shard, int(message.stamp) == self.tag, "are of another place; all shards must run one scenario")
+            self._check(shard, message.finite(), "are not finite; a peer diverged")
+            for into, part in zip(wanted, message.parts, strict=True):
                 into.copy_(part)
         for shard, row in self.alone:
             self._check(shard, all_finite(row), "are not finite; a peer diverged")
@@ -186,7 +186,7 @@ class ProcessGroup:
         self.shard, self.shards = shard, shards
         self._tag, self._pending = 0, Pending(shards, "")
         self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._parcels: dict[tuple[str, int, Layout], MessageBuffer] = {}
+        self._messages: dict[tuple[str, int, Layout], MessageBuffer] = {}
 
     @classmethod
     def meet(cls, store: Store, shard: int, shards: Shards, address: str, patience: float = PATIENCE) -> ProcessGroup:
@@ -225,7 +225,7 @@ class ProcessGroup:
         self._pending.forget()
         self._group = None
         self._buffers.clear()
-        self._parcels.clear()
+        self._messages.clear()
 
     def agree(self, digest: bytes) -> None:
         """Check that all shards have the same 32 bytes to say of what they are about to do.
@@ -288,28 +288,28 @@ class ProcessGroup:
         self._pending = pending = Pending(self.shards, here, tag)
         for shard, part in traffic.receives.items():
             short, count = [], part.stop - part.start
-            for each in foreign:
-                if go_alone(each, count, len(traffic.arrive[shard])):
+            for table in foreign:
+                if go_alone(table, count, len(traffic.arrive[shard])):
                     for start, stop in traffic.arrive[shard]:
-                        block = _block(each, start, stop)
+                        block = _block(table, start, stop)
                         self._recv(pending, block, shard, tag)
                         pending.alone.append((shard, block))
                 else:
-                    short.append(each)
-            parcel = self._parcel("in", shard, layout_of(short, count))
-            self._recv(pending, parcel.whole, shard, tag)
-            pending.parcels.append((shard, parcel, [each[part] for each in short]))
+                    short.append(table)
+            message = self._message("in", shard, layout_of(short, count))
+            self._recv(pending, message.whole, shard, tag)
+            pending.messages.append((shard, message, [table[part] for table in short]))
         for shard, which in traffic.sends.items():
             short, count = [], which.shape[0]
-            for each in rows:
-                if go_alone(each, count, len(traffic.leave[shard])):
+            for table in rows:
+                if go_alone(table, count, len(traffic.leave[shard])):
                     for start, stop in traffic.leave[shard]:
-                        self._send(pending, _block(each, start, stop), shard, tag)
+                        self._send(pending, _block(table, start, stop), shard, tag)
                 else:
-                    short.append(each)
-            parcel = self._parcel("out", shard, layout_of(short, count))
-            _fill(parcel, short, which, tag)
-            self._send(pending, parcel.whole, shard, tag)
+                    short.append(table)
+            message = self._message("out", shard, layout_of(short, count))
+            _fill(message, short, which, tag)
+            self._send(pending, message.whole, shard, tag)
         return pending
 
     def _send(self, pending: Pending, values: Tensor, shard: int, tag: int) -> None:
@@ -324,26 +324,26 @@ class ProcessGroup:
         except RuntimeError as error:
             raise lost(self.shards.name(shard), pending.here, error) from error
 
-    def _parcel(self, way: str, shard: int, layout: Layout) -> MessageBuffer:
-        """Return a parcel to or from a shard; all that go one way between two shards lie in one buffer."""
+    def _message(self, way: str, shard: int, layout: Layout) -> MessageBuffer:
+        """Return a message to or from a shard; all that go one way between two shards lie in one buffer."""
         key = (way, shard, layout)
-        if key not in self._parcels:
-            size, kept = size_of(layout), self._buffers.get((way, shard))
-            if kept is None or len(kept) < size:
-                kept = self._buffers[way, shard] = torch.zeros(size, dtype=torch.uint8)
-                self._parcels = {known: each for known, each in self._parcels.items() if known[:2] != key[:2]}
-            self._parcels[key] = MessageBuffer.within(kept, layout)
-        return self._parcels[key]
+        if key not in self._messages:
+            size, buffer = size_of(layout), self._buffers.get((way, shard))
+            if buffer is None or len(buffer) < size:
+                buffer = self._buffers[way, shard] = torch.zeros(size, dtype=torch.uint8)
+                self._messages = {other: value for other, value in self._messages.items() if other[:2] != key[:2]}
+            self._messages[key] = MessageBuffer.within(buffer, layout)
+        return self._messages[key]
 
 
-def _fill(parcel: MessageBuffer, rows: Sequence[Tensor], which: Tensor, tag: int) -> None:
-    """Put the chosen rows of all names into a parcel, and which message it is."""
-    for each, part in zip(rows, parcel.parts, strict=True):
-        if each.device.type == "cpu":
-            torch.index_select(each, 0, which, out=part)
+def _fill(message: MessageBuffer, rows: Sequence[Tensor], which: Tensor, tag: int) -> None:
+    """Put the chosen rows of all names into a message, and which message it is."""
+    for table, part in zip(rows, message.parts, strict=True):
+        if table.device.type == "cpu":
+            torch.index_select(table, 0, which, out=part)
         else:
-            part.copy_(each.index_select(0, which.to(each.device)))
-    parcel.stamp.fill_(tag)
+            part.copy_(table.index_select(0, which.to(table.device)))
+    message.stamp.fill_(tag)
 
 
 def go_alone(rows: Tensor, count: int, runs: int) -> bool:

@@ -51,7 +51,7 @@ class MeetingPlace:
             RunError: it is no address of one machine.
         """
         host, colon, port = meeting.rpartition(":")
-        hosts = [_address(each) for each in (address, host.strip("[]"))]
+        hosts = [_address(text) for text in (address, host.strip("[]"))]
         if not colon or not port.isdecimal() or not 0 < int(port) < 2**16 or None in hosts:
             raise RunError(
                 f"shard-address={address!r} and shard-meeting={meeting!r} must be {BESIDE}: start the SuperNode with "
@@ -77,15 +77,15 @@ class MeetingPlace:
         """
         deadline = time.monotonic() + patience
         try:
-            found = PrefixStore(token, self._open(shard, len(shards), deadline))
-            found.set(str(shard), "here")
-            self._wait(found, shards, deadline, patience)
+            store = PrefixStore(token, self._open(shard, len(shards), deadline))
+            store.set(str(shard), "here")
+            self._wait(store, shards, deadline, patience)
         except LostShardError:
             raise
         except (RuntimeError, OSError) as error:
             raise LostShardError(f"the shards cannot meet at {self._where} ({one_line(error)[:200]})") from error
         try:
-            yield found
+            yield store
         finally:
             if self.path is not None:
                 self.path.unlink(missing_ok=True)

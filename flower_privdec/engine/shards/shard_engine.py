@@ -65,10 +65,10 @@ class ShardEngine(Engine):
         names, peers = self.algorithm.open_rows, len(self.state.peers)
         rows = [self.state.rows[name] for name in names]
         traffic = collecting(self.wires.shards, self.wires.shard)
-        whole = [clean_rows(each, peers + traffic.foreign) for each in rows]
-        for each, mine in zip(whole, rows, strict=True):
-            each[:peers] = mine
-        here, foreign = [each[:peers] for each in whole], [each[peers:] for each in whole]
+        whole = [clean_rows(block, peers + traffic.foreign) for block in rows]
+        for block, mine in zip(whole, rows, strict=True):
+            block[:peers] = mine
+        here, foreign = [block[:peers] for block in whole], [block[peers:] for block in whole]
         self.wires.begin(here, traffic, foreign, self._here).wait()
         return None if self.wires.shard else dict(zip(names, whole, strict=True))
 
@@ -85,8 +85,8 @@ class ShardEngine(Engine):
         wires, rows = self.wires, [self.state.rows[name] for name in exchange.names]
         plan: MixPlan = self._plans.of(matrix, "mix", lambda: mix_plan(matrix, wires.shards, wires.shard))
         tables = [self._tables.of(name, self.state.rows[name], plan.traffic.foreign) for name in exchange.names]
-        here = [table[: len(each)] for (table, _), each in zip(tables, rows, strict=True)]
-        foreign = [table[len(each) :] for (table, _), each in zip(tables, rows, strict=True)]
+        here = [table[: len(block)] for (table, _), block in zip(tables, rows, strict=True)]
+        foreign = [table[len(block) :] for (table, _), block in zip(tables, rows, strict=True)]
         pending = wires.begin(here, plan.traffic, foreign, self._here)
         for part in plan.inner:
             _apply(part, tables)
@@ -120,11 +120,11 @@ class ShardEngine(Engine):
         matrix = mixing.matrix(self.state.round_index)
         plan: GatherPlan = self._plans.of(matrix, make.__name__, lambda: make(links, wires.shards, wires.shard))
         here = [self.state.edges[name].values if replies else self.state.rows[name] for name in exchange.names]
-        tables = [clean_rows(each, len(each) + plan.traffic.foreign) for each in here]
-        for table, each in zip(tables, here, strict=True):
-            table[: len(each)] = each
-        rows = [table[: len(each)] for table, each in zip(tables, here, strict=True)]
-        foreign = [table[len(each) :] for table, each in zip(tables, here, strict=True)]
+        tables = [clean_rows(block, len(block) + plan.traffic.foreign) for block in here]
+        for table, block in zip(tables, here, strict=True):
+            table[: len(block)] = block
+        rows = [table[: len(block)] for table, block in zip(tables, here, strict=True)]
+        foreign = [table[len(block) :] for table, block in zip(tables, here, strict=True)]
         wires.begin(rows, plan.traffic, foreign, self._here).wait()
         place = plan.place.to(here[0].device)
         values = (table.index_select(0, place) for table in tables)

@@ -155,10 +155,10 @@ class EdgeBox:
 
 def _places(head: int, sizes: list[int]) -> list[int]:
     """Return where each of some contents begins behind a head, and where the last ends."""
-    found = [-(-(LENGTH + head) // BOUNDARY) * BOUNDARY]
+    offsets = [-(-(LENGTH + head) // BOUNDARY) * BOUNDARY]
     for size in sizes:
-        found.append(found[-1] + -(-size // BOUNDARY) * BOUNDARY)
-    return found
+        offsets.append(offsets[-1] + -(-size // BOUNDARY) * BOUNDARY)
+    return offsets
 
 
 def _write(file: int, content: bytes | memoryview, place: int) -> None:
@@ -226,12 +226,12 @@ class Forked:
             GoneError: it is gone.
         """
         try:
-            found, problem = self.line.recv()
+            answer, problem = self.line.recv()
         except (EOFError, OSError):
-            found, problem = None, self._gone()
+            answer, problem = None, self._gone()
         if problem is not None:
             raise problem
-        return found
+        return answer
 
     def fail(self) -> None:
         """Raise why the process stopped: by the error that it sent, or by its exit status."""

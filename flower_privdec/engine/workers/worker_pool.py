@@ -27,7 +27,7 @@ from flower_privdec.errors import BudgetError
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.evaluation import try_models
 from flower_privdec.graph.mixing import Mixing, MixingMatrix
-from flower_privdec.privacy.ledger.cohort_ledger import CohortLedger
+from flower_privdec.privacy.ledger.ledger import CohortLedger
 
 
 class PaidLedger(CohortLedger):
@@ -91,26 +91,26 @@ class Block:
 
     def misplaced(self, whole: dict[str, Tensor], names: Iterable[str]) -> list[tuple[Tensor, Tensor]]:
         """Return where rows belong that a step has put elsewhere, and what they are, and see them there."""
-        found = []
+        moves = []
         for name in names:
             home, now = whole[name][self.start : self.stop], self.state.rows[name]
             if now.data_ptr() != home.data_ptr() or now.stride() != home.stride():
-                found.append((home, now))
+                moves.append((home, now))
                 self.state.rows[name] = home
-        return found
+        return moves
 
 
 def bring_home(blocks: Iterable[Block], whole: dict[str, Tensor], names: Iterable[str]) -> None:
     """Put rows that steps have put elsewhere back to where everybody finds them."""
     moves = [move for block in blocks for move in block.misplaced(whole, list(names))]
-    kept = [(home, now.clone() if len(moves) > 1 else now) for home, now in moves]  # two may have changed places
-    for home, now in kept:
+    copies = [(home, now.clone() if len(moves) > 1 else now) for home, now in moves]  # two may have changed places
+    for home, now in copies:
         home.copy_(now)
 
 
 Attempt = Callable[[Mapping[str, Tensor]], Any]  # at a block's rows
 COLLECT, TRY = "collect", "try"  # orders, beside the number of rounds to run
-Kept = tuple[dict[str, np.ndarray], dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]
+StatePart = tuple[dict[str, np.ndarray], dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]]
 
 
 class WorkerPool:
@@ -166,7 +166,7 @@ class WorkerPool:
         for block in blocks:
             for name, rows in self._whole.items():
                 block.see(name, rows)
-            block.state.edges = {name: _some(kept, block) for name, kept in state.edges.items()}
+            block.state.edges = {name: _some(edges, block) for name, edges in state.edges.items()}
         return blocks
 
     def _fork(self, blocks: list[Block], leave: list[Callable[[], None]]) -> None:
@@ -195,15 +195,15 @@ class WorkerPool:
             until = time.perf_counter() + SPIN
             while not calls.poll(0) and time.perf_counter() < until:
                 pass
-            found = self._obey(line.recv())  # rounds give nothing, and are not answered
+            result = self._obey(line.recv())  # rounds give nothing, and are not answered
             sys.stdout.flush()
-            if found is not None:
-                line.send((found, None))
+            if result is not None:
+                line.send((result, None))
 
     def _obey(self, order: int | str) -> Any:
         if isinstance(order, int):
             return self._take_rounds(order)
-        return self._kept() if order == COLLECT else self._tried()
+        return self._state_parts() if order == COLLECT else self._tried()
 
     def rounds(self, count: int) -> None:
         """Run some whole rounds, every step and every exchange, each once it is paid."""
@@ -223,14 +223,14 @@ class WorkerPool:
         Args:
             count: of the rounds to come, at most so many.
         """
-        each, k, ledger = self.cohort.steps_per_round, self.state.round_index, self.cohort.ledger
+        steps, k, ledger = self.cohort.steps_per_round, self.state.round_index, self.cohort.ledger
         stop = k + count
         if ledger is not None:
             active = np.flatnonzero(self.cohort.active(k))
-            for step in range(k * each, (k + 1) * each if len(active) else k * each):
+            for step in range(k * steps, (k + 1) * steps if len(active) else k * steps):
                 ledger.charge(step, active)
-            stop = min(stop, max(k + 1, ledger.charged // each))
-        self._paid[0] = stop * each
+            stop = min(stop, max(k + 1, ledger.charged // steps))
+        self._paid[0] = stop * steps
         return stop - k
 
     def _take_rounds(self, count: int) -> None:
@@ -303,7 +303,7 @@ class WorkerPool:
                 self._boxes[self._me].put([_named(block.state.edges, exchange.names) for block in self._mine])
             self._barrier.wait()
             replies = isinstance(exchange, Reply)
-            edges = [kept for box in self._boxes for kept in box.look()] if replies else []
+            edges = [box_edges for box in self._boxes for box_edges in box.look()] if replies else []
             changes = self._changes(exchange, mixing, edges)
             self._barrier.wait()
         for block, changed in zip(self._mine, changes, strict=True):
@@ -311,37 +311,42 @@ class WorkerPool:
 
     def _changes(self, exchange: Exchange, mixing: Mixing, edges: list[dict[str, Edges]]) -> list[Changed]:
         replies = exchange.names if isinstance(exchange, Reply) else ()
-        reach = InReach(self._whole, {name: [kept[name] for kept in edges] for name in replies})
+        reach = InReach(self._whole, {name: [box[name] for box in edges] for name in replies})
         return [exchange.among(block.state, mixing, reach) for block in self._mine]
 
     def collected(self) -> State:
         """Return the whole state between two rounds, wherever its parts were made."""
         self._order(COLLECT)
-        answers = [self._kept(), *(other.answer() for other in self._others)]
-        kept = [part for parts, _ in answers for part in parts]
-        rows, edges = kept[0]
+        answers = [self._state_parts(), *(other.answer() for other in self._others)]
+        parts_of_blocks = [part for parts, _ in answers for part in parts]
+        rows, edges = parts_of_blocks[0]
         state = self.state
         state.rows = {name: rows for name, rows in self._whole.items() if name in self._mine[0].state.rows}
-        state.rows |= {name: torch.from_numpy(np.concatenate([part[0][name] for part in kept])) for name in rows}
-        state.edges = {name: _joined([part[1][name] for part in kept]) for name in edges}
+        state.rows |= {
+            name: torch.from_numpy(np.concatenate([part[0][name] for part in parts_of_blocks])) for name in rows
+        }
+        state.edges = {name: _joined([part[1][name] for part in parts_of_blocks]) for name in edges}
         self.cohort.game_seconds = max(seconds for _, seconds in answers)
         return state
 
-    def _kept(self) -> tuple[list[Kept], float]:
+    def _state_parts(self) -> tuple[list[StatePart], float]:
         """Bring rows home; return what has no home there, by block, and how long coalitions have been tried here."""
         bring_home(self._mine, self._whole, [name for name in self._whole if name in self._mine[0].state.rows])
-        found = []
+        parts = []
         for block in self._mine:
             rows = {name: part.numpy() for name, part in block.state.rows.items() if name not in self._whole}
-            edges = {name: (kept.own, kept.other, kept.values.numpy()) for name, kept in block.state.edges.items()}
-            found.append((rows, edges))
-        return found, sum(block.cohort.game_seconds for block in self._mine)
+            edges = {
+                name: (edges_of.own, edges_of.other, edges_of.values.numpy())
+                for name, edges_of in block.state.edges.items()
+            }
+            parts.append((rows, edges))
+        return parts, sum(block.cohort.game_seconds for block in self._mine)
 
     def trial(self) -> list[Any]:
         """Return what trying the models of each block has found, in order."""
         self._order(TRY)
         answers = [self._tried(), *(other.answer() for other in self._others)]
-        return [found for part in answers for found in part]
+        return [part_of for part in answers for part_of in part]
 
     def _tried(self) -> list[Any]:
         if self._attempt is None:
@@ -362,10 +367,10 @@ def _gone(line: int) -> None:
     raise EOFError("the run is gone")
 
 
-def _some(kept: Edges, block: Block) -> Edges:
+def _some(edges: Edges, block: Block) -> Edges:
     """Return the edges of a block, in memory of their own."""
-    start, stop = np.searchsorted(kept.own, block.state.peers[[0, -1]] + [0, 1])
-    return Edges(kept.own[start:stop], kept.other[start:stop], kept.values[start:stop].clone())
+    start, stop = np.searchsorted(edges.own, block.state.peers[[0, -1]] + [0, 1])
+    return Edges(edges.own[start:stop], edges.other[start:stop], edges.values[start:stop].clone())
 
 
 def _named(edges: Mapping[str, Edges], names: Iterable[str]) -> dict[str, Edges]:

@@ -149,7 +149,7 @@ class PeerLedger:
         if missing:
             run = replace(self._run, id=f"{self._run.id}-witnessed-{length}")
             charge = Charge((self.peer,), ((((0, missing),), update_release(noise).times(missing)),))
-            self._ledger.charge(run, 0, missing, [charge], witnessed=length)
+            self._ledger.append(run, 0, missing, [charge], witnessed=length)
         return missing
 
     def check_entries(self, n_entries: int) -> None:
@@ -182,7 +182,7 @@ class PeerLedger:
         if not self.allows(noise):
             return False
         steps = (round_index - 1, round_index)
-        self._ledger.charge(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
+        self._ledger.append(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
         return True
 
     def check_budget(self, noise: float) -> None:

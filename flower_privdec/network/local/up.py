@@ -24,7 +24,7 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
-from flower_privdec.network.peer.trainer import noise_source, rows_path
+from flower_privdec.network.peer.peer import noise_source, rows_path
 from flower_privdec.pushsum.lockstep import network_mixing
 from flower_privdec.scenario import Scenario
 

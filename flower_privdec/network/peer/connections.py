@@ -179,14 +179,11 @@ class Connections:
             RunError: what a neighbour sent makes it impossible to continue.
         """
         with self.changed:
-            done = self.changed.wait_for(lambda: self._fatal() is not None or ready(), seconds)
-            if (fatal := self._fatal()) is not None:
+            session = self.session  # a ledger that is an old copy may be why the neighbours' messages do not fit
+            done = self.changed.wait_for(lambda: session.witness.problem or session.fatal or ready(), seconds)
+            if (fatal := session.witness.problem or session.fatal) is not None:
                 raise fatal
-            return done
-
-    def _fatal(self) -> PrivdecError | None:
-        """Return why this peer must stop: its ledger is an old copy, or the run cannot continue."""
-        return self.session.witness.problem or self.session.fatal
+            return bool(done)
 
     def message_seconds(self) -> float:
         """Return how long a message takes to the nearest neighbour, at least; to be called with the lock held.

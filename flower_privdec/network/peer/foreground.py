@@ -17,10 +17,9 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import printable, shown
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.network.peer.asynchronous import AsynchronousPeer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, ScenarioTrainer, Trainer
 from flower_privdec.network.peer.status import STATUS_CAP, request_status, status_line
 from flower_privdec.network.peer.synchronous import SynchronousPeer
-from flower_privdec.network.peer.trainer import ScenarioTrainer, Trainer
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, identity_at
 from flower_privdec.network.transport.tls import Credentials, credentials_of, files_of, identities_of
 from flower_privdec.scenario import Scenario

@@ -26,7 +26,7 @@ import grpc
 import numpy as np
 
 from flower_privdec.errors import RunError
-from flower_privdec.network.transport.tls import Credentials, identities_of, standing_problem
+from flower_privdec.network.transport.tls import Credentials, identities_of, time_problem, validity_of
 from flower_privdec.network.transport.transport import Answer, Content, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import BufferList
@@ -236,9 +236,9 @@ class GrpcServer:
             raise RefusedError(
                 f"the certificate is for {', '.join(names) or 'no DNS name'}, which is no peer of this scenario"
             )
-        problem = standing_problem(certificate, self._clock())
-        if problem is not None:
-            raise RefusedError(f"peer {peers[0]}: {problem}")
+        (begin, end, problem), now = validity_of(certificate), self._clock()
+        if problem is not None or not begin <= now <= end:  # a connection outlives what was shown when it was made
+            raise RefusedError(f"peer {peers[0]}: {time_problem(certificate, now) or problem}")
         return peers[0]
 
     def close(self, grace: float = 0.2) -> None:

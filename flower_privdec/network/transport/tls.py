@@ -196,10 +196,7 @@ def identities_of(certificate: bytes) -> tuple[str, ...]:
 
 
 def time_problem(certificate: bytes, now: datetime | None = None) -> str | None:
-    """Return why a certificate is not valid yet, or no longer; None where it is.
-
-    A connection outlives what was shown when it was made, so this is checked at every call.
-    """
+    """Return why a certificate is not valid yet, or no longer; None where it is."""
     leaf, now = _read(certificate), now or datetime.now(UTC)
     if now > leaf.not_valid_after_utc:
         return f"the certificate expired on {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
@@ -253,14 +250,11 @@ def _extension(leaf: x509.Certificate, kind: type[x509.ExtensionType]) -> Any:
         return None
 
 
-def standing_problem(certificate: bytes, now: datetime | None = None) -> str | None:
-    """Return why a peer's certificate, signed by a trusted authority, is not valid now; None where it is."""
-    return time_problem(certificate, now) or _usage_problem_of(certificate)
-
-
 @lru_cache(KNOWN_CERTIFICATES)
-def _usage_problem_of(certificate: bytes) -> str | None:
-    return usage_problem(_read(certificate))
+def validity_of(certificate: bytes) -> tuple[datetime, datetime, str | None]:
+    """Return when a certificate begins and ends, and why a peer may not use it; None where it may."""
+    leaf = _read(certificate)
+    return leaf.not_valid_before_utc, leaf.not_valid_after_utc, usage_problem(leaf)
 
 
 def _signed(chain: Sequence[x509.Certificate], trusted: Sequence[x509.Certificate]) -> bool:

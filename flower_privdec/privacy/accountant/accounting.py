@@ -1,7 +1,7 @@
 """What releases cost: ε at a δ, an upper bound, for any list of releases of one peer.
 
 Unit: one example. Adjacency: zero-out (`events`), so the sensitivity of a sum of clipped gradients is one
-clip norm C, and the noise multiplier of a plain step is noise std over C. How that reads in dp-accounting 0.6,
+clip norm C, and the noise multiplier of a plain step is noise std over C. In dp-accounting 0.6,
 pinned by tests:
   - PLDAccountant: REPLACE_SPECIAL (zero-out) and ADD_OR_REMOVE_ONE take sensitivity C and give the same
     numbers; REPLACE_ONE takes 2 C by itself.
@@ -13,34 +13,50 @@ By sampling, one step is
   - `shuffle`: a Gaussian an epoch. An epoch's batches are disjoint, so whatever the permutation, even if it
     were known, zeroing an example moves one of the epoch's sums, by at most C, and no other: the epoch is one
     Gaussian release, with the other steps as functions of it. A started epoch counts whole.
-  - `poisson`: a Poisson-sampled Gaussian, or with idle examples a mixture of Gaussians (`profiles.poisson_remove`,
-    `profiles.mixture_remove`).
-  - `uniform`: a bound proved in `profiles.uniform_remove`; dp-accounting has no zero-out event for it.
-  - `blocks`, and `uniform` with idle examples: the choice of examples counts as public (`profiles.shown_profile`).
+  - `poisson`: a Poisson-sampled Gaussian, or with idle examples a mixture of Gaussians (`poisson_remove` and
+    `mixture_remove` in `loss_distributions`).
+  - `uniform`: a bound proved in `loss_distributions.uniform_remove`; dp-accounting has no zero-out event for it.
+  - `blocks`, and `uniform` with idle examples: the choice of examples counts as public (`shown_profile`).
 
 One step, and Gaussians alone, are solved from their profile; other compositions go over a grid of privacy losses,
-always upwards, as fine as changes their ε by no more than about 0.1 % (`refinement`). What this adds to
-dp-accounting's PLDAccountant: a grid that follows the size of ε, tilted distributions, which keep their digits at
+always upwards, refined until ε changes by no more than about 0.1 % (`composition`). Beyond
+dp-accounting's PLDAccountant it has a grid that follows the size of ε, tilted distributions, which keep their digits at
 any δ, thousands of different steps without rounding their noise, and sampling without replacement.
+
+Several runs over the same data: an example may have been at any peer of each run, since each run partitions the data in
+its own way. So an example is charged, in each run, the cost of the most expensive peer for it. Which peers cost most
+together is found by trying every choice, or, where there are too many, bounded order by order: the Rényi divergence of
+a composition is the sum of its parts', so with the largest of each run's it bounds every choice at once (Mironov 2017,
+arXiv:1702.07476, Proposition 1).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import chain, product
 
 import numpy as np
 
 from flower_privdec.errors import ScenarioError
+from flower_privdec.privacy.accountant.composition import (
+    composed_epsilon,
+    divergences,
+    renyi_epsilon,
+    together,
+)
 from flower_privdec.privacy.accountant.loss_distributions import Steps, group_steps, quietly
-from flower_privdec.privacy.accountant.refinement import composed_epsilon
-from flower_privdec.privacy.accountant.search import bracket, narrow
-from flower_privdec.privacy.mechanism.events import Release, canonical
+from flower_privdec.privacy.mechanism.events import Mechanism, Release, canonical
+
+Point = tuple[float, float]
+Alternatives = tuple[tuple[Release, ...], ...]
 
 CLOSE = 1e-5  # relative difference of ε, or of δ, at which a δ is found
 LEAST_DELTA = 1e-300
 LARGEST = 1e100  # sensitivity over noise from which on ε counts as ∞
+MOST_CHOICES = 64  # compositions computed one by one
+ORDERS = tuple(np.geomspace(1e-2, 1e4, 97).tolist())
 
 
 def epsilon(releases: Iterable[Release], delta: float) -> float:
@@ -74,7 +90,7 @@ def delta(releases: Iterable[Release], epsilon: float) -> float:
         ScenarioError: when ε < 0.
     """
     if not epsilon >= 0:
-        raise ScenarioError(f"privacy.epsilon={epsilon} must be >= 0")
+        raise ScenarioError(f"privacy.epsilon={epsilon} must be >= 0", code="privacy.epsilon")
     merged = canonical(releases)
     if not merged:
         return 0.0
@@ -87,13 +103,13 @@ def delta(releases: Iterable[Release], epsilon: float) -> float:
 
 
 def check_delta(delta: float) -> None:
-    """Refuse a δ outside (0, 1), or so small that numbers run out."""
+    """Refuse a δ outside (0, 1), or below what float64 can resolve."""
     if not 0 < delta < 1:
-        raise ScenarioError(f"privacy.delta={delta} must be in (0, 1); use about one over 10 times the examples")
+        message = f"privacy.delta={delta} must be in (0, 1); use about one over 10 times the examples"
+        raise ScenarioError(message, code="privacy.delta")
     if delta < LEAST_DELTA:
-        raise ScenarioError(
-            f"privacy.delta={delta} must be at least {LEAST_DELTA:g}; use about one over 10 times the examples"
-        )
+        message = f"privacy.delta={delta} must be at least {LEAST_DELTA:g}; use about one over 10 times the examples"
+        raise ScenarioError(message, code="privacy.delta")
 
 
 @lru_cache(maxsize=8192)
@@ -112,30 +128,26 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
 
 
 def beyond_numbers(releases: Sequence[Release]) -> bool:
-    """Return whether ε counts as ∞: something has no noise, or next to none for what it shows."""
+    """Return whether ε counts as ∞: a release has no noise, or next to none for its sensitivity."""
     if any(r.noise_multiplier == 0 for r in releases):
         return True
     return max(float(g.drawn.max()) for g in group_steps(releases)) > LARGEST
 
 
 def no_event_gains(groups: Sequence[Steps], delta: float) -> bool:
-    """Return whether no event's chance changes by more than δ: it does so by at most the sum over all steps."""
-    return math.fsum(float(g.counts @ _profiles(g, np.zeros(1))[0][:, 0]) for g in groups) <= delta
+    """Return whether no event's chance changes by more than δ: it changes by at most the sum over all steps."""
+    return math.fsum(float(g.counts @ g.profiles()[0](np.zeros(1))[:, 0]) for g in groups) <= delta
 
 
 def _is_one_step(groups: Sequence[Steps]) -> bool:
     return len(groups) == 1 and float(groups[0].counts.sum()) == 1
 
 
-def _profiles(steps: Steps, epsilon: np.ndarray) -> list[np.ndarray]:
-    """Return δ(ε), (remove, add), each [b, n]."""
-    return [profile(epsilon) for profile in steps.profiles()]
-
-
 @quietly
 def _profile(step: Steps, epsilon: np.ndarray) -> np.ndarray:
     """Return δ(ε) of one step, the larger of both directions."""
-    return np.asarray(np.maximum(*_profiles(step, epsilon))[0])
+    remove, add = step.profiles()
+    return np.asarray(np.maximum(remove(epsilon), add(epsilon))[0])
 
 
 def _step_epsilon(step: Steps, delta: float) -> float:
@@ -150,7 +162,7 @@ def _step_epsilon(step: Steps, delta: float) -> float:
 
 
 def _delta(releases: tuple[Release, ...], epsilon: float) -> float:
-    """Return about the least δ at which ε is no more than a given one."""
+    """Return a δ, close to the least, at which the releases cost at most this ε."""
 
     def excess(log_delta: float) -> float:
         value = _epsilon(releases, math.exp(log_delta)) if log_delta < 0 else 0.0
@@ -163,3 +175,96 @@ def _delta(releases: tuple[Release, ...], epsilon: float) -> float:
         return LEAST_DELTA
     _, high = narrow(excess, *ends, lambda value: -CLOSE <= value <= 0, CLOSE)
     return min(1.0, math.exp(high[0]))
+
+
+def bracket(function: Callable[[float], float], start: float, step: float, limit: float) -> tuple[Point, Point] | None:
+    """Return (x, f(x)) of a falling function where f > 0 and, further up, where f <= 0.
+
+    Args:
+        step: the first one from `start`, up or down; each next is half as long again.
+        limit: the largest |x| that is evaluated; beyond it None is returned.
+    """
+    x, value = start, function(start)
+    step = abs(step) if value > 0 else -abs(step)
+    while abs(x + step) <= limit:
+        before = (x, value)
+        x += step
+        value = function(x)
+        if (value > 0) != (before[1] > 0):
+            return (before, (x, value)) if before[1] > 0 else ((x, value), before)
+        step *= 1.5
+    return None
+
+
+def narrow(
+    function: Callable[[float], float], low: Point, high: Point, accept: Callable[[float], bool], width: float
+) -> tuple[Point, Point]:
+    """Return a bracket that is narrower than a width, or one of whose ends has an accepted value.
+
+    By regula falsi, at least a tenth of the way off both ends, or halves where values are far from 0.
+    """
+    while high[0] - low[0] > width and not (accept(low[1]) or accept(high[1])):
+        share = low[1] / (low[1] - high[1]) if max(low[1], -high[1]) < 3 else 0.5
+        x = low[0] + min(max(share, 0.1), 0.9) * (high[0] - low[0])
+        point = (x, function(x))
+        low, high = (point, high) if point[1] > 0 else (low, point)
+    return low, high
+
+
+def last_that_fits(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the largest n with low <= n < high that fits, where all below one that fits do too.
+
+    Neither end is evaluated: `low` is assumed to fit and `high` not to.
+    """
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def epsilon_of_runs(runs: Sequence[Alternatives], delta: float) -> float:
+    """Return an ε of all runs together, (ε, δ) for an example at any one peer of each run.
+
+    Args:
+        runs: for each run the different lists of releases that its peers paid for, each canonical.
+        delta: δ in (0, 1).
+
+    Returns:
+        ε: the largest over all choices of a peer in each run, up to MOST_CHOICES of them, or a Rényi bound on it.
+
+    Raises:
+        ScenarioError: when δ is not in (0, 1).
+    """
+    check_delta(delta)
+    costliest = [_costliest(run) for run in runs if run]
+    if math.prod(map(len, costliest)) <= MOST_CHOICES:
+        return max((epsilon(chain(*choice), delta) for choice in product(*costliest)), default=0.0)
+    if any(beyond_numbers(releases) for run in costliest for releases in run):
+        return math.inf
+    return max(_renyi_bound(costliest, delta, add) for add in (False, True))
+
+
+def _costliest(run: Alternatives) -> Alternatives:
+    """Return a run's alternatives without those that another one contains."""
+    largest: list[tuple[dict[Mechanism, int], tuple[Release, ...]]] = []
+    for releases in sorted(run, key=lambda releases_of_peer: sum(r.steps for r in releases_of_peer), reverse=True):
+        steps = {r.mechanism: r.steps for r in releases}
+        if not any(all(more.get(m, 0) >= count for m, count in steps.items()) for more, _ in largest):
+            largest.append((steps, releases))
+    return tuple(releases for _, releases in largest)
+
+
+def _renyi_bound(runs: Sequence[Alternatives], delta: float, add: bool) -> float:
+    """Return a bound on the ε of every choice, in one direction."""
+    bounds = [[_divergences(releases, delta, add) for releases in run] for run in runs]
+    rest = delta - together([max(infinite for _, infinite in run) for run in bounds])
+    if rest <= 0:
+        return math.inf
+    log_masses = np.sum([np.max([masses for masses, _ in run], axis=0) for run in bounds], axis=0)
+    pairs = zip(log_masses.tolist(), ORDERS, strict=True)
+    return max(0.0, min(renyi_epsilon(mass, order, math.log(rest)) for mass, order in pairs))
+
+
+@lru_cache(maxsize=8192)
+def _divergences(releases: tuple[Release, ...], delta: float, add: bool) -> tuple[np.ndarray, float]:
+    return divergences(group_steps(releases), delta, ORDERS, add=add)

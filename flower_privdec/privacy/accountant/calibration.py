@@ -1,4 +1,4 @@
-"""The least noise that keeps a budget, found and checked with the accountant that later reports the ε."""
+"""Calibration: the least noise that keeps a budget, solved and checked with the accountant that reports the ε."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 from flower_privdec.common.files import cache_folder, write_atomically
 from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.accountant import accounting
-from flower_privdec.privacy.accountant.search import bracket, last_that_fits, narrow
+from flower_privdec.privacy.accountant.accounting import bracket, last_that_fits, narrow
 from flower_privdec.privacy.mechanism.events import ACCOUNTANT, Release, canonical, epoch_steps
 
 ACCEPTED = 0.995  # a solution spends at least so much of the budget, and at most all of it
-AIM, NEAR = 0.999, 0.998  # where the search aims, and from where on it is content
+AIM, NEAR = 0.999, 0.998  # where the search aims, and from where on it stops
 SCALE_LIMIT = 1e9  # no search leaves [1 / limit, limit]
 
 _log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ def scale_for_budget(
         make_releases: the releases at a scale; their ε must fall as the scale grows (as noise multipliers
             `scale * shape[k]` do, or `shape[k] / mu_0` at scale `1 / mu_0`).
         epsilon, delta: the budget.
-        cache_dir: where solutions are kept between runs; None is $XDG_CACHE_HOME/flower_privdec, or
-            ~/.cache/flower_privdec. A solution found there is checked like any other.
+        cache_dir: the folder of solved calibrations; None is $XDG_CACHE_HOME/flower_privdec, or
+            ~/.cache/flower_privdec. A cached solution is checked like any other.
 
     Returns:
         A scale with ACCEPTED * epsilon <= accounting.epsilon(make_releases(scale), delta) <= epsilon.
@@ -46,15 +46,17 @@ def scale_for_budget(
     """
     accounting.check_delta(delta)
     if not (epsilon > 0 and math.isfinite(epsilon)):
-        raise ScenarioError(f"privacy.epsilon={epsilon} must be finite and > 0; for no privacy say privacy: none")
-    question = _question(make_releases, epsilon, delta)
+        message = f"privacy.epsilon={epsilon} must be finite and > 0; for no privacy set privacy: none"
+        raise ScenarioError(message, code="privacy.epsilon")
+    shapes = [[r.to_json() for r in canonical(make_releases(scale))] for scale in (1.0, 2.0)]
+    question = {"accountant": ACCOUNTANT, "epsilon": float(epsilon), "delta": float(delta), "releases": shapes}
     key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
     folder = Path(cache_dir) if cache_dir is not None else cache_folder()
     if key in _solved:
         return _solved[key]
     scale = _read(folder, key, question)
     if scale is not None:
-        if _accepts(accounting.epsilon(make_releases(scale), delta), epsilon):
+        if ACCEPTED * epsilon <= accounting.epsilon(make_releases(scale), delta) <= epsilon:
             _solved[key] = scale
             return scale
         _log.warning("calibration cache in %s holds a wrong solution; the noise is solved for again", folder)
@@ -74,7 +76,7 @@ def noise_multiplier(
     steps: int,
     cache_dir: Path | str | None = None,
 ) -> float:
-    """Find the least noise multiplier with which a peer may take so many steps on a budget.
+    """Find the least noise multiplier with which a budget allows a peer's steps.
 
     Args:
         epsilon, delta: the budget.
@@ -91,7 +93,7 @@ def noise_multiplier(
     Privacy: unit one example, adjacency zero-out, one `Release` a step.
     """
     if steps < 1:
-        raise ScenarioError(f"steps={steps} must be >= 1 to solve for noise")
+        raise ScenarioError(f"steps={steps} must be >= 1 to solve for noise", code="privacy.steps")
     count = charged_steps(sampling, dataset_size, batch_size, steps)
 
     def make(noise: float) -> list[Release]:
@@ -101,7 +103,7 @@ def noise_multiplier(
 
 
 def charged_steps(sampling: str, dataset_size: int, batch_size: int, steps: int) -> int:
-    """Return how many `Release.steps` so many consecutive steps cost: epochs begun, of `shuffle`."""
+    """Return the `Release.steps` that consecutive steps cost: of `shuffle`, the number of started epochs."""
     return -(-steps // epoch_steps(dataset_size, batch_size)) if sampling == "shuffle" else steps
 
 
@@ -109,7 +111,7 @@ def max_steps(release: Release, epsilon: float, delta: float, *, limit: int = 10
     """Find how many steps of a release (`release.steps` ignored) a budget allows.
 
     Args:
-        limit: an answer that is as good as any larger one.
+        limit: the largest number of interest.
 
     Returns:
         The largest number of steps, up to `limit`, whose ε is within the budget; 0 when one is too many.
@@ -123,7 +125,7 @@ def max_steps(release: Release, epsilon: float, delta: float, *, limit: int = 10
     """
     accounting.check_delta(delta)
     if not epsilon > 0:
-        raise ScenarioError(f"privacy.epsilon={epsilon} must be > 0")
+        raise ScenarioError(f"privacy.epsilon={epsilon} must be > 0", code="privacy.epsilon")
 
     def fits(steps: int) -> bool:
         return accounting.epsilon([release.times(steps)], delta) <= epsilon
@@ -132,10 +134,6 @@ def max_steps(release: Release, epsilon: float, delta: float, *, limit: int = 10
     while high <= limit and fits(high):
         low, high = high, 4 * high
     return last_that_fits(fits, low, min(high, limit + 1))
-
-
-def _accepts(spent: float, budget: float) -> bool:
-    return ACCEPTED * budget <= spent <= budget
 
 
 def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
@@ -148,13 +146,15 @@ def _solve(make_releases: MakeReleases, budget: float, delta: float) -> float:
     ends = bracket(excess, 0.0, math.log(2), math.log(SCALE_LIMIT))
     if ends is None:
         rule = "needs more noise than any" if excess(0.0) > 0 else "is more than these releases can spend at any noise"
-        raise ScenarioError(f"privacy.epsilon={budget} {rule}; change the budget, the rounds or the sampling")
+        message = f"privacy.epsilon={budget} {rule}; change the budget, the rounds or the sampling"
+        raise ScenarioError(message, code="privacy.calibration")
     for log_scale, value in reversed(narrow(excess, *ends, _near_the_aim, 1e-7)):
         if _near_the_aim(value):
             return math.exp(log_scale)
     raise ScenarioError(
         f"privacy.epsilon={budget} cannot be met within 0.5 %: at delta={delta} ε jumps over it as the noise grows "
-        "(is delta above an example's chance to be used at all?); lower delta or change epsilon"
+        "(is delta above an example's chance to be used at all?); lower delta or change epsilon",
+        code="privacy.calibration",
     )
 
 
@@ -163,19 +163,13 @@ def _near_the_aim(excess: float) -> bool:
     return math.log(NEAR / AIM) <= excess <= math.log(1 / AIM)
 
 
-def _question(make_releases: MakeReleases, epsilon: float, delta: float) -> dict[str, Any]:
-    """Return what a solution depends on, as JSON: the budget and the releases at two scales."""
-    shapes = [[r.to_json() for r in canonical(make_releases(scale))] for scale in (1.0, 2.0)]
-    return {"accountant": ACCOUNTANT, "epsilon": float(epsilon), "delta": float(delta), "releases": shapes}
-
-
 def _read(folder: Path, key: str, question: dict[str, Any]) -> float | None:
-    """Return a kept solution, or None. One that cannot be read is said to be, and solved for again."""
+    """Return a cached solution, or None. One that cannot be read is logged, and solved for again."""
     path = folder / f"calibration-{key}.json"
     try:
         entry = json.loads(path.read_text())
         if entry["question"]["accountant"] != question["accountant"]:
-            raise ValueError("of another accountant")
+            raise ValueError("from another accountant")
         scale = float(entry["scale"])
         if not (scale > 0 and math.isfinite(scale)):
             raise ValueError("not a scale")
@@ -188,7 +182,7 @@ def _read(folder: Path, key: str, question: dict[str, Any]) -> float | None:
 
 
 def _write(folder: Path, key: str, question: dict[str, Any], scale: float) -> None:
-    """Keep a solution; a folder that cannot be written costs only time, and is said."""
+    """Cache a solution; a folder that cannot be written costs only time, and is logged."""
     summary = {name: question[name] for name in ("accountant", "epsilon", "delta")}
     try:
         folder.mkdir(parents=True, exist_ok=True)

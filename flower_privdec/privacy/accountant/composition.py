@@ -14,18 +14,22 @@ does most harm: mass s adds at most s e^{K - tε} max_x e^{-tx} (1 - e^{-x}) to 
     top, which only adds to δ.
   - Rounding: a transform of n numbers errs by some u log n of their norm, u = 2^-53, and a power to the k by k times
     that: slack of ROUNDING (k + 64). Only what lies off a distribution's peak counts in k: see `convolve`.
+
+The grid is refined until ε stays the same. A grid of interval h errs upwards, by an amount between one in proportion to
+h and one in proportion to h² (the rule joins a profile's values by straight lines): so the change of ε from one grid to
+a finer one bounds the change that is left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import scipy
 
-from flower_privdec.privacy.accountant.loss_distributions import Losses, quietly
+from flower_privdec.privacy.accountant.loss_distributions import Losses, Steps, quietly, step_losses
 
 CUT = 2.0**-44  # tilted mass that one convolution may leave out on each side
 ROUNDING = 2.0**-50
@@ -35,7 +39,7 @@ MOST_POINTS = 2**21  # in a window
 
 @dataclass(frozen=True)
 class Frame:
-    """How losses are held.
+    """The grid and tilt of a loss distribution.
 
     Attributes:
         interval: h of the grid.
@@ -91,8 +95,8 @@ def tilt(mass: np.ndarray, lowest: int, frame: Frame) -> tuple[np.ndarray, np.nd
 
 def together(chances: np.ndarray | Sequence[float], counts: np.ndarray | float = 1.0) -> float:
     """Return the chance that some of many independent events happens."""
-    log_kept = np.log1p(-np.minimum(np.asarray(chances), 1 - 2.0**-53))
-    return -math.expm1(float(np.sum(counts * log_kept)))
+    log_none = np.log1p(-np.minimum(np.asarray(chances), 1 - 2.0**-53))
+    return -math.expm1(float(np.sum(counts * log_none)))
 
 
 def _ends(expected: np.ndarray) -> tuple[int, int]:
@@ -111,7 +115,7 @@ def combine(parts: Sequence[Tilted]) -> Tilted:
 
 
 def _combined(parts: Sequence[Tilted]) -> Tilted:
-    """Return the same of few parts, at once."""
+    """Return the sum of one loss of each of a few parts."""
     rows = np.zeros((len(parts), max(len(part.weights) for part in parts)))
     for row, part in zip(rows, parts, strict=True):
         row[: len(part.weights)] = part.weights
@@ -229,7 +233,7 @@ def epsilon_at(tilted: Tilted, frame: Frame, delta: float) -> tuple[float, float
     sums = exceedance(tilted, frame)[first:] + slack
     logs = np.log(sums) + tilted.log_mass - frame.order * epsilons
     enough = np.flatnonzero(logs <= log_rest)
-    if not len(enough):  # only what may lie anywhere is above the window
+    if not len(enough):  # only the slack is above the window
         value = (tilted.log_mass + math.log(slack) - log_rest) / frame.order if frame.order > 0 else math.inf
     elif (j := int(enough[0])) == 0:
         value = float(epsilons[0])
@@ -241,7 +245,7 @@ def epsilon_at(tilted: Tilted, frame: Frame, delta: float) -> tuple[float, float
 
 
 def _part(share: float, interval: float) -> float:
-    """Return log(1 + share (e^h - 1)), of any h."""
+    """Return log(1 + share (e^h - 1)) for any h."""
     return math.log1p(share * math.expm1(interval)) if interval < 700 else interval + math.log(max(share, 1e-300))
 
 
@@ -253,3 +257,207 @@ def log_harm(order: float) -> float:
 def renyi_epsilon(log_mass: float, order: float, log_delta: float) -> float:
     """Return an ε from K alone, as if all mass lay where it does most harm (Canonne et al. 2020, arXiv:2004.00010)."""
     return (log_mass + log_harm(order) - log_delta) / order if order > 0 else math.inf
+
+
+TOLERANCE = 3e-4  # of ε, that a finer grid may still change
+ENORMOUS, ROUGH = 1e6, 0.05  # the ε from which on this tolerance is enough
+NEARLY_NONE = 0.05  # of the scale of ε's fall, below which ε counts as this for the tolerance
+POWERS = (1.0, 1.25, 1.5, 1.75, 2.0)
+TAIL = 1e-5  # share of δ for losses beyond a step's range, which count as ∞
+CHANCE = 1e-4  # that some loss lies below a step's range, whose lowest it then counts as
+SLACK = 1e-4  # share of δ that slack may take without a tilt
+FIRST_POINTS = 64  # intervals of the coarsest grid in the longest range of a step
+FADED = 45.0  # t |L| from which a negative loss counts for nothing
+MOST_ELEMENTS = 2**23  # numbers in the distributions of single steps
+RENYI_ELEMENTS = 2**20  # likewise, where a Rényi bound is all there is
+FEW_ELEMENTS = 2**14  # likewise, where there are many of them
+STEEPEST = 32.0  # t h
+MOST_ORDERS = 100  # looked at in one search
+TRIES = 8  # of an order on one grid
+
+
+@quietly
+def composed_epsilon(groups: Sequence[Steps], delta: float) -> float:
+    """Return an ε of all steps together, the larger of both directions."""
+    remove = _Direction(groups, delta, add=False).epsilon()
+    if all(steps.symmetric for steps in groups):
+        return remove
+    return max(remove, _Direction(groups, delta, add=True).epsilon(enough=remove))
+
+
+@quietly
+def divergences(
+    groups: Sequence[Steps], delta: float, orders: Sequence[float], *, add: bool
+) -> tuple[np.ndarray, float]:
+    """Return upper bounds on a composition's losses in one direction.
+
+    Returns:
+        log E e^{tL} of the finite losses at each order t, float64 [n], and the chance of an infinite loss, far below δ.
+    """
+    direction = _Direction(groups, delta, add)
+    interval = direction.interval_of(direction.coarsest(), FEW_ELEMENTS)
+    losses = direction.losses(interval, 0.0)
+    return np.array([_cumulant(losses, interval, t) for t in orders]), _infinite(losses)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The result on one grid.
+
+    Attributes:
+        scale: the increase of ε over which δ falls by a factor e.
+        elements: numbers in the distributions of single steps.
+    """
+
+    frame: Frame
+    epsilon: float
+    scale: float
+    slack: float
+    elements: int
+
+    @property
+    def tolerance(self) -> float:
+        """Return how far ε may be above that of a finer grid."""
+        share = TOLERANCE if self.epsilon < ENORMOUS else ROUGH
+        return share * max(self.epsilon, NEARLY_NONE * self.scale)
+
+
+@dataclass(frozen=True)
+class _Gains:
+    """By how much the last refinement lowered ε, and the expected gain of the next.
+
+    Attributes:
+        power: p, of an error in proportion to h^p, in [1, 2].
+        gain, ratio: of the last refinement; that grid was `ratio` times finer.
+    """
+
+    power: float = 1.0
+    gain: float = math.inf
+    ratio: float = 4.0
+
+    def then(self, gain: float, ratio: float) -> _Gains:
+        """Return the state after another gain, with the largest power that explains both."""
+        gain = abs(gain)
+        fits = [p for p in POWERS if gain * ratio**p * (self.ratio**p - 1) <= self.gain * (ratio**p - 1)]
+        return _Gains(max(fits, default=1.0) if math.isfinite(self.gain) else 1.0, gain, ratio)
+
+    def next_ratio(self, tolerance: float) -> float:
+        """Return how many times finer the next grid should be, a power of 2; 1 where it need not be."""
+        left = self.gain / (self.ratio**self.power - 1)
+        if left <= tolerance:
+            return 1.0
+        return 2.0 ** min(math.ceil(math.log2(left / tolerance) / self.power), 3) if tolerance > 0 else 8.0
+
+
+class _Direction:
+    """Steps whose losses with an example against without it (or the reverse, `add`) are composed."""
+
+    def __init__(self, groups: Sequence[Steps], delta: float, add: bool) -> None:
+        self._delta, self._add = delta, add
+        self._draws = math.fsum(float(steps.counts.sum()) for steps in groups)
+        tail, chance = math.log(TAIL) + math.log(delta) - math.log(self._draws), math.log(CHANCE / self._draws)
+        # Steps, and how far above and below 0 their losses are computed.
+        self._parts = [(s, s.reach(tail)[add], s.spread(chance)[not add]) for s in groups]
+
+    def epsilon(self, enough: float = 0.0) -> float:
+        """Return ε; or, where it is at most `enough`, any number up to that."""
+        coarsest = self.coarsest()
+        try:
+            level, ratio, gains = self._level(coarsest, None), 4.0, _Gains()
+        except WindowError:
+            return self._renyi(coarsest)
+        while enough < level.epsilon < math.inf and 2 * level.elements <= MOST_ELEMENTS:
+            ratio = min(ratio, 2.0 ** math.floor(math.log2(MOST_ELEMENTS / level.elements)))
+            try:
+                finer = self._level(level.frame.interval / ratio, level)
+            except WindowError:
+                if ratio == 2:
+                    return min(level.epsilon, self._renyi(coarsest))
+                ratio = 2.0
+                continue
+            gains = gains.then(level.epsilon - finer.epsilon, ratio)
+            level, ratio = finer, gains.next_ratio(finer.tolerance)
+            if ratio == 1:
+                break
+        return level.epsilon
+
+    def _renyi(self, coarsest: float) -> float:
+        """Return an ε without a convolution, for more steps than one can hold: then it is nearly as good."""
+        interval = self.interval_of(coarsest, RENYI_ELEMENTS)
+        losses = self.losses(interval, 0.0)
+        rest = self._delta - _infinite(losses)
+        if rest <= 0:
+            return math.inf
+
+        def bound(order: float) -> float:
+            return renyi_epsilon(_cumulant(losses, interval, order), order, math.log(rest))
+
+        return max(0.0, bound(_least(bound, 1 / coarsest, STEEPEST / interval)))
+
+    def coarsest(self) -> float:
+        """Return the interval of the coarsest grid."""
+        return 2.0 ** math.ceil(math.log2(max(max(up, down) for _, up, down in self._parts) / FIRST_POINTS))
+
+    def interval_of(self, coarsest: float, elements: int) -> float:
+        """Return the interval of a grid on which all steps together take about `elements` numbers."""
+        rows = sum(len(steps.counts) for steps, *_ in self._parts)
+        return coarsest / 2.0 ** max(0, math.floor(math.log2(elements / (2 * FIRST_POINTS * rows))))
+
+    def _level(self, interval: float, coarser: _Level | None) -> _Level:
+        """Return the result on a grid, tilted where slack requires it."""
+        losses = self.losses(interval, coarser.frame.order if coarser else 0.0)
+        order = self._order(losses, interval, coarser.slack if coarser else ROUNDING * (self._draws + 64), coarser)
+        for _ in range(TRIES):
+            frame = Frame(interval, order)
+            total = combine([compose(part, frame) for part in losses])
+            value, scale = epsilon_at(total, frame, self._delta)
+            harm = total.log_mass - order * value + log_harm(order)
+            share = total.slack / self._delta * math.exp(min(harm, 700.0))
+            level = _Level(frame, value, scale, total.slack, sum(part.mass.size for part in losses))
+            order = self._order(losses, interval, total.slack, level) if share > 10 * SLACK else frame.order
+            if abs(order - frame.order) <= 0.05 * frame.order:
+                break
+        return level
+
+    def losses(self, interval: float, order: float) -> list[Losses]:
+        """Return every step's losses on a grid; of the negative ones those that matter at a tilt of this order."""
+        faded = FADED / order if order > 0 else math.inf
+        return [step_losses(steps, interval, up, min(down, faded), add=self._add) for steps, up, down in self._parts]
+
+    def _order(self, losses: Sequence[Losses], interval: float, slack: float, near: _Level | None) -> float:
+        """Return the order of tilt: 0 where slack is below SLACK of δ without one, else the least harmful."""
+        log_delta, steepest = math.log(self._delta), STEEPEST / interval
+        if math.log(slack) <= math.log(SLACK) + log_delta:
+            return 0.0
+        if near is None:
+            return _least(
+                lambda t: renyi_epsilon(_cumulant(losses, interval, t), t, log_delta), steepest / 512, steepest
+            )
+        start = min(near.frame.order or 1 / max(near.epsilon, interval), steepest)
+        return _least(lambda t: _cumulant(losses, interval, t) - t * near.epsilon + log_harm(t), start, steepest)
+
+
+def _infinite(losses: Sequence[Losses]) -> float:
+    """Return the chance that any draw is infinite."""
+    return together([together(part.infinite, part.counts) for part in losses])
+
+
+def _cumulant(losses: Sequence[Losses], interval: float, order: float) -> float:
+    frame = Frame(interval, order)
+    return math.fsum(float(part.counts @ tilt(part.mass, part.lowest, frame)[1]) for part in losses)
+
+
+def _least(function: Callable[[float], float], start: float, most: float) -> float:
+    """Return an order, up to `most`, near the minimum of a function that falls and then rises."""
+    values: dict[float, float] = {}
+
+    def at(log_order: float) -> float:
+        if log_order not in values:
+            values[log_order] = function(math.exp(log_order)) if log_order <= math.log(most) else math.inf
+        return values[log_order]
+
+    x, step = math.log(start), 2.0
+    while step > 0.05 and len(values) < MOST_ORDERS:
+        better = min((x - step, x, x + step), key=at)
+        x, step = better, step if better != x else step / 2
+    return math.exp(x)

@@ -1,6 +1,12 @@
 """The ledger of one data source: everything charged to it, in one locked, hash-chained file.
 
-Every front end charges here: a cohort's plan (`CohortLedger`), a torch training loop, a Flower app's peer.
+Every front end charges here: a cohort's plan (`CohortLedger`), a torch training loop, a Flower app's peer. The ledger
+belongs to the data source, before subsets and partition: another part of it, another order or number of peers, or a
+changed pixel is charged to it too. Each example is charged what any peer was charged in a run (`runs_in`).
+
+An entry names the run and the steps that it covers. A run's name is a hash of everything that determines its numbers
+(scenario, seed, data, generator, device and versions), so taking those steps again gives the same releases bit for bit
+and costs nothing more. Anything else over the same data adds up; a run that draws fresh noise has a new name.
 
 The file has one JSON object a line. `hash` is the SHA-256 of a line's object without it (keys sorted, no spaces);
 `previous` is the hash of the line before. Line 1 names the data source. Each later line is one entry of a run, for all
@@ -11,8 +17,9 @@ peers that one process hosts:
 The chain detects a line that was edited, removed, inserted, or written by two processes at once. It does not detect
 whole lines cut from the end: a checkpoint names the head it saw, and resuming compares.
 
-Privacy: a charge is on disk before the step that it covers draws its batch or its noise. After a crash at most one
-charge has no step; no step is without its charge.
+Privacy: a charge is on disk before the step that it covers draws its batch or its noise. A charge may cover steps
+ahead: after a crash that is never resumed, at most those are charged without having been run; no step is run without
+its charge.
 """
 
 from __future__ import annotations
@@ -25,17 +32,19 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from flower_privdec.common.files import sync_folder
+import numpy as np
+
+from flower_privdec.common.files import sync
 from flower_privdec.errors import BudgetError, ScenarioError
-from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.accountant.alternatives import Alternatives
+from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon, epsilon_of_runs, last_that_fits
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical
 
 FORMAT = "flower-privdec-ledger-3"
@@ -176,7 +185,6 @@ class Ledger:
             BudgetError: the file is in use, was edited, or belongs to another source.
         """
         self.path = ledger_path(directory, source)
-        _make_folder(self.path.parent)
         self._header = header(source)
         self._unsynced: tuple[list[Entry], list[str]] = ([], [])
         self._fd: int | None = _open_locked(self.path)
@@ -196,7 +204,7 @@ class Ledger:
             elif content and not content.endswith(b"\n"):
                 os.write(self._descriptor, b"\n")
             self.entries = entries_of(bodies, self.path)
-            sync_folder(self.path.parent)
+            sync(self.path.parent)
         except BaseException:
             self.close()
             raise
@@ -222,11 +230,11 @@ class Ledger:
 
     @property
     def head(self) -> Head:
-        """Return the number of lines and the last line's hash: what a checkpoint names."""
+        """Return the number of lines and the last line's hash, which a checkpoint names."""
         return len(self._hashes), self._hashes[-1] if self._hashes else EMPTY_HASH
 
     def check_head(self, head: Sequence[int | str] | None) -> None:
-        """Check that the ledger still holds everything that a checkpoint saw (it may have grown since).
+        """Check that the ledger still holds all lines that a checkpoint saw; it may have grown since.
 
         Raises:
             BudgetError: it is shorter, or differs there.
@@ -272,7 +280,7 @@ class Ledger:
         """
         return math.isinf(budget) or epsilon(releases_in(self.entries, charge), delta) <= budget
 
-    def charge(
+    def append(
         self, run: RunName, from_step: int, to_step: int, charges: Iterable[Charge], *, witnessed: int = 0
     ) -> None:
         """Append one entry, whole or not at all; it counts, and is safe on disk, when this returns.
@@ -292,7 +300,13 @@ class Ledger:
         bodies = [entry.to_json()] if self._hashes else [self._header, entry.to_json()]
         content, hashes = chained(bodies, self.head)
         self._unsynced = ([entry], hashes)
-        self._guarded(lambda fd: _write_all(fd, content))
+
+        def write(fd: int) -> None:
+            rest = content
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+
+        self._guarded(write)
         self._sync()
 
     def _sync(self) -> None:
@@ -328,9 +342,7 @@ class Ledger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -341,7 +353,7 @@ def releases_in(entries: Iterable[Entry], *more: Charge) -> tuple[Release, ...]:
 
 
 def charged_until(entries: Iterable[Entry], run: str) -> int:
-    """Return the step before which everything that a run may do is charged."""
+    """Return the step before which all steps of a run are charged."""
     return max((entry.to_step for entry in entries if entry.run.id == run), default=0)
 
 
@@ -384,21 +396,14 @@ def ledger_path(directory: Path | str, source: str) -> Path:
     return Path(directory) / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source)}.jsonl"
 
 
-def _make_folder(folder: Path) -> None:
-    """Create a ledger folder and sync its name to disk."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)
-    except OSError as error:
-        message = f"{folder} cannot be created ({error.strerror}); give another ledger folder"
-        raise BudgetError(message, code="ledger.folder") from error
-
-
 def _open_locked(path: Path) -> int:
+    """Open a ledger file, created with its folder if missing, and lock it."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sync(path.parent.parent)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        message = f"{path} cannot be opened ({error.strerror}); give another ledger folder"
+        message = f"{error.filename or path} cannot be created ({error.strerror}); give another ledger folder"
         raise BudgetError(message, code="ledger.folder") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -413,18 +418,13 @@ def _open_locked(path: Path) -> int:
     return fd
 
 
-def _write_all(fd: int, content: bytes) -> None:
-    while content:
-        content = content[os.write(fd, content) :]
-
-
 def header(source: str) -> Body:
     """Return the body of the first line, without its place in the chain."""
     return {"format": FORMAT, "source": source}
 
 
 def hash_of(body: Body) -> str:
-    """Return the hash of a line's object (without its `hash`)."""
+    """Return the hash of a line's object without its `hash`."""
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -473,7 +473,7 @@ def parse(content: bytes, path: Path) -> tuple[list[Body], int]:
 
 
 def _verified(line: bytes, index: int, previous: str) -> Body:
-    """Return the object of a line, or raise ValueError with what is wrong with it."""
+    """Return the object of a line, or raise ValueError with its defect."""
     try:
         body = json.loads(line)
     except (ValueError, RecursionError):
@@ -524,3 +524,258 @@ def read_chain(path: Path) -> tuple[Body, list[Entry]]:
         message = f"{path} is empty: nothing was spent; give a ledger that was written to"
         raise BudgetError(message, code="ledger.empty")
     return bodies[0], entries_of(bodies, path)
+
+
+WRITE_FRACTION = 0.005  # of the wall time, the target for writing adaptive blocks
+FIRST_BLOCK = 16  # an adaptive block covers at least this fraction (one in FIRST_BLOCK) of the plan's steps
+
+
+@dataclass(frozen=True)
+class Account:
+    """One peer's plan for a run, and its budget for the data over all runs.
+
+    Attributes:
+        peer: global id.
+        spends: the cost of its active steps, in order of steps, none overlapping.
+        budget: ε, or None for no limit (everything is still recorded).
+        delta: δ of the budget.
+    """
+
+    peer: int
+    spends: tuple[Spend, ...]
+    budget: float | None
+    delta: float
+
+    def releases(self, start: int, stop: int) -> tuple[Release, ...]:
+        """Return the releases of steps [start, stop), equal mechanisms together."""
+        parts = (spend.between(start, stop) for spend in self.spends)
+        return canonical(part.release for part in parts if part is not None)
+
+
+class Spending:
+    """The cost of some peers' accounts beside the charges of all other runs over the same data.
+
+    ε grows with every release. Where a whole plan fits its budget beside the recorded charges, all of it is allowed;
+    elsewhere the longest prefix that fits.
+
+    Attributes:
+        accounts: of the peers hosted here.
+        start: the step from which this run continues.
+        steps: the number of steps in its plan.
+        limits: int64 [m], the first step that each account's peer may not take.
+    """
+
+    def __init__(
+        self,
+        past: Sequence[Alternatives],
+        accounts: Sequence[Account],
+        charged: Mapping[int, int] | None = None,
+        start: int = 0,
+    ) -> None:
+        """Compute the limits.
+
+        Args:
+            past: the cost of other runs over the data.
+            accounts: of the peers hosted here.
+            charged: the step up to which each peer was charged for this run, whatever the budget is now.
+            start: the step from which this run continues.
+        """
+        self.start = start
+        self._past, self.accounts = tuple(past), tuple(accounts)
+        self.steps = max((account.spends[-1].to_step for account in accounts if account.spends), default=0)
+        self._epsilons: dict[tuple[object, ...], float] = {}
+        limit_of: dict[tuple[object, ...], int] = {}
+        limits = []
+        for account in accounts:
+            covered = max(start, (charged or {}).get(account.peer, 0))
+            key = (id(account.spends), account.budget, account.delta, covered)
+            if key not in limit_of:
+                limit_of[key] = self._limit(account, min(covered, self.steps))
+            limits.append(limit_of[key])
+        self.limits = np.array(limits, dtype=np.int64)
+
+    def _limit(self, account: Account, covered: int) -> int:
+        def fits(stop: int) -> bool:
+            return account.budget is None or self._epsilon(account, stop) <= account.budget
+
+        if covered == self.steps or fits(self.steps):
+            return self.steps
+        return last_that_fits(fits, covered, self.steps)
+
+    def _epsilon(self, account: Account, stop: int) -> float:
+        """Return ε after `stop` steps of this run, over all runs."""
+        key = (id(account.spends), stop, account.delta)
+        if key not in self._epsilons:
+            own = account.releases(self.start, stop)
+            runs: list[Alternatives] = [*self._past, (own,)] if own else list(self._past)
+            self._epsilons[key] = epsilon_of_runs(runs, account.delta)
+        return self._epsilons[key]
+
+    def epsilons(self, steps: int) -> np.ndarray:
+        """Return the ε of each peer after `steps` steps of this run, over all runs in the ledger, [m]."""
+        pairs = zip(self.accounts, self.limits.tolist(), strict=True)
+        return np.array([self._epsilon(account, min(steps, limit)) for account, limit in pairs])
+
+
+class CohortLedger(Ledger):
+    """The ledger of the peers that one process hosts, for one run whose plan is known; a context manager.
+
+    A step costs a comparison, and a write only where a new block of steps begins.
+
+    Attributes:
+        spending: the cost of the run beside the others in the ledger.
+        charged: the step before which all steps are charged, or were taken before this run began.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        source: str,
+        run: RunName,
+        accounts: Sequence[Account],
+        *,
+        block: int | None = None,
+        fresh: bool = False,
+        start: int = 0,
+    ) -> None:
+        """Open the ledger of a data source for some peers' accounts.
+
+        Args:
+            block: steps that an entry covers (1: none ahead), or None to let it grow until writing costs under 1 % of
+                the wall time (for simulations, where a crashed run can be resumed exactly).
+            fresh: whether the run draws fresh noise, so that every step it takes is charged.
+            start: the first step that it may take.
+
+        Raises:
+            BudgetError: the ledger is in use, fails verification, or has this run with another plan.
+        """
+        super().__init__(directory, source)
+        try:
+            self._check_same_plan(run, {account.peer: account.spends for account in accounts})
+            past = [cost for other, cost in runs_in(self.entries).items() if other != run.id]
+            self.spending = Spending(past, accounts, charged_by_peer(self.entries, run.id), start)
+        except BaseException:
+            self.close()
+            raise
+        self._run, self._block, self._fresh = run, block, fresh
+        self.charged = max(charged_until(self.entries, run.id), start)
+        self._steps, self._limits = self.spending.steps, self.spending.limits
+        plans = {id(account.spends): account.spends for account in accounts}
+        numbers = {key: number for number, key in enumerate(plans)}
+        self._plan_of = np.array([numbers[id(account.spends)] for account in accounts], dtype=np.int64)
+        self._planned = np.zeros((self._steps, len(plans)), dtype=bool)
+        for number, plan in enumerate(plans.values()):
+            for spend in plan:
+                self._planned[spend.from_step : spend.to_step, number] = True
+        self._allowed = (-1, np.zeros(len(accounts), dtype=bool))  # a step, and which peers may take it
+        self._last_write: tuple[int, float, float] | None = None  # its step, its end, its duration in seconds
+
+    def allowed(self, step: int) -> np.ndarray:
+        """Return which peers may take a step, bool [m]: in their plan, and within their budget."""
+        if self._allowed[0] != step:
+            planned = self._planned[step][self._plan_of] if step < self._steps else np.zeros_like(self._allowed[1])
+            self._allowed = step, planned & (step < self._limits)
+        return self._allowed[1]
+
+    def charge(self, step: int, rows: np.ndarray) -> None:
+        """Ensure that a step of some peers is charged, on disk, before it is taken.
+
+        Args:
+            step: the step.
+            rows: int64, the peers' positions among the accounts.
+
+        Raises:
+            BudgetError: a peer may not take the step, or the disk fails; then no step may be taken.
+        """
+        if not self.allowed(step)[rows].all():
+            message = f"{self.path}: step {step} is not within the plan and the budget of every peer"
+            raise BudgetError(message, code="ledger.not-allowed")
+        if step < self.charged:
+            return
+        if self._fresh:
+            self.charged = step  # earlier steps belong to another run
+        started = time.perf_counter()
+        stop = min(step + self._block_length(step, started), self._steps)
+        self.append(self._run, self.charged, stop, self._charges(self.charged, stop))
+        self.charged, ended = stop, time.perf_counter()
+        self._last_write = (step, ended, ended - started)
+
+    def _charges(self, start: int, stop: int) -> Iterable[Charge]:
+        """Yield the charge to each group of equal peers for the steps [start, stop)."""
+        groups: dict[tuple[int, int], list[Account]] = {}
+        for account, limit in zip(self.spending.accounts, self._limits.tolist(), strict=True):
+            groups.setdefault((id(account.spends), min(stop, limit)), []).append(account)
+        for (_, end), accounts in groups.items():
+            due = (spend.between(start, end) for spend in accounts[0].spends)
+            parts = [part for part in due if part and part.from_step >= start]  # an epoch under way is charged already
+            if parts:
+                yield Charge.of([account.peer for account in accounts], parts)
+
+    def _block_length(self, step: int, now: float) -> int:
+        if self._block is not None:
+            return self._block
+        least = max(1, self._steps // FIRST_BLOCK)
+        if self._last_write is None:
+            return least
+        written, ended, duration = self._last_write
+        seconds_per_step = (now - ended) / max(1, step - written)
+        return max(least, math.ceil(min(duration / WRITE_FRACTION / max(seconds_per_step, 1e-9), self._steps)))
+
+    def charge_witnessed(self, length: int) -> int:
+        """Charge the lines that a ledger lacks, each as a step of the plan, and return how many there are.
+
+        Where steps of the plan differ, the whole plan is charged for them: an upper bound.
+
+        Args:
+            length: how many lines neighbours have seen.
+        """
+        missing, plan = max(0, length - self.witnessed[0]), self._steps
+        if missing:
+            run = replace(self._run, id=f"{self._run.id}-witnessed-{length}")
+            charges = []
+            for account in self.spending.accounts:
+                releases = {spend.release.mechanism: spend.release for spend in account.spends}
+                if len(releases) == 1 and not any(spend.whole for spend in account.spends):
+                    parts = [((0, missing), release.times(missing)) for release in releases.values()]
+                else:
+                    times = math.ceil(missing / plan)
+                    parts = [
+                        ((spend.from_step, spend.to_step), spend.release.times(times * spend.release.steps))
+                        for spend in account.spends
+                    ]
+                charges.append(Charge((account.peer,), tuple(((steps,), release) for steps, release in parts)))
+            self.append(run, 0, missing, charges, witnessed=length)
+        return missing
+
+    def _check_same_plan(self, run: RunName, plans: Mapping[int, Sequence[Spend]]) -> None:
+        """Raise BudgetError where charged steps of the run use another mechanism in this plan."""
+        starts = {peer: [spend.from_step for spend in plan] for peer, plan in plans.items()}
+        for entry in self.entries:
+            for charge in entry.charges if entry.run.id == run.id else ():
+                for peer in charge.peers:
+                    if peer in plans and not _same(charge, plans[peer], starts[peer]):
+                        raise BudgetError(
+                            f"{self.path}: steps {entry.from_step} to {entry.to_step} of this run were charged with "
+                            "another mechanism than its plan has; continue with the scenario of those charges",
+                            code="ledger.other-plan",
+                        )
+
+
+def spending_of(directory: Path | str, source: str, run: RunName, accounts: Sequence[Account]) -> Spending:
+    """Return the cost of a run beside a ledger's other runs, without locking or changing it.
+
+    Raises:
+        BudgetError: the ledger cannot be read or fails verification.
+    """
+    entries = read_entries(directory, source)
+    past = [cost for other, cost in runs_in(entries).items() if other != run.id]
+    return Spending(past, accounts, charged_by_peer(entries, run.id))
+
+
+def _same(charge: Charge, plan: Sequence[Spend], starts: Sequence[int]) -> bool:
+    for steps, release in charge.parts:
+        for a, b in steps:
+            at = bisect_right(starts, a) - 1
+            if at < 0 or b > plan[at].to_step or plan[at].release.mechanism != release.mechanism:
+                return False
+    return True

@@ -134,7 +134,7 @@ class Release:
         2023, arXiv:2310.15526). That bound is the same whatever was published, so it composes.  ∎
 
         For `uniform` and `blocks`, where examples are drawn together, it counts as public who is drawn, which is
-        one more thing to condition on; see `profiles.shown_profile`. dp-accounting has no such event under
+        one more thing to condition on; see `loss_distributions.shown_profile`. dp-accounting has no such event under
         zero-out, nor one that has `idle`: these are given as Gaussians at what a drawn example moves.
         """
         import dp_accounting

@@ -1,35 +1,240 @@
-"""What some peers of a run will release: the clipping and noise of each in every step, solved from its budget."""
+"""The clipping and noise of some peers in every step, solved from their budgets.
+
+A peer's steps are a *mechanism* with one free number, the scale of its noise: given, solved by the accountant, or by a
+paper's formula, with the ε that the paper claims.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.participation import Participation
-from flower_privdec.privacy.accountant.accounting import epsilon
-from flower_privdec.privacy.accountant.search import last_that_fits
-from flower_privdec.privacy.ledger.cohort_ledger import Account
-from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing
-from flower_privdec.privacy.mechanism.events import Spend
-from flower_privdec.privacy.mechanism.mechanisms import Mechanism, build_mechanism
-from flower_privdec.privacy.mechanism.scale import Claim, Solver
-from flower_privdec.privacy.mechanism.schedules import build_schedule
+from flower_privdec.privacy.accountant.accounting import epsilon, last_that_fits
+from flower_privdec.privacy.accountant.calibration import scale_for_budget
+from flower_privdec.privacy.ledger.ledger import Account
+from flower_privdec.privacy.mechanism import paper
+from flower_privdec.privacy.mechanism.declared import Declaration, Declares, Drawing, joint_release, to_one
+from flower_privdec.privacy.mechanism.events import Release, Spend, plan_spends
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import PrivacySection
+from flower_privdec.scenario.sections import PrivacySection, dynamic
 
-UNLIMITED = "inf"  # how JSON, which has no infinity, says that there is no bound on ε
+UNLIMITED = "inf"  # an unbounded ε in JSON, which has no infinity
 
 Factors = Mapping[str, float | None] | None
+FACTORS = {"moments": 1.0, "moments-table": 3.0}  # of eq. 11: how far an example moves a step, in clip norms
+UNSCHEDULED = ("moments-table", "cross-gradients", "subsampling")  # formulas for steps that are all alike
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Mechanism:
+    """The steps of one peer: each publishes the sums of its kind, with noise of scale * shape[k] clip norms.
+
+    Attributes:
+        drawing: how the peer draws examples.
+        kinds: the different declarations of its steps.
+        kind_of: int64 [steps], which of them a step has.
+        shape: float64 [steps].
+    """
+
+    drawing: Drawing
+    kinds: tuple[Declaration, ...]
+    kind_of: np.ndarray
+    shape: np.ndarray
+
+    def noise(self, scale: float) -> dict[str, np.ndarray]:
+        """Return for every sum the noise multiplier of each step, over the sum of a batch, [steps]."""
+        names = dict.fromkeys(part.name for kind in self.kinds for part in kind or () if part.to != "self")
+        noise = {}
+        for name in names:
+            factors = [sum(part.noise for part in kind or () if part.name == name) for kind in self.kinds]
+            noise[name] = scale * self.shape * np.array(factors)[self.kind_of]
+        return noise
+
+    def receivers(self, name: str) -> np.ndarray:
+        """Return the number of neighbours that get a sum in each step, one each, int64 [steps]."""
+        counts = [sum(part.receivers for part in kind or () if part.name == name) for kind in self.kinds]
+        return np.asarray(np.array(counts, dtype=np.int64)[self.kind_of])
+
+    def to_one(self) -> Mechanism:
+        """Return the mechanism of the sums that one neighbour is sent."""
+        return replace(self, kinds=tuple(map(to_one, self.kinds)))
+
+    def spends(self, active: np.ndarray, scale: float) -> tuple[Spend, ...]:
+        """Return the cost to a peer that is active in some steps, bool [steps]."""
+        parts = (
+            plan_spends(release, active & (self.kind_of == kind), scale * self.shape * release.noise_multiplier)
+            for kind, release in self._released()
+        )
+        return tuple(sorted(chain.from_iterable(parts), key=lambda spend: spend.from_step))
+
+    def releases(self, active: np.ndarray, scale: float) -> list[Release]:
+        """Return the releases of `spends`, equal steps together."""
+        if self.drawing.sampling == "shuffle":
+            return [spend.release for spend in self.spends(active, scale)]
+        spends = []
+        for kind, release in self._released():
+            chosen = scale * self.shape[active & (self.kind_of == kind)] * release.noise_multiplier
+            noises, counts = np.unique(chosen, return_counts=True)
+            spends += [
+                replace(release, noise_multiplier=float(noise), steps=int(count))
+                for noise, count in zip(noises, counts, strict=True)
+            ]
+        return spends
+
+    def _released(self) -> Iterator[tuple[int, Release]]:
+        """Yield each kind with a cost, and the release of one such step at noise multiplier 1."""
+        return ((kind, release) for kind, release in enumerate(self._joint) if release is not None)
+
+    @cached_property
+    def _joint(self) -> tuple[Release | None, ...]:
+        return tuple(joint_release(kind, self.drawing) for kind in self.kinds)
+
+
+def build_mechanism(
+    algorithm: Declares,
+    drawing: Drawing,
+    schedule: Schedule,
+    noised: Callable[[Declaration], Declaration] = lambda sums: sums,
+) -> Mechanism:
+    """Return the mechanism of a peer, from its algorithm's declarations.
+
+    Args:
+        schedule: of steps.
+        noised: returns a step's cost under its noise; by default independent normals.
+
+    Raises:
+        ScenarioError: for a sampling or a schedule under which the declared sums have no proved bound.
+    """
+    if algorithm.remembers_clipped and np.ptp(schedule.clip_factor) > 0:
+        raise ScenarioError(
+            "privacy.schedule changes the clip norm, and the gradients a table keeps were clipped to that of earlier "
+            "steps; keep the clip norm constant (noise may change), or use algorithm.table=snapshot",
+            code="privacy.schedule",
+        )
+    numbers: dict[Declaration, int] = {}
+    kind_of = np.empty(len(schedule.noise_shape), dtype=np.int64)
+    for step in range(len(kind_of)):
+        kind_of[step] = numbers.setdefault(noised(algorithm.released(step, drawing)), len(numbers))
+    if drawing.sampling == "shuffle" and len(numbers) > 1:
+        raise ScenarioError(
+            f"data.batch.sampling='shuffle' has no proved privacy with {algorithm.name}, whose steps are not all "
+            "alike; use poisson (or uniform)",
+            code="privacy.sampling",
+        )
+    return Mechanism(drawing, tuple(numbers), kind_of, schedule.noise_shape)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The ε that a paper's formula claims for one peer.
+
+    Attributes:
+        epsilon: the ε it claims at the peer's δ, for the whole run or for one round.
+        each_round: whether it is for one round.
+        mu_total, mu_0: of Gaussian differential privacy, where the formula uses it.
+        quarters: the ε it claims after each quarter of the rounds, where the paper has that.
+        breach: the condition of the formula that does not hold; None where all do.
+    """
+
+    epsilon: float
+    mu_total: float | None = None
+    mu_0: float | None = None
+    each_round: bool = False
+    quarters: tuple[float, ...] | None = None
+    breach: str | None = None
+
+
+@dataclass(frozen=True)
+class Solver:
+    """Finds the scale of a peer's noise under one scenario's privacy section.
+
+    Attributes:
+        weight_factor: of the mixing weights, in PDSL's formula.
+        share: ι, the mean chance of a peer to be active in a round.
+    """
+
+    section: PrivacySection
+    algorithm: Declares
+    schedule: Schedule
+    weight_factor: float = 1.0
+    share: float = 1.0
+
+    def scale(
+        self, mechanism: Mechanism, active: np.ndarray, budget: float | None, delta: float
+    ) -> tuple[float, Claim | None]:
+        """Return the scale of one peer's noise, and the claim where a paper's formula gave it.
+
+        Args:
+            active: bool [steps].
+
+        Raises:
+            ScenarioError: no noise keeps the budget, nothing is declared, or no paper has a formula.
+        """
+        if budget is not None and None in mechanism.kinds:
+            under = "" if self.section.noise is None else f" under privacy.noise.module={self.section.noise.module!r}"
+            raise ScenarioError(
+                f"algorithm.name={self.algorithm.name!r} declares no releases{under}, so its ε is ∞ and no noise keeps "
+                f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none",
+                code="privacy.undeclared",
+            )
+        if self.section.noise_multiplier is not None:
+            return self.section.noise_multiplier, None
+        if budget is None or not mechanism.releases(active, 1.0):
+            return 1.0, None
+        if self.section.calibration == "paper":
+            return self._by_paper(mechanism, active, budget, delta)
+        return scale_for_budget(lambda scale: mechanism.releases(active, scale), budget, delta), None
+
+    def _by_paper(self, mechanism: Mechanism, active: np.ndarray, budget: float, delta: float) -> tuple[float, Claim]:
+        """Return the scale by eq. 11 (PrivSGP-VR), 8, 9, or Prop. 4 (Dyn-D2P), eq. 27 (PDSL), or Th. 1 (DP-DDA)."""
+        formula, drawing = self.algorithm.paper_noise, mechanism.drawing
+        scheduled = not self.schedule.constant and formula == "moments"  # Dyn-D2P's Algorithm 2 on PrivSGP's steps
+        if formula is None or (formula in UNSCHEDULED and not self.schedule.constant):
+            changed = " with a schedule" if formula else ""
+            raise ScenarioError(
+                f"privacy.calibration='paper' has no formula for {self.algorithm.name}{changed}: no paper claims an ε "
+                "for it; use calibration rigorous",
+                code="privacy.no-formula",
+            )
+        if formula == "subsampling":
+            q, b, rounds, share = drawing.size, drawing.batch, len(active), self.share
+            sigma = paper.subsampled_sigma(budget, delta, rounds=rounds, dataset_size=q, share=share, clip_norm=1.0)
+            breach = paper.subsampling_breach(budget, rounds=rounds, dataset_size=q, batch=b, share=share)
+            quarters = tuple(paper.epsilon_after(budget, t) for t in QUARTERS)
+            return sigma * b, Claim(budget, quarters=quarters, breach=breach)
+        if formula == "cross-gradients":
+            phi_min, factor = self.section.phi_min or 1.0, self.weight_factor
+            sigma = paper.cross_gradient_sigma(budget, delta, clip_norm=1.0, phi_min=phi_min, weight_factor=factor)
+            return sigma * drawing.batch, Claim(budget, each_round=True)
+        if formula != "gdp" and not scheduled:
+            sigma = paper.moments_sigma(
+                budget,
+                delta,
+                rounds=int(active.sum()),
+                dataset_size=drawing.size,
+                clip_norm=1.0,
+                c_2=self.section.c_2,
+                factor=FACTORS[formula],
+            )
+            return sigma * drawing.batch, Claim(budget)
+        total, shape = paper.gdp_mu(budget, delta), self.schedule.noise_shape[active]
+        if self.schedule.exponential is None:
+            return paper.proposition_4(total, drawing.rate, shape), Claim(budget, total)
+        mu_0 = paper.gdp_mu_0(total, drawing.rate, shape**-2.0)
+        return 1 / mu_0, Claim(budget, total, mu_0)
 
 
 def cost(account: Account, steps: int) -> float:
-    """Return ε of what a peer releases in the first steps of a run."""
-    parts = (spend.between(0, steps) for spend in account.spends)
-    return epsilon([part.release for part in parts if part is not None], account.delta)
+    """Return the ε of a peer's releases in the first steps of a run."""
+    return epsilon(account.releases(0, steps), account.delta)
 
 
 @dataclass(frozen=True)
@@ -40,14 +245,14 @@ class Protection:
         clip_norms: float64 [steps, m], where a round has `steps_per_round` steps.
         noise_multipliers: likewise; noise std over clip norm, of the sum over a batch.
         accounts: one for each peer.
-        claims: what the paper's formula claims, where it made the noise; else None for each peer.
-        calibration: how the noise was solved for.
+        claims: of the paper's formula, where it gave the noise; else None for each peer.
+        calibration: the method that gave the noise.
         kinds: for each kind of step, the sums it has, with the noise of each over the step's; None for a sum that
             stays on the peer, and for the whole kind where nothing is declared.
         kind_of: int64 [steps].
-        receivers: of each sum that goes to each neighbour, to how many in every step, int64 [steps, m].
-        replies: for each peer what one neighbour is told by what it alone is sent, as an account; empty where all of a
-            peer's sums go to everybody.
+        receivers: of each sum that goes to single neighbours, the number of them in every step, int64 [steps, m].
+        replies: for each peer the account of the sums that one neighbour alone is sent; empty where all of a peer's
+            sums go to all.
     """
 
     clip_norms: np.ndarray
@@ -89,11 +294,11 @@ class Protection:
         """Return the noise multiplier of each sum of a step that is published, [n_peers], by name.
 
         Args:
-            sums: the sums that the step is about to make.
-            copies: how many of each every peer makes, for a neighbour each, int64 [m]; by default one for everybody.
+            sums: the names of the step's sums.
+            copies: how many of each sum every peer makes, for one neighbour each, int64 [m]; by default one for all.
 
         Raises:
-            TypeError: where they are not those that the algorithm declares, or more.
+            TypeError: the sums are not the declared ones, or more copies than declared.
         """
         factors, names = self.kinds[self.kind_of[step]], tuple(sums)
         if factors is None:
@@ -101,34 +306,25 @@ class Protection:
         elif factors.keys() != set(names):
             raise TypeError(f"step {step} makes the sums {sorted(names)} and declares {sorted(factors)}")
         elif copies is not None:
-            self._check_copies(step, [name for name, noise in factors.items() if noise is not None], copies)
+            for name in (name for name, noise in factors.items() if noise is not None):
+                declared = self.receivers[name][step] if name in self.receivers else np.ones_like(copies)
+                for row in np.flatnonzero(copies > declared)[:1]:
+                    raise TypeError(
+                        f"step {step} makes sum {name!r} for {copies[row]} neighbours and declares {declared[row]}"
+                    )
         return {name: self.noise_multipliers[step] * noise for name, noise in factors.items() if noise is not None}
 
-    def _check_copies(self, step: int, sums: Iterable[str], copies: np.ndarray) -> None:
-        """Refuse more copies of a sum than a peer declares receivers."""
-        for name in sums:
-            declared = self.receivers[name][step] if name in self.receivers else np.ones_like(copies)
-            for row in np.flatnonzero(copies > declared)[:1]:
-                raise TypeError(
-                    f"step {step} makes sum {name!r} for {copies[row]} neighbours and declares {declared[row]}"
-                )
-
     def epsilons(self, rounds: int) -> list[float]:
-        """Return ε of every peer after so many rounds."""
+        """Return the ε of every peer after some rounds."""
         return [cost(account, rounds * self.steps_per_round) for account in self.accounts]
 
     def reply_epsilons(self, rounds: int) -> list[float]:
-        """Return ε of what one neighbour is told by the replies to it alone, of every peer after so many rounds.
+        """Return the ε of the replies to one neighbour alone, of every peer after some rounds.
 
-        It bounds what these replies tell, and nothing else: the neighbour hears also what was made of the replies to
-        others, and of that `epsilons` are the bound. Empty where all of a peer's sums go to everybody.
+        It bounds what these replies reveal, and nothing else: the neighbour also receives what was made of the replies
+        to others, which `epsilons` bound. Empty where all of a peer's sums go to all.
         """
         return [cost(account, rounds * self.steps_per_round) for account in self.replies]
-
-
-def _each(value: float | Sequence[float], n_peers: int, peers: np.ndarray) -> list[float]:
-    numbers: list[float] = np.broadcast_to(np.asarray(value, dtype=np.float64), (n_peers,))[peers].tolist()
-    return numbers
 
 
 def build_protection(
@@ -147,32 +343,43 @@ def build_protection(
     active rounds: activity amplifies nothing and idle rounds cost nothing.
 
     Args:
-        algorithm: says what its steps release.
+        algorithm: declares its steps' releases.
         drawings: how each of these peers draws its examples.
-        participation: who is active, of the whole network.
+        participation: of the whole network.
         peers: global ids, int64 [m].
-        weight_factor: what the mixing weights add to a paper's formula.
-        noised: returns what a step costs under the noise that it gets; by default independent normals.
+        weight_factor: of the mixing weights, in a paper's formula.
+        noised: returns a step's cost under its noise; by default independent normals.
 
     Raises:
-        ScenarioError: when a budget is below what any noise can keep, the algorithm declares no release, or a
+        ScenarioError: a budget is below what any noise can keep, the algorithm declares no release, or a
             paper's formula does not apply.
     """
-    n_peers, each_round = scenario.n_peers, algorithm.steps_per_round
-    schedule = build_schedule(scenario).repeated(each_round)
-    active = np.stack([participation.active(k)[peers] for k in range(scenario.rounds)]).repeat(each_round, axis=0)
-    deltas = _each(section.delta, n_peers, peers)
-    budgets = [None] * len(peers) if section.epsilon is None else _each(section.epsilon, n_peers, peers)
-    mechanisms = {drawing: build_mechanism(algorithm, drawing, schedule, noised) for drawing in dict.fromkeys(drawings)}
-    share = float(participation.chances.mean())
-    solver, same = Solver(section, algorithm, schedule, weight_factor, share), _Same()
+
+    def of_peers(value: float | Sequence[float]) -> list[float]:
+        return list(np.broadcast_to(np.asarray(value, dtype=np.float64), (scenario.n_peers,))[peers].tolist())
+
+    per_round = algorithm.steps_per_round
+    schedule = build_schedule(scenario).repeated(per_round)
+    active = np.stack([participation.active(k)[peers] for k in range(scenario.rounds)]).repeat(per_round, axis=0)
+    deltas = of_peers(section.delta)
+    budgets = [None] * len(peers) if section.epsilon is None else of_peers(section.epsilon)
+    by_drawing = {drawing: build_mechanism(algorithm, drawing, schedule, noised) for drawing in dict.fromkeys(drawings)}
+    mechanisms = [by_drawing[drawing] for drawing in drawings]
+    solver = Solver(section, algorithm, schedule, weight_factor, float(participation.chances.mean()))
+    solved: dict[tuple[Any, ...], tuple[float, Claim | None, Account]] = {}  # equal peers share one tuple of spends
     noise, scales, accounts, claims = np.empty(active.shape), np.empty(len(peers)), [], []
-    for row, facts in enumerate(zip(drawings, budgets, deltas, strict=True)):
-        scale, claim, account = same.solve(solver, mechanisms[facts[0]], active[:, row], *facts[1:])
-        scales[row], noise[:, row] = scale, scale * schedule.noise_shape
+    for row, (mechanism, budget, delta) in enumerate(zip(mechanisms, budgets, deltas, strict=True)):
+        key = (mechanism.drawing, active[:, row].tobytes(), budget, delta)
+        if key not in solved:
+            scale, claim = solver.scale(mechanism, active[:, row], budget, delta)
+            account = Account(0, mechanism.spends(active[:, row], scale), None if claim else budget, delta)
+            solved[key] = scale, claim, _within_budget(account, len(active))
+        scales[row], claim, account = solved[key]
+        noise[:, row] = scales[row] * schedule.noise_shape
         accounts.append(replace(account, peer=int(peers[row])))
         claims.append(claim)
-    kinds, kind_of = _kinds(list(mechanisms.values()))
+    kinds, kind_of = _kinds(list(by_drawing.values()))
+    to_one = {part.name for m in mechanisms for kind in m.kinds for part in kind or () if part.to == "neighbour"}
     return Protection(
         clip_norms=schedule.clip_factor[:, None] * schedule.clip_norm[peers],
         noise_multipliers=noise,
@@ -181,49 +388,29 @@ def build_protection(
         calibration=section.calibration,
         kinds=kinds,
         kind_of=kind_of,
-        steps_per_round=each_round,
-        receivers=_receivers([mechanisms[drawing] for drawing in drawings]),
-        replies=_replies(accounts, [mechanisms[drawing] for drawing in drawings], active, scales),
+        steps_per_round=per_round,
+        receivers={name: np.stack([m.receivers(name) for m in mechanisms], axis=1) for name in sorted(to_one)},
+        replies=_replies(accounts, mechanisms, active, scales) if to_one else (),
     )
 
 
 def breaches(plan: Protection) -> list[str]:
-    """Say which conditions of a paper's formula the peers' claims break, the first peer's of each kind."""
+    """Return the conditions of a paper's formula that the peers' claims break, the first peer's of each kind."""
     breaches = [claim.breach for claim in plan.claims if claim is not None and claim.breach is not None]
     kinds = {breach.split("=")[0]: breach for breach in reversed(breaches)}
-    remedy = "what it claims is not even claimed here; lower privacy.epsilon, take more rounds or larger batches"
+    remedy = "its claim does not apply here; lower privacy.epsilon, take more rounds or larger batches"
     return [f"privacy.calibration=paper: {breach}: {remedy}" for breach in kinds.values()]
-
-
-class _Same:
-    """What was solved for a peer, once for all that are alike; they share one tuple of spends."""
-
-    def __init__(self) -> None:
-        self._solved: dict[tuple[Any, ...], tuple[float, Claim | None, Account]] = {}
-
-    def solve(
-        self, solver: Solver, mechanism: Mechanism, active: np.ndarray, budget: float | None, delta: float
-    ) -> tuple[float, Claim | None, Account]:
-        """Return the scale of a peer's noise, a paper's claim, and the account (of peer 0)."""
-        key = (mechanism.drawing, active.tobytes(), budget, delta)
-        if key not in self._solved:
-            scale, claim = solver.scale(mechanism, active, budget, delta)
-            account = Account(0, mechanism.spends(active, scale), None if claim else budget, delta)
-            self._solved[key] = scale, claim, _within_budget(account, len(active))
-        return self._solved[key]
 
 
 def _replies(
     accounts: Sequence[Account], mechanisms: Sequence[Mechanism], active: np.ndarray, scales: np.ndarray
 ) -> tuple[Account, ...]:
-    """Return what one neighbour of each peer is told by what it alone is sent, in the steps that are paid for.
+    """Return the accounts of the sums that one neighbour of each peer alone is sent, in the steps that are charged.
 
     Args:
         active: bool [steps, m].
         scales: of each peer's noise, [m].
     """
-    if not any(mechanism.answers for mechanism in mechanisms):
-        return ()
     spends_of: dict[tuple[int, int], tuple[Spend, ...]] = {}  # equal accounts use one tuple of spends
     for account, mechanism, mask, scale in zip(accounts, mechanisms, active.T, scales.tolist(), strict=True):
         key, last = (id(mechanism), id(account.spends)), account.spends[-1].to_step if account.spends else 0
@@ -236,38 +423,25 @@ def _replies(
 
 
 def _kinds(mechanisms: Sequence[Mechanism]) -> tuple[tuple[Factors, ...], np.ndarray]:
-    """Return the sums of each kind of step with their noise, and the kind of every step: alike for all peers.
+    """Return the sums of each kind of step with their noise, and the kind of every step: equal for all peers.
 
-    How many neighbours a sum goes to may differ.
+    The number of neighbours that get a sum may differ.
 
     Raises:
-        ScenarioError: where they are not alike.
+        ScenarioError: they are not equal.
     """
     numbers: dict[tuple[tuple[str, float | None], ...] | None, int] = {}
     schedules = []
     for mechanism in mechanisms:
-        own = np.array([numbers.setdefault(_factors(kind), len(numbers)) for kind in mechanism.kinds])
-        schedules.append(own[mechanism.kind_of])
+        keys = [
+            None if kind is None else tuple((part.name, None if part.to == "self" else part.noise) for part in kind)
+            for kind in mechanism.kinds
+        ]
+        schedules.append(np.array([numbers.setdefault(key, len(numbers)) for key in keys])[mechanism.kind_of])
     if any(not np.array_equal(schedule, schedules[0]) for schedule in schedules):
-        raise ScenarioError("an algorithm must declare the same sums and relative noise for every peer")
+        message = "an algorithm must declare the same sums and relative noise for every peer"
+        raise ScenarioError(message, code="privacy.declared")
     return tuple(None if schedule is None else dict(schedule) for schedule in numbers), schedules[0]
-
-
-def _factors(kind: Declaration) -> tuple[tuple[str, float | None], ...] | None:
-    """Return the noise of every declared sum, None for one that stays on the peer, as a hashable key."""
-    return None if kind is None else tuple((part.name, None if part.to == "self" else part.noise) for part in kind)
-
-
-def _receivers(mechanisms: Sequence[Mechanism]) -> dict[str, np.ndarray]:
-    """Return to how many neighbours each peer sends a sum of its own in every step, int64 [steps, m], by name."""
-    names = {
-        part.name
-        for mechanism in mechanisms
-        for kind in mechanism.kinds
-        for part in kind or ()
-        if part.to == "neighbour"
-    }
-    return {name: np.stack([mechanism.receivers(name) for mechanism in mechanisms], axis=1) for name in sorted(names)}
 
 
 def _within_budget(account: Account, steps: int) -> Account:
@@ -285,6 +459,77 @@ def _within_budget(account: Account, steps: int) -> Account:
     if not present:
         raise ScenarioError(
             f"privacy.epsilon={account.budget:g} is below what a peer's first step costs, "
-            f"{cost(account, account.spends[0].from_step + 1):.3g}; raise it or privacy.noise_multiplier"
+            f"{cost(account, account.spends[0].from_step + 1):.3g}; raise it or privacy.noise_multiplier",
+            code="privacy.budget",
         )
     return replace(account, spends=present)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """C_k and the shape of σ_k / C_k over the rounds.
+
+    Attributes:
+        clip_norm: float64 [n_peers], C_0 of each peer.
+        clip_factor: float64 [rounds], C_k / C_0.
+        noise_shape: float64 [rounds], the noise multiplier of round k at scale 1.
+        exponential: (ρ_c, ρ_μ) where the shape is Dyn-D2P's, None where it is given by lists.
+    """
+
+    clip_norm: np.ndarray
+    clip_factor: np.ndarray
+    noise_shape: np.ndarray
+    exponential: tuple[float, float] | None
+
+    @property
+    def constant(self) -> bool:
+        """Return whether every round is alike."""
+        return self.exponential == (1.0, 1.0)
+
+    def repeated(self, times: int) -> Schedule:
+        """Return the schedule of steps, so many a round, instead of rounds."""
+        return replace(self, clip_factor=self.clip_factor.repeat(times), noise_shape=self.noise_shape.repeat(times))
+
+
+def build_schedule(scenario: Scenario) -> Schedule:
+    """Return the schedule of a scenario with privacy.
+
+        C_k = C_0 ρ_c^{-k/K},  μ_k = μ_0 ρ_μ^{k/K},  σ_k = C_k / μ_k
+
+    so the noise multiplier σ_k / C_k is (1/μ_0) ρ_μ^{-k/K}: a shape times the scale 1/μ_0.
+
+    Source: Dyn-D2P (Zhu et al.), Algorithm 1, lines 5 to 8 (and 2 for lists).
+    """
+    private = scenario.private
+    if private is None:
+        raise ValueError("a scenario without privacy has no schedule")
+    rounds, section = scenario.rounds, private.schedule
+    clip, rho_c, rho_mu = dynamic(scenario.algorithm) or (None, 1.0, 1.0)
+    norms = _one_each(clip or private.clip_norm, scenario.n_peers)
+    if section is not None and (section.clip_norms is not None or section.noise is not None):
+        factor = _stretch([1.0] if section.clip_norms is None else section.clip_norms, rounds, "clip_norms")
+        sigma = _stretch([1.0] if section.noise is None else section.noise, rounds, "noise")
+        return Schedule(norms, factor, sigma / factor, None)
+    if section is not None:
+        rho_c, rho_mu = section.rho_c, section.rho_mu
+    share = np.arange(rounds) / rounds
+    return Schedule(norms, rho_c**-share, rho_mu**-share, (rho_c, rho_mu))
+
+
+def _one_each(clip: float | Sequence[float], n_peers: int) -> np.ndarray:
+    """Return the first round's clip norm of every peer."""
+    if np.ndim(clip) and np.size(clip) != n_peers:
+        raise ScenarioError(
+            f"algorithm: its clip norm lists {np.size(clip)} numbers for n_peers={n_peers}: give one a peer"
+        )
+    return np.broadcast_to(np.asarray(clip, dtype=np.float64), (n_peers,))
+
+
+def _stretch(values: Sequence[float], rounds: int, name: str) -> np.ndarray:
+    """Return one value a round: the list itself, or straight lines through fewer values."""
+    if not 1 <= len(values) <= rounds:
+        raise ScenarioError(
+            f"privacy.schedule.{name} lists {len(values)} values for rounds={rounds}: give one a round, or fewer"
+        )
+    knots = np.linspace(0, max(rounds - 1, 1), len(values))
+    return np.asarray(np.interp(np.arange(rounds), knots, np.asarray(values, dtype=np.float64)))
