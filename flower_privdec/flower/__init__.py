@@ -6,8 +6,7 @@ protects it as a whole; `private` protects each example of a torch training loop
 
 from flower_privdec.flower.launch.local_grid import LocalGrid, run_in_process
 from flower_privdec.flower.mods.peer_mod import PeerMod
-from flower_privdec.flower.mods.private_update import peer_folder
-from flower_privdec.flower.mods.sealing import public_key
+from flower_privdec.flower.mods.peer_state import peer_folder, public_key
 from flower_privdec.flower.strategies.feddeper_strategy import FedDeperStrategy as FedDeper
 from flower_privdec.flower.strategies.feddeper_strategy import personalized, train_two_models
 from flower_privdec.flower.strategies.mesh_strategy import Mesh

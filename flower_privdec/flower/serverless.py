@@ -38,23 +38,21 @@ from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.flower.launch.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
 from flower_privdec.flower.mods.peer_state import (
-    Layout,
-    PeerState,
-    mass_of,
-    new_incarnation,
-    numpy_arrays,
-    protocol,
-)
-from flower_privdec.flower.mods.private_update import (
     APP_SPENT,
     LEAST_WEIGHT,
     UNPROTECTED,
+    Layout,
     PeerLedger,
     PeerPrivacy,
+    PeerState,
     UnfitAnswerError,
     bare_words,
     keep_metrics,
+    mass_of,
+    new_incarnation,
+    numpy_arrays,
     protected,
+    protocol,
     returned_arrays,
     solved_noise,
     take_step,

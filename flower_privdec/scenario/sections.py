@@ -1094,7 +1094,7 @@ PrivacyChoice = Annotated[
 
 
 ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
-CODEC_NAMES = ("exact", "float32", "bfloat16")  # see `pushsum.codec`
+CODEC_NAMES = ("exact", "float32", "bfloat16")  # see `pushsum.frames`
 IDENTITY = re.compile(r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
 
 

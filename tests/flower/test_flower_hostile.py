@@ -18,7 +18,7 @@ from torch import nn
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import FedDeper, Gossip, LocalGrid, PeerMod, PushSum, group_norm, public_key, run_in_process
-from flower_privdec.flower.mods import peer_mod, private_update
+from flower_privdec.flower.mods import peer_mod, peer_state
 from flower_privdec.flower.mods.peer_mod import Asked, Told, pack_bytes, unpack_bytes
 from flower_privdec.flower.mods.peer_state import load_state, state_path
 from flower_privdec.flower.strategies.push_sum import comparable
@@ -295,13 +295,13 @@ def test_an_app_that_is_not_protected_is_told_what_is_wrong(name: str, tmp_path:
 
 
 def test_no_two_peers_and_no_two_rounds_share_their_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, noised = [], private_update.noised
+    drawn, noised = [], peer_state.noised
 
     def keeping(update: np.ndarray, std: float) -> np.ndarray:
         drawn.append(noised(update, std) - update)
         return update + drawn[-1]
 
-    monkeypatch.setattr(private_update, "noised", keeping)
+    monkeypatch.setattr(peer_state, "noised", keeping)
     grid = LocalGrid(client(lambda arrays, *_: arrays, **PROTECTED), 4, folder=tmp_path)
     PushSum(fraction_evaluate=0.0).start(grid, zeros(400), 3)
     alike = np.corrcoef(np.stack(drawn)) - np.eye(12)

@@ -22,9 +22,20 @@ from torch.utils.data import DataLoader, TensorDataset
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
 from flower_privdec.flower.mods.peer_mod import Asked
-from flower_privdec.flower.mods.peer_state import PeerState, load_state, run_frames, state_path
-from flower_privdec.flower.mods.private_update import PeerLedger, clipped, norm, solved_noise, spent_so_far
-from flower_privdec.flower.mods.sealing import Identity, KnownPeers, PeerSeal
+from flower_privdec.flower.mods.peer_state import (
+    Identity,
+    KnownPeers,
+    PeerLedger,
+    PeerSeal,
+    PeerState,
+    clipped,
+    load_state,
+    norm,
+    run_frames,
+    solved_noise,
+    spent_so_far,
+    state_path,
+)
 from flower_privdec.flower.strategies.masking import masked, unmasked_sum
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
 from flower_privdec.pushsum.exactly_once import RefusedError

@@ -30,7 +30,7 @@ from torch.nn import functional
 from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower.launch.local_grid import opened_app
-from flower_privdec.flower.mods.private_update import SOURCE, PeerLedger, PeerSpent, update_release
+from flower_privdec.flower.mods.peer_state import SOURCE, PeerLedger, PeerSpent, update_release
 from flower_privdec.flower.serverless import (
     ClientAppRunner,
     InitialArrays,

@@ -10,9 +10,8 @@ from witnesses import witness_of
 from flower_privdec.network.peer.asynchronous import LOST, AsynchronousSession
 from flower_privdec.network.peer.connections import Messages
 from flower_privdec.network.transport.grpc_transport import UnreachableError
-from flower_privdec.pushsum.codec import TensorArithmetic
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, PushSumProtocol
-from flower_privdec.pushsum.frames import FrameCodec, formats_of
+from flower_privdec.pushsum.frames import FrameCodec, TensorArithmetic, formats_of
 
 
 def two() -> tuple[AsynchronousSession, AsynchronousSession]:

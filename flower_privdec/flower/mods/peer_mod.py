@@ -19,33 +19,33 @@ from flower_privdec.common.arguments import check_kinds, check_paths
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError
 from flower_privdec.flower.launch.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, reason
 from flower_privdec.flower.mods.peer_state import (
-    Layout,
-    PeerState,
-    alone_in,
-    check_shares,
-    load_state,
-    numpy_arrays,
-    run_frames,
-    save_state,
-    state_path,
-)
-from flower_privdec.flower.mods.private_update import (
     APP_SPENT,
     LEAST_WEIGHT,
+    Identity,
+    KnownPeers,
+    Layout,
     PeerLedger,
     PeerPrivacy,
+    PeerSeal,
     PeerSpent,
+    PeerState,
     Train,
     UnfitAnswerError,
+    alone_in,
     bare_words,
+    check_shares,
     keep_metrics,
+    load_state,
+    numpy_arrays,
     protected,
     returned_arrays,
+    run_frames,
+    save_state,
     spent_so_far,
+    state_path,
     take_step,
     working_in,
 )
-from flower_privdec.flower.mods.sealing import Identity, KnownPeers, PeerSeal
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless import InitialArrays, run_mesh
 from flower_privdec.flower.strategies.masking import masked
@@ -463,7 +463,7 @@ class PeerMod:
             own `epsilon` and `delta` in its node-config hold whatever the app says.
         delta: δ.
         folder: where the peer's folder is, unless its node-config has one.
-        seal: whether shares are sealed end to end (`sealing`), and open ones refused; by default wherever the peer is
+        seal: whether shares are sealed end to end (`PeerSeal`), and open ones refused; by default wherever the peer is
             not one of a simulation.
         share_metrics: whether the app's metrics (losses, accuracies, numbers of examples) of private data leave, which
             no ε covers. By default a protected peer keeps them in metrics.jsonl in its folder, and another sends them:

@@ -1,11 +1,13 @@
-"""A peer's state of one run: its mass (x, w) with its shares (`PushSumProtocol`), and the file that holds all of it.
+"""A peer's state of one run, its private training step, and its keys: all that it keeps in its folder.
 
-Each message of a run is answered by a process of its own, in the protocol's words: it restores the state, absorbs the
-shares that came, trains, splits, and writes the state before anything that follows from it leaves. The relay introduces
-the peers and holds what it carries in memory alone; what it has not, senders hand in again.
+The state is the mass (x, w) with its shares (`PushSumProtocol`). Each message of a run is answered by a process of its
+own, in the protocol's words: it restores the state, absorbs the shares that came, trains, splits, and writes the state
+before anything that follows from it leaves. The relay introduces the peers and holds what it carries in memory alone;
+what it has not, senders hand in again. A state that is lost begins as a later incarnation, with x = 0 and w = 0: it
+trains when its first share has come. A state that is restored from an older copy is noticed by the acknowledgements of
+what it no longer remembers.
 
-A state that is lost begins as a later incarnation, with x = 0 and w = 0: it trains when its first share has come. A
-state that is restored from an older copy is noticed by the acknowledgements of what it no longer remembers.
+The update of a step is charged, clipped as a whole, noised and added to x. Shares are sealed end to end (`PeerSeal`).
 """
 
 from __future__ import annotations
@@ -13,26 +15,42 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import math
+import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from flwr.app import Array, ArrayRecord, RecordDict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from flower_privdec.common.arguments import check_numbers, check_paths
 from flower_privdec.common.files import write_atomically
-from flower_privdec.errors import RunError
-from flower_privdec.pushsum.codec import TensorArithmetic, pack, unpack
+from flower_privdec.common.formatting import one_line
+from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.flower.node_settings import PeerSettings
+from flower_privdec.privacy.accountant.accounting import epsilon
+from flower_privdec.privacy.accountant.calibration import noise_multiplier
+from flower_privdec.privacy.ledger.ledger import Charge, Head, Ledger, RunName, read_entries, releases_in
+from flower_privdec.privacy.mechanism.events import Release
+from flower_privdec.privacy.noise.deployed import SystemNoise
 from flower_privdec.pushsum.exactly_once import LAST, PushSumProtocol, RefusedError
-from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal
+from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, TensorArithmetic, pack, unpack
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -368,3 +386,619 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
         idle=bool(facts["idle"]),
         local_arrays=apart["local"],
     )
+
+
+log = logging.getLogger("flwr.privdec")
+
+SOURCE = "peer-updates"  # what the ledger is of; the file is FOLDER/peer-updates.jsonl
+UNIT = "one peer with all its data"
+ADJACENCY = "its update of every round replaced by zero"
+UNPROTECTED = f"epsilon = inf (unit: {UNIT}); what an app's own training protects is not counted here"
+
+
+def bare_words(updates: int) -> str:
+    """Return what is to be said of ε where some updates of a run were made without protection."""
+    return f"epsilon = inf (unit: {UNIT}; {updates} update{'s' * (updates > 1)} of this run had no protection)"
+
+
+def update_release(noise: float, steps: int = 1) -> Release:
+    """Return what a round releases: one Gaussian sum that the peer's whole update enters, as its only example."""
+    return Release("full", 1.0, 1, 1, noise_multiplier=noise, steps=steps)
+
+
+@lru_cache(maxsize=64)
+def solved_noise(budget: float, delta: float, rounds: int) -> float:
+    """Return the least noise multiplier with which so many rounds keep a budget."""
+    common = {"sampling": "full", "sampling_rate": 1.0, "dataset_size": 1, "batch_size": 1}
+    return noise_multiplier(budget, delta, steps=rounds, **common)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class PeerSpent:
+    """What a peer has spent by now.
+
+    Attributes:
+        releases: all of them, equal ones together.
+        delta: δ.
+    """
+
+    releases: tuple[Release, ...]
+    delta: float
+
+    @property
+    def epsilon(self) -> float:
+        """Return ε, an upper bound."""
+        return epsilon(self.releases, self.delta)
+
+    def __str__(self) -> str:
+        charged = " and ".join(
+            f"{release.steps} Gaussian update{'s' * (release.steps > 1)} of noise multiplier "
+            f"{release.noise_multiplier:.4g}"
+            for release in self.releases
+        )
+        return (
+            f"epsilon = {self.epsilon:.4g} at delta = {self.delta:g} (unit: {UNIT}; adjacency: {ADJACENCY}; "
+            f"charged: {charged or 'nothing'})"
+        )
+
+
+class PeerLedger:
+    """The open ledger of one peer's updates; a context manager.
+
+    Each round draws fresh noise, so each charge counts, that of a round begun twice as well.
+
+    Args:
+        folder: of the ledger's file.
+        run: the run's name.
+        incarnation: of the peer in that run.
+        peer: its id.
+        delta: δ at which ε is reported.
+        budget: the ε that all runs together may not exceed, or ∞.
+
+    Attributes:
+        spent: the total over all runs.
+
+    Raises:
+        BudgetError: the ledger is in use or fails verification.
+    """
+
+    charged = 0  # no entry of this run covers steps ahead
+
+    def __init__(
+        self, folder: Path, run: str, incarnation: int, peer: int, delta: float, budget: float = math.inf
+    ) -> None:
+        self.peer, self.delta, self.budget = peer, delta, budget
+        self._run = RunName(f"{run}-{incarnation}", run, "system entropy")
+        self._ledger = Ledger(folder, SOURCE)
+
+    @property
+    def spent(self) -> PeerSpent:
+        """Return the total of all charges."""
+        return PeerSpent(releases_in(self._ledger.entries), self.delta)
+
+    @property
+    def n_entries(self) -> int:
+        """Return how many charges the ledger holds."""
+        return len(self._ledger.entries)
+
+    @property
+    def head(self) -> Head:
+        """Return what a checkpoint names."""
+        return self._ledger.head
+
+    def check_head(self, head: Sequence[int | str] | None) -> None:
+        """Check that the ledger still holds everything that a checkpoint saw; raises BudgetError."""
+        self._ledger.check_head(head)
+
+    @property
+    def witnessed(self) -> Head:
+        """Return what neighbours see of the ledger; see Ledger."""
+        return self._ledger.witnessed
+
+    def check_witnessed(self, witnessed: Head) -> None:
+        """Check that the ledger holds what a neighbour has seen of it; raises BudgetError."""
+        self._ledger.check_witnessed(witnessed)
+
+    def charge_witnessed(self, length: int, noise: float) -> int:
+        """Charge the lines that the ledger lacks, each as an update of a noise multiplier; return how many there are.
+
+        Args:
+            length: how many lines neighbours have seen.
+        """
+        missing = max(0, length - self.witnessed[0])
+        if missing:
+            run = replace(self._run, id=f"{self._run.id}-witnessed-{length}")
+            charge = Charge((self.peer,), ((((0, missing),), update_release(noise).times(missing)),))
+            self._ledger.append(run, 0, missing, [charge], witnessed=length)
+        return missing
+
+    def check_entries(self, n_entries: int) -> None:
+        """Check that the ledger holds at least the charges that the peer's state knows of.
+
+        Raises:
+            BudgetError: it was deleted, or is an older copy.
+        """
+        if self.n_entries < n_entries:
+            raise BudgetError(
+                f"{self._ledger.path} holds {self.n_entries} charges, and peer {self.peer} has made {n_entries}: it "
+                "was deleted, or is an old copy; restore it",
+                code="ledger.stale",
+            )
+
+    def allows(self, noise: float) -> bool:
+        """Return whether the budget allows one more update of a noise multiplier."""
+        return self._ledger.fits(Charge((self.peer,), (((), update_release(noise)),)), self.budget, self.delta)
+
+    def charge(self, round_index: int, noise: float) -> bool:
+        """Charge one round's update, on disk before it is computed, and return True; False where the budget is spent.
+
+        Args:
+            round_index: from 1.
+            noise: the noise multiplier.
+
+        Raises:
+            BudgetError: the disk fails.
+        """
+        if not self.allows(noise):
+            return False
+        steps = (round_index - 1, round_index)
+        self._ledger.append(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
+        return True
+
+    def check_budget(self, noise: float) -> None:
+        """Refuse a run of which no update fits the budget.
+
+        Raises:
+            BudgetError: with what is spent.
+        """
+        if not self.allows(noise):
+            raise BudgetError(
+                f"{self._ledger.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon="
+                f"{self.budget:g} allows this run no update of noise multiplier {noise:.4g}; raise the budget or the "
+                "noise",
+                code="ledger.budget-spent",
+            )
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._ledger.close()
+
+    def __enter__(self) -> PeerLedger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def spent_so_far(folder: Path, delta: float) -> PeerSpent:
+    """Return the total of a peer's ledger without locking it.
+
+    Raises:
+        BudgetError: it fails verification.
+    """
+    return PeerSpent(releases_in(read_entries(folder, SOURCE)), delta)
+
+
+def check_budget(budget: float, delta: float, noise: float | None, where: str) -> None:
+    """Refuse a budget that is none, or that no noise keeps.
+
+    Raises:
+        BudgetError: naming it.
+    """
+    if not budget > 0 or not 0 < delta < 1:
+        raise BudgetError(f"epsilon={budget} must be > 0 and delta={delta} in (0, 1); set {where}")
+    if math.isfinite(budget) and noise is None:
+        raise BudgetError(
+            f"epsilon={budget} of {where} needs clip_norm and noise: say PeerMod(clip_norm=..., epsilon=...)"
+        )
+
+
+_folder: ContextVar[Path] = ContextVar("folder")
+
+
+def peer_folder() -> Path:
+    """Return the folder of the peer whose train or evaluate function is running, for what it wants to keep.
+
+    A ledger of its examples, say: `private(..., ledger=peer_folder() / "examples.jsonl")` counts over all rounds, and
+    for each peer apart. In a simulation the folder is the run's, as the peer's own ledger is.
+
+    Raises:
+        RunError: no function of an app with PeerMod is running.
+    """
+    try:
+        return _folder.get()
+    except LookupError:
+        raise RunError("peer_folder() is for the functions of an app with PeerMod: call it inside one") from None
+
+
+@contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    """Let `peer_folder` be a folder, for as long as an app's function runs."""
+    token = _folder.set(folder)
+    try:
+        yield
+    finally:
+        _folder.reset(token)
+
+
+class UnfitAnswerError(RunError):
+    """An app's answer is no model of the peer's; its details may tell of the app's data.
+
+    Attributes:
+        what: what the app did, which tells nothing.
+        details: what is wrong with it, and what to do.
+    """
+
+    def __init__(self, what: str, details: str) -> None:
+        super().__init__(f"the app {what}; {details}")
+        self.what, self.details = what, details
+
+
+def returned_arrays(content: RecordDict, key: str, layout: Layout) -> ArrayRecord:
+    """Return the arrays of a train function's answer.
+
+    Args:
+        content: the answer.
+        key: under which they are, where there are several.
+        layout: of the arrays that it was given.
+
+    Raises:
+        UnfitAnswerError: there are none, or several and none under the key, or others than were given.
+    """
+    records = content.array_records
+    if key not in records and len(records) != 1:
+        raise UnfitAnswerError(
+            "returned no model",
+            f"its answer has {len(records) or 'no'} ArrayRecord{'s' * (len(records) > 1)} and none named {key!r}: "
+            f"return RecordDict({{{key!r}: ArrayRecord(...)}})",
+        )
+    returned = records[key] if key in records else next(iter(records.values()))
+    if difference := _misfit(returned, layout):
+        raise UnfitAnswerError("returned other arrays than it was given", difference)
+    return returned
+
+
+def _misfit(returned: ArrayRecord, layout: Layout) -> str:
+    """Return in words how arrays that an app returned are not the model's; empty where they are."""
+    try:
+        return layout.misfit(numpy_arrays(returned))
+    except (TypeError, ValueError) as error:  # what Flower says of arrays of another framework
+        return f"they cannot be read as NumPy's: {one_line(error)}"
+
+
+def norm(vector: np.ndarray) -> float:
+    """Return the Euclidean norm of a vector, float64 [d], of any size without overflow; NaN or ∞ where it has such."""
+    largest = float(np.max(np.abs(vector), initial=0.0))
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    return largest * float(np.linalg.norm(vector / largest))
+
+
+def clipped(update: np.ndarray, clip_norm: float) -> np.ndarray:
+    """Return u · min(1, C / ‖u‖), float64 [d]; a zero update stays zero.
+
+    Args:
+        update: finite, float64 [d].
+        clip_norm: C.
+    """
+    length = norm(update)
+    if length <= clip_norm:
+        return update
+    largest = float(np.max(np.abs(update)))
+    short = (update / largest) * (clip_norm / (length / largest))
+    return short * min(1.0, clip_norm / norm(short))  # rounding alone could leave it a hair too long
+
+
+def noised(update: np.ndarray, std: float) -> np.ndarray:
+    """Return an update with N(0, std² I) added from the operating system's entropy, float64 [d]."""
+    row = torch.from_numpy(update.astype(np.float64, copy=True))[None]
+    SystemNoise().add_(row, torch.tensor([std], dtype=torch.float64), 0, np.zeros(1, dtype=np.int64))
+    return np.asarray(row[0].numpy())
+
+
+def unsound(update: np.ndarray) -> str:
+    """Return what is wrong with an update in words; empty where nothing is."""
+    if np.isnan(update).any():
+        return f"{int(np.isnan(update).sum())} of its {update.size} numbers are NaN"
+    infinite = int((~np.isfinite(update)).sum())
+    return f"{infinite} of its {update.size} numbers are infinite" if infinite else ""
+
+
+@dataclass(frozen=True)
+class PeerPrivacy:
+    """What an app asks for.
+
+    Attributes:
+        clip_norm: the most that a round's update may move the model, in Euclidean norm; None for no protection.
+        noise_multiplier: noise std over the clip norm; None to solve it from epsilon.
+        epsilon: the budget over all rounds and runs of this peer; None for no limit.
+        delta: δ.
+    """
+
+    clip_norm: float | None
+    noise_multiplier: float | None
+    epsilon: float | None
+    delta: float
+
+    def __post_init__(self) -> None:
+        check_numbers(asdict(self))
+        for name, value in (("clip_norm", self.clip_norm), ("epsilon", self.epsilon)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ScenarioError(f"{name}={value} must be finite and > 0; leave it out for none")
+        noise = self.noise_multiplier
+        if noise is not None and not (noise > 0 and math.isfinite(noise)):
+            raise ScenarioError(f"noise_multiplier={noise} must be finite and > 0; leave it out to have no noise")
+        if self.delta is None or not 0 < self.delta < 1:
+            raise ScenarioError(f"delta={self.delta} must be in (0, 1); well below one over the number of peers")
+        if (self.clip_norm is None) != (noise is None and self.epsilon is None):
+            raise ScenarioError(
+                f"clip_norm={self.clip_norm}, noise_multiplier={noise}, epsilon={self.epsilon}: a peer is protected by "
+                "clip_norm together with noise_multiplier, or with the epsilon from which the noise is solved; give "
+                "both, or neither"
+            )
+
+    @property
+    def on(self) -> bool:
+        """Return whether anything is protected."""
+        return self.clip_norm is not None
+
+    def budget(self, place: PeerSettings) -> tuple[float, float]:
+        """Return ε and δ to which a peer is held: the stricter of the app's and its owner's.
+
+        Raises:
+            BudgetError: the owner's budget cannot be kept.
+        """
+        delta = self.delta if place.delta is None else min(self.delta, place.delta)
+        check_budget(place.epsilon, delta, self.clip_norm, "the node-config")
+        return min(place.epsilon, self.epsilon or math.inf), delta
+
+    def noise(self, place: PeerSettings, rounds: int) -> float:
+        """Return the noise multiplier of a run of so many rounds."""
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        epsilon, delta = self.budget(place)
+        return solved_noise(epsilon, delta, max(1, rounds))
+
+
+LEAST_WEIGHT = 1e-6  # with less of the mass a peer waits for some before it trains again
+APP_SPENT = "its app's own budget allows no more training; it goes on relaying"
+Train = Callable[[ArrayRecord], ArrayRecord]
+Protect = Callable[[np.ndarray], np.ndarray]
+
+
+def take_step(state: PeerState, train: Train, protect: Protect | None, round_index: int) -> bool:
+    """Let an app train, and add w · protect(u) to x, with u what it moved z by.
+
+    Args:
+        state: which has some mass; its x, and the arrays that are not mixed, are put in place.
+        train: returns arrays of the state's layout, as `returned_arrays` has them.
+        protect: returns u · min(1, C / ‖u‖) + N(0, σ² C² I) of a finite u, float64 [d]; None for no protection.
+        round_index: from 1, for the log.
+
+    Returns:
+        Whether the app trained; False where its own ledger, as `private` has one, allows no more: the state is as it
+        was, and the words of that ledger stay in the app's log.
+
+    Privacy: one Gaussian release of the whole update, which has to be paid for before. Without protection the state
+    counts the update in `bare`.
+    """
+    given = state.layout.record(state.model(), state.kept)
+    try:
+        returned = train(given)
+    except BudgetError:
+        return False
+    update = _update(state, given, returned, round_index)
+    _move(state, update if protect is None else protect(update), protect is None, round_index)
+    return True
+
+
+def _update(state: PeerState, given: ArrayRecord, returned: ArrayRecord, round_index: int) -> np.ndarray:
+    """Return what the arrays moved by; zeros, and a word in the log, where that is no number."""
+    arrays = numpy_arrays(returned)
+    update: np.ndarray
+    with np.errstate(invalid="ignore", over="ignore"):
+        update = state.layout.vector(arrays) - state.layout.vector(numpy_arrays(given))
+    if wrong := unsound(update):
+        _count_as_zero(state, wrong, round_index)
+        return np.zeros_like(update)
+    state.kept = state.layout.kept(arrays)
+    return update
+
+
+def _move(state: PeerState, update: np.ndarray, bare: bool, round_index: int) -> None:
+    """Add w times an update to x, unless that would make the model infinite for ever."""
+    with np.errstate(over="ignore"):
+        after = (state.x.astype(np.float64) + state.w * update).astype(state.x.dtype)
+    if wrong := unsound(after):
+        _count_as_zero(state, wrong, round_index)
+    else:
+        state.x = after
+        state.bare += bare
+
+
+def _count_as_zero(state: PeerState, wrong: str, round_index: int) -> None:
+    log.warning(
+        "peer %s, round %s: %s, so its update counts as zero; lower the learning rate, or look at its data",
+        state.peer,
+        round_index,
+        wrong,
+    )
+
+
+def protected(clip_norm: float, noise: float, update: np.ndarray) -> np.ndarray:
+    """Return u · min(1, C / ‖u‖) + N(0, σ² C² I), float64 [d].
+
+    Args:
+        clip_norm: C.
+        noise: σ, over C.
+        update: u, finite, float64 [d].
+
+    Privacy: one Gaussian release of the whole update, which has to be paid for before.
+    """
+    return noised(clipped(update, clip_norm), noise * clip_norm)
+
+
+def keep_metrics(folder: Path, round_index: int, kind: str, records: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add an app's metrics to the peer's own file, from which they do not leave."""
+    with (folder / "metrics.jsonl").open("a") as file:
+        for metrics in records.values():
+            file.write(json.dumps({"round": round_index, "of": kind, **metrics}) + "\n")
+
+
+IDENTITY, PUBLIC, KNOWN = "identity.key", "identity.pub", "known-peers.json"
+SALT, KEY, TAG = 16, 32, 16  # bytes
+_NONCE = bytes(12)  # each key seals one message
+
+
+class Identity:
+    """A peer's X25519 key, made by the operating system's entropy at first use and kept in its folder.
+
+    The public half is beside it in hexadecimal, to be pinned by others.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the key, or make it.
+
+        Raises:
+            RunError: the file is no key.
+        """
+        path = folder / IDENTITY
+        if not path.exists():
+            write_atomically(path, os.urandom(KEY), private=True)
+        content = path.read_bytes()
+        if len(content) != KEY:
+            raise RunError(
+                f"{path} must hold {KEY} bytes and has {len(content)}; restore it, or delete it for a new one"
+            )
+        self._private = X25519PrivateKey.from_private_bytes(content)
+        self.public = self._private.public_key().public_bytes_raw()
+        if not (folder / PUBLIC).exists():
+            write_atomically(folder / PUBLIC, self.public.hex().encode() + b"\n")
+
+    def key_for(self, public: bytes, salt: bytes, purpose: bytes) -> bytes:
+        """Return a key that this peer and the owner of a public key share, and nobody else.
+
+        Raises:
+            RefusedError: it is no public key.
+        """
+        try:
+            secret = self._private.exchange(X25519PublicKey.from_public_bytes(public))
+        except ValueError as error:
+            raise RefusedError(f"{public.hex()!r} is no public key") from error
+        both = b"".join(sorted((self.public, public)))
+        return HKDF(SHA256(), KEY, salt, b"flower-privdec 1 " + purpose + both).derive(secret)
+
+    def seal(self, public: bytes, header: bytes, body: bytes) -> bytes:
+        """Return a body that only the owner of a public key can read, bound to its header."""
+        salt = os.urandom(SALT)
+        key = self.key_for(public, salt, b"share")
+        return salt + ChaCha20Poly1305(key).encrypt(_NONCE, body, header)
+
+    def unseal(self, public: bytes, header: bytes, sealed: bytes) -> bytes:
+        """Return what the owner of a public key sealed for this peer.
+
+        Raises:
+            RefusedError: it was not sealed by that one for this one with that header, or was changed since.
+        """
+        key = self.key_for(public, sealed[:SALT], b"share")
+        try:
+            return ChaCha20Poly1305(key).decrypt(_NONCE, sealed[SALT:], header)
+        except InvalidTag as error:
+            raise RefusedError("its seal is broken: it was changed, or sealed with another key") from error
+
+
+def public_key(folder: Path | str) -> str:
+    """Return the public key of the peer whose folder this is, in hexadecimal; made if it has none.
+
+    It is what other peers pin: a JSON file of peer ids and keys, named by `known-peers` in their node-config.
+
+    Raises:
+        ScenarioError: the folder cannot be made.
+    """
+    check_paths({"folder": folder})
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ScenarioError(f"folder={str(folder)!r} cannot be made ({error.strerror}); give another") from error
+    return Identity(Path(folder)).public.hex()
+
+
+class KnownPeers:
+    """Whose key is whose, as one peer has it: pinned by its owner, or as first seen.
+
+    Args:
+        folder: the peer's, where what is first seen is kept.
+        pinned: a JSON file {"PEER": "PUBLIC KEY IN HEXADECIMAL", ...} of the owner's; then nobody else is known.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
+
+    def __init__(self, folder: Path, pinned: Path | None = None) -> None:
+        self._path = folder / KNOWN if pinned is None else pinned
+        self._pinned = pinned is not None
+        self._keys: dict[int, bytes] = {}
+        self._claimed: dict[int, bytes] = {}
+        if self._pinned or self._path.exists():
+            self._keys = _read_keys(self._path)
+
+    def meet(self, introduced: dict[int, bytes]) -> None:
+        """Take note of the keys that the relay introduces; one that is known is not replaced."""
+        new = {peer: key for peer, key in introduced.items() if peer not in self._keys}
+        if new and not self._pinned:
+            self._keys |= new
+            text = json.dumps({str(peer): key.hex() for peer, key in sorted(self._keys.items())}, indent=1)
+            write_atomically(self._path, text.encode())
+        self._claimed = introduced
+
+    def key(self, peer: int) -> bytes:
+        """Return a peer's key.
+
+        Raises:
+            RefusedError: it is unknown, or the relay says another one.
+        """
+        known = self._keys.get(peer)
+        if known is None:
+            raise RefusedError(f"peer {peer} has no key in {self._path}: add it there")
+        if self._claimed.get(peer, known) != known:
+            raise RefusedError(
+                f"the key of peer {peer} is not the one in {self._path}: somebody stands between, or it has a new "
+                "identity; compare its identity.pub, and change that line only then"
+            )
+        return known
+
+
+@dataclass
+class PeerSeal:
+    """Seals shares end to end: X25519 between two peers' keys, HKDF, ChaCha20-Poly1305; see `pushsum.frames.Seal`.
+
+    What it is against: the relay (the ServerApp, the SuperLink, who reads their disks or the line) neither reads a
+    share nor changes it, nor passes one off as another's, another edge's, another run's or another number's: all of
+    these are in the header, which is authenticated. Every sealed frame has a salt, and so a key, of its own, so no
+    nonce is used twice.
+
+    What it is not against: the relay also introduces the peers to each other. A relay that swaps keys in that first
+    introduction is the man in the middle of all that follows. Pin the keys to rule that out: give each SuperNode a file
+    of its peers' public keys, carried there by hand (`known-peers` in its node-config). Without one a key is trusted
+    when it is first seen, and refused when it changes later. A thief of a peer's identity file reads what was sealed
+    for it, before and after: there is no forward secrecy. Who sends to whom, when and how much is open.
+    """
+
+    identity: Identity
+    known: KnownPeers
+    overhead: int = SALT + TAG
+
+    def encrypt(self, receiver: int, header: bytes, body: bytes) -> bytes:
+        """See Seal."""
+        return self.identity.seal(self.known.key(receiver), header, body)
+
+    def decrypt(self, sender: int, header: bytes, body: bytes) -> bytes:
+        """See Seal."""
+        return self.identity.unseal(self.known.key(sender), header, body)
+
+
+def _read_keys(path: Path) -> dict[int, bytes]:
+    try:
+        return {int(peer): bytes.fromhex(key) for peer, key in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise RunError(f'{path} must be a JSON file {{"PEER": "KEY IN HEXADECIMAL"}}: {error}') from error

@@ -27,7 +27,7 @@ from flower_privdec.flower.mods.peer_mod import (
     pack_bytes,
     unpack_bytes,
 )
-from flower_privdec.flower.mods.private_update import UNPROTECTED
+from flower_privdec.flower.mods.peer_state import UNPROTECTED
 from flower_privdec.flower.strategies.masking import unmasked_sum
 from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix
 from flower_privdec.graph.topology import CompleteTopology, Topology

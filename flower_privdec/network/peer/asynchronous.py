@@ -28,7 +28,6 @@ from flower_privdec.graph.mixing import PartlyHeard
 from flower_privdec.network.peer.connections import Messages, Session
 from flower_privdec.network.peer.peer import POLL, RunningPeer
 from flower_privdec.network.transport.transport import UnreachableError
-from flower_privdec.pushsum.codec import RowMass, pack, unpack
 from flower_privdec.pushsum.exactly_once import (
     FIRST,
     Acknowledgement,
@@ -38,7 +37,7 @@ from flower_privdec.pushsum.exactly_once import (
     RefusedError,
     StaleStateError,
 )
-from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMessage, frame_size
+from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMass, RowMessage, frame_size, pack, unpack
 from flower_privdec.pushsum.witness import LedgerWitness
 
 MANY = 16  # frames in a call beside rows

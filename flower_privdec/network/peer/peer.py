@@ -43,8 +43,7 @@ from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
 from flower_privdec.privacy.ledger.ledger import RunName
-from flower_privdec.pushsum.codec import TensorArithmetic, unpack, wire_codec
-from flower_privdec.pushsum.frames import RowFormats, formats_of
+from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, unpack, wire_codec
 from flower_privdec.pushsum.lockstep import Timetable, network_mixing
 from flower_privdec.pushsum.witness import EMPTY, Head, LedgerWitness
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
