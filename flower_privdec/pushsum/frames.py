@@ -1,4 +1,4 @@
-"""Frames: what travels between peers, as bytes; wire codecs, which encode rows; and a peer's edges as a file holds them.
+"""Frames: what travels between peers, as bytes; wire codecs, which encode rows; a peer's edges as a file holds them.
 
 A frame is a fixed header, a line for each row, and the rows as they lie in memory:
 

@@ -1,7 +1,8 @@
 """The network's mean for who may not read a peer's model: masks that cancel in the sum of all.
 
-Each two peers share a key (`peer_state.Identity`) and from it a stream of numbers, which one adds and the other subtracts. The sum
-over all of them is the sum of their numbers, exactly, in whole numbers modulo 2^64; any sum over fewer is noise.
+Each two peers share a key (`peer_state.Identity`) and from it a stream of numbers, which one adds and the other
+subtracts. The sum over all of them is the sum of their numbers, exactly, in whole numbers modulo 2^64; any sum over
+fewer is noise.
 
 What the ServerApp learns is the sum, once a round. What it could do: ask for sums over different peers in different
 rounds, and subtract; or introduce peers of its own making, so that all the others but one are its own. What it finds
