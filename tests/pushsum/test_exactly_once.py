@@ -18,6 +18,7 @@ import torch
 from hosting import hosting
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from relay_schedules import run_relay_schedule
 from safetensors.torch import load, save
 from share_machines import commit, shake
 from share_schedules import Exact, Fraction, run_schedule
@@ -139,6 +140,52 @@ def test_a_mutant_is_caught(name: str) -> None:
     code = mutated(*MUTANTS[name])
     with pytest.raises((AssertionError, RunError)):
         run_schedules(range(TRIES), code)
+
+
+@pytest.mark.parametrize("window", [1, 3, LAST])
+def test_mass_is_exact_for_every_schedule_of_a_relay(window: int) -> None:
+    schedules = [run_relay_schedule(Random(seed), window=window) for seed in range(300)]
+    most = max(schedule.most for schedule in schedules)
+    assert most == window if window < LAST else most > 3
+
+
+def run_relay_schedules(seeds: Iterable[int], code: ModuleType) -> None:
+    for seed in seeds:
+        run_relay_schedule(Random(seed), code)
+
+
+RELAY_MUTANTS = {
+    "one share under way alone": ("len(edge.frozen) < self._window", "not edge.frozen"),
+    "one more share than the window": ("len(edge.frozen) < self._window", "len(edge.frozen) <= self._window"),
+    "no dedupe": ("if number <= edge.received:", "if number < 0:"),
+    "a gap is accepted": ("if number > following:", "if False:"),
+    "a gap closes an edge that no handshake opens": ("if neighbor not in self._agreed:", "if False:"),
+    "an acknowledgement is of one share": ("if share.number > number)", "if share.number != number)"),
+    "an introduction acknowledges nothing": ("self._unacknowledged.add(neighbor)\n\n    def close", "\n    def close"),
+    "a dead incarnation is introduced": ("if incarnation < edge.incarnation:", "if False:"),
+    "a new incarnation is not met": ("if incarnation > edge.incarnation:", "if False:"),
+    "an introduced neighbour is forgotten": (
+        "self.edges.setdefault(neighbor, Edge())",
+        "self.edges[neighbor] = Edge()",
+    ),
+    "an old copy is not noticed": ("if ack.number > disk.sent or", "if False and ack.number or"),
+    "counters are not restored": ("self.edges.update(durable.edges)", "pass"),
+    "sent before the commit": (
+        "return [share for share, now in frozen if share in now]",
+        "return [share for edge in self.edges.values() for share in edge.frozen]",
+    ),
+    "acknowledged before the commit": (
+        "edges = {j: self._on_disk(j) for j in due}",
+        "edges = {j: self.edges[j] for j in due}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RELAY_MUTANTS)
+def test_a_mutant_is_caught_by_the_schedules_of_a_relay(name: str) -> None:
+    code = mutated(*RELAY_MUTANTS[name])
+    with pytest.raises((AssertionError, RunError, KeyError)):
+        run_relay_schedules(range(TRIES), code)
 
 
 # What the module promises, one sentence after the other.
