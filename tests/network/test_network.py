@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import privdec
+from raising import raises
 from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
 
@@ -231,24 +232,24 @@ def test_a_ledger_is_ahead_of_what_left_and_is_missed_when_it_is_gone(tiny: Tiny
     lines = ledger.read_bytes().splitlines(keepends=True)
     assert len(lines) > 4  # one a step: no more is reserved than is taken
     ledger.write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(BudgetError, match=f"has {len(lines) - 1} lines where the checkpoint saw {len(lines)}"):
+    with raises(BudgetError, "ledger.stale", names=f"{len(lines) - 1} .* {len(lines)}"):
         running_peer(scenario, theirs[0], resume=True)
     ledger.unlink()
-    with pytest.raises(BudgetError, match=f"has 0 lines where the checkpoint saw {len(lines)}"):
+    with raises(BudgetError, "ledger.stale", names=f"0 .* {len(lines)}"):
         running_peer(scenario, theirs[0], resume=True)
 
 
 def test_a_folder_is_one_runs_and_one_processes(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=2")
     device = devices(scenario, tmp_path)[0]
-    with pytest.raises(ScenarioError, match="holds no checkpoint to resume from"):
+    with raises(ScenarioError, "network.no-checkpoint", names="peer-0"):
         running_peer(scenario, device, resume=True)
     peer = running_peer(scenario, device)
     with pytest.raises(ScenarioError, match="another run writes to it"):
         running_peer(scenario, device)
     peer._save(0, peer.state, {})
     peer.close()
-    with pytest.raises(ScenarioError, match="already holds a run; give --resume"):
+    with raises(ScenarioError, "network.folder-in-use", names="peer-0"):
         running_peer(scenario, device)
     running_peer(scenario, device, resume=True).close()
 

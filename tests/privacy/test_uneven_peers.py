@@ -87,7 +87,7 @@ def test_a_plan_of_a_table_takes_a_rate(build: Build) -> None:
         ),
         ("{sampling: blocks, rate: 0.1}", "rate belongs to sampling poisson, not to blocks: give size, or use poisson"),
         ("{sampling: full, rate: 0.1}", "rate belongs to sampling poisson, not to full: remove it"),
-        ("{sampling: poisson, rate: 0.1, size: 4}", "size and rate are two ways to say how much is drawn: give one"),
+        ("{sampling: poisson, rate: 0.1, size: 4}", "size and rate both set how much is drawn: give one"),
         ("{sampling: poisson, rate: 0}", "data.batch.rate=0 must be >= 0.000000001"),
         ("{sampling: poisson, rate: 1.01}", "data.batch.rate=1.01 must be <= 1"),
         ("{sampling: poisson, rate: .nan}", "data.batch.rate=nan must be"),

@@ -171,9 +171,14 @@ class RunningPeer(ABC):
         folder, trainer = self.device.folder, self.trainer
         paths = [path for path in self._paths if path.exists()]
         if paths and not resume:
-            raise ScenarioError(f"{folder} already holds a run; give --resume to continue it, or another --out")
+            raise ScenarioError(
+                f"{folder} already holds a run; give --resume to continue it, or another --out",
+                code="network.folder-in-use",
+            )
         if resume and not paths:
-            raise ScenarioError(f"{folder} holds no checkpoint to resume from; leave --resume out")
+            raise ScenarioError(
+                f"{folder} holds no checkpoint to resume from; leave --resume out", code="network.no-checkpoint"
+            )
         checkpoints = [load_checkpoint(path, self._digest, trainer.run, trainer.device) for path in paths]
         for path, checkpoint in zip(paths, checkpoints, strict=True):
             check_state(path, checkpoint.state, np.array([self.device.peer]), self.rounds)

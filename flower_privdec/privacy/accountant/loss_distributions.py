@@ -76,7 +76,7 @@ def _mills(x: np.ndarray) -> np.ndarray:
 def _narrow(x: np.ndarray, mu: np.ndarray) -> np.ndarray:
     """Return m(x - μ/2) - m(x + μ/2) for small μ: -μ m'(x) - μ³/24 m'''(x), with m' = x m - 1."""
     m, square = _mills(x), x * x
-    return np.asarray(mu * (1 - x * m) + mu**3 / 24 * (2 + square - x * (3 + square) * m + 1))
+    return np.asarray(mu * (1 - x * m) + mu**3 / 24 * (2 + square - x * (3 + square) * m))
 
 
 @np.errstate(divide="ignore")
