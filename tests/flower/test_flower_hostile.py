@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -350,7 +351,8 @@ def test_a_full_disk_releases_nothing_and_is_named(fate: str, tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((ledger_module, "_write_all", full) if fate == "ledger" else (peer_mod, "save_state", full)))
+        no_space = SimpleNamespace(**{**vars(os), "write": full})
+        patch.setattr(*((ledger_module, "os", no_space) if fate == "ledger" else (peer_mod, "save_state", full)))
         with pytest.raises(RunError, match="No space left on device") as error:
             start(tmp_path, 2, app)
     assert "\n" not in str(error.value)
