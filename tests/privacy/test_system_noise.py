@@ -169,3 +169,16 @@ def test_without_cryptography_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
     with pytest.raises(ScenarioError, match="needs cryptography, which is not installed: pip install cryptography"):
         SystemNoise()
+
+
+def test_a_release_does_not_tell_which_of_two_sums_was_rounded() -> None:
+    """Normals rounded to float32 before they are added told two sums that differ by 2^-24 apart, 20 times of 20.
+
+    A normal in [1, 1.25) then has no bit below 2^-23, so that a release in (0.75, 1) minus the true sum -0.25 has none.
+    """
+    out = torch.full((1, 400_000), -0.25)
+    SystemNoise().add_(out, torch.ones(1), 0, np.zeros(1, dtype=np.int64))
+    released = out[(out > 0.75) & (out < 1)].double()
+    coarse = ((released + 0.25) * 2**23).frac() == 0
+    assert len(released) > 10_000
+    assert 0.45 < float(coarse.double().mean()) < 0.55  # over ten standard deviations away from luck

@@ -42,7 +42,8 @@ class SystemNoise:
     """AES-256 in counter mode under a new key from the operating system for every call, then Box-Muller.
 
     A pair of normals takes its radius from 63 bits and its angle from 64, in float64, so that they end at 9.4
-    standard deviations. They are then rounded to the rows' type.
+    standard deviations. They are added in float64, and the sum is rounded once to the rows' type: normals that were
+    rounded before would leave the binades of their own rounding in the difference of a release and a guess of its sum.
 
     Privacy: only a reader of this process's memory during the call learns the noise. `ExactNoise` protects against
     what the rounding of floating-point sums reveals; this class does not.
@@ -79,11 +80,13 @@ class SystemNoise:
                 self._add_(out, std)
 
     def _add_(self, out: Tensor, std: Tensor) -> None:
-        scales = std.to(out)[:, None]
+        scales = std.to(out.device, torch.float64)[:, None]
         normals = self._normals(out.numel())
         for rows, columns in pieces(out.shape[0], out.shape[1], PIECE):
             part = out[rows, columns]
-            part.addcmul_(normals.draw(part.numel()).to(out).view_as(part), scales[rows])
+            part.copy_(
+                torch.addcmul(part.double(), normals.draw(part.numel()).to(out.device).view_as(part), scales[rows])
+            )
 
     def _normals(self, count: int) -> SystemNormals:
         key, start = self._ciphers.algorithms.AES(os.urandom(32)), self._ciphers.modes.CTR(bytes(16))
