@@ -436,7 +436,7 @@ class AppTrainer:
         """
         layout, arrays = self._layout, self._initial.arrays
         x = torch.from_numpy(layout.vector(arrays).astype(layout.dtype))[None]
-        local = {"unprotected": torch.zeros(1, dtype=torch.int64), **_unmixed_rows(layout.kept(arrays))}
+        local = {"unprotected": torch.zeros(1, dtype=torch.int64), **_unmixed_rows(layout.unmixed(arrays))}
         return State(np.array([self._peer]), rows={"x": x, "w": torch.ones(1, dtype=x.dtype), **local})
 
     def use_mixing(self, mixing: Mixing) -> None:
@@ -493,7 +493,7 @@ class AppTrainer:
             return self._exhaust(k + 1, APP_SPENT)
         state.rows["x"][0].copy_(torch.from_numpy(mass.x))
         state.rows["unprotected"].fill_(mass.bare)
-        state.rows.update(_unmixed_rows(mass.kept))
+        state.rows.update(_unmixed_rows(mass.unmixed))
         return None
 
     def _exhaust(self, server_round: int, why: str) -> None:
@@ -526,7 +526,7 @@ class AppTrainer:
         if mass.w > 0:
             self.finish(state)
             if self._evaluate_app is not None:
-                record = mass.layout.record(mass.model(), mass.kept)
+                record = mass.layout.record(mass.model(), mass.unmixed)
                 metrics = self._evaluate_app(record, state.round_index)
                 records = {name: dict(metric) for name, metric in metrics.items()}
                 keep_metrics(self._folder, state.round_index, "evaluate", records)
@@ -539,7 +539,7 @@ class AppTrainer:
         """See Trainer; the model includes shares that came after the last round."""
         mass = self._mass(state)
         if mass.w > 0:
-            arrays = numpy_arrays(mass.layout.record(mass.model(), mass.kept))
+            arrays = numpy_arrays(mass.layout.record(mass.model(), mass.unmixed))
             content = save({name: np.array(value, order="C") for name, value in arrays.items()})
             write_atomically(self._folder / MODEL, content, private=True)
 

@@ -199,7 +199,7 @@ def test_every_round_is_charged_and_noised_before_anything_leaves(tmp_path, topo
     strategy = FedDeper(topology, **SETTINGS, name="run", fraction_evaluate=0.0)
     strategy.start(grid, zero_model(), num_rounds=3)
     for peer in (0, 1):
-        assert strategy.told[peer].epsilon == pytest.approx(composed(5.0, 3, 1e-5), rel=2e-3)
+        assert strategy.reports[peer].epsilon == pytest.approx(composed(5.0, 3, 1e-5), rel=2e-3)
 
 
 @pytest.mark.parametrize("topology", ["server", "directed-exponential"])
@@ -256,7 +256,7 @@ def test_a_spent_budget_ends_training_and_the_personalized_model_stays(tmp_path)
     mod = PeerMod(clip_norm=0.5, noise_multiplier=2.0, epsilon=composed(2.0, 2, 1e-5) * 1.01)
     strategy = FedDeper(**SETTINGS, name="run", fraction_evaluate=0.0)
     strategy.start(LocalGrid(learning_app(mod), 2, folder=tmp_path), zero_model(), num_rounds=5)
-    assert all(told.exhausted for told in strategy.told.values())
+    assert all(told.exhausted for told in strategy.reports.values())
     ledger = (tmp_path / "peer-0" / "peer-updates.jsonl").read_text().splitlines()
     assert len(ledger) == 3  # a header and two rounds
 
@@ -302,7 +302,7 @@ def test_a_servers_mean_is_over_the_peers_that_took_a_step(seal, tmp_path, monke
         strategy = FedDeper(name="run", fraction_evaluate=0.0)
         result = strategy.start(LocalGrid(app, 3, folder=tmp_path), zeros(), rounds)
         np.testing.assert_allclose(first(result.arrays), 0.1 * rounds, rtol=1e-9)
-    assert strategy.told[2].exhausted
+    assert strategy.reports[2].exhausted
 
 
 @pytest.mark.parametrize("seal", [False, True], ids=["open", "sealed"])
@@ -312,7 +312,7 @@ def test_a_run_whose_budgets_are_all_spent_keeps_its_model_after_a_restart(seal,
     for rounds in (4, 6):
         strategy = FedDeper(name="run", fraction_evaluate=0.0)
         models.append(first(strategy.start(LocalGrid(app, 2, folder=tmp_path), zeros(), rounds).arrays))
-    assert all(told.exhausted for told in strategy.told.values())
+    assert all(told.exhausted for told in strategy.reports.values())
     np.testing.assert_allclose(*models, rtol=1e-12)
     assert np.abs(models[0]).max() > 0
 

@@ -21,7 +21,7 @@ from torch import nn
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import FedDeper, Gossip, LocalGrid, PeerMod, PushSum, group_norm, public_key, run_in_process
 from flower_privdec.flower.mods import peer_mod, peer_state
-from flower_privdec.flower.mods.peer_mod import Asked, Told, pack_bytes, unpack_bytes
+from flower_privdec.flower.mods.peer_mod import PeerReport, PeerRequest, pack_bytes, unpack_bytes
 from flower_privdec.flower.mods.peer_state import load_state, state_path
 from flower_privdec.flower.strategies.push_sum import comparable
 from flower_privdec.privacy.ledger import ledger as ledger_module
@@ -147,7 +147,7 @@ def test_a_component_that_is_not_there_is_named(component: str, named: str, tmp_
 
 SECRET, TEXT = 0.7310585786300049, "patient 17 has it"
 SAID = {  # every record of a reply, and every field of what the mod says in it
-    "privdec.says": set(Told.__dataclass_fields__),
+    "privdec.says": set(PeerReport.__dataclass_fields__),
     "privdec.outbox": None,
     "privdec.mass": {"mass"},
 }
@@ -319,7 +319,7 @@ def test_noise_that_no_float32_holds_leaves_the_model_as_it_was(
     strategy.start(grid, ArrayRecord([np.zeros(3, np.float32)]), 2)
     assert first(strategy.peer_arrays[0]).tolist() == [0.0, 0.0, 0.0]
     assert "infinite, so its update counts as zero" in caplog.text
-    assert strategy.told[0].epsilon > 0
+    assert strategy.reports[0].epsilon > 0
 
 
 # The ledger between rounds.
@@ -339,7 +339,7 @@ def test_a_ledger_that_forgot_what_was_paid_is_not_gone_on_from(fate: str, tmp_p
         start(tmp_path, 5, app)
     for ledger, content in zip(ledgers, whole, strict=True):
         ledger.write_bytes(content)
-    assert start(tmp_path, 4, app).told[0].round_index == 4
+    assert start(tmp_path, 4, app).reports[0].round_index == 4
 
 
 @pytest.mark.parametrize("fate", ["ledger", "state"])
@@ -359,20 +359,20 @@ def test_a_full_disk_releases_nothing_and_is_named(fate: str, tmp_path: Path, mo
     assert "\n" not in str(error.value)
     after = load_state(state_path(tmp_path / "peer-0", "run"))
     assert after.x.tolist() == before.x.tolist()
-    told = start(tmp_path, 2, app).told[0]  # a round that was paid and lost is paid again
+    told = start(tmp_path, 2, app).reports[0]  # a round that was paid and lost is paid again
     assert f"{2 + (fate == 'state')} Gaussian updates" in told.spent
 
 
 def test_updates_that_had_no_protection_are_never_said_to_have_some(tmp_path: Path) -> None:
     start(tmp_path, 1, client(moves))
-    told = start(tmp_path, 2, client(moves, **PROTECTED)).told[0]
+    told = start(tmp_path, 2, client(moves, **PROTECTED)).reports[0]
     assert told.epsilon == np.inf
     assert "1 update of this run had no protection" in told.spent
 
 
 def test_another_clip_norm_and_noise_are_each_charged_as_they_are(tmp_path: Path) -> None:
     start(tmp_path, 1, client(moves, **PROTECTED))
-    told = start(tmp_path, 2, client(moves, clip_norm=9.0, noise_multiplier=2.0)).told[0]
+    told = start(tmp_path, 2, client(moves, clip_norm=9.0, noise_multiplier=2.0)).reports[0]
     assert "1 Gaussian update of noise multiplier 2 and 1 Gaussian update of noise multiplier 5" in told.spent
 
 
@@ -388,7 +388,7 @@ def test_a_budget_of_the_apps_own_ends_training_and_not_relaying(
     stopped = "its app's own budget allows no more training; it goes on relaying"
     assert f"[ROUND 2/5] 0 of 2 peers trained (peers 0, 1: {stopped})" in caplog.text
     assert f"Training stops: peers 0, 1: {stopped}" in caplog.text
-    assert strategy.told[0].round_index == 2  # a part of the mass went on its way all the same
+    assert strategy.reports[0].round_index == 2  # a part of the mass went on its way all the same
     assert first(strategy.peer_arrays[0]).tolist() == [1.0, 1.0, 1.0]
 
 
@@ -444,7 +444,7 @@ def test_one_node_that_lies_ends_nobodys_run(lie: Callable[[RecordDict], None], 
     result = strategy.start(grid, zeros(), 3, evaluate_fn=lambda _, arrays: means.append(first(arrays)))
     assert all(np.isfinite(each).all() for each in means)
     assert seal or len(means) == 4  # of the others, where it is not masked
-    assert [strategy.told[peer].round_index for peer in (1, 2, 3)] == [3, 3, 3]
+    assert [strategy.reports[peer].round_index for peer in (1, 2, 3)] == [3, 3, 3]
     assert all(np.isfinite(array).all() for array in result.arrays.to_numpy_ndarrays())
 
 
@@ -453,7 +453,7 @@ def test_an_order_whose_lists_do_not_fit_is_refused_in_one_line(lists: dict[str,
     app = client(moves, **PROTECTED)
     start(tmp_path, 1, app)
     common = {"round_index": 2, "rounds": 2, "neighbors": [1], "incarnations": [5], "keys": [b"k"]}
-    asked = Asked("round", "run", 0, **common | {"receivers": [1], "weights": [0.5]} | lists)
+    asked = PeerRequest("round", "run", 0, **common | {"receivers": [1], "weights": [0.5]} | lists)
     grid = LocalGrid(app, 2, folder=tmp_path)
     (reply,) = grid.send_and_receive([Message(RecordDict({"privdec.says": asked.record()}), 100, "train")])
     assert "are not of one length" in reply.error.reason
@@ -481,7 +481,7 @@ def test_a_node_whose_frames_are_nonsense_is_named_and_the_others_go_on(
     start(tmp_path, 1, client(moves), n_peers=3)
     strategy = PushSum(name="run", fraction_evaluate=0.0)
     strategy.start(LyingGrid(lie, {kind}, client(moves), 3, folder=tmp_path), zeros(), 3)
-    assert [strategy.told[peer].round_index for peer in (1, 2)] == [3, 3]
+    assert [strategy.reports[peer].round_index for peer in (1, 2)] == [3, 3]
     assert "peer 0 handed in what is not relayed: a frame" in caplog.text
 
 
@@ -496,8 +496,8 @@ def test_no_mask_is_used_twice_where_a_state_is_begun_anew(tmp_path: Path) -> No
     common = {"neighbors": [0, 1], "incarnations": incarnations, "keys": keys}
     masses = []
     for _ in range(2):
-        asked = Asked("deliver", "run", 0, wants_mass=True, serial=2**62, mean_of=[0, 1], **common)
-        join = Asked("join", "run", 0, founding=True)
+        asked = PeerRequest("deliver", "run", 0, wants_mass=True, serial=2**62, mean_of=[0, 1], **common)
+        join = PeerRequest("join", "run", 0, founding=True)
         for order, more in ((join, {"privdec.initial": zeros()}), (asked, {})):
             content = RecordDict({"privdec.says": order.record(), **more})
             (reply,) = grid.send_and_receive([Message(content, 100, "train")])

@@ -79,8 +79,8 @@ def test_a_meshs_ledger_is_the_peers_own_and_holds_its_owners_budget(tmp_path):
     grid.contexts[100].node_config["epsilon"] = 0.8
     strategy = Mesh(name="mesh", mode="synchronous")
     strategy.start(grid, zeros(), 4)
-    assert 0 < strategy.told[0].epsilon <= 0.8 < strategy.told[1].epsilon
-    assert "4 Gaussian updates" in strategy.told[1].spent
+    assert 0 < strategy.reports[0].epsilon <= 0.8 < strategy.reports[1].epsilon
+    assert "4 Gaussian updates" in strategy.reports[1].spent
     assert len((tmp_path / "peer-1" / "peer-updates.jsonl").read_text().splitlines()) == 5
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
-from flower_privdec.flower.mods.peer_mod import Asked
+from flower_privdec.flower.mods.peer_mod import PeerRequest
 from flower_privdec.flower.mods.peer_state import (
     Identity,
     KnownPeers,
@@ -63,9 +63,9 @@ def composed(noise, rounds):
 @pytest.mark.slow
 def test_the_ledger_over_100_rounds_and_a_restart_is_dp_accountings_composition(tmp_path):
     options = {"clip_norm": 1.0, "noise_multiplier": 12.0, "delta": DELTA}
-    half = start(tmp_path, 50, **options).told[0].epsilon
+    half = start(tmp_path, 50, **options).reports[0].epsilon
     assert half == pytest.approx(composed(12.0, 50), rel=2e-3)
-    told = start(tmp_path, 100, **options).told
+    told = start(tmp_path, 100, **options).reports
     for peer in (0, 1):
         assert told[peer].epsilon == pytest.approx(composed(12.0, 100), rel=2e-3)
         assert told[peer].round_index == 100
@@ -76,7 +76,7 @@ def test_the_ledger_over_100_rounds_and_a_restart_is_dp_accountings_composition(
 def test_the_ledger_is_the_peers_own_and_another_run_adds_to_it(tmp_path):
     options = {"clip_norm": 1.0, "noise_multiplier": 3.0, "delta": DELTA}
     start(tmp_path, 2, name="one", **options)
-    told = start(tmp_path, 3, name="two", **options).told[0]
+    told = start(tmp_path, 3, name="two", **options).reports[0]
     assert told.epsilon == pytest.approx(composed(3.0, 5), rel=2e-3)
 
 
@@ -91,7 +91,7 @@ def test_epsilon_is_said_with_its_unit_its_adjacency_and_what_was_charged(tmp_pa
 
 
 def test_nothing_protected_costs_infinity_and_says_so(tmp_path, caplog):
-    told = start(tmp_path, 1).told[0]
+    told = start(tmp_path, 1).reports[0]
     assert told.epsilon == np.inf
     assert "Privacy of peers 0, 1: epsilon = inf (unit: one peer with all its data)" in caplog.text
 
@@ -151,13 +151,13 @@ def test_training_ends_when_every_budget_is_reached(tmp_path, caplog):
     options = {"clip_norm": 1.0, "noise_multiplier": 2.0, "delta": DELTA, "epsilon": composed(2.0, 3) * 1.01}
     strategy = PushSum()
     strategy.start(LocalGrid(client(moves_a_little, **options), 2, folder=tmp_path), zeros(), 50)
-    assert strategy.told[0].round_index == 4
+    assert strategy.reports[0].round_index == 4
     assert "Training stops: peers 0, 1: its next update would exceed epsilon" in caplog.text
-    assert strategy.told[0].epsilon <= options["epsilon"]
+    assert strategy.reports[0].epsilon <= options["epsilon"]
 
 
 def test_the_noise_is_solved_for_the_rounds_that_are_planned(tmp_path):
-    told = start(tmp_path, 20, clip_norm=1.0, epsilon=2.0, delta=DELTA).told[1]
+    told = start(tmp_path, 20, clip_norm=1.0, epsilon=2.0, delta=DELTA).reports[1]
     assert 0.99 * 2.0 < told.epsilon <= 2.0
     assert told.round_index == 20
     assert composed(solved_noise(2.0, DELTA, 20), 20) == pytest.approx(2.0, rel=1e-2)
@@ -171,7 +171,7 @@ def test_a_round_that_fails_after_it_was_paid_is_paid_again(tmp_path):
     with pytest.raises(RunError, match="the app of peer 0 raised ValueError; see its own log") as error:
         start(tmp_path, 1, step=fails, **options)
     assert "4711" not in str(error.value)  # what an app says of private data stays with the peer
-    assert start(tmp_path, 1, **options).told[0].epsilon == pytest.approx(composed(3.0, 2), rel=2e-3)
+    assert start(tmp_path, 1, **options).reports[0].epsilon == pytest.approx(composed(3.0, 2), rel=2e-3)
 
 
 def test_a_ledger_that_was_edited_is_not_gone_on_from(tmp_path):
@@ -416,7 +416,7 @@ def test_a_deployed_peer_seals_and_must_say_where_its_things_are():
         PushSum(patience=0.2).start(bare, zeros(), 1)
     strategy = PushSum(fraction_evaluate=0.0)
     strategy.start(LocalGrid(app, 2, config={}), zeros(), 1)
-    assert all(told.sealed for told in strategy.told.values())
+    assert all(told.sealed for told in strategy.reports.values())
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_a_relay_cannot_introduce_peers_that_nobody_counted(tmp_path):
     grid = LocalGrid(client(moves_a_little, seal=True), 2, folder=tmp_path)
     state = load_state(state_path(tmp_path / "peer-0", "run"))
     stranger = bytes.fromhex(public_key(tmp_path / "stranger"))
-    asked = Asked(
+    asked = PeerRequest(
         "deliver",
         "run",
         0,

@@ -117,7 +117,7 @@ class Forecast:
     Attributes:
         peers, hosts, d: of the whole; parameters of a model.
         step_ms: computing, of one core.
-        crossing: rows that leave a host in a round, on average over the phases of the graph.
+        exchanged: rows that leave a host in a round, on average over the phases of the graph.
         bytes: of these rows.
         network_ms: they take at 10 Gbit/s each way.
         state_bytes: rows of a host, with as many from elsewhere and a second buffer of both.
@@ -128,7 +128,7 @@ class Forecast:
     hosts: int
     d: int
     step_ms: float
-    crossing: float
+    exchanged: float
     bytes: float
     network_ms: float
     state_bytes: float
@@ -146,10 +146,10 @@ def forecast(peers: int, hosts: int, d: int, step_ms: float) -> Forecast:
     """
     m = math.ceil(peers / hosts)
     phases = math.ceil(math.log2(peers))
-    crossing = sum(min(2**j, m, peers - 2**j) for j in range(phases)) / phases
-    size = crossing * 4 * d
+    exchanged = sum(min(2**j, m, peers - 2**j) for j in range(phases)) / phases
+    size = exchanged * 4 * d
     state = 2 * (m + m) * 4 * d
-    return Forecast(peers, hosts, d, m * step_ms, crossing, size, size / NETWORK * 1e3, state, peers * 4 * d)
+    return Forecast(peers, hosts, d, m * step_ms, exchanged, size, size / NETWORK * 1e3, state, peers * 4 * d)
 
 
 def sharding_lines(result: dict[str, Any]) -> list[str]:
@@ -175,7 +175,7 @@ def sharding_lines(result: dict[str, Any]) -> list[str]:
 def _forecast_line(name: str, facts: Forecast) -> str:
     return (
         f"on paper, {facts.peers:,} peers of {name} (d = {facts.d:,}) on {facts.hosts} hosts, a core of each: "
-        f"{facts.step_ms:,.0f} ms of steps a round and {facts.network_ms:,.0f} ms for {facts.crossing:,.0f} rows, "
+        f"{facts.step_ms:,.0f} ms of steps a round and {facts.network_ms:,.0f} ms for {facts.exchanged:,.0f} rows, "
         f"{facts.bytes / 1e6:,.0f} MB, that leave a host at 10 Gbit/s; {facts.state_bytes / 1e9:,.1f} GB of rows a "
         f"host; the first collects {facts.collected_bytes / 1e9:,.1f} GB at an evaluation"
     )
@@ -237,8 +237,8 @@ def _time_exchanges(wires: ProcessGroup, d: int, periods: int, repeats: int) -> 
     def mix() -> None:
         torch.lerp(own, other, 0.5, out=out)
 
-    crossing = [min(2**phase, len(peers)) for phase in range(phases)]
-    works = {"shards": _times(exchange, phases), "gloo": _bare(wires, d, crossing), "mixing": _times(mix, phases)}
+    exchanged = [min(2**phase, len(peers)) for phase in range(phases)]
+    works = {"shards": _times(exchange, phases), "gloo": _bare(wires, d, exchanged), "mixing": _times(mix, phases)}
     return {name: [ms / phases for ms in took] for name, took in _side_by_side(wires, works, periods, repeats).items()}
 
 

@@ -153,7 +153,7 @@ class Setup:
 
 
 def constant_protection(n_peers: int) -> Protection:
-    """Return the same clip norm and noise for every peer and round; nobody is charged."""
+    """Return the same clip norm and noise for every peer and round; no peer is charged."""
     ones = np.broadcast_to(1.0, (FOREVER, n_peers))
     noise = np.broadcast_to(NOISE_MULTIPLIER, ones.shape)
     kinds, kind_of = ({"gradient": 1.0},), np.broadcast_to(0, (FOREVER,))

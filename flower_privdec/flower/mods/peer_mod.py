@@ -60,7 +60,7 @@ SAYS, INITIAL, MODEL, INBOX, OUTBOX, MASS = (
 INTRODUCE, JOIN, ROUND, DELIVER, EVALUATE, MESH = "introduce", "join", "round", "deliver", "evaluate", "mesh"
 
 
-class _Said:
+class _Record:
     """A record of plain fields.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Said:
             RunError: it says nothing of the kind; the remedy says what to do.
         """
         given: Mapping[str, Any] = content.config_records.get(SAYS, {})
-        kinds = {name: each.type for name, each in cls.__dataclass_fields__.items()}  # type: ignore[attr-defined]
+        kinds = {name: field.type for name, field in cls.__dataclass_fields__.items()}  # type: ignore[attr-defined]
         if given.keys() != kinds.keys() or not all(_is(given[name], kind) for name, kind in kinds.items()):
             raise RunError(remedy)
         for together in cls.together:
@@ -93,25 +93,25 @@ class _Said:
 def _is(value: object, kind: str) -> bool:
     """Return whether a value is of a field's type, as the type is written here."""
     if kind.startswith("list["):
-        return isinstance(value, list) and all(_is(each, kind[5:-1]) for each in value)
+        return isinstance(value, list) and all(_is(part, kind[5:-1]) for part in value)
     return type(value) is {"int": int, "float": float, "str": str, "bool": bool, "bytes": bytes}[kind]
 
 
 @dataclass(frozen=True)
-class Asked(_Said):
+class PeerRequest(_Record):
     """What the strategy asks of a peer. It names no key, no ledger and, outside a simulation, no path.
 
     Attributes:
         kind: introduce, join, round, deliver, evaluate or mesh.
         run: the run's name.
-        peer: who is asked.
+        peer: the receiver.
         folder: where a simulation's peers keep what is theirs.
         arrays: the key of the ArrayRecord that the app's functions look for.
         local_record: the name of an ArrayRecord that never leaves the peer: the initial arrays at first, then what the
             app's train function last answered under that name; it is given to both of the app's functions. Empty: none.
         round_index, rounds: the round, from 1, and how many there will be.
         founding: join: whether the initial arrays are this peer's mass, or only say what a model looks like.
-        receivers, weights: round: to whom W[j, peer] of the mass goes.
+        receivers, weights: round: the peers j that W[j, peer] of the mass goes to.
         wants_mass: whether to hand in (x, w), for the mean of the network.
         mean_of: of which peers that mean is, when their masses are masked.
         serial: deliver: rises from one mean to the next.
@@ -151,7 +151,7 @@ class Asked(_Said):
 
 
 @dataclass(frozen=True)
-class Told(_Said):
+class PeerReport(_Record):
     """What a peer says of itself.
 
     Attributes:
@@ -209,21 +209,21 @@ class RequestHandler:
     """One message's work at one peer, whose folder is held meanwhile.
 
     Args:
-        asked: what the strategy asks.
+        request: of the strategy.
         place: which peer this is, and where.
         privacy: how it protects what it sends.
         seal: whether it seals what it sends, and takes sealed shares alone.
     """
 
-    def __init__(self, asked: Asked, place: PeerSettings, privacy: PeerPrivacy, seal: bool) -> None:
-        self.asked, self.place, self.privacy, self.seals = asked, place, privacy, seal
-        self.path = state_path(place.folder, asked.run)
+    def __init__(self, request: PeerRequest, place: PeerSettings, privacy: PeerPrivacy, seal: bool) -> None:
+        self.request, self.place, self.privacy, self.seals = request, place, privacy, seal
+        self.path = state_path(place.folder, request.run)
         self.identity = Identity(place.folder)
         self.known = KnownPeers(place.folder, place.known_peers)
         self.state = load_state(self.path)
         self._seal = PeerSeal(self.identity, self.known) if seal else None
         self._budget = privacy.budget(place)
-        self.told: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
         self.records: dict[str, ArrayRecord] = {}
         self._refused: dict[str, str] = {}
         self._spent: PeerSpent | None = None
@@ -238,8 +238,8 @@ class RequestHandler:
             if INITIAL not in content.array_records:
                 raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
             arrays = numpy_arrays(content.array_records[INITIAL])
-            self.state = PeerState.begun(self.asked.run, self.place.peer, arrays, self.asked.founding)
-            if self.asked.local_record:
+            self.state = PeerState.begun(self.request.run, self.place.peer, arrays, self.request.founding)
+            if self.request.local_record:
                 self.state.local_arrays = arrays
             self._save(self.state)
 
@@ -253,18 +253,20 @@ class RequestHandler:
         Raises:
             RunError: there is no state of this run, or it is an old copy.
         """
-        state, asked = self.state, self.asked
+        state, request = self.state, self.request
         if state is None:
-            raise RunError(f"peer {self.place.peer} has no state of run {asked.run!r}: its folder is not what it was")
-        introduced = dict(zip(asked.neighbors, asked.keys, strict=True))
+            raise RunError(f"peer {self.place.peer} has no state of run {request.run!r}: its folder is not what it was")
+        introduced = dict(zip(request.neighbors, request.keys, strict=True))
         self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.place.n_peers})
-        neighbors = [pair for pair in zip(asked.neighbors, asked.incarnations, strict=True) if pair[0] != state.peer]
+        neighbors = [
+            pair for pair in zip(request.neighbors, request.incarnations, strict=True) if pair[0] != state.peer
+        ]
         for neighbor, incarnation in neighbors:
             with self._refusing(f"peer {neighbor}"):
                 state.shares.introduce(neighbor, incarnation)
         frames = run_frames(state.run, state.layout, self._seal)
         inbox = unpack_bytes(content.array_records.get(INBOX))
-        for name, frame in [*(("acknowledgement", frame) for frame in asked.acknowledgements), *inbox]:
+        for name, frame in [*(("acknowledgement", frame) for frame in request.acknowledgements), *inbox]:
             with self._refusing(name):
                 self._receive(state, frames.decode(frame))
         return state
@@ -293,33 +295,33 @@ class RequestHandler:
 
     def take_part(self, content: RecordDict, train: Train) -> None:
         """Train, and freeze a share for each receiver; a round in which the peer took part already is not repeated."""
-        state, asked = self.state, self.asked
-        if state is None or asked.round_index <= state.round_index:
+        state, request = self.state, self.request
+        if state is None or request.round_index <= state.round_index:
             return
         if MODEL in content.array_records:
             state.adopt(numpy_arrays(content.array_records[MODEL]))
         weights = self._receivers()
-        self.told["trained"] = self._may_train(state) and self._train(state, train)
-        state.idle = MODEL in content.array_records and not self.told["trained"]
-        state.round_index = asked.round_index
+        self.facts["trained"] = self._may_train(state) and self._train(state, train)
+        state.idle = MODEL in content.array_records and not self.facts["trained"]
+        state.round_index = request.round_index
         self._hand_in(state)
         if state.w > 0:
-            state.shares.split(asked.round_index, weights)
+            state.shares.split(request.round_index, weights)
 
     def deliver(self) -> None:
-        """Hand in the mass, when it is asked for; once for each serial, so that no mask is used twice."""
-        if self.state is not None and self.asked.serial > self.state.handed:
-            self.state.handed = self.asked.serial
+        """Hand in the mass, when it is requested; once for each serial, so that no mask is used twice."""
+        if self.state is not None and self.request.serial > self.state.handed:
+            self.state.handed = self.request.serial
             self._hand_in(self.state)
 
     def _receivers(self) -> dict[int, float]:
         """Return who gets which part of the mass: of those that are to have one, all whose key can be trusted.
 
         Raises:
-            RefusedError: nobody can send by these weights; said before anything is trained or paid for.
+            RefusedError: no peer can send by these weights; raised before anything is trained or paid for.
         """
-        weights = dict(zip(self.asked.receivers, self.asked.weights, strict=True))
-        check_shares(weights, set(self.asked.neighbors) - {self.place.peer})
+        weights = dict(zip(self.request.receivers, self.request.weights, strict=True))
+        check_shares(weights, set(self.request.neighbors) - {self.place.peer})
         for receiver in list(weights) if self.seals else ():
             try:
                 self.known.key(receiver)
@@ -331,60 +333,62 @@ class RequestHandler:
 
     def _may_train(self, state: PeerState) -> bool:
         if state.w < LEAST_WEIGHT:
-            self.told["stopped"] = f"it holds {state.w:.2g} of the mass, and waits for a share before it trains"
+            self.facts["stopped"] = f"it holds {state.w:.2g} of the mass, and waits for a share before it trains"
         return state.w >= LEAST_WEIGHT
 
     def _train(self, state: PeerState, train: Train) -> bool:
         """Let the app train from z, and add what it moved by, w · (clipped and noised), to x."""
-        asked, privacy, noise = self.asked, self.privacy, 0.0
+        request, privacy, noise = self.request, self.privacy, 0.0
         if privacy.on:
-            noise = privacy.noise(self.place, asked.rounds)
+            noise = privacy.noise(self.place, request.rounds)
             budget, delta = self._budget
             with PeerLedger(
-                self.place.folder, asked.run, state.shares.incarnation, state.peer, delta, budget
+                self.place.folder, request.run, state.shares.incarnation, state.peer, delta, budget
             ) as ledger:
                 ledger.check_entries(state.paid)
-                charged = ledger.charge(asked.round_index, noise)
+                charged = ledger.charge(request.round_index, noise)
                 self._spent, state.paid = ledger.spent, ledger.n_entries
             if not charged:
-                self.told["stopped"] = (
+                self.facts["stopped"] = (
                     f"its next update would exceed epsilon = {budget:g}; it trains no more, and goes on relaying"
                 )
-                self.told["exhausted"] = True
+                self.facts["exhausted"] = True
                 return False
         protect = None if privacy.clip_norm is None else partial(protected, privacy.clip_norm, noise)
-        if not take_step(state, train, protect, asked.round_index):
-            self.told["stopped"] = APP_SPENT
-            self.told["exhausted"] = True
+        if not take_step(state, train, protect, request.round_index):
+            self.facts["stopped"] = APP_SPENT
+            self.facts["exhausted"] = True
             return False
         return True
 
     def _hand_in(self, state: PeerState) -> None:
         """Put (x, w) into the answer: open, or masked so that only the sum over all says something."""
-        if not self.asked.wants_mass:
+        if not self.request.wants_mass:
             return
         mass = np.append(state.x.astype(np.float64), state.w)
-        if state.idle and self.asked.kind == ROUND:
+        if state.idle and self.request.kind == ROUND:
             mass[:] = 0.0  # a server's mean is over the peers that took a step
         if not self.seals:
             self.records[MASS] = ArrayRecord({"mass": Array(mass)})
             return
-        others = [peer for peer in self.asked.mean_of if peer != state.peer]
+        others = [peer for peer in self.request.mean_of if peer != state.peer]
         try:
-            if state.peer not in self.asked.mean_of or len(others) < 1:
+            if state.peer not in self.request.mean_of or len(others) < 1:
                 raise RunError("a mean of sealed models must be of this peer and others")
             self.records[MASS] = ArrayRecord({"mass": Array(masked(mass, state.peer, others, self._mask_key))})
         except RunError as error:
             log.warning("peer %s has no part in the mean: %s", state.peer, error)
 
     def _mask_key(self, other: int) -> bytes:
-        """Return a key for one mask: of this round, and of the two states, for one begun anew asks for others."""
-        asked, state = self.asked, self.state
+        """Return a key for one mask: of this round, and of the two states, for a new one requests for others."""
+        request, state = self.request, self.state
         assert state is not None
-        states = dict(zip(asked.neighbors, asked.incarnations, strict=True)) | {state.peer: state.shares.incarnation}
+        states = dict(zip(request.neighbors, request.incarnations, strict=True)) | {
+            state.peer: state.shares.incarnation
+        }
         pair = [[peer, states.get(peer)] for peer in sorted((state.peer, other))]
         purpose = json.dumps(
-            ["mask", asked.run, asked.kind, asked.round_index, asked.serial, sorted(asked.mean_of), pair]
+            ["mask", request.run, request.kind, request.round_index, request.serial, sorted(request.mean_of), pair]
         ).encode()
         return self.identity.key_for(self.known.key(other), b"", purpose)
 
@@ -394,15 +398,15 @@ class RequestHandler:
         if state is None:
             return {SAYS: self._tell(None, []).record()}
         frames, shares = run_frames(state.run, state.layout, self._seal), state.shares
-        if self.asked.kind == INTRODUCE:
+        if self.request.kind == INTRODUCE:
             for neighbor, edge in shares.edges.items():
                 shares.introduce(neighbor, edge.incarnation)
-        elif self.asked.kind != JOIN:
+        elif self.request.kind != JOIN:
             self._save(state)
-            held = set(zip(self.asked.held_by, self.asked.held, strict=True))
+            held = set(zip(self.request.held_by, self.request.held, strict=True))
             due = [share for share in shares.shares_to_send() if (share.receiver, share.number) not in held]
             self.records[OUTBOX] = self._packed(frames, due)
-        acknowledgements = [bytes(frames.encode(each)) for each in shares.acknowledgements()]
+        acknowledgements = [bytes(frames.encode(ack)) for ack in shares.acknowledgements()]
         return {SAYS: self._tell(state, acknowledgements).record(), **self.records}
 
     def _packed(self, frames: FrameCodec, shares: Iterable[FrozenShare[Tensor]]) -> ArrayRecord:
@@ -413,10 +417,10 @@ class RequestHandler:
                 packed[f"{share.receiver}.{share.number}"] = bytes(frames.encode(share))
         return pack_bytes(packed)
 
-    def _tell(self, state: PeerState | None, acknowledgements: list[bytes]) -> Told:
+    def _tell(self, state: PeerState | None, acknowledgements: list[bytes]) -> PeerReport:
         spent = self._spent or (spent_so_far(self.place.folder, self._budget[1]) if self.privacy.on else None)
         bare = 0 if state is None else state.bare
-        return Told(
+        return PeerReport(
             self.place.peer,
             self.place.n_peers,
             incarnation=0 if state is None else state.shares.incarnation,
@@ -431,7 +435,7 @@ class RequestHandler:
             refused=list(self._refused.values()),
             orphaned=0 if state is None else state.orphaned + state.shares.orphaned.total(),
             address=self.place.address,
-            **self.told,
+            **self.facts,
         )
 
 
@@ -476,7 +480,7 @@ class PeerMod:
 
     Privacy: unit one peer with all its data; adjacency: its update of every round replaced by zero; one Gaussian
     release a round, charged on disk before the update is made, in a round that fails or is repeated too. It holds
-    against whoever sees all that the peer sends: relay, neighbours, everybody. Whether a peer takes part, when, how
+    against any reader of all that the peer sends: relay, neighbours, strangers. Whether a peer takes part, when, how
     long that takes and whether its app fails is open. Noise is the operating system's.
 
     Deviations from the paper: the update is weighed by w, where Stochastic Gradient Push adds a gradient as it is:
@@ -513,16 +517,16 @@ class PeerMod:
             return Message(Error(CLIENT_APP_RAISED, error_line(error)), reply_to=message)
 
     def _answer(self, message: Message, context: Context, app: App) -> Message:
-        asked = Asked.of(message.content, NO_STRATEGY)
-        place = PeerSettings.of(context, asked.peer, asked.folder, self.folder)
+        request = PeerRequest.of(message.content, NO_STRATEGY)
+        place = PeerSettings.of(context, request.peer, request.folder, self.folder)
         with alone_in(place.folder):
-            peer = RequestHandler(asked, place, self.privacy, not place.simulated if self.seal is None else self.seal)
+            peer = RequestHandler(request, place, self.privacy, not place.simulated if self.seal is None else self.seal)
             theirs = self._work(peer, message, context, app)
             return Message(RecordDict({**theirs, **peer.answer()}), reply_to=message)
 
     def _work(self, peer: RequestHandler, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
-        """Do what is asked, and return what of the app's own answer goes along."""
-        kind, content, theirs = peer.asked.kind, message.content, RecordDict()
+        """Handle a request, and return what of the app's own answer is sent along."""
+        kind, content, theirs = peer.request.kind, message.content, RecordDict()
         if kind == INTRODUCE:
             return {}
         if kind == JOIN:
@@ -543,7 +547,7 @@ class PeerMod:
         elif kind == EVALUATE and MODEL in content.array_records:
             call(content.array_records[MODEL])
         elif kind == EVALUATE and state.w > 0:
-            call(state.layout.record(state.model(), state.kept))
+            call(state.layout.record(state.model(), state.unmixed))
         elif kind == DELIVER:
             peer.deliver()
         return self._leaving(peer, theirs)
@@ -554,28 +558,30 @@ class PeerMod:
         Raises:
             RunError: the message has no initial arrays, or the rounds cannot be run.
         """
-        content, asked = message.content, peer.asked
+        content, request = message.content, peer.request
         if peer.state is not None:
-            if peer.state.round_index != asked.rounds:
+            if peer.state.round_index != request.rounds:
                 raise RunError(
-                    f"peer {peer.place.peer} has a state of run {asked.run!r} after round {peer.state.round_index} of "
-                    f"{asked.rounds}, which a mesh cannot go on from: give the run another name"
+                    f"peer {peer.place.peer} has a state of run {request.run!r} after round {peer.state.round_index} "
+                    f"of {request.rounds}, which a mesh cannot continue from: give the run another name"
                 )
             return
         if INITIAL not in content.array_records:
             raise RunError("the message has no initial arrays; start a strategy of flower_privdec with some")
         layout = Layout.of(numpy_arrays(content.array_records[INITIAL]))
-        told = {name: dict(config) for name, config in content.config_records.items() if name != SAYS}
+        sent_configs = {name: dict(config) for name, config in content.config_records.items() if name != SAYS}
 
         def train(arrays: ArrayRecord, server_round: int) -> ArrayRecord:
-            configs = {name: ConfigRecord({**config, "server-round": server_round}) for name, config in told.items()}
+            configs = {
+                name: ConfigRecord({**config, "server-round": server_round}) for name, config in sent_configs.items()
+            }
             message.content = RecordDict({**configs})
             answer = self._call(peer, arrays, message, context, app)
             keep_metrics(peer.place.folder, server_round, "train", answer.metric_records)
             return self._trained(peer, answer, layout)
 
-        initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), asked.arrays)
-        peer.state = run_mesh(asked.run, asked.scenario, initial, peer.place, self.privacy, train)
+        initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), request.arrays)
+        peer.state = run_mesh(request.run, request.scenario, initial, peer.place, self.privacy, train)
 
     def _call(
         self, peer: RequestHandler, arrays: ArrayRecord, message: Message, context: Context, app: App
@@ -587,10 +593,10 @@ class PeerMod:
         """
         own = {name: record for name, record in message.content.items() if name not in (SAYS, INITIAL, MODEL, INBOX)}
         copies = {name: ConfigRecord(dict(r)) if isinstance(r, ConfigRecord) else r for name, r in own.items()}
-        message.content = RecordDict({peer.asked.arrays: arrays, **copies})
+        message.content = RecordDict({peer.request.arrays: arrays, **copies})
         if peer.state is not None and peer.state.local_arrays:
             local = {name: Array(value) for name, value in peer.state.local_arrays.items()}
-            message.content[peer.asked.local_record] = ArrayRecord(local)
+            message.content[peer.request.local_record] = ArrayRecord(local)
         try:
             with working_in(peer.place.folder):
                 reply = app(message, context)
@@ -615,7 +621,7 @@ class PeerMod:
             RunError: there are none, or several and none under the key, or others than were given.
         """
         try:
-            return returned_arrays(content, peer.asked.arrays, layout)
+            return returned_arrays(content, peer.request.arrays, layout)
         except UnfitAnswerError as error:
             raise self._failed(peer, error.what, error.details) from None
 
@@ -625,7 +631,7 @@ class PeerMod:
         Raises:
             RunError: it is of other arrays.
         """
-        name = peer.asked.local_record
+        name = peer.request.local_record
         if not state.local_arrays or name not in answer.array_records:
             return
         arrays = numpy_arrays(answer.array_records[name])
@@ -644,6 +650,6 @@ class PeerMod:
     def _leaving(self, peer: RequestHandler, theirs: RecordDict) -> dict[str, MetricRecord]:
         """Return what of the app's answer leaves: its metrics, unless they are of private data."""
         if self.keeps_metrics:
-            keep_metrics(peer.place.folder, peer.asked.round_index, peer.asked.kind, theirs.metric_records)
+            keep_metrics(peer.place.folder, peer.request.round_index, peer.request.kind, theirs.metric_records)
             return {}
         return dict(theirs.metric_records)

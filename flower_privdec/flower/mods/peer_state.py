@@ -110,17 +110,17 @@ class Layout:
         parts = [np.asarray(arrays[name], dtype=np.float64).reshape(-1) for name, _, _ in self._floating()]
         return np.concatenate(parts)
 
-    def kept(self, arrays: Arrays) -> dict[str, np.ndarray]:
+    def unmixed(self, arrays: Arrays) -> dict[str, np.ndarray]:
         """Return the arrays that are not mixed."""
         floating = {name for name, _, _ in self._floating()}
         return {name: np.asarray(value) for name, value in arrays.items() if name not in floating}
 
-    def record(self, vector: np.ndarray, kept: Arrays) -> ArrayRecord:
+    def record(self, vector: np.ndarray, unmixed: Arrays) -> ArrayRecord:
         """Return a vector, and what is not mixed, as the record that the framework knows: same names, order, types."""
         arrays, start = {}, 0
         for name, kind, shape in self.parts:
-            if name in kept:
-                arrays[name] = Array(np.asarray(kept[name]))
+            if name in unmixed:
+                arrays[name] = Array(np.asarray(unmixed[name]))
                 continue
             stop = start + math.prod(shape)
             with np.errstate(over="ignore"):
@@ -141,11 +141,13 @@ class Layout:
         """Return in words how another layout differs from this one; empty where it does not."""
         if self.parts == other.parts:
             return ""
-        ours, theirs = ({name: part for name, *part in each.parts} for each in (self, other))
+        ours, theirs = ({name: part for name, *part in layout.parts} for layout in (self, other))
         for name in [*ours, *theirs]:
             if ours.get(name) != theirs.get(name):
-                said = [" ".join(map(str, each[name])) if name in each else "missing" for each in (theirs, ours)]
-                return f"array {name!r} is {said[0]} and must be {said[1]}"
+                described = [
+                    " ".join(map(str, parts[name])) if name in parts else "missing" for parts in (theirs, ours)
+                ]
+                return f"array {name!r} is {described[0]} and must be {described[1]}"
         return f"the arrays are in the order {list(theirs)} and must be in the order {list(ours)}"
 
 
@@ -191,20 +193,20 @@ class PeerState:
         run: its name.
         layout: of the model's arrays.
         shares: the mass (x, w), whose model is z = x / w, and the shares that are not acknowledged.
-        kept: the arrays that are not mixed.
+        unmixed: the arrays that are not mixed.
         round_index: the last round it took part in; 0 before the first.
         orphaned: how many shares went to states that were lost, before this start.
         handed: the serial of the last mean that it had a part in, outside a round.
         paid: how many payments the peer's ledger held when it last paid; one with fewer is not the same.
         bare: how many updates of its own are in it without protection.
         idle: over a server, whether it took no step in its last round, and so has no part in that round's mean.
-        local_arrays: of the record that never leaves the peer (`Asked.local_record`); empty where there is none.
+        local_arrays: of the record that never leaves the peer (`PeerRequest.local_record`); empty where there is none.
     """
 
     run: str
     layout: Layout
     shares: PushSumProtocol[torch.Tensor]
-    kept: dict[str, np.ndarray]
+    unmixed: dict[str, np.ndarray]
     round_index: int = 0
     orphaned: int = 0
     handed: int = 0
@@ -226,7 +228,7 @@ class PeerState:
             raise RunError("initial_arrays are not finite: check how the model is made")
         x = start if founding else np.zeros_like(start)
         mass = mass_of(x.astype(layout.dtype), float(founding))
-        return cls(run, layout, protocol(peer, mass, new_incarnation()), layout.kept(arrays))
+        return cls(run, layout, protocol(peer, mass, new_incarnation()), layout.unmixed(arrays))
 
     @property
     def peer(self) -> int:
@@ -278,7 +280,7 @@ class PeerState:
 
 
 def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
-    """Refuse weights that would leave a peer nothing, or more than it has, or go to nobody.
+    """Refuse weights that would leave a peer nothing, or more than it has, or go to no peer.
 
     Raises:
         RefusedError: naming them.
@@ -323,7 +325,7 @@ def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
     snapshot = state.shares.snapshot(state.round_index)
     exchange, tensors = pack(replace(snapshot, edges={j: e for j, e in snapshot.edges.items() if e.sent or e.received}))
     arrays = {name: tensor.numpy() for name, tensor in {**snapshot.mass, **tensors}.items()}
-    arrays |= {f"kept/{name}": np.array(value, order="C") for name, value in state.kept.items()}
+    arrays |= {f"unmixed/{name}": np.array(value, order="C") for name, value in state.unmixed.items()}
     arrays |= {f"local/{name}": np.array(value, order="C") for name, value in state.local_arrays.items()}
     facts = {
         "format": FORMAT,
@@ -355,13 +357,13 @@ def load_state(path: Path) -> PeerState | None:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         return _state(facts, arrays)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise RunError(f"{path} is no peer's state ({error}); restore it, or delete it to begin anew") from error
+        raise RunError(f"{path} is no peer's state ({error}); restore it, or delete it to start again") from error
 
 
 def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
     if facts["format"] != FORMAT:
         raise ValueError(f"format {facts['format']!r}, not {FORMAT}")
-    peer, apart = int(facts["peer"]), {"kept": dict[str, np.ndarray](), "local": dict[str, np.ndarray]()}
+    peer, apart = int(facts["peer"]), {"unmixed": dict[str, np.ndarray](), "local": dict[str, np.ndarray]()}
     tensors = {}
     for name, value in arrays.items():
         group, _, rest = name.partition("/")
@@ -377,7 +379,7 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
         run=str(facts["run"]),
         layout=Layout.from_json(facts["layout"]),
         shares=shares,
-        kept=apart["kept"],
+        unmixed=apart["unmixed"],
         round_index=durable.round_index,
         orphaned=int(facts["orphaned"]),
         handed=int(facts["handed"]),
@@ -397,7 +399,7 @@ UNPROTECTED = f"epsilon = inf (unit: {UNIT}); what an app's own training protect
 
 
 def bare_words(updates: int) -> str:
-    """Return what is to be said of ε where some updates of a run were made without protection."""
+    """Return what to report of ε where some updates of a run were made without protection."""
     return f"epsilon = inf (unit: {UNIT}; {updates} update{'s' * (updates > 1)} of this run had no protection)"
 
 
@@ -782,7 +784,7 @@ def take_step(state: PeerState, train: Train, protect: Protect | None, round_ind
     Privacy: one Gaussian release of the whole update, which has to be paid for before. Without protection the state
     counts the update in `bare`.
     """
-    given = state.layout.record(state.model(), state.kept)
+    given = state.layout.record(state.model(), state.unmixed)
     try:
         returned = train(given)
     except BudgetError:
@@ -801,7 +803,7 @@ def _update(state: PeerState, given: ArrayRecord, returned: ArrayRecord, round_i
     if wrong := unsound(update):
         _count_as_zero(state, wrong, round_index)
         return np.zeros_like(update)
-    state.kept = state.layout.kept(arrays)
+    state.unmixed = state.layout.unmixed(arrays)
     return update
 
 
@@ -876,7 +878,7 @@ class Identity:
             write_atomically(folder / PUBLIC, self.public.hex().encode() + b"\n")
 
     def key_for(self, public: bytes, salt: bytes, purpose: bytes) -> bytes:
-        """Return a key that this peer and the owner of a public key share, and nobody else.
+        """Return a key that this peer and the owner of a public key share, and no one else.
 
         Raises:
             RefusedError: it is no public key.
@@ -928,7 +930,7 @@ class KnownPeers:
 
     Args:
         folder: the peer's, where what is first seen is kept.
-        pinned: a JSON file {"PEER": "PUBLIC KEY IN HEXADECIMAL", ...} of the owner's; then nobody else is known.
+        pinned: a JSON file {"PEER": "PUBLIC KEY IN HEXADECIMAL", ...} of the owner's; then no one else is known.
 
     Raises:
         RunError: a file cannot be read.
@@ -962,7 +964,7 @@ class KnownPeers:
             raise RefusedError(f"peer {peer} has no key in {self._path}: add it there")
         if self._claimed.get(peer, known) != known:
             raise RefusedError(
-                f"the key of peer {peer} is not the one in {self._path}: somebody stands between, or it has a new "
+                f"the key of peer {peer} is not the one in {self._path}: a man in the middle, or it has a new "
                 "identity; compare its identity.pub, and change that line only then"
             )
         return known
@@ -981,7 +983,7 @@ class PeerSeal:
     introduction is the man in the middle of all that follows. Pin the keys to rule that out: give each SuperNode a file
     of its peers' public keys, carried there by hand (`known-peers` in its node-config). Without one a key is trusted
     when it is first seen, and refused when it changes later. A thief of a peer's identity file reads what was sealed
-    for it, before and after: there is no forward secrecy. Who sends to whom, when and how much is open.
+    for it, before and after: there is no forward secrecy. Senders, receivers, times and sizes are open.
     """
 
     identity: Identity

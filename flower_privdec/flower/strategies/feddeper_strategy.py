@@ -98,10 +98,10 @@ class FedDeperStrategy(PushSum):
         """Return the round to go on with; over a server, after restoring x from the peers that took part last."""
         if not self._over_server:
             return super()._first_round()
-        last = max(self.told[peer].round_index for peer in self.network.registry.there)
+        last = max(self.reports[peer].round_index for peer in self.network.registry.there)
         if last:
-            peers = [peer for peer in self.network.responsive_peers() if self.told[peer].round_index == last]
-            peers = [peer for peer in peers if not self.told[peer].idle] or peers  # all idle: each has x as it is
+            peers = [peer for peer in self.network.responsive_peers() if self.reports[peer].round_index == last]
+            peers = [peer for peer in peers if not self.reports[peer].idle] or peers  # all idle: each has x as it is
             model = self._delivered_mean(peers, peers)
             if model is None:
                 raise RunError(
@@ -147,7 +147,7 @@ class FedDeperStrategy(PushSum):
     def _deliver(self) -> ArrayRecord | None:
         if not self._over_server:
             return super()._deliver()
-        log_privacy(self.told)
+        log_privacy(self.reports)
         return self._model
 
 

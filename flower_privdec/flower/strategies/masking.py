@@ -57,6 +57,6 @@ def unmasked_sum(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _stream(key: bytes, count: int) -> np.ndarray:
-    """Return numbers that nobody can tell from random ones without the key, uint64 [count]."""
+    """Return numbers that are pseudorandom without the key, uint64 [count]."""
     encryptor = Cipher(AES(key), CTR(bytes(16))).encryptor()
     return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8")

@@ -66,7 +66,7 @@ class Mesh(PushSum):
     def _scenario(self, addresses: list[str], rounds: int) -> str:
         """Return what the peers agree on, as YAML."""
         share = self.participation
-        said: dict[str, Any] = {
+        section: dict[str, Any] = {
             "name": self.name,
             "seed": self.seed,
             "n_peers": len(addresses),
@@ -74,10 +74,10 @@ class Mesh(PushSum):
             "topology": {"name": self.topology, **self.topology_options},
             "participation": {"kind": "all"} if share == 1 else {"kind": "uniform", "fraction": float(share)},
             "privacy": "none",
-            "network": {**self._network, "hand_in": False, "peers": [{"address": each} for each in addresses]},
+            "network": {**self._network, "hand_in": False, "peers": [{"address": address} for address in addresses]},
         }
         try:
-            return to_yaml(AppScenario.model_validate(said))
+            return to_yaml(AppScenario.model_validate(section))
         except ValueError as error:
             raise ScenarioError(f"a mesh cannot be: {' '.join(str(error).split())}") from error
 
@@ -89,24 +89,29 @@ class Mesh(PushSum):
         evaluate_fn: EvaluateMean | None,
     ) -> Result:
         """Let the peers run all rounds among themselves; relay them where a peer cannot be reached."""
-        network, told = self.network, self.told
-        unreachable = [peer for peer in range(network.registry.n_peers) if peer not in told or not told[peer].address]
+        network, reports = self.network, self.reports
+        unreachable = [
+            peer for peer in range(network.registry.n_peers) if peer not in reports or not reports[peer].address
+        ]
         if unreachable:
             log.info("Peers %s have no address: all rounds are relayed by this ServerApp", unreachable)
             return super()._run(num_rounds, train_config, evaluate_config, evaluate_fn)
         log.info("The peers talk to each other directly, for %s rounds; this ServerApp waits", num_rounds)
         self._wants_mean, result = False, Result()
         train_config["server-round"] = 1
-        scenario = self._scenario([told[peer].address for peer in sorted(told)], num_rounds)
+        scenario = self._scenario([reports[peer].address for peer in sorted(reports)], num_rounds)
         records: dict[str, ArrayRecord | ConfigRecord] = {INITIAL: self._initial, self.configrecord_key: train_config}
-        asked = sorted(told)
-        messages = [network.message(peer, "train", MESH, RecordDict({**records}), scenario=scenario) for peer in asked]
+        peers = sorted(reports)
+        messages = [network.message(peer, "train", MESH, RecordDict({**records}), scenario=scenario) for peer in peers]
         done = network.ask(messages)
-        network.raise_if_all_fail(asked)
+        network.raise_if_all_fail(peers)
         log.info(
-            "%s of %s peers are done%s", len(done), len(asked), f" ({said})" if (said := network.troubles()) else ""
+            "%s of %s peers are done%s",
+            len(done),
+            len(peers),
+            f" ({troubles})" if (troubles := network.troubles()) else "",
         )
-        if missing := sorted(set(asked) - done.keys()):
+        if missing := sorted(set(peers) - done.keys()):
             raise RunError(f"peers {missing} did not come to their end; start the run of the same name again")
         self._evaluate_peers(num_rounds, evaluate_config, result)
         mean = self._deliver()

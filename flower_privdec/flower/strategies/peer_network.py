@@ -22,8 +22,8 @@ from flower_privdec.flower.mods.peer_mod import (
     MASS,
     OUTBOX,
     SAYS,
-    Asked,
-    Told,
+    PeerReport,
+    PeerRequest,
     pack_bytes,
     unpack_bytes,
 )
@@ -57,26 +57,26 @@ class RelayStore:
     acknowledged: dict[int, dict[int, bytes]] = field(default_factory=dict)
     incarnations: dict[int, int] = field(default_factory=dict)
 
-    def hear(self, told: Told, outbox: ArrayRecord | None) -> None:
+    def hear(self, report: PeerReport, outbox: ArrayRecord | None) -> None:
         """Take in what a peer acknowledges, what it refused, and what it sends.
 
         Raises:
             RefusedError: a frame is not this peer's, or not of this run.
         """
-        if self.incarnations.get(told.peer, told.incarnation) != told.incarnation:
-            self._forget(told.peer)
-        self.incarnations[told.peer] = told.incarnation
-        waiting = self.held.setdefault(told.peer, {})
-        for label in [label for label in waiting if _name(label) in told.refused_keys]:
+        if self.incarnations.get(report.peer, report.incarnation) != report.incarnation:
+            self._forget(report.peer)
+        self.incarnations[report.peer] = report.incarnation
+        waiting = self.held.setdefault(report.peer, {})
+        for label in [label for label in waiting if _name(label) in report.refused_keys]:
             del waiting[label]  # its sender hands it in again
-        for frame in [*told.acknowledgements, *(share for _, share in unpack_bytes(outbox))]:
+        for frame in [*report.acknowledgements, *(share for _, share in unpack_bytes(outbox))]:
             header = self.frames.read_header(frame, len(frame))
-            if (header.sender, header.incarnation) != (told.peer, told.incarnation) or header.length != len(frame):
+            if (header.sender, header.incarnation) != (report.peer, report.incarnation) or header.length != len(frame):
                 raise RefusedError(
                     f"a frame of peer {header.sender} of {header.length} bytes is no whole one of its own"
                 )
             if header.kind == FrameKind.SHARE and self.incarnations.get(header.receiver) == header.addressed:
-                label = (told.peer, told.incarnation, header.number)
+                label = (report.peer, report.incarnation, header.number)
                 self.held.setdefault(header.receiver, {})[label] = frame
             elif header.kind == FrameKind.ACKNOWLEDGEMENT:
                 self._acknowledge(header, frame, waiting)
@@ -134,7 +134,7 @@ class NodeRegistry:
         node_of: the node of each peer that was met.
         gone: peers whose node is not there any more.
         silent: peers that did not answer the last time.
-        asked: messages without an answer yet: whose, by message id.
+        unanswered: the receivers of messages without an answer yet, by message id.
         unmet: introductions without an answer yet: the node, by message id.
     """
 
@@ -142,7 +142,7 @@ class NodeRegistry:
     node_of: dict[int, int] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)
-    asked: dict[str, int] = field(default_factory=dict)
+    unanswered: dict[str, int] = field(default_factory=dict)
     unmet: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -152,15 +152,15 @@ class NodeRegistry:
 
     def peer_at(self, node: int) -> int:
         """Return which peer a node is."""
-        return next(peer for peer, each in self.node_of.items() if each == node)
+        return next(peer for peer, other in self.node_of.items() if other == node)
 
-    def look(self, grid: Grid, order: Asked, patience: float, hear: Callable[[Told], None]) -> None:
+    def look(self, grid: Grid, order: PeerRequest, patience: float, hear: Callable[[PeerReport], None]) -> None:
         """Notice nodes that are gone, and meet those that are new.
 
         Args:
             order: the introduction.
             patience: seconds to wait for the answers of nodes that are new.
-            hear: is told what each new peer says.
+            hear: called with the report of each new peer.
 
         Raises:
             RunError: a new node is no peer, or claims to be one that another node is.
@@ -172,35 +172,35 @@ class NodeRegistry:
         sent = list(grid.push_messages(messages)) if messages else []
         self.unmet |= dict(zip(sent, new, strict=True))
         for _, reply in answers(grid, self.unmet, set(sent), patience):
-            told = self._read(reply)
-            self._admit(told, reply.metadata.src_node_id, there)
-            hear(told)
+            report = self._read(reply)
+            self._admit(report, reply.metadata.src_node_id, there)
+            hear(report)
 
-    def _read(self, reply: Message) -> Told:
+    def _read(self, reply: Message) -> PeerReport:
         node = reply.metadata.src_node_id
         if reply.has_error():
-            raise RunError(f"SuperNode {node} failed when it was asked which peer it is: {reason(reply.error.reason)}")
-        return Told.of(reply.content, f"SuperNode {node}: {NO_MOD}")
+            raise RunError(f"SuperNode {node} failed when asked for its peer: {reason(reply.error.reason)}")
+        return PeerReport.of(reply.content, f"SuperNode {node}: {NO_MOD}")
 
-    def _admit(self, told: Told, node: int, there: set[int]) -> None:
-        if not 0 <= told.peer < told.n_peers <= MOST:
+    def _admit(self, report: PeerReport, node: int, there: set[int]) -> None:
+        if not 0 <= report.peer < report.n_peers <= MOST:
             raise RunError(
-                f"SuperNode {node} says partition-id={told.peer} of num-partitions={told.n_peers}: it must be 0 to "
+                f"SuperNode {node} says partition-id={report.peer} of num-partitions={report.n_peers}: it must be 0 to "
                 f"num-partitions - 1, of at most {MOST:,}"
             )
-        self.n_peers = self.n_peers or told.n_peers
-        if told.n_peers != self.n_peers:
+        self.n_peers = self.n_peers or report.n_peers
+        if report.n_peers != self.n_peers:
             raise RunError(
-                f"SuperNode {node} says num-partitions={told.n_peers}, others {self.n_peers}: set them alike"
+                f"SuperNode {node} says num-partitions={report.n_peers}, others {self.n_peers}: set them alike"
             )
-        before = self.node_of.get(told.peer)
-        if before in there and told.peer not in self.silent:
+        before = self.node_of.get(report.peer)
+        if before in there and report.peer not in self.silent:
             raise RunError(
-                f"SuperNodes {before} and {node} both claim to be peer {told.peer}; give each its own partition-id"
+                f"SuperNodes {before} and {node} both claim to be peer {report.peer}; give each its own partition-id"
             )
-        self.node_of[told.peer] = node
-        for told_of in (self.gone, self.silent):
-            told_of.discard(told.peer)
+        self.node_of[report.peer] = node
+        for receivers_told in (self.gone, self.silent):
+            receivers_told.discard(report.peer)
 
     def ask(
         self, grid: Grid, messages: Iterable[Message], patience: float, hear: Callable[[int, Message], None]
@@ -216,10 +216,10 @@ class NodeRegistry:
         sent, replies = list(messages), []
         peers = [self.peer_at(message.metadata.dst_node_id) for message in sent]
         waiting = dict(zip(grid.push_messages(sent), peers, strict=True))
-        self.asked |= waiting
+        self.unanswered |= waiting
         wanted = {name for name, peer in waiting.items() if peer not in self.silent} or set(waiting)
         self.silent |= set(peers)
-        for peer, reply in answers(grid, self.asked, wanted, patience):
+        for peer, reply in answers(grid, self.unanswered, wanted, patience):
             self.silent.discard(peer)
             hear(peer, reply)
             if reply.metadata.reply_to_message_id in waiting:
@@ -227,25 +227,25 @@ class NodeRegistry:
         return replies
 
 
-def answers(grid: Grid, asked: dict[str, int], wanted: set[str], patience: float) -> Iterator[tuple[int, Message]]:
-    """Yield what comes in answer to messages, with who was asked, until all that are wanted are in or time is up.
+def answers(grid: Grid, unanswered: dict[str, int], wanted: set[str], patience: float) -> Iterator[tuple[int, Message]]:
+    """Yield what comes in answer to messages, with their senders, until all that are wanted are in or time is up.
 
     Args:
-        asked: who was asked, by message id; loses what is answered.
+        unanswered: the receivers, by message id; loses what is answered.
         wanted: the messages whose answers are waited for, for `patience` seconds.
     """
     deadline, pause = time.monotonic() + patience, 0.001
-    while asked:
-        for reply in grid.pull_messages(list(asked)):
+    while unanswered:
+        for reply in grid.pull_messages(list(unanswered)):
             name = reply.metadata.reply_to_message_id
-            if name in asked:
-                yield asked.pop(name), reply
-        if not wanted & asked.keys() or time.monotonic() > deadline:
+            if name in unanswered:
+                yield unanswered.pop(name), reply
+        if not wanted & unanswered.keys() or time.monotonic() > deadline:
             return
         time.sleep(pause := min(0.2, 2 * pause))
 
 
-def said_by(peers: Mapping[int, str]) -> str:
+def formatted(peers: Mapping[int, str]) -> str:
     """Return what several peers say, equal words together."""
     words: dict[str, list[int]] = {}
     for peer, word in sorted(peers.items()):
@@ -266,9 +266,9 @@ class PeerNetwork:
         timeout: seconds to wait for answers.
         relay_store: the shares on their way.
         registry: which node is which peer.
-        told: what each peer said last.
+        reports: the last of each peer.
         train_errors: peers whose last answer was a failure, and its reason.
-        eval_errors: peers whose app could not evaluate, and why; that keeps nobody from training.
+        eval_errors: peers whose app could not evaluate, and why; no peer stops training for it.
     """
 
     grid: Grid
@@ -276,7 +276,7 @@ class PeerNetwork:
     timeout: float
     relay_store: RelayStore
     registry: NodeRegistry = field(default_factory=NodeRegistry)
-    told: dict[int, Told] = field(default_factory=dict)
+    reports: dict[int, PeerReport] = field(default_factory=dict)
     train_errors: dict[int, str] = field(default_factory=dict)
     eval_errors: dict[int, str] = field(default_factory=dict)
 
@@ -305,19 +305,19 @@ class PeerNetwork:
         Raises:
             RunError: who is new is no peer, or says that it is one that is there.
         """
-        self.registry.look(self.grid, Asked(INTRODUCE, **self.common), patience, self._note)
+        self.registry.look(self.grid, PeerRequest(INTRODUCE, **self.common), patience, self._note)
 
-    def _note(self, told: Told) -> None:
-        self.told[told.peer] = told
-        if told.incarnation:
-            self._relay(told, None)
+    def _note(self, report: PeerReport) -> None:
+        self.reports[report.peer] = report
+        if report.incarnation:
+            self._relay(report, None)
 
-    def _relay(self, told: Told, outbox: ArrayRecord | None) -> None:
+    def _relay(self, report: PeerReport, outbox: ArrayRecord | None) -> None:
         try:
-            self.relay_store.hear(told, outbox)
+            self.relay_store.hear(report, outbox)
         except RefusedError as error:
-            log.warning("peer %s handed in what is not relayed: %s", told.peer, error)
-            self.train_errors[told.peer] = str(error)
+            log.warning("peer %s handed in what is not relayed: %s", report.peer, error)
+            self.train_errors[report.peer] = str(error)
 
     def join(self, initial: ArrayRecord, founding: bool) -> None:
         """Let the peers begin that have no state of this run: with the initial arrays, or late and with nothing.
@@ -325,7 +325,7 @@ class PeerNetwork:
         Raises:
             RunError: none of them can.
         """
-        new = [peer for peer in self.registry.there if not self.told[peer].incarnation]
+        new = [peer for peer in self.registry.there if not self.reports[peer].incarnation]
         if new:
             contents = {peer: RecordDict({INITIAL: initial}) for peer in new}
             self.ask([self.message(peer, "train", JOIN, contents[peer], founding=founding) for peer in new])
@@ -338,14 +338,14 @@ class PeerNetwork:
         Raises:
             RunError: some do and some do not.
         """
-        sealed = sorted(peer for peer, told in self.told.items() if told.sealed)
-        if sealed and len(sealed) < len(self.told):
+        sealed = sorted(peer for peer, report in self.reports.items() if report.sealed)
+        if sealed and len(sealed) < len(self.reports):
             raise RunError(f"peers {sealed} seal what they send and the others do not: set PeerMod's seal alike")
         return bool(sealed)
 
     def members(self) -> list[int]:
         """Return the peers that are there and have a state of this run."""
-        return [peer for peer in self.registry.there if self.told[peer].incarnation]
+        return [peer for peer in self.registry.there if self.reports[peer].incarnation]
 
     def responsive_peers(self) -> list[int]:
         """Return those of them that answered the last time, without a failure: who gets shares and is counted on."""
@@ -354,19 +354,19 @@ class PeerNetwork:
     def message(self, peer: int, category: str, kind: str, content: RecordDict, **more: Any) -> Message:
         """Return a message to a peer, with its mail and what it has to know of the others."""
         known = sorted(self.relay_store.incarnations)
-        asked = Asked(
+        request = PeerRequest(
             kind,
             peer=peer,
             neighbors=known,
             incarnations=[self.relay_store.incarnations[other] for other in known],
-            keys=[self.told[other].key for other in known],
+            keys=[self.reports[other].key for other in known],
             **self.common,
             **self.relay_store.words_for(peer),
             **more,
         )
         if kind != JOIN:
             content[INBOX] = self.relay_store.inbox(peer)
-        content[SAYS] = asked.record()
+        content[SAYS] = request.record()
         return Message(content, self.registry.node_of[peer], category, ttl=max(self.timeout, LEAST_TTL))
 
     def ask(self, messages: Iterable[Message]) -> dict[int, Message]:
@@ -381,41 +381,41 @@ class PeerNetwork:
             failed[peer] = reason(reply.error.reason)
             return
         try:
-            told = Told.of(reply.content, NO_MOD)
+            report = PeerReport.of(reply.content, NO_MOD)
         except RunError as error:
             self.train_errors[peer] = str(error)
             return
-        if (told.peer, told.n_peers) != (peer, self.registry.n_peers):
+        if (report.peer, report.n_peers) != (peer, self.registry.n_peers):
             self.train_errors[peer] = (
-                f"it says now that it is peer {told.peer} of {told.n_peers}: give it its own partition-id"
+                f"it says now that it is peer {report.peer} of {report.n_peers}: give it its own partition-id"
             )
             return
         self.train_errors.pop(peer, None)
-        self.told[peer] = told
-        if told.incarnation:
-            self._relay(told, reply.content.array_records.get(OUTBOX))
+        self.reports[peer] = report
+        if report.incarnation:
+            self._relay(report, reply.content.array_records.get(OUTBOX))
 
     def troubles(self) -> str:
         """Return what is worth a word: who is silent, fails, refuses a share, or trains no more."""
-        said = {peer: told.stopped for peer, told in self.told.items() if told.stopped}
-        said |= {peer: f"cannot evaluate: {why}" for peer, why in self.eval_errors.items()}
-        for peer, told in self.told.items():
-            for why in told.refused:
-                said[peer] = f"refused: {why}"
-        said |= (
+        troubles = {peer: report.stopped for peer, report in self.reports.items() if report.stopped}
+        troubles |= {peer: f"cannot evaluate: {why}" for peer, why in self.eval_errors.items()}
+        for peer, report in self.reports.items():
+            for why in report.refused:
+                troubles[peer] = f"refused: {why}"
+        troubles |= (
             self.train_errors
             | dict.fromkeys(self.registry.silent, "no answer")
             | dict.fromkeys(self.registry.gone, "gone")
         )
-        return said_by(said)
+        return formatted(troubles)
 
     def raise_if_all_fail(self, peers: Iterable[int]) -> None:
-        """Raise what the peers say, when none of those asked did what it was asked."""
-        asked = list(peers)
-        failed = {peer: "no answer" for peer in asked if peer in self.registry.silent}
-        failed |= {peer: self.train_errors[peer] for peer in asked if peer in self.train_errors}
-        if failed and len(failed) == len(asked):
-            raise RunError(f"no peer could go on: {said_by(failed)}")
+        """Raise the errors of some peers, when none of them did what was requested."""
+        requested = list(peers)
+        failed = {peer: "no answer" for peer in requested if peer in self.registry.silent}
+        failed |= {peer: self.train_errors[peer] for peer in requested if peer in self.train_errors}
+        if failed and len(failed) == len(requested):
+            raise RunError(f"no peer could go on: {formatted(failed)}")
 
 
 def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[int, np.ndarray]:
@@ -427,7 +427,7 @@ def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[i
         sealed: whether they are masked. What is not of that shape and type, or not finite, is left out, and named.
     """
     wanted = ("uint64", (2, size + 1)) if sealed else ("float64", (size + 1,))
-    found: dict[int, np.ndarray] = {}
+    masses: dict[int, np.ndarray] = {}
     for peer, reply in replies.items():
         record = reply.content.array_records.get(MASS)
         if record is None or "mass" not in record:
@@ -436,8 +436,8 @@ def masses_in(replies: Mapping[int, Message], size: int, sealed: bool) -> dict[i
         if value is None:
             log.warning("what peer %s handed in for the mean is none of %s %s, and left out", peer, *wanted)
         else:
-            found[peer] = value
-    return found
+            masses[peer] = value
+    return masses
 
 
 def _read(array: Array, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -450,12 +450,12 @@ def _read(array: Array, dtype: str, shape: tuple[int, ...]) -> np.ndarray | None
 
 
 def total_mass(masses: Mapping[int, np.ndarray], wanted: set[int], sealed: bool) -> np.ndarray | None:
-    """Return Σ (x, w) over those that handed in their mass; None where nobody did, or where a mask is left over.
+    """Return Σ (x, w) over those that handed in their mass; None where no peer did, or where a mask is left over.
 
     Args:
         masses: what each handed in.
         wanted: who was to have a part in it.
-        sealed: whether they are masked, so that all who are wanted must be there and nobody else.
+        sealed: whether they are masked, so that exactly those that are wanted must be there.
     """
     if not masses or (sealed and masses.keys() != wanted):
         log.warning("no mean of the models: peers %s had no part in it", sorted(wanted - masses.keys()))
@@ -464,11 +464,11 @@ def total_mass(masses: Mapping[int, np.ndarray], wanted: set[int], sealed: bool)
     return np.asarray(total) if total[-1] > 0 else None
 
 
-def log_privacy(told: Mapping[int, Told]) -> None:
+def log_privacy(reports: Mapping[int, PeerReport]) -> None:
     """Log what each peer has spent, with its unit; those that spent the same together."""
     spent: dict[str, list[int]] = {}
-    for peer, each in sorted(told.items()):
-        spent.setdefault(each.spent or UNPROTECTED, []).append(peer)
+    for peer, report in sorted(reports.items()):
+        spent.setdefault(report.spent or UNPROTECTED, []).append(peer)
     for words, peers in spent.items():
         log.info("Privacy of peer%s %s: %s", "s" * (len(peers) > 1), ", ".join(map(str, peers)), words)
 

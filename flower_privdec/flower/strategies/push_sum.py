@@ -19,16 +19,16 @@ from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flower_privdec.common.arguments import check_calls, check_kinds, check_numbers, check_paths, check_whole
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower.launch.error_formatting import one_line_failure
-from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, ROUND, Told
+from flower_privdec.flower.mods.peer_mod import DELIVER, EVALUATE, ROUND, PeerReport
 from flower_privdec.flower.mods.peer_state import Layout, numpy_arrays, run_frames
 from flower_privdec.flower.node_settings import FOLDER, safe_name
 from flower_privdec.flower.strategies.peer_network import (
     PeerNetwork,
     RelayStore,
+    formatted,
     log_privacy,
     masses_in,
     matrix_of,
-    said_by,
     total_mass,
 )
 from flower_privdec.graph.mixing import UNDIRECTED, Mixing
@@ -51,13 +51,13 @@ def comparable(replies: Iterable[Message], key: str) -> list[RecordDict]:
         Records of the same names, each a number or a list as long as the others'; who reports others is left out, and
         named in the log.
     """
-    said = {r.metadata.src_node_id: next(iter(r.content.metric_records.values())) for r in replies if _has(r)}
-    shapes = {node: _shape(metrics, key) for node, metrics in said.items()}
+    metrics_of = {r.metadata.src_node_id: next(iter(r.content.metric_records.values())) for r in replies if _has(r)}
+    shapes = {node: _shape(metrics, key) for node, metrics in metrics_of.items()}
     kinds = list(shapes.values())
     usual = max(kinds, key=kinds.count, default=())
     if odd := [node for node, shape in shapes.items() if shape != usual]:
         log.warning("the metrics of SuperNodes %s are not those that the others report, and left out", odd)
-    alike = [metrics for node, metrics in said.items() if shapes[node] == usual]
+    alike = [metrics for node, metrics in metrics_of.items() if shapes[node] == usual]
     weights = [_weight(metrics.get(key)) for metrics in alike]
     weighed = all(weight is not None for weight in weights) and sum(weight or 0 for weight in weights) > 0
     return [RecordDict({"metrics": m if weighed else MetricRecord({**m, key: 1})}) for m in alike]
@@ -98,7 +98,7 @@ def check_strategy(given: Mapping[str, Any]) -> None:
     check_calls({name: value for name, value in given.items() if name.endswith("_fn")})
     check_kinds({"topology_options": given["topology_options"]}, (Mapping,), "a dict, such as {'degree': 4}")
     topology = given["topology"]
-    if not isinstance(topology, str) and not all(hasattr(topology, each) for each in ("n_peers", "directed", "edges")):
+    if not isinstance(topology, str) and not all(hasattr(topology, name) for name in ("n_peers", "directed", "edges")):
         raise ScenarioError(f"topology={topology!r} must be a name that `privdec list` shows, or a Topology")
     if not 0 < given["participation"] <= 1:
         raise ScenarioError(f"participation={given['participation']} must be in (0, 1], the share of peers in a round")
@@ -137,15 +137,15 @@ EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class Routed(Strategy):
-    """A strategy that finds its peers, tells each in every round to whom its shares go, and carries them there.
+    """A strategy that finds its peers, sends each in every round its receivers, and relays its shares to them.
 
     No global model exists. The network's mean Σ x / Σ w is computed for `evaluate_fn` alone, and is what
     `result.arrays` holds at the end; `peer_arrays` then has each peer's own model, where peers do not seal what they
     send. Where they do, the mean is a sum of masked numbers, and a peer's own model stays in its folder.
 
-    A node that does not answer holds nobody up for longer than the timeout, once: it gets and gives no shares until it
+    A node that does not answer delays the others by the timeout, once: it gets and gives no shares until it
     answers, however late, or until a node with the same partition-id takes its place. What was on its way to it is
-    kept; what it has sent and nobody has, it hands in again (`pushsum.exactly_once`: why no mass is lost).
+    kept; what it sent and no peer received, it hands in again (`pushsum.exactly_once`: why no mass is lost).
 
     Args:
         topology: the graph's name, as `privdec list` has them, or a graph of your own.
@@ -170,7 +170,7 @@ class Routed(Strategy):
     """
 
     weights: ClassVar[str]
-    local_record: ClassVar[str] = ""  # see `Asked`
+    local_record: ClassVar[str] = ""  # see `PeerRequest`
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class Routed(Strategy):
         evaluate_fn: EvaluateMean | None,
     ) -> Result:
         """Relay all rounds, once the peers are found."""
-        self.network.join(self._initial, founding=all(told.incarnation == 0 for told in self.told.values()))
+        self.network.join(self._initial, founding=all(report.incarnation == 0 for report in self.reports.values()))
         result, first = Result(), self._first_round()
         if first == 1:
             self._evaluate_mean(0, self._initial, evaluate_fn, result)
@@ -268,7 +268,7 @@ class Routed(Strategy):
     def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int, timeout: float) -> None:
         """Find the peers, and build their graph."""
         self._layout, self._initial, self._rounds = Layout.of(numpy_arrays(arrays)), arrays, rounds
-        self._kept, self._exhausted = self._layout.kept(numpy_arrays(arrays)), dict[int, str]()
+        self._unmixed, self._exhausted = self._layout.unmixed(numpy_arrays(arrays)), dict[int, str]()
         run = self.name or f"run-{grid.run.run_id}"
         folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(run)
         common = {"run": run, "folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
@@ -280,9 +280,9 @@ class Routed(Strategy):
         self.summary()
 
     @property
-    def told(self) -> dict[int, Told]:
-        """Return what each peer said last: its ε in words, and why it trains no more."""
-        return self.network.told
+    def reports(self) -> dict[int, PeerReport]:
+        """Return the last report of each peer: its ε in words, and why it stopped training."""
+        return self.network.reports
 
     def _build_graph(self, n_peers: int) -> None:
         graph, options = self.topology, self.topology_options
@@ -294,8 +294,8 @@ class Routed(Strategy):
         self._graph = Mixing(graph, self.weights, self._active).topology  # which checks that they go together
 
     def _first_round(self) -> int:
-        """Return the round to go on with: again the last, where somebody missed it, for nobody takes part twice."""
-        rounds = [self.told[peer].round_index for peer in self.network.registry.there]
+        """Return the round to go on with: again the last, where a peer missed it, for none takes part twice."""
+        rounds = [self.reports[peer].round_index for peer in self.network.registry.there]
         return max(rounds) + (min(rounds) == max(rounds) or max(rounds) == 0)
 
     def summary(self) -> None:
@@ -335,7 +335,7 @@ class Routed(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return a message for each peer that takes part: its mail, and to whom its shares go; no arrays."""
+        """Return a message for each peer that takes part: its frames, and the receivers of its shares; no arrays."""
         config["server-round"] = server_round
         active = self._active.active(server_round - 1)
         self._asked = [peer for peer in self.network.members() if active[peer]]
@@ -357,7 +357,7 @@ class Routed(Strategy):
         ]
 
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
-        """Return to whom the shares of each peer go in a round, and with which weight: to none that is not well."""
+        """Return the receivers of each peer's shares in a round, with weights: responsive peers alone."""
         present = np.zeros(self.network.registry.n_peers, dtype=bool)
         present[self._counted] = True
         links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(len(present))}
@@ -374,8 +374,8 @@ class Routed(Strategy):
         """Return the mean over the peers that took part, for evaluation alone, and the metrics that came."""
         self.network.raise_if_all_fail(self._asked)
         answers = {self.network.registry.peer_at(reply.metadata.src_node_id): reply for reply in replies}
-        trained = sum(self.told[peer].trained for peer in answers)
-        self._exhausted |= {peer: self.told[peer].stopped for peer in answers if self.told[peer].exhausted}
+        trained = sum(self.reports[peer].trained for peer in answers)
+        self._exhausted |= {peer: self.reports[peer].stopped for peer in answers if self.reports[peer].exhausted}
         troubles = self.network.troubles()
         log.info(
             "[ROUND %s/%s] %s of %s peers trained%s",
@@ -391,7 +391,7 @@ class Routed(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return a message for each peer that is to evaluate its own model, with its mail."""
+        """Return a message for each peer that is to evaluate its own model, with its frames."""
         config["server-round"] = server_round
         well = self.network.responsive_peers()
         count = math.ceil(round(self.fraction_evaluate * len(well), 9))
@@ -417,21 +417,21 @@ class Routed(Strategy):
         if metrics is not None and not isinstance(metrics, MetricRecord):
             raise RunError(f"evaluate_fn returned a {type(metrics).__name__}: it must be a MetricRecord, or None")
         if metrics is not None:
-            said = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if not isinstance(value, list))
-            log.info("[ROUND %s/%s] the peers' mean: %s", server_round, self._rounds, said)
+            line = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if not isinstance(value, list))
+            log.info("[ROUND %s/%s] the peers' mean: %s", server_round, self._rounds, line)
             result.evaluate_metrics_serverapp[server_round] = metrics
 
     def _all_stopped(self) -> bool:
-        """Return whether no peer trains any more, for what its budget allows is spent; it is said."""
-        stopped = self._exhausted.keys() == self.told.keys()
+        """Return whether no peer trains any more, for what its budget allows is spent, and log it."""
+        stopped = self._exhausted.keys() == self.reports.keys()
         if stopped:
-            log.info("Training stops: %s", said_by(self._exhausted))
+            log.info("Training stops: %s", formatted(self._exhausted))
         return stopped
 
     def _deliver(self) -> ArrayRecord | None:
         """Hand out the shares in transit, and return the mean over all peers that are there."""
         mean = self._delivered_mean(self.network.members(), self.network.responsive_peers())
-        log_privacy(self.told)
+        log_privacy(self.reports)
         return mean
 
     def _delivered_mean(self, receivers: Iterable[int], peers: list[int]) -> ArrayRecord | None:
@@ -455,7 +455,7 @@ class Routed(Strategy):
         return None if total is None else self._record(total)
 
     def _record(self, mass: np.ndarray) -> ArrayRecord:
-        return self._layout.record(mass[:-1] / mass[-1], self._kept)
+        return self._layout.record(mass[:-1] / mass[-1], self._unmixed)
 
 
 class PushSum(Routed):
