@@ -1,4 +1,4 @@
-"""NET-FLEET with noise: several local steps along a tracked gradient between two exchanges."""
+"""NET-FLEET with noise: several local steps of gradient tracking between two exchanges."""
 
 from __future__ import annotations
 

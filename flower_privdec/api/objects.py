@@ -1,7 +1,8 @@
 """Python objects in a scenario: arrays, models, functions and graphs in place of names.
 
 A class or function of an importable module gets the name `package.module:name`. Any other object, such as a function of
-a notebook, an array or a graph, gets a name that is valid in this process for as long as a scenario uses it.
+a notebook, an array or a graph, is registered (`common.user_code.Given`) under a name that is valid in this process for
+as long as a scenario uses it.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ class Arrays:
 
 def _pair(value: Any, key: str) -> Pair:
     if isinstance(value, Dataset):
-        return _read(value, key)
+        return _dataset_pair(value, key)
     if not isinstance(value, tuple) or len(value) != 2:
         kind = type(value).__name__
         raise _data_error(f"{key} is a {kind}: it must be a tuple (x, y) of arrays, or a torch dataset of such pairs")
     return _array(value[0], f"{key}: x"), _array(value[1], f"{key}: y")
 
 
-def _read(dataset: Any, key: str) -> Pair:
+def _dataset_pair(dataset: Any, key: str) -> Pair:
     """Read a torch dataset: every example once, in order."""
     try:
         count = len(dataset)
@@ -100,7 +101,7 @@ def _array(value: Any, key: str) -> np.ndarray:
     try:
         array = np.array(value.detach().cpu().numpy() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError, MemoryError) as error:
-        raise _data_error(f"{key} is no array: {one_line(error)}") from error
+        raise _data_error(f"{key} is not an array: {one_line(error)}") from error
     if array.dtype.kind not in "buif":
         kind = type(value).__name__
         raise _data_error(f"{key} is a {kind} of {array.dtype}: it must be an array of numbers")
@@ -114,7 +115,7 @@ def _data_error(message: str) -> ScenarioError:
 Data = dict[str, Any]
 
 
-INSTANCES: dict[str, tuple[type, str]] = {
+INSTANCES: dict[str, tuple[type, str]] = {  # by key: a type whose instances are refused, and the remedy
     "algorithm": (
         Algorithm,
         'give the class, with the keys of its section beside it, as {"module": TheClass, "learning_rate": 0.1}',
@@ -158,8 +159,8 @@ class _Namer:
         section = data.get(key)
         if section is None or isinstance(section, str):
             return
-        lists = key == "topology" and isinstance(section, dict) and all(isinstance(peer, int) for peer in section)
-        if not isinstance(section, dict) or (section and lists):
+        is_graph = key == "topology" and isinstance(section, dict) and all(isinstance(peer, int) for peer in section)
+        if not isinstance(section, dict) or (section and is_graph):
             data[key] = {"module": name(section, f"{path}{key}")}
         elif "module" in section:
             data[key] = {**section, "module": name(section["module"], f"{path}{key}.module")}
@@ -171,7 +172,7 @@ class _Namer:
         label = getattr(value, "__name__", type(value).__name__)
         kind, remedy = INSTANCES.get(key.partition(".")[0], (type(None), ""))
         if isinstance(value, kind):
-            raise ScenarioError(f"{key} is a {label} that is made already: {remedy}", code="api.instance")
+            raise ScenarioError(f"{key} is an instance of {label}: {remedy}", code="api.instance")
         if not callable(value):
             message = f"{key} is a {label}: it must be something to call, or its name"
             raise ScenarioError(message, code="api.not-callable")
@@ -186,7 +187,7 @@ class _Namer:
                 "module and name that",
                 code=error.code,
             ) from error
-        return self._give(give(value, label, content, partial(object_hash, value)))
+        return self._register(give(value, label, content, partial(object_hash, value)))
 
     def topology(self, value: Any, key: str) -> str:
         """Name a graph, or a function that makes it."""
@@ -195,8 +196,8 @@ class _Namer:
         if isinstance(value, networkx().Graph):
             graph = networkx().freeze(value.copy())
             content = object_hash((type(value).__name__, list(graph.nodes), list(graph.edges)))
-            return self._give(give(lambda n_peers: graph, "graph", content, lambda: content))
-        return self._give(give(lambda n_peers: value, "graph", object_hash(value), partial(object_hash, value)))
+            return self._register(give(lambda n_peers: graph, "graph", content, lambda: content))
+        return self._register(give(lambda n_peers: value, "graph", object_hash(value), partial(object_hash, value)))
 
     def metric(self, value: Any) -> Any:
         """Name a metric; its label is the function's name by default."""
@@ -221,11 +222,11 @@ class _Namer:
                     f"data.{key} names data, and data.train gives them: remove one of them", code="api.data-twice"
                 )
         arrays = Arrays.of(section.pop("train"), section.pop("test", None))
-        section["dataset"] = {"module": self._give(give(arrays, "data", object_hash((arrays.train, arrays.test))))}
+        section["dataset"] = {"module": self._register(give(arrays, "data", object_hash((arrays.train, arrays.test))))}
         if arrays.per_peer:
             section |= {"root": PEER, "test": "test"}
 
-    def _give(self, part: Given) -> str:
+    def _register(self, part: Given) -> str:
         self.named.append(part)
         return part.target
 
@@ -267,7 +268,7 @@ def check_everywhere(scenario: Scenario, why: str) -> None:
     for key, module in own_modules(scenario):
         if is_given(module):
             raise ScenarioError(
-                f"{key} was given as a Python object, and {why}, which cannot have it: put it into a module (data into "
-                "a file) and name that",
+                f"{key} was given as a Python object, and {why}, which cannot import it: put it into a module (data "
+                "into a file) and name that",
                 code="api.object-in-processes",
             )

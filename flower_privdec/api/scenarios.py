@@ -24,8 +24,8 @@ def load_scenario(path: str | Path, settings: Settings | None = None, /, **secti
     """Read a scenario file.
 
     Args:
-        path: of the file, or the name of a bundled scenario, as `digits`.
-        settings: values to lay over it by their keys, as `{"privacy.epsilon": 1}`: what `--set` does.
+        path: of the file, or the name of a bundled scenario such as `digits`.
+        settings: values that override the file's, by dotted key, as `{"privacy.epsilon": 1}`: what `--set` does.
         sections: whole sections, or keys at the top, in place of the file's: `privacy="none"`, `rounds=10`.
 
     Raises:
@@ -43,18 +43,18 @@ def make_scenario(
 
     - `algorithm`, as its `module`: a subclass of `Algorithm`.
     - `model`, or its `module`: a function that returns a `torch.nn.Module`.
-    - `topology`, or its `module`: a networkx graph, a list of those each peer sends to, or a function of n_peers.
+    - `topology`, or its `module`: a networkx graph, one list of out-neighbours for each peer, or a function of n_peers.
     - `task`, as its `loss`: a function of one example's outputs and target; among its `metrics`: functions of a model's
       outputs and the targets of the test set.
     - `data`, as its `train` and `test` in place of a dataset: a pair (x, y) of arrays or tensors, or a torch dataset of
       such pairs. A list of these as `train` has one for each peer, and then nothing is partitioned. Data are copied.
 
-    A class or function of an importable module is named by it. A scenario with any other object runs in this process
-    alone; the scenario.yaml of its run cannot be run again.
+    A class or function of an importable module is stored as its import path. A scenario with any other object runs in
+    this process alone; the scenario.yaml of its run cannot be run again.
 
     Args:
         base: another scenario, or all sections as one mapping, to start from.
-        settings: values to lay over it by their keys, as `{"privacy.epsilon": 1}`.
+        settings: values that override it, by dotted key, as `{"privacy.epsilon": 1}`.
         sections: whole sections, or keys at the top, in place of the base's.
 
     Raises:
@@ -128,7 +128,7 @@ def _checked(
     named = name_objects(data)
     scenario = validated(Scenario, plain(data), where, lines, overrides)
     check_given(scenario)
-    del named  # names are valid while referenced: until here by this list, from here on by the scenario
+    del named  # it kept the registered objects alive until the scenario refers to them
     return scenario
 
 
@@ -139,7 +139,7 @@ def _mapping(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _copied(value: Any, depth: int = 0) -> Any:
-    """Return sections whose keys can be changed without changing the caller's; deeper ones `plain` refuses."""
+    """Return a copy of nested sections, DEEPEST levels deep; `plain` refuses deeper ones."""
     if not isinstance(value, Mapping) or depth > DEEPEST:
         return value
     return {key: _copied(item, depth + 1) for key, item in value.items()}

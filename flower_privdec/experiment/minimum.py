@@ -1,12 +1,12 @@
-"""The least value of a convex objective, with a bound on its error: what suboptimality is measured against.
+"""The minimum of a convex objective, with a certified error bound: the reference for suboptimality.
 
 Strong duality bounds the distance of any solution from the minimum. With outputs o = A x, losses φ_b >= 0 whose
-infimum is 0, weights c_b and any g_b = φ_b'(o_b), F is nowhere below
+infimum is 0, weights c_b and any g_b = φ_b'(o_b), a lower bound on F is
 
     Σ_b c_b (φ_b(o_b) - <o_b, g_b>) - h*(-Aᵀ c g),   h*(v) = max_x <v, x> - h(x)
 
-(Fenchel; -φ_b*(g_b) = φ_b(o_b) - <o_b, g_b>). A hinge is smoothed where its kink is: φ_ν <= φ <= φ_ν + ν / 2, so a
-bound on the smoothed objective is one on the other, and ν falls until the two are near enough.
+(Fenchel; -φ_b*(g_b) = φ_b(o_b) - <o_b, g_b>). A hinge is smoothed around its kink: φ_ν <= φ <= φ_ν + ν / 2. A bound
+on the smoothed objective is one on F too, and ν falls until the gap is small enough.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from flower_privdec.experiment.own_parts import OwnParts
 from flower_privdec.tasks.losses import Loss
 
 TOLERANCE = 1e-6
-SMOOTHINGS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # ν, one after the other, each from the last one's solution
-EVALUATIONS = 5000  # of a smoothed objective, at most
+SMOOTHINGS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)  # ν, each started from the solution of the one before
+EVALUATIONS = 5000  # of a smoothed objective at most
 SMOOTH = ("logistic", "squared-hinge", "cross-entropy", "mse", "huber", "binary-cross-entropy")
-STEPS = 60  # by which a ball's multiplier is halved in
+STEPS = 60  # of the bisection for the multiplier of an l2 ball
 
 _log = logging.getLogger(__name__)
 Array = np.ndarray
@@ -44,10 +44,10 @@ Losses = Callable[[Array], tuple[Array, Array]]  # of outputs [N, k]: the losses
 
 @dataclass(frozen=True)
 class Minimum:
-    """The least value that was found.
+    """The smallest value that the solver reached.
 
     Attributes:
-        value: F at the best model that was found.
+        value: F at the best model.
         gap: by how much the true minimum may be below it, by duality.
     """
 
@@ -56,13 +56,13 @@ class Minimum:
 
 
 def find_minimum(objective: ConvexObjective) -> Minimum | None:
-    """Find the least value of an objective; once on a machine, for it is kept in the cache folder.
+    """Find the minimum of an objective; the result is cached on disk.
 
     Returns:
         The minimum; None where no bound is known, without a regularizer (it may not even be reached) and for a loss
         that has kinks and is not the hinge, or is a user's own.
 
-    Privacy: of raw examples, see `objective`. What is kept is the two numbers, under a hash of the objective.
+    Privacy: of raw examples, see `objective`. The cache holds the two numbers, under a hash of the objective.
     """
     if objective.regularizer == Regularizer() or objective.loss.name not in ("hinge", *SMOOTH):
         return None
@@ -84,8 +84,8 @@ def find_minimum(objective: ConvexObjective) -> Minimum | None:
 
 
 def _key(objective: ConvexObjective) -> str:
-    named = (objective.regularizer, objective.loss.name, objective.outputs, objective.bias)
-    digest = hashlib.sha256(repr(named).encode())
+    key = (objective.regularizer, objective.loss.name, objective.outputs, objective.bias)
+    digest = hashlib.sha256(repr(key).encode())
     for part in (objective.features.indptr, objective.features.indices, objective.features.data, objective.weights):
         digest.update(np.ascontiguousarray(part).data)
     digest.update(objective.targets.contiguous().numpy().data)
@@ -93,7 +93,7 @@ def _key(objective: ConvexObjective) -> str:
 
 
 def solve(objective: ConvexObjective) -> Minimum:
-    """Search for the least value, and stop where the gap is at most TOLERANCE."""
+    """Minimise until the gap is at most TOLERANCE."""
     h = objective.regularizer
     if objective.loss.name == "hinge" and h.l1 and not h.l2:
         return _linear_program(objective)
@@ -121,9 +121,9 @@ def _losses(objective: ConvexObjective, smoothing: float) -> Losses:
     sign = 2.0 * objective.targets.numpy()[:, None] - 1
 
     def smoothed(outputs: Array) -> tuple[Array, Array]:
-        short = 1 - sign * outputs
-        slope = np.clip(short / smoothing, 0, 1)
-        return (slope * (short - smoothing * slope / 2))[:, 0], -sign * slope
+        shortfall = 1 - sign * outputs
+        slope = np.clip(shortfall / smoothing, 0, 1)
+        return (slope * (shortfall - smoothing * slope / 2))[:, 0], -sign * slope
 
     return smoothed
 
@@ -133,20 +133,20 @@ def lower_bound(objective: ConvexObjective, losses: Losses, x: Array) -> float:
     outputs = objective.features @ objective.matrix(x)
     values, slopes = losses(outputs)
     weighted = objective.weights[:, None] * slopes
-    pull = -objective.vector(objective.features.T @ weighted)
-    base = float(objective.weights @ values - (weighted * outputs).sum())
-    return _less_conjugate(objective.regularizer, base, pull)
+    dual = -objective.vector(objective.features.T @ weighted)
+    dual_value = float(objective.weights @ values - (weighted * outputs).sum())
+    return _minus_conjugate(objective.regularizer, dual_value, dual)
 
 
-def _less_conjugate(h: Regularizer, base: float, v: Array) -> float:
-    """Return base - h*(v); of an l1 norm alone, at the nearest dual point s v, s <= 1, for which h* is finite."""
+def _minus_conjugate(h: Regularizer, dual_value: float, v: Array) -> float:
+    """Return dual_value - h*(v); of an l1 norm alone, at the nearest dual point s v, s <= 1, for which h* is finite."""
     if math.isfinite(h.radius):
-        return base - h.radius * float(np.linalg.norm(v))
+        return dual_value - h.radius * float(np.linalg.norm(v))
     if math.isfinite(h.lower):
-        return base - float(np.maximum(v * h.lower, v * h.upper).sum())
+        return dual_value - float(np.maximum(v * h.lower, v * h.upper).sum())
     if h.l2:
-        return base - float((np.maximum(np.abs(v) - h.l1, 0) ** 2).sum()) / (2 * h.l2)
-    return base * min(1.0, h.l1 / max(float(np.abs(v).max()), 1e-300))
+        return dual_value - float((np.maximum(np.abs(v) - h.l1, 0) ** 2).sum()) / (2 * h.l2)
+    return dual_value * min(1.0, h.l1 / max(float(np.abs(v).max()), 1e-300))
 
 
 def _minimise(objective: ConvexObjective, losses: Losses, start: Array) -> Array:
@@ -161,18 +161,18 @@ def _minimise(objective: ConvexObjective, losses: Losses, start: Array) -> Array
     if not h.l1:
         bounds = [(h.lower, h.upper)] * d if math.isfinite(h.lower) else None
         begin = np.clip(start, h.lower, h.upper)
-        return _searched(value, begin, bounds)
+        return _lbfgsb(value, begin, bounds)
 
     def split(parts: Array) -> tuple[float, Array]:
         objective_value, gradient = value(parts[:d] - parts[d:])
         return objective_value + h.l1 * float(parts.sum()), np.concatenate([gradient + h.l1, h.l1 - gradient])
 
     begin = np.concatenate([np.maximum(start, 0), np.maximum(-start, 0)])
-    parts = _searched(split, begin, [(0, None)] * (2 * d))
+    parts = _lbfgsb(split, begin, [(0, None)] * (2 * d))
     return np.asarray(parts[:d] - parts[d:])
 
 
-def _searched(value: Callable[[Array], tuple[float, Array]], start: Array, bounds: Any) -> Array:
+def _lbfgsb(value: Callable[[Array], tuple[float, Array]], start: Array, bounds: Any) -> Array:
     options = {"maxiter": EVALUATIONS, "maxfun": EVALUATIONS, "ftol": 0.0, "gtol": 1e-12, "maxcor": 50}
     return np.asarray(
         scipy.optimize.minimize(value, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options).x
@@ -249,8 +249,8 @@ class ConvexObjective:
         rows = np.concatenate(parts)
         weights = np.concatenate([np.full(len(part), 1 / (len(parts) * len(part))) for part in parts])
         chosen = own.examples.x[torch.from_numpy(rows)]
-        held = chosen.matrix if isinstance(chosen, SparseRows) else chosen.flatten(1).numpy()
-        features = scipy.sparse.csr_matrix(held, dtype=np.float64)
+        matrix = chosen.matrix if isinstance(chosen, SparseRows) else chosen.flatten(1).numpy()
+        features = scipy.sparse.csr_matrix(matrix, dtype=np.float64)
         if layer.bias is not None:
             features = scipy.sparse.hstack([features, np.ones((len(rows), 1))], format="csr")
         return ConvexObjective(

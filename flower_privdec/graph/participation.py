@@ -135,9 +135,7 @@ def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float 
         raise ScenarioError(f"n_peers={n_peers} must be >= 1")
     if kind == "all":
         if fraction is not None:
-            raise ScenarioError(
-                f"participation.fraction={fraction} has no place in participation all; use kind uniform"
-            )
+            raise ScenarioError(f"participation.fraction={fraction} must not be set with kind all; use kind uniform")
         return Everybody(n_peers)
     if fraction is None or not 0 < fraction <= 1:
         raise ScenarioError(f"participation.fraction={fraction} must be in (0, 1] for kind uniform")

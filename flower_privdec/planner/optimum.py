@@ -1,4 +1,4 @@
-"""The number of rounds that PrivSGP-VR's bound prefers (eq. 12), with constants estimated from public data.
+"""The number of rounds that minimises PrivSGP-VR's error bound (eq. 12), with constants estimated from public data.
 
 An estimate from the training examples would be a release that no ledger counts. So every constant is measured at x0 on
 a keyed sample of the test set, which is public here:
@@ -9,7 +9,7 @@ a keyed sample of the test set, which is public here:
 - b²: the spread of the peers' gradients, (1/n) Σ_i ‖∇f_i - ∇f‖², if they had parts of the test set, partitioned as the
   training set is. Each part is halved, and the product of the two halves' deviations is free of the bias that the
   noise of small parts would add; a negative result counts as 0.
-- ‖x0‖², d and J need no data beyond the public number of examples.
+- ‖x0‖², d and J, the mean number of examples of a peer, need no data but the public numbers of examples.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario.schema import PlanSection
 from flower_privdec.tasks.losses import Loss
 
-ITERATIONS, SETTLED = 20, 5e-3  # of the power method: at most, and the relative change at which it stops
+ITERATIONS = 20  # of the power method, at most
+SETTLED = 5e-3  # the relative change of its eigenvalue at which it stops
 LEAST_SAMPLE, MOST_SAMPLE = 64, 2048  # examples
 MISSING = "planner.constant-missing"
 SAMPLE_NUMBERS = 1 << 22  # numbers that the layers may put out for a sample: larger models get smaller samples
@@ -70,8 +71,8 @@ class Objective:
         options: dict[str, Any] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
         for _ in range(ITERATIONS):
             product = _flat(torch.autograd.grad(gradient @ direction, parameters, **options))
-            before, eigenvalue = eigenvalue, float(product.norm())
-            if eigenvalue == 0 or abs(eigenvalue - before) <= SETTLED * eigenvalue:
+            previous, eigenvalue = eigenvalue, float(product.norm())
+            if eigenvalue == 0 or abs(eigenvalue - previous) <= SETTLED * eigenvalue:
                 break
             direction = product / eigenvalue
         return eigenvalue
@@ -101,7 +102,8 @@ def initial_gap(objective: Objective) -> float:
     gap = objective.value().item()
     if not gap > 0:
         raise ScenarioError(
-            f"plan.initial_gap is missing and the loss at x0 is {gap:.3g}, which bounds no gap: add it", code=MISSING
+            f"plan.initial_gap is missing and the loss at x0 is {gap:.3g}, no upper bound on f(x0) - f*: set it",
+            code=MISSING,
         )
     return gap
 

@@ -1,4 +1,4 @@
-"""Rows in memory: each on a boundary of 64 bytes, which products and noise read and write faster; all finite or not."""
+"""Rows in memory: aligned to 64 bytes, checked for finite values, and numba-compiled functions over them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BOUNDARY = 64  # bytes; a cache line, and the widest vector register
-SHORTEST = 2**10  # bytes of a row from which its padding is small beside it
+SHORTEST = 2**10  # bytes of the shortest row that is padded: the padding is then at most 6 % of it
 
 
 def empty_rows(like: Tensor, *shape: int) -> Tensor:
@@ -23,13 +23,13 @@ def empty_rows(like: Tensor, *shape: int) -> Tensor:
 
 
 def aligned(rows: Tensor) -> Tensor:
-    """Copy a tensor to one that begins on a boundary, as does each of its rows where they are many and long."""
+    """Return a copy that begins at a multiple of 64 bytes, as does each of its rows where they are several and long."""
     out = empty_rows(rows, *rows.shape) if _many_and_long(rows) else rows.new_empty(rows.shape)
     return out.copy_(rows)
 
 
 def is_aligned(rows: Tensor) -> bool:
-    """Return whether `aligned` would change nothing but the place."""
+    """Return whether a tensor is aligned already."""
     begins = rows.data_ptr() % BOUNDARY == 0
     return begins and (not _many_and_long(rows) or rows.stride(0) * rows.element_size() % BOUNDARY == 0)
 
@@ -39,7 +39,7 @@ def _many_and_long(rows: Tensor) -> bool:
 
 
 def padded(rows: Tensor) -> Tensor | None:
-    """View rows [m, d] with their padding, [m, stride], contiguous; None where the storage ends before."""
+    """View rows [m, d] with padding, [m, stride], contiguous; None where the storage ends before the last padding."""
     m, stride = rows.shape[0], rows.stride(0)
     if rows.is_contiguous():
         return rows
@@ -52,8 +52,8 @@ def padded(rows: Tensor) -> Tensor | None:
 def all_finite(values: Tensor) -> bool:
     """Return whether no value is infinite or NaN.
 
-    A finite sum decides it quickly; otherwise the minimum and the maximum do, for finite numbers may have an infinite
-    sum.
+    A finite sum proves it quickly. Otherwise the minimum and the maximum decide, since finite numbers may have an
+    infinite sum.
     """
     if not values.numel() or math.isfinite(values.sum().item()):
         return True
@@ -63,7 +63,7 @@ def all_finite(values: Tensor) -> bool:
 def compiled(function: Callable[..., Any], **options: Any) -> Any:
     """Compile a function by numba, on disk where some cache folder can be written.
 
-    Division by zero is infinite, and other threads run meanwhile.
+    Division by zero gives infinity, and the global interpreter lock is released.
     """
     import numba  # takes long to import
 

@@ -26,10 +26,10 @@ class Loss:
         name: its name in a scenario.
         value: (outputs [..., k], targets) -> losses [...]; autograd can differentiate it.
         derivative: (outputs, targets) -> d loss / d outputs [..., k], a new tensor.
-        targets: what it takes.
-        single: whether there is one output, whose sign separates class 1 from class 0.
+        targets: the kind of target that it accepts.
+        single: whether there is one output; its sign is the predicted class, 1 or 0.
         outputs: how many there must be; None where the targets determine it.
-        width: how many numbers or labels an example has, where that is not how many outputs there are.
+        width: the number of targets of an example, where it differs from the number of outputs.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Loss:
         return (outputs > 0).long() if self.targets == "labels" else outputs
 
     def blank(self, outputs: Tensor) -> Tensor:
-        """Return targets that some outputs [..., k] could have, all 0."""
+        """Return all-zero targets of the shape that this loss expects for outputs [..., k]."""
         if self.targets == "classes":
             return torch.zeros(outputs.shape[:-1], dtype=torch.int64, device=outputs.device)
         return outputs.new_zeros(*outputs.shape[:-1], self.width or outputs.shape[-1])
@@ -111,8 +111,8 @@ def _hinge(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def _hinge_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
-    down = torch.rsub(labels.unsqueeze(-1).to(outputs.dtype), 1, alpha=2)  # minus the sign
-    return down.mul_((down * outputs).gt(-1))
+    negative_sign = torch.rsub(labels.unsqueeze(-1).to(outputs.dtype), 1, alpha=2)  # -1 for class 1, 1 for class 0
+    return negative_sign.mul_((negative_sign * outputs).gt(-1))
 
 
 def _squared_hinge(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ def _mae_derivative(outputs: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _huber(outputs: Tensor, numbers: Tensor) -> Tensor:
-    size = _error(outputs, numbers).abs()
-    return torch.where(size < 1, size.square() / 2, size - 0.5).mean(-1)
+    absolute_error = _error(outputs, numbers).abs()
+    return torch.where(absolute_error < 1, absolute_error.square() / 2, absolute_error - 0.5).mean(-1)
 
 
 def _huber_derivative(outputs: Tensor, numbers: Tensor) -> Tensor:
@@ -161,20 +161,20 @@ def _binary_cross_entropy_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
     return torch.sigmoid(outputs).sub_(labels.to(outputs.dtype)).div_(outputs.shape[-1])
 
 
-def _named(name: str, value: OutputFunction, derivative: OutputFunction, *, single: bool = False) -> Loss:
+def _built_in(name: str, value: OutputFunction, derivative: OutputFunction, *, single: bool = False) -> Loss:
     return Loss(name, value, derivative, LOSS_KINDS[name].targets, single)
 
 
 LOSSES = {
     loss.name: loss
     for loss in (
-        _named("cross-entropy", _cross_entropy, _cross_entropy_derivative),
-        _named("logistic", _logistic, _logistic_derivative, single=True),
-        _named("hinge", _hinge, _hinge_derivative, single=True),
-        _named("squared-hinge", _squared_hinge, _squared_hinge_derivative, single=True),
-        _named("mse", _mse, _mse_derivative),
-        _named("mae", _mae, _mae_derivative),
-        _named("huber", _huber, _huber_derivative),
-        _named("binary-cross-entropy", _binary_cross_entropy, _binary_cross_entropy_derivative),
+        _built_in("cross-entropy", _cross_entropy, _cross_entropy_derivative),
+        _built_in("logistic", _logistic, _logistic_derivative, single=True),
+        _built_in("hinge", _hinge, _hinge_derivative, single=True),
+        _built_in("squared-hinge", _squared_hinge, _squared_hinge_derivative, single=True),
+        _built_in("mse", _mse, _mse_derivative),
+        _built_in("mae", _mae, _mae_derivative),
+        _built_in("huber", _huber, _huber_derivative),
+        _built_in("binary-cross-entropy", _binary_cross_entropy, _binary_cross_entropy_derivative),
     )
 }

@@ -234,7 +234,7 @@ def test_numbers_and_labels_are_given_too() -> None:
         ({"train": [], "test": TEST}, "data.train is an empty list"),
         ({"train": [(X, Y), X], "test": TEST}, r"data\.train\[1\] is a ndarray"),
         ({"train": (["a"], Y), "test": TEST}, r"data\.train: x is a list of <U1: it must be an array of numbers"),
-        ({"train": ([[1.0], [1.0, 2.0]], Y), "test": TEST}, r"data\.train: x is no array"),
+        ({"train": ([[1.0], [1.0, 2.0]], Y), "test": TEST}, r"data\.train: x is not an array"),
         ({"train": (X, Y), "test": TensorDataset(torch.zeros(3, 6))}, r"data\.test: the dataset must have examples"),
         ({"train": (X[:3], Y), "test": TEST}, r"3 rows for 240 labels"),
         ({"train": (X[:, :5], Y), "test": TEST}, r"training examples of shape \[5\] and test examples of shape \[6\]"),
@@ -525,8 +525,8 @@ def test_cells_of_objects_are_found_by_what_they_are(tmp_path: Path) -> None:
 def test_what_is_made_already_is_refused_with_the_remedy() -> None:
     made = SGP(fp.make_scenario(SECTIONS).algorithm)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"model": nn.Linear(6, 2)}, r"model is a Linear that is made already.*give a function that makes it"),
-        ({"algorithm": {"module": made, "learning_rate": 1}}, r"algorithm\.module is a SGP that is made already"),
+        ({"model": nn.Linear(6, 2)}, r"model is an instance of Linear.*give a function that makes it"),
+        ({"algorithm": {"module": made, "learning_rate": 1}}, r"algorithm\.module is an instance of SGP"),
         ({"algorithm": {"module": dict, "learning_rate": 1}}, r"must be a subclass of flower_privdec"),
         ({"model": 3}, r"model is a int: it must be something to call, or its name"),
         ({"task": {"loss": 3}}, r"task\.loss is a int: it must be something to call"),

@@ -384,7 +384,7 @@ def test_a_key_that_changes_after_it_was_first_seen_is_refused(tmp_path, caplog)
     start(tmp_path, 3, seal=True)
     assert "peer 0 sends nothing to peer 1: the key of peer 1 is not the one in" in caplog.text
     assert "[ROUND 3/3] 2 of 2 peers trained (peer 0: refused: the key of peer 1 is not the one in" in caplog.text
-    assert "somebody stands between, or it has a new identity" in caplog.text
+    assert "a man in the middle, or it has a new identity" in caplog.text
 
 
 def test_who_pins_keys_knows_nobody_else(tmp_path, caplog):

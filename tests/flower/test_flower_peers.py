@@ -484,5 +484,5 @@ def test_a_graph_of_ones_own_must_join_as_many_peers():
 def test_failing_nodes_are_said_with_flowers_words():
     app = ClientApp()
     app.train()(failing)
-    with pytest.raises(RunError, match="failed when it was asked which peer it is: the disk is on fire"):
+    with pytest.raises(RunError, match="failed when asked for its peer: the disk is on fire"):
         PushSum(patience=0.2).start(LocalGrid(app, 2), zeros(), 1)

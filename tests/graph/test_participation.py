@@ -49,7 +49,7 @@ def test_every_peer_is_active_as_often() -> None:
     ("kind", "fraction", "message"),
     [
         ("some", None, "participation.kind='some' must be one of all, uniform"),
-        ("all", 0.5, r"fraction=0\.5 has no place in participation all"),
+        ("all", 0.5, r"fraction=0\.5 must not be set with kind all"),
         ("uniform", None, r"fraction=None must be in \(0, 1\]"),
         ("uniform", 0.0, r"fraction=0\.0 must be"),
         ("uniform", 1.1, r"fraction=1\.1 must be"),

@@ -113,7 +113,7 @@ def test_memory_refuses_and_reports_as_any_transport() -> None:
     network = MemoryNetwork()
     one, other = network.transport(0), network.transport(1)
     connection = other.connect(0, cap=4)
-    with pytest.raises(UnreachableError, match="peer 0 does not serve"):
+    with pytest.raises(UnreachableError, match="peer 0 is not serving"):
         connection.call(b"?", 1.0)
 
     def answer(caller: int, content: memoryview) -> bytes:

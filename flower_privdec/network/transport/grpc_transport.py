@@ -401,7 +401,7 @@ def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) ->
 def _context(credentials: Credentials) -> ssl.SSLContext:
     context = ssl.create_default_context(cadata=credentials.authority.decode())
     context.set_alpn_protocols(["h2"])
-    with tempfile.TemporaryDirectory() as folder:  # 0700; the library reads files alone
+    with tempfile.TemporaryDirectory() as folder:  # mode 0700; ssl.load_cert_chain reads files alone
         certificate, key = Path(folder) / "certificate", Path(folder) / "key"
         certificate.write_bytes(credentials.certificate)
         key.write_bytes(credentials.key)

@@ -1,4 +1,4 @@
-"""The door for transports: bytes to a peer, bytes back, each from a known peer."""
+"""The interface of transports: request and response, as bytes, between authenticated peers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Connection(Protocol):
     """Calls to one peer.
 
     Attributes:
-        sending: seconds that it took to hand over the last call, where that is known and not counted elsewhere; else 0.
+        sending: seconds that it took to hand the last call to the network, where the transport measures it; else 0.
     """
 
     sending: float
@@ -34,7 +34,7 @@ class Connection(Protocol):
             seconds: to wait at most.
 
         Raises:
-            RefusedError: the peer refused the call, with its words.
+            RefusedError: the peer refused the call; with its message.
             UnreachableError: it did not answer, or not in time. It may have received the call.
         """
 
@@ -48,8 +48,8 @@ class Connection(Protocol):
 class Transport(Protocol):
     """Carries the calls of one peer, and those of others to it.
 
-    A call may be lost before or after it was received, come late, or be repeated: the layer above adds each share once
-    and uses each row once. What a transport has to guarantee is who calls, and that a call or an answer comes whole.
+    A call may be lost before or after it was received, arrive late, or be repeated: `pushsum` tolerates that.
+    What a transport has to guarantee is who calls, and that a call or an answer comes whole.
     """
 
     def serve(self, answer: Answer, cap: int, callers: int) -> int:
@@ -58,7 +58,7 @@ class Transport(Protocol):
         Args:
             answer: called in any thread with the caller's number, as authenticated by the transport, and the call, in
                 memory that may be written to; a RefusedError is to be raised again in the caller's `call`.
-            cap: bytes of a call at most; larger ones are refused before they are in memory.
+            cap: maximum size of a call in bytes; larger ones are refused before they are in memory.
             callers: how many peers may call at once.
 
         Returns:
@@ -70,7 +70,7 @@ class Transport(Protocol):
 
         Args:
             peer: its number.
-            cap: bytes of an answer at most.
+            cap: maximum size of an answer in bytes.
         """
 
     def close(self) -> None:
@@ -115,22 +115,23 @@ class MemoryConnection:
         self._transport, self._peer, self._cap, self.sending = transport, peer, cap, 0.0
 
     def call(self, content: Content, seconds: float) -> memoryview:
-        """See Connection; the answer takes as long as it takes."""
+        """See Connection; the call runs in the caller's thread, and `seconds` is ignored."""
         answer, cap = self._transport.network.answers.get(self._peer, (None, 0))
         if answer is None:
             raise UnreachableError(self.diagnosis())
         caller = self._transport.peer
-        return _whole(answer(caller, _whole(content, cap, caller)), self._cap, self._peer)
+        return _checked_copy(answer(caller, _checked_copy(content, cap, caller)), self._cap, self._peer)
 
     def diagnosis(self) -> str:
         """See Connection."""
-        return f"peer {self._peer} does not serve"
+        return f"peer {self._peer} is not serving"
 
     def close(self) -> None:
         """See Connection."""
 
 
-def _whole(content: Content, cap: int, peer: int) -> memoryview:
+def _checked_copy(content: Content, cap: int, peer: int) -> memoryview:
+    """Return a copy of what a peer sent; raises RefusedError where it is larger than `cap` bytes."""
     if len(content) > cap:
         raise RefusedError(f"peer {peer} sent more than {cap:,} bytes, which no message of this run has")
     return memoryview(bytearray(bytes(content)))
