@@ -52,6 +52,19 @@ def test_no_two_modules_share_a_name() -> None:
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_assigns_each_of_its_constants_once(path: Path) -> None:
+    """Two modules that were joined may both have had a MOST; the second would replace the first unseen."""
+    targets = [
+        target
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+    ]
+    names = [name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)]
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_no_two_public_classes_share_a_name() -> None:
     names = [
         node.name

@@ -175,7 +175,7 @@ def _answered(agreement: Agreement, peers: np.ndarray) -> list[tuple[int, ...]]:
     return [tuple(column) for column in counts.T.tolist()]
 
 
-MOST = 0.1  # by how much noise may be larger; beyond, the numbers are too short for such sums
+MOST_INFLATION = 0.1  # by how much noise may be larger; beyond, the numbers are too short for such sums
 OTHER = 2.0**-20  # for the rounding of the noise's scale itself
 RARE = 2.0**-64  # the chance that a step draws more examples than are counted on
 
@@ -199,10 +199,11 @@ def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int
         unit = torch.finfo(dtype).eps / 2
         more = size * unit / (1 - min(size * unit, 0.5)) * 2 * size
         more += 4 * size * (steps * size + drawing.size) * unit if remembers else 0.0
-        if more > MOST:
+        if more > MOST_INFLATION:
             raise ScenarioError(
                 f"privacy.hardened: a sum of {size} examples in {str(dtype).removeprefix('torch.')} may be wrong by "
-                f"{more:.2g} times what one of them adds, which must be <= {MOST:g}; set compute.dtype=float64"
+                f"{more:.2g} times what one of them adds, which must be <= {MOST_INFLATION:g}; set "
+                "compute.dtype=float64"
             )
         largest = max(largest, more)
     return largest + OTHER
@@ -216,7 +217,7 @@ def _most_drawn(drawing: Drawing) -> int:
     return min(drawing.size, math.ceil(mean + rare / 3 + math.sqrt(rare**2 / 9 + 2 * mean * rare)))  # Bernstein
 
 
-LEAST, MOST = 1e-15, 1e30  # see `gradients.bounds`; 2^-126 to 2^128 is what float32 holds
+LEAST_FACTOR, MOST_FACTOR = 1e-15, 1e30  # see `gradients.bounds`; 2^-126 to 2^128 is what float32 holds
 
 
 def check_number_range(plan: Protection, learning_rate: LearningRate, sizes: np.ndarray, batches: np.ndarray) -> None:
@@ -245,9 +246,9 @@ def check_number_range(plan: Protection, learning_rate: LearningRate, sizes: np.
 
 
 def _check(what: str, values: np.ndarray) -> None:
-    wrong = values[~((values >= LEAST) & (values <= MOST))]
+    wrong = values[~((values >= LEAST_FACTOR) & (values <= MOST_FACTOR))]
     if wrong.size:
         raise ScenarioError(
-            f"{what} is {wrong.flat[0]:g} in some step and must be between {LEAST:g} and {MOST:g}, beyond which "
-            "numbers overflow or vanish and noise covers nothing; change algorithm.learning_rate or privacy.clip_norm"
+            f"{what} is {wrong.flat[0]:g} in some step and must be between {LEAST_FACTOR:g} and {MOST_FACTOR:g}, beyond "
+            "which numbers overflow or vanish and noise covers nothing; change algorithm.learning_rate or privacy.clip_norm"
         )

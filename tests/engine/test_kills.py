@@ -71,7 +71,7 @@ def places(blade: Blade) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         for owner, name in (
-            *((Engine, "round"), (Engine, "perform"), (Ledger, "charge"), (Ledger, "_sync")),
+            *((Engine, "round"), (Engine, "perform"), (Ledger, "append"), (Ledger, "_sync")),
             *((recorder.Recorder, "record"), (recorder, "save_checkpoint"), (recorder, "write_atomically")),
         ):
             patched.setattr(owner, name, before(getattr(owner, name)))

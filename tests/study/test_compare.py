@@ -120,14 +120,14 @@ def test_a_line_of_an_own_algorithms_code_makes_other_cells(tmp_path: Path, monk
 def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path: Path) -> None:
     base, cells = fp.make_scenario(SHORT), tmp_path / "cells"
     wrong: list[tuple[str, str, tuple[Any, ...], dict[str, Any]]] = [
-        ("", r"algorithm\.name='privsgb'", (base, ["privsgb"]), {}),
+        ("scenario.union_tag_invalid", r"algorithm\.name='privsgb'", (base, ["privsgb"]), {}),
         ("api.argument", r"\['sgp', 'sgp'\]", (base, ["sgp", "sgp"]), {}),
         ("api.argument", r"algorithms .*\[\]", (base, []), {}),
         ("api.argument", "label", (base, [{"name": "sgp"}]), {}),
         ("api.argument", "mapping", ({"a": base}, ["sgp"]), {}),
         ("api.argument", r"seeds=\[\]", (base,), {"seeds": []}),
         ("api.argument", r"seeds=\[1, 1\]", (base,), {"seeds": [1, 1]}),
-        ("", "seed=-1", (base,), {"seeds": [-1]}),
+        ("scenario.greater_than_equal", "seed=-1", (base,), {"seeds": [-1]}),
         ("api.argument", "jobs=0", (base,), {"jobs": 0}),
         ("study.unknown-metric", "'acuracy' .*'accuracy'", (base,), {"metrics": ["acuracy"]}),
         (
