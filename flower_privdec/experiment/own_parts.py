@@ -249,6 +249,7 @@ def _check(what: str, values: np.ndarray) -> None:
     wrong = values[~((values >= LEAST_FACTOR) & (values <= MOST_FACTOR))]
     if wrong.size:
         raise ScenarioError(
-            f"{what} is {wrong.flat[0]:g} in some step and must be between {LEAST_FACTOR:g} and {MOST_FACTOR:g}, beyond "
-            "which numbers overflow or vanish and noise covers nothing; change algorithm.learning_rate or privacy.clip_norm"
+            f"{what} is {wrong.flat[0]:g} in some step and must be between {LEAST_FACTOR:g} and {MOST_FACTOR:g}, "
+            "beyond which numbers overflow or vanish and noise covers nothing; change algorithm.learning_rate or "
+            "privacy.clip_norm"
         )
