@@ -89,8 +89,8 @@ def test_the_forecast_counts_the_rows_that_cross():
         leaves = (shards.of(senders) == 1) & (shards.of(receivers) != 1)
         crossing.append(len(np.unique(senders[leaves])))
     found = sharding.forecast(40, 4, d=10, step_ms=2.0)
-    assert found.crossing == pytest.approx(np.mean(crossing))
-    assert (found.step_ms, found.bytes) == (20.0, found.crossing * 40)
+    assert found.exchanged == pytest.approx(np.mean(crossing))
+    assert (found.step_ms, found.bytes) == (20.0, found.exchanged * 40)
     assert found.collected_bytes == 40 * 10 * 4
 
 
