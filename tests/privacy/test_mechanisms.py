@@ -202,6 +202,12 @@ def test_a_choice_that_is_shown_attains_its_bound():
     assert found == pytest.approx(q * drawn + (1 - q) * idle, rel=0.01)
 
 
+def noises(mechanism: Mechanism, scale: float) -> np.ndarray:
+    """Return the noise multiplier of the gradient in each step, over the sum of a batch."""
+    factors = [kind[0].noise if kind else 0.0 for kind in mechanism.kinds]
+    return np.asarray(scale * mechanism.shape * np.array(factors)[mechanism.kind_of])
+
+
 def snapshot_steps(q: float, rounds: int) -> Mechanism:
     plain = Schedule(np.ones(1), np.ones(rounds), np.ones(rounds), (1.0, 1.0))
     return build_mechanism(vr(table="snapshot", snapshot_every=3), Drawing("poisson", q, 100, 100 * q), plain)
@@ -209,7 +215,7 @@ def snapshot_steps(q: float, rounds: int) -> Mechanism:
 
 def snapshot_worlds(mechanism: Mechanism, scale: float, size: int):
     """SVRG's worst case: the snapshot's gradients are -C and those of every later draw +C."""
-    q, noise = mechanism.drawing.rate, mechanism.noise(scale)["gradient"]
+    q, noise = mechanism.drawing.rate, noises(mechanism, scale)
     draws = [[(1.0, tuple(range(size)))], *[poisson_draws(size, q)] * (len(noise) - 1)]
     sigmas = [noise[0] / q, *noise[1:]]  # round 0's is over the sum of all J = b / q examples
     return published(draws, with_snapshot, lambda k, table, seen: [1.0 if k else -1.0] * size, [0.0] * size, sigmas, 1)
@@ -225,7 +231,7 @@ def test_a_snapshot_costs_one_full_sum_and_then_steps_of_twice_the_clip_norm(q, 
 
 
 def test_a_snapshots_noise_weighs_as_much_in_m_steps_as_their_own():
-    noise = snapshot_steps(0.25, 7).noise(6.0)["gradient"]  # every third step is a snapshot
+    noise = noises(snapshot_steps(0.25, 7), 6.0)  # every third step is a snapshot
     np.testing.assert_allclose(noise, 6.0 * np.array([3**-0.5, 1, 1, 3**-0.5, 1, 1, 3**-0.5]), rtol=1e-15)
 
 

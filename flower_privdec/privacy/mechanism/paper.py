@@ -14,12 +14,12 @@ from flower_privdec.errors import ScenarioError
 def moments_sigma(
     epsilon: float,
     delta: float,
-    *,
     rounds: int,
     dataset_size: int,
-    clip_norm: float,
     c_2: float,
+    *,
     factor: float = 3.0,
+    clip_norm: float = 1.0,
 ) -> float:
     """Return σ = factor c_2 G sqrt(K log(1/δ)) / (J ε), the noise std on the averaged gradient.
 
@@ -32,7 +32,7 @@ def moments_sigma(
 
 
 def cross_gradient_sigma(
-    epsilon: float, delta: float, *, clip_norm: float, phi_min: float, weight_factor: float
+    epsilon: float, delta: float, phi_min: float, weight_factor: float, *, clip_norm: float = 1.0
 ) -> float:
     """Return σ = 2 C factor sqrt(2 ln(1.25/δ)) / (φ̂_min ε), the noise std on a cross-gradient, for one round.
 
@@ -112,7 +112,7 @@ def proposition_4(mu_total: float, rate: float, noise_shape: np.ndarray) -> floa
 
 
 def subsampled_sigma(
-    epsilon: float, delta: float, *, rounds: int, dataset_size: int, share: float, clip_norm: float
+    epsilon: float, delta: float, *, rounds: int, dataset_size: int, share: float, clip_norm: float = 1.0
 ) -> float:
     """Return σ = ι L sqrt(32 T log(2/δ0)) / (q ε), the noise std on the averaged gradient.
 

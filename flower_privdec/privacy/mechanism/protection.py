@@ -6,7 +6,7 @@ paper's formula, with the ε that the paper claims.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -28,6 +28,7 @@ from flower_privdec.scenario.sections import PrivacySection, dynamic
 UNLIMITED = "inf"  # an unbounded ε in JSON, which has no infinity
 
 Factors = Mapping[str, float | None] | None
+Solution = tuple[float, "Claim | None", Account]
 FACTORS = {"moments": 1.0, "moments-table": 3.0}  # of eq. 11: how far an example moves a step, in clip norms
 UNSCHEDULED = ("moments-table", "cross-gradients", "subsampling")  # formulas for steps that are all alike
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
@@ -49,29 +50,16 @@ class Mechanism:
     kind_of: np.ndarray
     shape: np.ndarray
 
-    def noise(self, scale: float) -> dict[str, np.ndarray]:
-        """Return for every sum the noise multiplier of each step, over the sum of a batch, [steps]."""
-        names = dict.fromkeys(part.name for kind in self.kinds for part in kind or () if part.to != "self")
-        noise = {}
-        for name in names:
-            factors = [sum(part.noise for part in kind or () if part.name == name) for kind in self.kinds]
-            noise[name] = scale * self.shape * np.array(factors)[self.kind_of]
-        return noise
-
     def receivers(self, name: str) -> np.ndarray:
         """Return the number of neighbours that get a sum in each step, one each, int64 [steps]."""
         counts = [sum(part.receivers for part in kind or () if part.name == name) for kind in self.kinds]
         return np.asarray(np.array(counts, dtype=np.int64)[self.kind_of])
 
-    def to_one(self) -> Mechanism:
-        """Return the mechanism of the sums that one neighbour is sent."""
-        return replace(self, kinds=tuple(map(to_one, self.kinds)))
-
     def spends(self, active: np.ndarray, scale: float) -> tuple[Spend, ...]:
         """Return the cost to a peer that is active in some steps, bool [steps]."""
         parts = (
             plan_spends(release, active & (self.kind_of == kind), scale * self.shape * release.noise_multiplier)
-            for kind, release in self._released()
+            for kind, release in self._released
         )
         return tuple(sorted(chain.from_iterable(parts), key=lambda spend: spend.from_step))
 
@@ -80,7 +68,7 @@ class Mechanism:
         if self.drawing.sampling == "shuffle":
             return [spend.release for spend in self.spends(active, scale)]
         spends = []
-        for kind, release in self._released():
+        for kind, release in self._released:
             chosen = scale * self.shape[active & (self.kind_of == kind)] * release.noise_multiplier
             noises, counts = np.unique(chosen, return_counts=True)
             spends += [
@@ -89,13 +77,11 @@ class Mechanism:
             ]
         return spends
 
-    def _released(self) -> Iterator[tuple[int, Release]]:
-        """Yield each kind with a cost, and the release of one such step at noise multiplier 1."""
-        return ((kind, release) for kind, release in enumerate(self._joint) if release is not None)
-
     @cached_property
-    def _joint(self) -> tuple[Release | None, ...]:
-        return tuple(joint_release(kind, self.drawing) for kind in self.kinds)
+    def _released(self) -> tuple[tuple[int, Release], ...]:
+        """Each kind with a cost, and the release of one such step at noise multiplier 1."""
+        releases = (joint_release(kind, self.drawing) for kind in self.kinds)
+        return tuple((kind, release) for kind, release in enumerate(releases) if release is not None)
 
 
 def build_mechanism(
@@ -150,86 +136,6 @@ class Claim:
     each_round: bool = False
     quarters: tuple[float, ...] | None = None
     breach: str | None = None
-
-
-@dataclass(frozen=True)
-class Solver:
-    """Finds the scale of a peer's noise under one scenario's privacy section.
-
-    Attributes:
-        weight_factor: of the mixing weights, in PDSL's formula.
-        share: ι, the mean chance of a peer to be active in a round.
-    """
-
-    section: PrivacySection
-    algorithm: Declares
-    schedule: Schedule
-    weight_factor: float = 1.0
-    share: float = 1.0
-
-    def scale(
-        self, mechanism: Mechanism, active: np.ndarray, budget: float | None, delta: float
-    ) -> tuple[float, Claim | None]:
-        """Return the scale of one peer's noise, and the claim where a paper's formula gave it.
-
-        Args:
-            active: bool [steps].
-
-        Raises:
-            ScenarioError: no noise keeps the budget, nothing is declared, or no paper has a formula.
-        """
-        if budget is not None and None in mechanism.kinds:
-            under = "" if self.section.noise is None else f" under privacy.noise.module={self.section.noise.module!r}"
-            raise ScenarioError(
-                f"algorithm.name={self.algorithm.name!r} declares no releases{under}, so its ε is ∞ and no noise keeps "
-                f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none",
-                code="privacy.undeclared",
-            )
-        if self.section.noise_multiplier is not None:
-            return self.section.noise_multiplier, None
-        if budget is None or not mechanism.releases(active, 1.0):
-            return 1.0, None
-        if self.section.calibration == "paper":
-            return self._by_paper(mechanism, active, budget, delta)
-        return scale_for_budget(lambda scale: mechanism.releases(active, scale), budget, delta), None
-
-    def _by_paper(self, mechanism: Mechanism, active: np.ndarray, budget: float, delta: float) -> tuple[float, Claim]:
-        """Return the scale by eq. 11 (PrivSGP-VR), 8, 9, or Prop. 4 (Dyn-D2P), eq. 27 (PDSL), or Th. 1 (DP-DDA)."""
-        formula, drawing = self.algorithm.paper_noise, mechanism.drawing
-        scheduled = not self.schedule.constant and formula == "moments"  # Dyn-D2P's Algorithm 2 on PrivSGP's steps
-        if formula is None or (formula in UNSCHEDULED and not self.schedule.constant):
-            changed = " with a schedule" if formula else ""
-            raise ScenarioError(
-                f"privacy.calibration='paper' has no formula for {self.algorithm.name}{changed}: no paper claims an ε "
-                "for it; use calibration rigorous",
-                code="privacy.no-formula",
-            )
-        if formula == "subsampling":
-            q, b, rounds, share = drawing.size, drawing.batch, len(active), self.share
-            sigma = paper.subsampled_sigma(budget, delta, rounds=rounds, dataset_size=q, share=share, clip_norm=1.0)
-            breach = paper.subsampling_breach(budget, rounds=rounds, dataset_size=q, batch=b, share=share)
-            quarters = tuple(paper.epsilon_after(budget, t) for t in QUARTERS)
-            return sigma * b, Claim(budget, quarters=quarters, breach=breach)
-        if formula == "cross-gradients":
-            phi_min, factor = self.section.phi_min or 1.0, self.weight_factor
-            sigma = paper.cross_gradient_sigma(budget, delta, clip_norm=1.0, phi_min=phi_min, weight_factor=factor)
-            return sigma * drawing.batch, Claim(budget, each_round=True)
-        if formula != "gdp" and not scheduled:
-            sigma = paper.moments_sigma(
-                budget,
-                delta,
-                rounds=int(active.sum()),
-                dataset_size=drawing.size,
-                clip_norm=1.0,
-                c_2=self.section.c_2,
-                factor=FACTORS[formula],
-            )
-            return sigma * drawing.batch, Claim(budget)
-        total, shape = paper.gdp_mu(budget, delta), self.schedule.noise_shape[active]
-        if self.schedule.exponential is None:
-            return paper.proposition_4(total, drawing.rate, shape), Claim(budget, total)
-        mu_0 = paper.gdp_mu_0(total, drawing.rate, shape**-2.0)
-        return 1 / mu_0, Claim(budget, total, mu_0)
 
 
 def cost(account: Account, steps: int) -> float:
@@ -365,15 +271,75 @@ def build_protection(
     budgets = [None] * len(peers) if section.epsilon is None else of_peers(section.epsilon)
     by_drawing = {drawing: build_mechanism(algorithm, drawing, schedule, noised) for drawing in dict.fromkeys(drawings)}
     mechanisms = [by_drawing[drawing] for drawing in drawings]
-    solver = Solver(section, algorithm, schedule, weight_factor, float(participation.chances.mean()))
-    solved: dict[tuple[Any, ...], tuple[float, Claim | None, Account]] = {}  # equal peers share one tuple of spends
+    share = float(participation.chances.mean())  # ι
+
+    def by_paper(drawing: Drawing, active: np.ndarray, budget: float, delta: float) -> tuple[float, Claim]:
+        """Return the scale by eq. 11 (PrivSGP-VR), 8, 9, or Prop. 4 (Dyn-D2P), eq. 27 (PDSL), or Th. 1 (DP-DDA)."""
+        formula, q, b = algorithm.paper_noise, drawing.size, drawing.batch
+        scheduled = not schedule.constant and formula == "moments"  # Dyn-D2P's Algorithm 2 on PrivSGP's steps
+        if formula is None or (formula in UNSCHEDULED and not schedule.constant):
+            changed = " with a schedule" if formula else ""
+            raise ScenarioError(
+                f"privacy.calibration='paper' has no formula for {algorithm.name}{changed}: no paper claims an ε "
+                "for it; use calibration rigorous",
+                code="privacy.no-formula",
+            )
+        if formula == "subsampling":
+            rounds, quarters = len(active), tuple(paper.epsilon_after(budget, t) for t in QUARTERS)
+            sigma = paper.subsampled_sigma(budget, delta, rounds=rounds, dataset_size=q, share=share)
+            breach = paper.subsampling_breach(budget, rounds=rounds, dataset_size=q, batch=b, share=share)
+            return sigma * b, Claim(budget, quarters=quarters, breach=breach)
+        if formula == "cross-gradients":
+            sigma = paper.cross_gradient_sigma(budget, delta, section.phi_min or 1.0, weight_factor)
+            return sigma * b, Claim(budget, each_round=True)
+        if formula != "gdp" and not scheduled:
+            sigma = paper.moments_sigma(budget, delta, int(active.sum()), q, section.c_2, factor=FACTORS[formula])
+            return sigma * b, Claim(budget)
+        total, shape = paper.gdp_mu(budget, delta), schedule.noise_shape[active]
+        if schedule.exponential is None:
+            return paper.proposition_4(total, drawing.rate, shape), Claim(budget, total)
+        mu_0 = paper.gdp_mu_0(total, drawing.rate, shape**-2.0)
+        return 1 / mu_0, Claim(budget, total, mu_0)
+
+    def solve(mechanism: Mechanism, active: np.ndarray, budget: float | None, delta: float) -> Solution:
+        """Return the scale of one peer's noise, the claim where a paper's formula gave it, and the peer's account."""
+        claim = None
+        if budget is not None and None in mechanism.kinds:
+            under = "" if section.noise is None else f" under privacy.noise.module={section.noise.module!r}"
+            raise ScenarioError(
+                f"algorithm.name={algorithm.name!r} declares no releases{under}, so its ε is ∞ and no noise keeps "
+                f"privacy.epsilon={budget:g}; declare what its steps release (`released`), or set privacy: none",
+                code="privacy.undeclared",
+            )
+        if section.noise_multiplier is not None:
+            scale = section.noise_multiplier
+        elif budget is None or not mechanism.releases(active, 1.0):
+            scale = 1.0
+        elif section.calibration == "paper":
+            scale, claim = by_paper(mechanism.drawing, active, budget, delta)
+        else:
+            scale = scale_for_budget(lambda scale: mechanism.releases(active, scale), budget, delta)
+        budget = None if claim else budget
+        account = Account(0, mechanism.spends(active, scale), budget, delta)
+        if budget is not None and cost(account, len(active)) > budget:  # the noise was not solved for
+            last = last_that_fits(lambda stop: cost(account, stop) <= budget, 0, len(active))
+            parts = (spend.between(0, last) for spend in account.spends)
+            present = tuple(part for part in parts if part is not None)
+            if not present:
+                raise ScenarioError(
+                    f"privacy.epsilon={budget:g} is below what a peer's first step costs, "
+                    f"{cost(account, account.spends[0].from_step + 1):.3g}; raise it or privacy.noise_multiplier",
+                    code="privacy.budget",
+                )
+            account = replace(account, spends=present)
+        return scale, claim, account
+
+    solved: dict[tuple[Any, ...], Solution] = {}  # equal peers share one tuple of spends
     noise, scales, accounts, claims = np.empty(active.shape), np.empty(len(peers)), [], []
     for row, (mechanism, budget, delta) in enumerate(zip(mechanisms, budgets, deltas, strict=True)):
         key = (mechanism.drawing, active[:, row].tobytes(), budget, delta)
         if key not in solved:
-            scale, claim = solver.scale(mechanism, active[:, row], budget, delta)
-            account = Account(0, mechanism.spends(active[:, row], scale), None if claim else budget, delta)
-            solved[key] = scale, claim, _within_budget(account, len(active))
+            solved[key] = solve(mechanism, active[:, row], budget, delta)
         scales[row], claim, account = solved[key]
         noise[:, row] = scales[row] * schedule.noise_shape
         accounts.append(replace(account, peer=int(peers[row])))
@@ -415,7 +381,8 @@ def _replies(
     for account, mechanism, mask, scale in zip(accounts, mechanisms, active.T, scales.tolist(), strict=True):
         key, last = (id(mechanism), id(account.spends)), account.spends[-1].to_step if account.spends else 0
         if key not in spends_of:
-            spends_of[key] = mechanism.to_one().spends(mask & (np.arange(len(mask)) < last), scale)
+            one = replace(mechanism, kinds=tuple(map(to_one, mechanism.kinds)))
+            spends_of[key] = one.spends(mask & (np.arange(len(mask)) < last), scale)
     return tuple(
         replace(account, spends=spends_of[id(mechanism), id(account.spends)], budget=None)
         for account, mechanism in zip(accounts, mechanisms, strict=True)
@@ -442,27 +409,6 @@ def _kinds(mechanisms: Sequence[Mechanism]) -> tuple[tuple[Factors, ...], np.nda
         message = "an algorithm must declare the same sums and relative noise for every peer"
         raise ScenarioError(message, code="privacy.declared")
     return tuple(None if schedule is None else dict(schedule) for schedule in numbers), schedules[0]
-
-
-def _within_budget(account: Account, steps: int) -> Account:
-    """Return the account cut to the steps its budget allows, where the noise was given and not solved for.
-
-    Raises:
-        ScenarioError: when the budget allows not even one step.
-    """
-    if account.budget is None or cost(account, steps) <= account.budget:
-        return account
-    budget = account.budget
-    last = last_that_fits(lambda stop: cost(account, stop) <= budget, 0, steps)
-    parts = (spend.between(0, last) for spend in account.spends)
-    present = tuple(part for part in parts if part is not None)
-    if not present:
-        raise ScenarioError(
-            f"privacy.epsilon={account.budget:g} is below what a peer's first step costs, "
-            f"{cost(account, account.spends[0].from_step + 1):.3g}; raise it or privacy.noise_multiplier",
-            code="privacy.budget",
-        )
-    return replace(account, spends=present)
 
 
 @dataclass(frozen=True)
@@ -505,7 +451,13 @@ def build_schedule(scenario: Scenario) -> Schedule:
         raise ValueError("a scenario without privacy has no schedule")
     rounds, section = scenario.rounds, private.schedule
     clip, rho_c, rho_mu = dynamic(scenario.algorithm) or (None, 1.0, 1.0)
-    norms = _one_each(clip or private.clip_norm, scenario.n_peers)
+    clip = clip or private.clip_norm
+    if np.ndim(clip) and np.size(clip) != scenario.n_peers:
+        raise ScenarioError(
+            f"algorithm: its clip norm lists {np.size(clip)} numbers for n_peers={scenario.n_peers}: give one a peer",
+            code="privacy.clip-norm",
+        )
+    norms = np.broadcast_to(np.asarray(clip, dtype=np.float64), (scenario.n_peers,))
     if section is not None and (section.clip_norms is not None or section.noise is not None):
         factor = _stretch([1.0] if section.clip_norms is None else section.clip_norms, rounds, "clip_norms")
         sigma = _stretch([1.0] if section.noise is None else section.noise, rounds, "noise")
@@ -516,20 +468,12 @@ def build_schedule(scenario: Scenario) -> Schedule:
     return Schedule(norms, rho_c**-share, rho_mu**-share, (rho_c, rho_mu))
 
 
-def _one_each(clip: float | Sequence[float], n_peers: int) -> np.ndarray:
-    """Return the first round's clip norm of every peer."""
-    if np.ndim(clip) and np.size(clip) != n_peers:
-        raise ScenarioError(
-            f"algorithm: its clip norm lists {np.size(clip)} numbers for n_peers={n_peers}: give one a peer"
-        )
-    return np.broadcast_to(np.asarray(clip, dtype=np.float64), (n_peers,))
-
-
 def _stretch(values: Sequence[float], rounds: int, name: str) -> np.ndarray:
     """Return one value a round: the list itself, or straight lines through fewer values."""
     if not 1 <= len(values) <= rounds:
         raise ScenarioError(
-            f"privacy.schedule.{name} lists {len(values)} values for rounds={rounds}: give one a round, or fewer"
+            f"privacy.schedule.{name} lists {len(values)} values for rounds={rounds}: give one a round, or fewer",
+            code="privacy.schedule",
         )
     knots = np.linspace(0, max(rounds - 1, 1), len(values))
     return np.asarray(np.interp(np.arange(rounds), knots, np.asarray(values, dtype=np.float64)))
