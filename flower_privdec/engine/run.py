@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class Run:
     def _leave(self) -> list[Callable[[], None]]:
         """Return what lets go, in a process forked from this one, of the locks that this one goes on holding."""
         ledger = self.cohort.ledger
-        return [self.recorder.close, *([] if ledger is None else [ledger.leave])]
+        return [self.recorder.close, *([] if ledger is None else [partial(ledger.close, unlock=False)])]
 
     def _check_ledger(self, folder: Path) -> None:
         """Refuse a ledger that has lost what a checkpoint saw, or that leaves a new run no step."""

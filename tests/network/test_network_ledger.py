@@ -28,7 +28,7 @@ from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.errors import BudgetError
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, mass_on_disk, rows_path
-from flower_privdec.privacy.ledger.ledger import EMPTY_HASH, Entry, chained, header, read_chain
+from flower_privdec.privacy.ledger.ledger import EMPTY_HASH, FORMAT, Entry, chained, read_chain
 from flower_privdec.scenario import Scenario
 
 MODES = ["synchronous", "asynchronous"]
@@ -189,7 +189,8 @@ def forked(lines: list[bytes], path: Path) -> bytes:
     """Return a chain of the same length that holds together, whose last payment was another."""
     bodies = [payment.to_json() for payment in read_chain(path)[1]]
     bodies[-1]["charges"] = bodies[-1]["charges"][:0]
-    said, _ = chained([header(read_chain(path)[0]["source"]), *bodies], (0, EMPTY_HASH))
+    header = {"format": FORMAT, "source": read_chain(path)[0]["source"]}
+    said, _ = chained([header, *bodies], (0, EMPTY_HASH))
     assert said.count(b"\n") == len(lines)
     return said
 

@@ -19,6 +19,7 @@ from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_run
 from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.privacy.ledger.ledger import (
     EMPTY_HASH,
+    FORMAT,
     Account,
     Charge,
     CohortLedger,
@@ -27,7 +28,6 @@ from flower_privdec.privacy.ledger.ledger import (
     chained,
     charged_until,
     hash_of,
-    header,
     ledger_path,
     read_chain,
     runs_in,
@@ -199,7 +199,7 @@ def test_a_rehashed_line_breaks_the_chain_after_it(written):
     body = json.loads(lines[2])
     body["charges"][0]["releases"][0]["release"]["noise_multiplier"] = 90.0
     del body["hash"]
-    lines[2] = json.dumps(body | {"hash": hash_of(body)}).encode() + b"\n"
+    lines[2] = json.dumps(body | {"hash": hash_of(body)[1]}).encode() + b"\n"
     written.write_bytes(b"".join(lines))
     with raises(BudgetError, "ledger.damaged", "line 4"):
         reopen(written)
@@ -236,7 +236,7 @@ def test_a_payment_of_an_unknown_kind_is_refused(tmp_path, written, change):
     odd = json.loads(written.read_bytes().splitlines()[1])
     change(odd)
     body = {key: value for key, value in odd.items() if key not in ("hash", "index", "previous")}
-    written.write_bytes(chained([header(DATA), body], (0, EMPTY_HASH))[0])
+    written.write_bytes(chained([{"format": FORMAT, "source": DATA}, body], (0, EMPTY_HASH))[0])
     with raises(BudgetError, "ledger.damaged", "line 2"):
         reopen(written)
 

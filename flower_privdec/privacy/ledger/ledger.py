@@ -36,6 +36,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -185,7 +186,7 @@ class Ledger:
             BudgetError: the file is in use, was edited, or belongs to another source.
         """
         self.path = ledger_path(directory, source)
-        self._header = header(source)
+        self._header: Body = {"format": FORMAT, "source": source}
         self._unsynced: tuple[list[Entry], list[str]] = ([], [])
         self._fd: int | None = _open_locked(self.path)
         try:
@@ -326,16 +327,11 @@ class Ledger:
                 code="ledger.disk",
             ) from error
 
-    def close(self) -> None:
-        """Close the file and release its lock."""
+    def close(self, *, unlock: bool = True) -> None:
+        """Close the file and release its lock, unless this process was forked from its holder, which keeps it."""
         if self._fd is not None:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-            os.close(self._fd)
-            self._fd = None
-
-    def leave(self) -> None:
-        """Close the file in a process forked from its holder, which keeps the lock."""
-        if self._fd is not None:
+            if unlock:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = None
 
@@ -418,14 +414,10 @@ def _open_locked(path: Path) -> int:
     return fd
 
 
-def header(source: str) -> Body:
-    """Return the body of the first line, without its place in the chain."""
-    return {"format": FORMAT, "source": source}
-
-
-def hash_of(body: Body) -> str:
-    """Return the hash of a line's object without its `hash`."""
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+def hash_of(body: Body) -> tuple[str, str]:
+    """Return a line's object without its `hash` as text, and the hash."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return text, hashlib.sha256(text.encode()).hexdigest()
 
 
 def chained(bodies: Iterable[Body], head: Head) -> tuple[bytes, list[str]]:
@@ -433,9 +425,7 @@ def chained(bodies: Iterable[Body], head: Head) -> tuple[bytes, list[str]]:
     index, previous = head
     lines, hashes = [], []
     for body in bodies:
-        body = body | {"index": index, "previous": previous}
-        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-        previous = hashlib.sha256(text.encode()).hexdigest()
+        text, previous = hash_of(body | {"index": index, "previous": previous})
         lines.append(f'{text[:-1]},"hash":"{previous}"}}\n')
         hashes.append(previous)
         index += 1
@@ -462,29 +452,23 @@ def parse(content: bytes, path: Path) -> tuple[list[Body], int]:
     for line in content.splitlines(keepends=True):
         torn = not line.endswith(b"\n") and size + len(line) == len(content)
         try:
-            body = _verified(line, len(bodies), previous)
-        except ValueError as error:
-            if torn:
-                break
-            raise BudgetError(f"{path} line {len(bodies) + 1}: {error}; {RESTORE}", code="ledger.damaged") from None
+            body = json.loads(line)
+        except (ValueError, RecursionError):
+            body = None
+        defect = ""
+        if not isinstance(body, dict) or "hash" not in body:
+            defect = "not a record"
+        elif body["hash"] != hash_of({name: value for name, value in body.items() if name != "hash"})[1]:
+            defect = "its hash does not match its content (edited)"
+        elif body.get("index") != len(bodies) or body.get("previous") != previous:
+            defect = "does not follow the line before it (lines lost, inserted, or written twice)"
+        if defect and torn:
+            break
+        if defect:
+            raise BudgetError(f"{path} line {len(bodies) + 1}: {defect}; {RESTORE}", code="ledger.damaged")
         bodies.append(body)
         previous, size = body["hash"], size + len(line)
     return bodies, size
-
-
-def _verified(line: bytes, index: int, previous: str) -> Body:
-    """Return the object of a line, or raise ValueError with its defect."""
-    try:
-        body = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError("not a record") from None
-    if not isinstance(body, dict) or "hash" not in body:
-        raise ValueError("not a record")
-    if body["hash"] != hash_of({name: value for name, value in body.items() if name != "hash"}):
-        raise ValueError("its hash does not match its content (edited)")
-    if body.get("index") != index or body.get("previous") != previous:
-        raise ValueError("does not follow the line before it (lines lost, inserted, or written twice)")
-    return body
 
 
 def entries_of(bodies: Sequence[Body], path: Path) -> list[Entry]:
@@ -590,17 +574,14 @@ class Spending:
             covered = max(start, (charged or {}).get(account.peer, 0))
             key = (id(account.spends), account.budget, account.delta, covered)
             if key not in limit_of:
-                limit_of[key] = self._limit(account, min(covered, self.steps))
+                fits = partial(self._fits, account)
+                all_fit = covered >= self.steps or fits(self.steps)
+                limit_of[key] = self.steps if all_fit else last_that_fits(fits, covered, self.steps)
             limits.append(limit_of[key])
         self.limits = np.array(limits, dtype=np.int64)
 
-    def _limit(self, account: Account, covered: int) -> int:
-        def fits(stop: int) -> bool:
-            return account.budget is None or self._epsilon(account, stop) <= account.budget
-
-        if covered == self.steps or fits(self.steps):
-            return self.steps
-        return last_that_fits(fits, covered, self.steps)
+    def _fits(self, account: Account, stop: int) -> bool:
+        return account.budget is None or self._epsilon(account, stop) <= account.budget
 
     def _epsilon(self, account: Account, stop: int) -> float:
         """Return ε after `stop` steps of this run, over all runs."""
@@ -694,8 +675,14 @@ class CohortLedger(Ledger):
             return
         if self._fresh:
             self.charged = step  # earlier steps belong to another run
-        started = time.perf_counter()
-        stop = min(step + self._block_length(step, started), self._steps)
+        started, length = time.perf_counter(), self._block
+        if length is None:
+            length = max(1, self._steps // FIRST_BLOCK)
+            if self._last_write is not None:
+                written, ended, duration = self._last_write
+                seconds_per_step = max((started - ended) / max(1, step - written), 1e-9)
+                length = max(length, math.ceil(min(duration / WRITE_FRACTION / seconds_per_step, self._steps)))
+        stop = min(step + length, self._steps)
         self.append(self._run, self.charged, stop, self._charges(self.charged, stop))
         self.charged, ended = stop, time.perf_counter()
         self._last_write = (step, ended, ended - started)
@@ -710,16 +697,6 @@ class CohortLedger(Ledger):
             parts = [part for part in due if part and part.from_step >= start]  # an epoch under way is charged already
             if parts:
                 yield Charge.of([account.peer for account in accounts], parts)
-
-    def _block_length(self, step: int, now: float) -> int:
-        if self._block is not None:
-            return self._block
-        least = max(1, self._steps // FIRST_BLOCK)
-        if self._last_write is None:
-            return least
-        written, ended, duration = self._last_write
-        seconds_per_step = (now - ended) / max(1, step - written)
-        return max(least, math.ceil(min(duration / WRITE_FRACTION / max(seconds_per_step, 1e-9), self._steps)))
 
     def charge_witnessed(self, length: int) -> int:
         """Charge the lines that a ledger lacks, each as a step of the plan, and return how many there are.
@@ -750,15 +727,20 @@ class CohortLedger(Ledger):
     def _check_same_plan(self, run: RunName, plans: Mapping[int, Sequence[Spend]]) -> None:
         """Raise BudgetError where charged steps of the run use another mechanism in this plan."""
         starts = {peer: [spend.from_step for spend in plan] for peer, plan in plans.items()}
+
+        def same(peer: int, a: int, b: int, release: Release) -> bool:
+            plan, at = plans[peer], bisect_right(starts[peer], a) - 1
+            return at >= 0 and b <= plan[at].to_step and plan[at].release.mechanism == release.mechanism
+
         for entry in self.entries:
             for charge in entry.charges if entry.run.id == run.id else ():
-                for peer in charge.peers:
-                    if peer in plans and not _same(charge, plans[peer], starts[peer]):
-                        raise BudgetError(
-                            f"{self.path}: steps {entry.from_step} to {entry.to_step} of this run were charged with "
-                            "another mechanism than its plan has; continue with the scenario of those charges",
-                            code="ledger.other-plan",
-                        )
+                steps = [(a, b, release) for intervals, release in charge.parts for a, b in intervals]
+                if not all(same(peer, *part) for peer in charge.peers if peer in plans for part in steps):
+                    raise BudgetError(
+                        f"{self.path}: steps {entry.from_step} to {entry.to_step} of this run were charged with "
+                        "another mechanism than its plan has; continue with the scenario of those charges",
+                        code="ledger.other-plan",
+                    )
 
 
 def spending_of(directory: Path | str, source: str, run: RunName, accounts: Sequence[Account]) -> Spending:
@@ -770,12 +752,3 @@ def spending_of(directory: Path | str, source: str, run: RunName, accounts: Sequ
     entries = read_entries(directory, source)
     past = [cost for other, cost in runs_in(entries).items() if other != run.id]
     return Spending(past, accounts, charged_by_peer(entries, run.id))
-
-
-def _same(charge: Charge, plan: Sequence[Spend], starts: Sequence[int]) -> bool:
-    for steps, release in charge.parts:
-        for a, b in steps:
-            at = bisect_right(starts, a) - 1
-            if at < 0 or b > plan[at].to_step or plan[at].release.mechanism != release.mechanism:
-                return False
-    return True
