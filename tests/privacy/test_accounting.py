@@ -179,7 +179,7 @@ def test_uniform_bound_holds_for_every_data_set_and_is_tight_for_some(size, batc
     x = np.linspace(-10 * noise - size, 10 * noise + size, 8001)
     eps = np.arange(101) * 2.0**-6
     ours = (
-        f(eps, batch / size, 1 / noise) for f in (loss_distributions.uniform_remove, loss_distributions.uniform_add)
+        f(eps, batch / size, 1 / noise) for f in (loss_distributions.uniform_remove, loss_distributions.poisson_remove)
     )
     bounds = [loss_distributions.convex_minorant(values, 2.0**-6) for values in ours]
     tightest = 0.0

@@ -38,23 +38,12 @@ MOST_POINTS = 2**21  # in a window
 
 
 @dataclass(frozen=True)
-class Frame:
-    """The grid and tilt of a loss distribution.
-
-    Attributes:
-        interval: h of the grid.
-        order: t of the tilt.
-    """
-
-    interval: float
-    order: float
-
-
-@dataclass(frozen=True)
 class Tilted:
-    """One loss distribution, tilted in a frame.
+    """One loss distribution on a grid of interval h, tilted by an order t.
 
     Attributes:
+        interval: h.
+        order: t.
         lowest: index of the grid's first point.
         weights: w, float64 [n], summing to 1.
         log_mass: K.
@@ -62,6 +51,8 @@ class Tilted:
         infinite: P(L = ∞).
     """
 
+    interval: float
+    order: float
     lowest: int
     weights: np.ndarray
     log_mass: float
@@ -73,19 +64,23 @@ class WindowError(Exception):
     """A window would have more than MOST_POINTS points; a coarser grid needs fewer."""
 
 
-def compose(losses: Losses, frame: Frame) -> Tilted:
-    """Return the sum of independent losses, `counts` draws from each row."""
+def compose(losses: Losses, interval: float, order: float) -> Tilted:
+    """Return the sum of independent losses, `counts` draws from each row, tilted."""
     counts = losses.counts
-    weights, log_masses = tilt(losses.mass, losses.lowest, frame)
-    first, last = _ends(counts @ weights)
+    weights, log_masses = tilt(losses, interval, order)
+    expected = counts @ weights  # of all draws together; all but CUT of it is kept
+    below, above = np.cumsum(expected), np.cumsum(expected[::-1])
+    first = int(np.searchsorted(below, CUT / 2, side="right"))
+    last = len(expected) - int(np.searchsorted(above, CUT / 2, side="right"))
     start, total, slack = convolve(weights[:, first:last], counts)
-    lowest = (losses.lowest + first) * int(counts.sum()) + start
-    return Tilted(lowest, total, float(counts @ log_masses), slack + CUT, together(losses.infinite, counts))
+    lowest, infinite = (losses.lowest + first) * int(counts.sum()) + start, together(losses.infinite, counts)
+    return Tilted(interval, order, lowest, total, float(counts @ log_masses), slack + CUT, infinite)
 
 
-def tilt(mass: np.ndarray, lowest: int, frame: Frame) -> tuple[np.ndarray, np.ndarray]:
+def tilt(losses: Losses, interval: float, order: float) -> tuple[np.ndarray, np.ndarray]:
     """Return every row's w, [b, n], and K, [b], rounded up."""
-    logs = np.log(mass) + frame.order * frame.interval * np.arange(lowest, lowest + mass.shape[1])
+    points = np.arange(losses.lowest, losses.lowest + losses.mass.shape[1])
+    logs = np.log(losses.mass) + order * interval * points
     top = logs.max(axis=1, keepdims=True)
     weights = np.exp(logs - top)
     sums = weights.sum(axis=1, keepdims=True)
@@ -99,30 +94,22 @@ def together(chances: np.ndarray | Sequence[float], counts: np.ndarray | float =
     return -math.expm1(float(np.sum(counts * log_none)))
 
 
-def _ends(expected: np.ndarray) -> tuple[int, int]:
-    """Return the slice that holds all but CUT of what is expected of all draws together."""
-    below, above = np.cumsum(expected), np.cumsum(expected[::-1])
-    first = int(np.searchsorted(below, CUT / 2, side="right"))
-    return first, len(expected) - int(np.searchsorted(above, CUT / 2, side="right"))
-
-
 def combine(parts: Sequence[Tilted]) -> Tilted:
-    """Return the sum of one loss of each part."""
+    """Return the sum of one loss of each part, some at a time."""
     while len(parts) > 1:
-        width = max(2, CHUNK // max(len(part.weights) for part in parts))
-        parts = [_combined(parts[start : start + width]) for start in range(0, len(parts), width)]
+        width, sums = max(2, CHUNK // max(len(part.weights) for part in parts)), []
+        for start in range(0, len(parts), width):
+            some = parts[start : start + width]
+            rows = np.zeros((len(some), max(len(part.weights) for part in some)))
+            for row, part in zip(rows, some, strict=True):
+                row[: len(part.weights)] = part.weights
+            low, weights, slack = convolve(rows, np.ones(len(some)))
+            slack = math.expm1(math.fsum(math.log1p(s) for s in (slack, *(part.slack for part in some))))
+            lowest, log_mass = sum(part.lowest for part in some) + low, math.fsum(part.log_mass for part in some)
+            infinite, (h, t) = together([part.infinite for part in some]), (some[0].interval, some[0].order)
+            sums.append(Tilted(h, t, lowest, weights, log_mass, slack, infinite))
+        parts = sums
     return parts[0]
-
-
-def _combined(parts: Sequence[Tilted]) -> Tilted:
-    """Return the sum of one loss of each of a few parts."""
-    rows = np.zeros((len(parts), max(len(part.weights) for part in parts)))
-    for row, part in zip(rows, parts, strict=True):
-        row[: len(part.weights)] = part.weights
-    start, weights, slack = convolve(rows, np.ones(len(parts)))
-    slack = math.expm1(math.fsum(math.log1p(s) for s in (slack, *(part.slack for part in parts))))
-    log_mass, infinite = math.fsum(part.log_mass for part in parts), together([part.infinite for part in parts])
-    return Tilted(sum(part.lowest for part in parts) + start, weights, log_mass, slack, infinite)
 
 
 @quietly
@@ -141,31 +128,21 @@ def convolve(rows: np.ndarray, counts: np.ndarray) -> tuple[int, np.ndarray, flo
     spectrum, moves = np.ones(size // 2 + 1, dtype=np.complex128), 0.0
     width = max(1, CHUNK // size)
     for some in (slice(start, start + width) for start in range(0, len(rows), width)):
-        elsewhere = _wrapped(rows[some], size)
+        padded = np.zeros((len(rows[some]), -(-rows.shape[1] // size) * size))
+        padded[:, : rows.shape[1]] = rows[some]
+        elsewhere = padded.reshape(len(padded), -1, size).sum(axis=1)  # indices modulo the size
         elsewhere[:, peak % size] -= rows[some, peak]
         sums = elsewhere.sum(axis=1)
         parts = scipy.fft.rfft(np.roll(elsewhere, -peak % size, axis=1)) - sums[:, None]
         once = counts[some] == 1
         spectrum *= np.prod(parts[once] + 1, axis=0)
-        for part, count in zip(parts[~once], counts[some][~once], strict=True):
-            spectrum *= _power(part, count)
+        for z, count in zip(parts[~once], counts[some][~once], strict=True):  # (1 + z)^count, precise for small z
+            log = 0.5 * np.log1p(np.maximum(z.real * (2 + z.real) + z.imag * z.imag, -1.0))
+            angle = count * np.arctan2(z.imag, 1 + z.real)
+            spectrum *= np.exp(count * log) * (np.cos(angle) + 1j * np.sin(angle))
         moves += float(counts[some] @ sums)
     weights = np.maximum(np.roll(scipy.fft.irfft(spectrum, size), (draws * peak - low) % size), 0.0)
     return low, weights, CUT + ROUNDING * (moves + 64)
-
-
-def _wrapped(rows: np.ndarray, size: int) -> np.ndarray:
-    """Return rows added up modulo a size, [b, size]."""
-    padded = np.zeros((len(rows), -(-rows.shape[1] // size) * size))
-    padded[:, : rows.shape[1]] = rows
-    return np.asarray(padded.reshape(len(rows), -1, size).sum(axis=1))
-
-
-def _power(z: np.ndarray, count: float) -> np.ndarray:
-    """Return (1 + z)^count, precise for small z."""
-    log = 0.5 * np.log1p(np.maximum(z.real * (2 + z.real) + z.imag * z.imag, -1.0))
-    angle = count * np.arctan2(z.imag, 1 + z.real)
-    return np.asarray(np.exp(count * log) * (np.cos(angle) + 1j * np.sin(angle)))
 
 
 def _window(rows: np.ndarray, counts: np.ndarray) -> tuple[int, int]:
@@ -195,16 +172,16 @@ def _dot(rows: np.ndarray, column: np.ndarray) -> np.ndarray:
     return np.asarray(np.einsum("bn,n->b", rows, column))
 
 
-def exceedance(tilted: Tilted, frame: Frame) -> np.ndarray:
+def exceedance(tilted: Tilted) -> np.ndarray:
     """Return Σ_{L > ε} w(L) e^{-t (L - ε)} (1 - e^{-(L - ε)}) at every ε of the grid, [n].
 
     With B(ε) = Σ_{L >= ε} w(L) e^{-(t + 1) (L - ε)} it is e^{-th} times itself at ε + h, and
     (e^h - 1) e^{-(t + 1) h} B(ε + h): two recursions from the top, of positive numbers.
     """
-    fade = math.exp(-frame.order * frame.interval)
-    steep = math.exp(-(frame.order + 1) * frame.interval)
+    fade = math.exp(-tilted.order * tilted.interval)
+    steep = math.exp(-(tilted.order + 1) * tilted.interval)
     tails = _faded_sums(tilted.weights[::-1], steep)
-    gain = -math.expm1(-frame.interval) * fade
+    gain = -math.expm1(-tilted.interval) * fade
     return _faded_sums(np.append(0.0, gain * tails[:-1]), fade)[::-1]
 
 
@@ -218,7 +195,7 @@ def _faded_sums(values: np.ndarray, fade: float) -> np.ndarray:
     return np.asarray(sums)
 
 
-def epsilon_at(tilted: Tilted, frame: Frame, delta: float) -> tuple[float, float]:
+def epsilon_at(tilted: Tilted, delta: float) -> tuple[float, float]:
     """Find where a composition's profile is at most δ.
 
     Returns:
@@ -228,25 +205,22 @@ def epsilon_at(tilted: Tilted, frame: Frame, delta: float) -> tuple[float, float
     if rest <= 0:
         return math.inf, 0.0
     log_rest, first = math.log(rest), max(0, -tilted.lowest)  # ε < 0 need not be looked at
-    epsilons = frame.interval * np.arange(tilted.lowest + first, tilted.lowest + len(tilted.weights))
-    slack, scale = tilted.slack * math.exp(log_harm(frame.order)), 0.0
-    sums = exceedance(tilted, frame)[first:] + slack
-    logs = np.log(sums) + tilted.log_mass - frame.order * epsilons
+    epsilons = tilted.interval * np.arange(tilted.lowest + first, tilted.lowest + len(tilted.weights))
+    slack, scale = tilted.slack * math.exp(log_harm(tilted.order)), 0.0
+    sums = exceedance(tilted)[first:] + slack
+    logs = np.log(sums) + tilted.log_mass - tilted.order * epsilons
     enough = np.flatnonzero(logs <= log_rest)
     if not len(enough):  # only the slack is above the window
-        value = (tilted.log_mass + math.log(slack) - log_rest) / frame.order if frame.order > 0 else math.inf
+        value = (tilted.log_mass + math.log(slack) - log_rest) / tilted.order if tilted.order > 0 else math.inf
     elif (j := int(enough[0])) == 0:
         value = float(epsilons[0])
     else:  # straight lines in e^ε between the grid's points
         high, low = math.exp(min(logs[j - 1], 0.0)), math.exp(logs[j])
         share = min(max((high - rest) / (high - low), 0.0), 1.0) if high > low else 1.0
-        value, scale = float(epsilons[j - 1]) + _part(share, frame.interval), frame.interval / (logs[j - 1] - logs[j])
-    return max(0.0, min(value, renyi_epsilon(tilted.log_mass, frame.order, log_rest))), float(scale)
-
-
-def _part(share: float, interval: float) -> float:
-    """Return log(1 + share (e^h - 1)) for any h."""
-    return math.log1p(share * math.expm1(interval)) if interval < 700 else interval + math.log(max(share, 1e-300))
+        h = tilted.interval
+        beyond = math.log1p(share * math.expm1(h)) if h < 700 else h + math.log(max(share, 1e-300))
+        value, scale = float(epsilons[j - 1]) + beyond, h / (logs[j - 1] - logs[j])
+    return max(0.0, min(value, renyi_epsilon(tilted.log_mass, tilted.order, log_rest))), float(scale)
 
 
 def log_harm(order: float) -> float:
@@ -309,7 +283,8 @@ class _Level:
         elements: numbers in the distributions of single steps.
     """
 
-    frame: Frame
+    interval: float
+    order: float
     epsilon: float
     scale: float
     slack: float
@@ -320,33 +295,6 @@ class _Level:
         """Return how far ε may be above that of a finer grid."""
         share = TOLERANCE if self.epsilon < ENORMOUS else ROUGH
         return share * max(self.epsilon, NEARLY_NONE * self.scale)
-
-
-@dataclass(frozen=True)
-class _Gains:
-    """By how much the last refinement lowered ε, and the expected gain of the next.
-
-    Attributes:
-        power: p, of an error in proportion to h^p, in [1, 2].
-        gain, ratio: of the last refinement; that grid was `ratio` times finer.
-    """
-
-    power: float = 1.0
-    gain: float = math.inf
-    ratio: float = 4.0
-
-    def then(self, gain: float, ratio: float) -> _Gains:
-        """Return the state after another gain, with the largest power that explains both."""
-        gain = abs(gain)
-        fits = [p for p in POWERS if gain * ratio**p * (self.ratio**p - 1) <= self.gain * (ratio**p - 1)]
-        return _Gains(max(fits, default=1.0) if math.isfinite(self.gain) else 1.0, gain, ratio)
-
-    def next_ratio(self, tolerance: float) -> float:
-        """Return how many times finer the next grid should be, a power of 2; 1 where it need not be."""
-        left = self.gain / (self.ratio**self.power - 1)
-        if left <= tolerance:
-            return 1.0
-        return 2.0 ** min(math.ceil(math.log2(left / tolerance) / self.power), 3) if tolerance > 0 else 8.0
 
 
 class _Direction:
@@ -363,22 +311,28 @@ class _Direction:
         """Return ε; or, where it is at most `enough`, any number up to that."""
         coarsest = self.coarsest()
         try:
-            level, ratio, gains = self._level(coarsest, None), 4.0, _Gains()
+            level, ratio = self._level(coarsest, None), 4.0
         except WindowError:
             return self._renyi(coarsest)
+        gain, finer_by = math.inf, 4.0  # what the last refinement lowered ε by, and how many times finer it was
         while enough < level.epsilon < math.inf and 2 * level.elements <= MOST_ELEMENTS:
             ratio = min(ratio, 2.0 ** math.floor(math.log2(MOST_ELEMENTS / level.elements)))
             try:
-                finer = self._level(level.frame.interval / ratio, level)
+                finer = self._level(level.interval / ratio, level)
             except WindowError:
                 if ratio == 2:
                     return min(level.epsilon, self._renyi(coarsest))
                 ratio = 2.0
                 continue
-            gains = gains.then(level.epsilon - finer.epsilon, ratio)
-            level, ratio = finer, gains.next_ratio(finer.tolerance)
-            if ratio == 1:
+            before, gain = gain, abs(level.epsilon - finer.epsilon)
+            # An error in proportion to h^p, with the largest p in [1, 2] that explains both gains.
+            fits = [p for p in POWERS if gain * ratio**p * (finer_by**p - 1) <= before * (ratio**p - 1)]
+            power = max(fits, default=1.0) if math.isfinite(before) else 1.0
+            level, finer_by, left = finer, ratio, gain / (ratio**power - 1)
+            if left <= level.tolerance:
                 break
+            steps = min(math.ceil(math.log2(left / level.tolerance) / power), 3) if level.tolerance > 0 else 3
+            ratio = 2.0**steps
         return level.epsilon
 
     def _renyi(self, coarsest: float) -> float:
@@ -405,17 +359,16 @@ class _Direction:
 
     def _level(self, interval: float, coarser: _Level | None) -> _Level:
         """Return the result on a grid, tilted where slack requires it."""
-        losses = self.losses(interval, coarser.frame.order if coarser else 0.0)
+        losses = self.losses(interval, coarser.order if coarser else 0.0)
         order = self._order(losses, interval, coarser.slack if coarser else ROUNDING * (self._draws + 64), coarser)
         for _ in range(TRIES):
-            frame = Frame(interval, order)
-            total = combine([compose(part, frame) for part in losses])
-            value, scale = epsilon_at(total, frame, self._delta)
+            total = combine([compose(part, interval, order) for part in losses])
+            value, scale = epsilon_at(total, self._delta)
             harm = total.log_mass - order * value + log_harm(order)
             share = total.slack / self._delta * math.exp(min(harm, 700.0))
-            level = _Level(frame, value, scale, total.slack, sum(part.mass.size for part in losses))
-            order = self._order(losses, interval, total.slack, level) if share > 10 * SLACK else frame.order
-            if abs(order - frame.order) <= 0.05 * frame.order:
+            level = _Level(interval, order, value, scale, total.slack, sum(part.mass.size for part in losses))
+            order = self._order(losses, interval, total.slack, level) if share > 10 * SLACK else level.order
+            if abs(order - level.order) <= 0.05 * level.order:
                 break
         return level
 
@@ -433,7 +386,7 @@ class _Direction:
             return _least(
                 lambda t: renyi_epsilon(_cumulant(losses, interval, t), t, log_delta), steepest / 512, steepest
             )
-        start = min(near.frame.order or 1 / max(near.epsilon, interval), steepest)
+        start = min(near.order or 1 / max(near.epsilon, interval), steepest)
         return _least(lambda t: _cumulant(losses, interval, t) - t * near.epsilon + log_harm(t), start, steepest)
 
 
@@ -443,8 +396,7 @@ def _infinite(losses: Sequence[Losses]) -> float:
 
 
 def _cumulant(losses: Sequence[Losses], interval: float, order: float) -> float:
-    frame = Frame(interval, order)
-    return math.fsum(float(part.counts @ tilt(part.mass, part.lowest, frame)[1]) for part in losses)
+    return math.fsum(float(part.counts @ tilt(part, interval, order)[1]) for part in losses)
 
 
 def _least(function: Callable[[float], float], start: float, most: float) -> float:

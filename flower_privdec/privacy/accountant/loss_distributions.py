@@ -135,11 +135,6 @@ def uniform_remove(epsilon: np.ndarray, q: Numbers, mu: Numbers) -> np.ndarray:
     return np.asarray(q * np.minimum(mixed, gaussian_profile(epsilon, mu)))
 
 
-def uniform_add(epsilon: np.ndarray, q: Numbers, mu: Numbers) -> np.ndarray:
-    """Return the same without an example against with it: see `uniform_remove`."""
-    return np.asarray(q * gaussian_profile(unsampled(epsilon, q), mu))
-
-
 def mixture_remove(epsilon: np.ndarray, q: Numbers, low: Numbers, high: Numbers) -> np.ndarray:
     """Return ∫ [P - e^ε N]_+ of P = (1 - q) N(low, 1) + q N(high, 1), 0 < low <= high, against N = N(0, 1).
 
@@ -262,7 +257,7 @@ class Steps:
         if self.kind == "mixture":
             return lambda e: mixture_remove(e, q, low, high), lambda e: mixture_add(e, q, low, high)
         if self.kind == "uniform":
-            return lambda e: uniform_remove(e, q, high), lambda e: uniform_add(e, q, high)
+            return lambda e: uniform_remove(e, q, high), lambda e: poisson_remove(e, q, high)  # the same bound
 
         if self.kind == "gaussian":
             return (lambda e: gaussian_profile(e, high),) * 2
