@@ -222,6 +222,11 @@ class HostSettings:
                 f"privacy.ledger={private.ledger} is not for relay mode or shards, where each node keeps a ledger of "
                 "its own: leave it out, or use cohort mode"
             )
+        elif data.batch.sampling == "shuffle" and (scenario.compute.generator == "system" or not self.simulated):
+            problem = (
+                "data.batch.sampling='shuffle' must be another on a SuperNode whose batches come from the operating "
+                "system: its epochs end with a process"
+            )
         elif self.simulated:
             return scenario
         elif not request.peers or request.peers != own_peers:
@@ -237,8 +242,6 @@ class HostSettings:
             )
         elif private is None and self.epsilon != math.inf:
             problem = f"privacy: none breaks this SuperNode's epsilon={self.epsilon}: set a privacy section"
-        elif data.batch.sampling == "shuffle":
-            problem = "data.batch.sampling='shuffle' must be another on a SuperNode: its epochs end with a process"
         elif isinstance(topology, TopologySection) and topology.file is not None:
             problem = f"topology.file={topology.file!r} is not a server's to name: name a graph"
         elif data.each_its_own and (self.data_root is None or self.data_test is None):
