@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from flower_privdec.catalogue import WEIGHTS
-from flower_privdec.common.formatting import did_you_mean
 from flower_privdec.errors import ScenarioError
-from flower_privdec.graph.participation import Everybody, Participation
+from flower_privdec.graph.participation import Participation, build_participation
 from flower_privdec.graph.topology import CompleteTopology, EdgeArray, Peers, Topology, check_topology
 from flower_privdec.rows.tensors import compiled, empty_rows, padded
 
@@ -53,25 +52,10 @@ class Hosted:
     heard: tuple[Link, ...]
     answered: tuple[Link, ...]
 
-    @classmethod
-    def of(cls, matrix: MixingMatrix, peers: Peers) -> Hosted:
-        """Return the rows and messages of some of a matrix's receivers."""
-        senders, receivers, weights = matrix.links()
-        between = senders != receivers
-        here, there = between & np.isin(senders, peers), between & np.isin(receivers, peers)
-        sent = zip(senders[here].tolist(), receivers[here].tolist(), weights[here].tolist(), strict=True)
-        heard, answered = _by_second(senders[there], receivers[there]), _by_second(receivers[here], senders[here])
-        return cls(peers, matrix.rows(peers), tuple(sent), heard, answered)
-
     @cached_property
     def terms(self) -> tuple[tuple[Term, ...], ...]:
         """Return the terms of each hosted peer's own row: itself first, then by distance."""
         return tuple(tuple(self.rows.rows([peer]).terms()) for peer in self.peers.tolist())
-
-
-def _by_second(first: Peers, second: Peers) -> tuple[Link, ...]:
-    order = np.lexsort((first, second))
-    return tuple(zip(first[order].tolist(), second[order].tolist(), strict=True))
 
 
 Array = npt.NDArray[Any]
@@ -84,6 +68,7 @@ FUSED_TERMS = 32  # terms of one receiver from which it does so whatever the siz
 IN_PLACE_FROM = 2**16  # bytes of a row from which a call for each row costs less than a second buffer
 FEW_RUNS = 4  # calls that cost less than the copies of a gather, however short the rows
 BLOCK = 32  # rows summed pairwise before they join a mean
+_compiled = cache(compiled)
 
 
 class Slot(NamedTuple):
@@ -92,23 +77,6 @@ class Slot(NamedTuple):
     rows: Tensor | None
     columns: Tensor
     weights: Tensor
-
-
-def build_slots(indptr: Array, columns: Array, weights: Array, device: torch.device, dtype: torch.dtype) -> list[Slot]:
-    """Turn compressed rows into slots; the first has all receivers, the s-th those with more than s terms."""
-    counts = np.diff(indptr)
-    built = []
-    for s in range(int(counts.max())):
-        rows = np.flatnonzero(counts > s)
-        at = indptr[rows] + s
-        built.append(
-            Slot(
-                None if len(rows) == len(counts) else torch.from_numpy(rows).to(device),
-                torch.from_numpy(columns[at]).to(device),
-                torch.from_numpy(weights[at]).to(device, dtype).unsqueeze(1),
-            )
-        )
-    return built
 
 
 def slots(x: Tensor, out: Tensor, terms: list[Slot]) -> None:
@@ -122,21 +90,6 @@ def slots(x: Tensor, out: Tensor, terms: list[Slot]) -> None:
                 out[chunk] += term
             else:
                 out.index_add_(0, rows[chunk], term)
-
-
-def halves_shifted_(x: Tensor, shift: int) -> None:
-    """Take half of the row's own and half of the row's `shift` before it, cyclically, in place.
-
-    It goes through each cycle row by row, and reads and writes every row once: a row is changed before the one it
-    hears, so that only the first of a cycle is copied.
-    """
-    rows = x.unbind(0)
-    for start in range(math.gcd(len(rows), shift)):
-        first, row = rows[start].clone(), start
-        while (other := (row - shift) % len(rows)) != start:
-            rows[row].lerp_(rows[other], 0.5)
-            row = other
-        rows[row].lerp_(first, 0.5)
 
 
 def sum_rows(x: Tensor, members: Tensor | None) -> Tensor:
@@ -178,13 +131,8 @@ def fused(x: Tensor, out: Tensor, indptr: Array, columns: Array, weights: Array)
     source, target = padded(x), padded(out)
     if not (fits and pays) or source is None or target is None:
         return False
-    _compiled_loop()(indptr, columns, weights, source.numpy(), target.numpy(), x.shape[1])
+    _compiled(_loop)(indptr, columns, weights, source.numpy(), target.numpy(), x.shape[1])
     return True
-
-
-@cache
-def _compiled_loop() -> Any:
-    return compiled(_loop)
 
 
 def _loop(indptr: Array, columns: Array, weights: Array, x: Array, out: Array, width: int) -> None:
@@ -250,8 +198,18 @@ class MixingMatrix(ABC):
         """Return the rows and messages of some of the receivers; the last result is cached."""
         key = peers.tobytes()
         if key not in self._last_hosted:
+            senders, receivers, weights = self.links()
+            between = senders != receivers
+            here, there = between & np.isin(senders, peers), between & np.isin(receivers, peers)
+
+            def by_second(first: Peers, second: Peers) -> tuple[Link, ...]:
+                order = np.lexsort((first, second))
+                return tuple(zip(first[order].tolist(), second[order].tolist(), strict=True))
+
+            sent = zip(senders[here].tolist(), receivers[here].tolist(), weights[here].tolist(), strict=True)
+            heard, answered = by_second(senders[there], receivers[there]), by_second(receivers[here], senders[here])
             self._last_hosted.clear()
-            self._last_hosted[key] = Hosted.of(self, peers)
+            self._last_hosted[key] = Hosted(peers, self.rows(peers), tuple(sent), heard, answered)
         return self._last_hosted[key]
 
     def apply(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -373,7 +331,14 @@ class SparseMatrix(MixingMatrix):
         shift, long = self._shift if self.halves else None, x.nbytes >= IN_PLACE_FROM * self.n_columns
         if shift is None or not long or x.device.type != "cpu" or x.shape[0] != self.n_columns:
             return super().replace(x, spare)
-        halves_shifted_(x.detach(), shift)
+        # Each cycle row by row: a row is changed before the one it hears, so that only the first of a cycle is copied.
+        by_peer = x.detach().unbind(0)
+        for start in range(math.gcd(len(by_peer), shift)):
+            first, row = by_peer[start].clone(), start
+            while (other := (row - shift) % len(by_peer)) != start:
+                by_peer[row].lerp_(by_peer[other], 0.5)
+                row = other
+            by_peer[row].lerp_(first, 0.5)
         return x, spare
 
     def _columns(self) -> Peers:
@@ -431,9 +396,21 @@ class SparseMatrix(MixingMatrix):
         return self.weights.astype(np.float32)
 
     def _slots(self, x: Tensor) -> list[Slot]:
+        """Return the terms as slots: the first has all receivers, the s-th those with more than s terms."""
         key = (x.device, x.dtype)
         if key not in self._on_device:
-            self._on_device[key] = build_slots(self.indptr, self.columns, self.weights, *key)
+            counts = np.diff(self.indptr)
+            self._on_device[key] = built = []
+            for s in range(int(counts.max())):
+                rows = np.flatnonzero(counts > s)
+                at = self.indptr[rows] + s
+                built.append(
+                    Slot(
+                        None if len(rows) == len(counts) else torch.from_numpy(rows).to(x.device),
+                        torch.from_numpy(self.columns[at]).to(x.device),
+                        torch.from_numpy(self.weights[at]).to(x).unsqueeze(1),
+                    )
+                )
         return self._on_device[key]
 
 
@@ -508,8 +485,8 @@ class AverageMatrix(MixingMatrix):
         return {}
 
 
-Degrees = npt.NDArray[np.int64]
-Rule = Callable[[EdgeArray, int], npt.NDArray[np.float64]]  # a weight for each peer itself, then for each edge
+RULES = WEIGHTS.some("column-stochastic", "metropolis", "doubly-stochastic", "max-degree")
+UNDIRECTED = ("metropolis", "max-degree")  # symmetric, and so for undirected graphs alone
 
 
 def mixing_matrix(
@@ -527,7 +504,7 @@ def mixing_matrix(
     Args:
         edges: [m, 2] (sender, receiver), without self loops or repeats; server does not look at them.
         n_peers: how many peers there are.
-        weights: a key of `RULES`, or server, of which only who is active decides the weights.
+        weights: one of `RULES`, or server, of which only who is active decides the weights.
         active: mask of the active peers, [n_peers]; None means all.
 
     Returns:
@@ -541,28 +518,69 @@ def mixing_matrix(
         >>> mixing_matrix(edges, 3, "column-stochastic").dense().round(2).tolist()
         [[0.33, 0.5, 0.0], [0.33, 0.5, 0.0], [0.33, 0.0, 1.0]]
     """
-    check_weights(weights)
+    if weights != "server":
+        RULES.check(weights, "topology.weights")
     mask = np.ones(n_peers, dtype=bool) if active is None else active
     if weights == "server":
         return average_matrix(mask, everybody_receives=True)
-    _check_edges(edges, n_peers)
-    if weights in UNDIRECTED:
-        _require_symmetric(edges, n_peers, weights)
-    if weights == "doubly-stochastic":
-        _require_regular(edges, n_peers)
-    active_edges = edges if mask.all() else edges[mask[edges[:, 0]] & mask[edges[:, 1]]]
-    n_active = int(mask.sum())
-    if len(active_edges) == n_active * (n_active - 1):
-        return average_matrix(mask)  # a clique: each of the rules gives 1/m
-    return _sparse(active_edges, n_peers, RULES[weights])
-
-
-def check_weights(weights: str) -> None:
-    """Refuse weights that have no rule here."""
-    if weights not in RULES and weights != "server":
+    if len(edges) and (edges.min() < 0 or edges.max() >= n_peers):
         raise ScenarioError(
-            f"topology.weights={weights!r} must be one of {', '.join(RULES)}{did_you_mean(weights, RULES)}"
+            f"edges must join peers 0 to {n_peers - 1}; got {edges.min()} to {edges.max()}", code="mixing.edges"
         )
+    loops = edges[edges[:, 0] == edges[:, 1], 0]
+    if len(loops):
+        message = f"edge {loops[0]} -> {loops[0]} must be left out: self weights are implied"
+        raise ScenarioError(message, code="mixing.edges")
+    if weights in UNDIRECTED:
+        there, back = np.sort(edges @ [n_peers, 1]), np.sort(edges @ [1, n_peers])
+        if not np.array_equal(there, back):
+            sender, receiver = divmod(int(np.setdiff1d(there, back)[0]), n_peers)
+            raise ScenarioError(
+                f"topology.weights={weights} must have an undirected graph, but {sender} -> {receiver} has no reverse; "
+                "use column-stochastic with push-sum, or an undirected topology",
+                code="mixing.directed",
+            )
+    if weights == "doubly-stochastic":
+        degrees = np.concatenate(_degrees(edges, n_peers))
+        if degrees.min() != degrees.max():
+            raise ScenarioError(
+                f"topology.weights=doubly-stochastic must have all in- and out-degrees the same, and they are "
+                f"{degrees.min()} to {degrees.max()}; use max-degree or metropolis (undirected graphs), or push-sum",
+                code="mixing.degrees",
+            )
+    edges = edges if mask.all() else edges[mask[edges[:, 0]] & mask[edges[:, 1]]]
+    n_active = int(mask.sum())
+    if len(edges) == n_active * (n_active - 1):
+        return average_matrix(mask)  # a clique: each of the rules gives 1/m
+    (senders, receivers), (out_degree, in_degree) = edges.T, _degrees(edges, n_peers)
+    if weights == "column-stochastic":
+        own: npt.NDArray[np.float64] = 1 / (out_degree + 1)
+        shares = own[senders]
+    else:
+        if weights == "metropolis":
+            shares = 1 / (1 + np.maximum(out_degree[senders], out_degree[receivers]))
+        elif np.array_equal(out_degree, in_degree):
+            shares = np.full(len(edges), 1 / (int(out_degree.max()) + 1))
+        else:
+            raise ScenarioError(
+                "topology.weights=doubly-stochastic on a directed graph must have everybody active, for an absent peer "
+                "unbalances what others send and receive; use column-stochastic with push-sum",
+                code="mixing.participation",
+            )
+        own = np.asarray(1 - np.bincount(receivers, weights=shares, minlength=n_peers), dtype=np.float64)
+    # Compressed rows: first the receiver's own term, then the others' by distance behind it.
+    ids = np.arange(n_peers)
+    senders, receivers = np.concatenate([ids, senders]), np.concatenate([ids, receivers])
+    values = np.concatenate([own, shares])
+    order = np.argsort(receivers * n_peers + (receivers - senders) % n_peers)
+    counts = np.bincount(receivers, minlength=n_peers)
+    halves = bool((counts == 2).all() and (values == 0.5).all())
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    return SparseMatrix(n_peers, ids, indptr, senders[order], values[order], halves)
+
+
+def _degrees(edges: EdgeArray, n_peers: int) -> tuple[Peers, Peers]:
+    return np.bincount(edges[:, 0], minlength=n_peers), np.bincount(edges[:, 1], minlength=n_peers)
 
 
 def average_matrix(active: npt.NDArray[np.bool_], *, everybody_receives: bool = False) -> AverageMatrix:
@@ -571,86 +589,6 @@ def average_matrix(active: npt.NDArray[np.bool_], *, everybody_receives: bool = 
     averaged = np.ones(n_peers, dtype=bool) if everybody_receives else active
     ids = np.arange(n_peers)
     return AverageMatrix(n_peers, ids, np.flatnonzero(active), ids, averaged)
-
-
-def _sparse(edges: EdgeArray, n_peers: int, rule: Rule) -> SparseMatrix:
-    """Assemble compressed rows: first the receiver's own term, then the others' by distance behind it."""
-    ids = np.arange(n_peers)
-    senders, receivers = np.concatenate([ids, edges[:, 0]]), np.concatenate([ids, edges[:, 1]])
-    values = rule(edges, n_peers)
-    order = np.argsort(receivers * n_peers + (receivers - senders) % n_peers)
-    counts = np.bincount(receivers, minlength=n_peers)
-    indptr = np.concatenate([[0], np.cumsum(counts)])
-    halves = bool((counts == 2).all() and (values == 0.5).all())
-    return SparseMatrix(n_peers, ids, indptr, senders[order], values[order], halves)
-
-
-def _column_stochastic(edges: EdgeArray, n_peers: int) -> npt.NDArray[np.float64]:
-    share = 1 / (np.bincount(edges[:, 0], minlength=n_peers) + 1)
-    return np.concatenate([share, share[edges[:, 0]]])
-
-
-def _metropolis(edges: EdgeArray, n_peers: int) -> npt.NDArray[np.float64]:
-    degree = np.bincount(edges[:, 0], minlength=n_peers)
-    return _rest_to_itself(edges, n_peers, 1 / (1 + np.maximum(degree[edges[:, 0]], degree[edges[:, 1]])))
-
-
-def _uniform(edges: EdgeArray, n_peers: int) -> npt.NDArray[np.float64]:
-    out_degree, in_degree = _degrees(edges, n_peers)
-    if not np.array_equal(out_degree, in_degree):
-        raise ScenarioError(
-            "topology.weights=doubly-stochastic on a directed graph must have everybody active, for an absent peer "
-            "unbalances what others send and receive; use column-stochastic with push-sum"
-        )
-    largest = int(out_degree.max())
-    return _rest_to_itself(edges, n_peers, np.full(len(edges), 1 / (largest + 1)))
-
-
-def _rest_to_itself(edges: EdgeArray, n_peers: int, share: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    return np.concatenate([1 - np.bincount(edges[:, 1], weights=share, minlength=n_peers), share])
-
-
-def _degrees(edges: EdgeArray, n_peers: int) -> tuple[Degrees, Degrees]:
-    return np.bincount(edges[:, 0], minlength=n_peers), np.bincount(edges[:, 1], minlength=n_peers)
-
-
-def _check_edges(edges: EdgeArray, n_peers: int) -> None:
-    if len(edges) and (edges.min() < 0 or edges.max() >= n_peers):
-        raise ScenarioError(f"edges must join peers 0 to {n_peers - 1}; got {edges.min()} to {edges.max()}")
-    loops = edges[edges[:, 0] == edges[:, 1], 0]
-    if len(loops):
-        raise ScenarioError(f"edge {loops[0]} -> {loops[0]} must be left out: self weights are implied")
-
-
-def _require_symmetric(edges: EdgeArray, n_peers: int, weights: str) -> None:
-    there, back = np.sort(edges @ [n_peers, 1]), np.sort(edges @ [1, n_peers])
-    if not np.array_equal(there, back):
-        alone = np.setdiff1d(there, back)
-        sender, receiver = divmod(int(alone[0]), n_peers)
-        raise ScenarioError(
-            f"topology.weights={weights} must have an undirected graph, but {sender} -> {receiver} has no reverse; "
-            "use column-stochastic with push-sum, or an undirected topology"
-        )
-
-
-def _require_regular(edges: EdgeArray, n_peers: int) -> None:
-    degrees = np.concatenate(_degrees(edges, n_peers))
-    if degrees.min() != degrees.max():
-        raise ScenarioError(
-            f"topology.weights=doubly-stochastic must have all in- and out-degrees the same, and they are "
-            f"{degrees.min()} to {degrees.max()}; use max-degree or metropolis (undirected graphs), or push-sum"
-        )
-
-
-RULES: dict[str, Rule] = WEIGHTS.some("column-stochastic", "metropolis", "doubly-stochastic", "max-degree").bind(
-    {
-        "column-stochastic": _column_stochastic,
-        "metropolis": _metropolis,
-        "doubly-stochastic": _uniform,
-        "max-degree": _uniform,
-    }
-)
-UNDIRECTED = ("metropolis", "max-degree")  # symmetric, and so for undirected graphs alone
 
 
 class Mixing:
@@ -671,14 +609,46 @@ class Mixing:
         """Check the combination and start with nothing cached."""
         self.topology = topology
         self.n_peers = topology.n_peers
-        self.participation = participation or Everybody(self.n_peers)
+        self.participation = participation or build_participation("all", self.n_peers)
         self.weights = "server" if topology.name == "server" else weights
         self._by_phase: dict[int, MixingMatrix] = {}
         self._latest: tuple[int, MixingMatrix] | None = None
         self._period = topology.period
-        check_weights(self.weights)
+        if self.weights != "server":
+            RULES.check(self.weights, "topology.weights")
         check_topology(topology)
-        self._check_participation()
+        weights, kind = self.weights, self.participation.kind
+        if self.participation.n_peers != self.n_peers:
+            raise ScenarioError(
+                f"participation of {self.participation.n_peers} peers must be of n_peers={self.n_peers}, "
+                f"as topology {topology.name} is; build both for the same peers",
+                code="mixing.participation",
+            )
+        if weights == "server" and topology.name != "server":
+            raise ScenarioError(
+                f"topology.weights=server on topology {topology.name} must be on topology server; set topology.name",
+                code="mixing.server",
+            )
+        if weights in UNDIRECTED and topology.directed:
+            raise ScenarioError(
+                f"topology.weights={weights} on topology {topology.name} must have an undirected graph; "
+                "use a push-sum algorithm (column-stochastic weights), or an undirected topology",
+                code="mixing.directed",
+            )
+        if weights == "doubly-stochastic" and topology.directed and kind != "all":
+            raise ScenarioError(
+                f"topology.weights=doubly-stochastic on topology {topology.name} must have participation all, "
+                f"not {kind}: an absent peer unbalances what others send and receive; use push-sum",
+                code="mixing.participation",
+            )
+        for phase in range(topology.period or 1):
+            self._build(phase, np.ones(self.n_peers, dtype=bool))
+        if weights != "server" and max(int(self.active(k).sum()) for k in range(8)) < 2:
+            raise ScenarioError(
+                f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so no peer ever exchanges; "
+                "raise fraction so that at least 2 are active",
+                code="mixing.participation",
+            )
 
     def matrix(self, round_index: int) -> MixingMatrix:
         """Return W of a round, [n_peers, n_peers]; inactive rows are the identity's, except for server."""
@@ -724,35 +694,6 @@ class Mixing:
         if isinstance(self.topology, CompleteTopology):  # without listing its n (n - 1) edges
             return average_matrix(active, everybody_receives=self.weights == "server")
         return mixing_matrix(self.topology.edges(round_index), self.n_peers, self.weights, active)
-
-    def _check_participation(self) -> None:
-        topology, weights, kind = self.topology, self.weights, self.participation.kind
-        if self.participation.n_peers != self.n_peers:
-            raise ScenarioError(
-                f"participation of {self.participation.n_peers} peers must be of n_peers={self.n_peers}, "
-                f"as topology {topology.name} is; build both for the same peers"
-            )
-        if weights == "server" and topology.name != "server":
-            raise ScenarioError(
-                f"topology.weights=server on topology {topology.name} must be on topology server; set topology.name"
-            )
-        if weights in UNDIRECTED and topology.directed:
-            raise ScenarioError(
-                f"topology.weights={weights} on topology {topology.name} must have an undirected graph; "
-                "use a push-sum algorithm (column-stochastic weights), or an undirected topology"
-            )
-        if weights == "doubly-stochastic" and topology.directed and kind != "all":
-            raise ScenarioError(
-                f"topology.weights=doubly-stochastic on topology {topology.name} must have participation all, "
-                f"not {kind}: an absent peer unbalances what others send and receive; use push-sum"
-            )
-        for phase in range(topology.period or 1):
-            self._build(phase, np.ones(self.n_peers, dtype=bool))
-        if weights != "server" and max(int(self.active(k).sum()) for k in range(8)) < 2:
-            raise ScenarioError(
-                f"participation.kind={kind} leaves 1 peer of {self.n_peers} active, so no peer ever exchanges; "
-                "raise fraction so that at least 2 are active"
-            )
 
 
 class PartlyHeard(Mixing):

@@ -36,29 +36,12 @@ class Participation(Protocol):
 
 
 @dataclass(frozen=True)
-class Everybody:
-    """Every peer is active in every round."""
-
-    n_peers: int
-    kind: str = "all"
-
-    @property
-    def chances(self) -> npt.NDArray[np.float64]:
-        """Return ones, [n_peers]."""
-        return np.ones(self.n_peers)
-
-    def active(self, round_index: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of ones, [n_peers]."""
-        return np.ones(self.n_peers, dtype=bool)
-
-
-@dataclass(frozen=True)
 class UniformParticipation:
     """The same number of peers each round, drawn without replacement; the draw is keyed by (seed, round)."""
 
     n_peers: int
     count: int
-    seed: int
+    seed: int = 0
     kind: str = "uniform"
 
     @property
@@ -68,7 +51,7 @@ class UniformParticipation:
 
     def active(self, round_index: int) -> npt.NDArray[np.bool_]:
         """Return the mask of the round's peers, [n_peers], read-only."""
-        return _drawn(self.n_peers, self.count, self.seed, round_index)
+        return _drawn(self.n_peers, self.count, self.seed, 0 if self.kind == "all" else round_index)
 
 
 @lru_cache(maxsize=8)  # steps and exchanges of one round all need it
@@ -132,12 +115,17 @@ def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float 
     """
     PARTICIPATIONS.some("all", "uniform").check(kind, "participation.kind")
     if n_peers < 1:
-        raise ScenarioError(f"n_peers={n_peers} must be >= 1")
+        raise ScenarioError(f"n_peers={n_peers} must be >= 1", code="participation.n-peers")
     if kind == "all":
         if fraction is not None:
-            raise ScenarioError(f"participation.fraction={fraction} must not be set with kind all; use kind uniform")
-        return Everybody(n_peers)
+            raise ScenarioError(
+                f"participation.fraction={fraction} must not be set with kind all; use kind uniform",
+                code="participation.fraction",
+            )
+        return UniformParticipation(n_peers, n_peers, kind="all")
     if fraction is None or not 0 < fraction <= 1:
-        raise ScenarioError(f"participation.fraction={fraction} must be in (0, 1] for kind uniform")
+        raise ScenarioError(
+            f"participation.fraction={fraction} must be in (0, 1] for kind uniform", code="participation.fraction"
+        )
     count = math.ceil(round(fraction * n_peers, 9))  # 0.07 * 100 is a hair above 7 in floating point
     return UniformParticipation(n_peers, max(count, 1), seed)

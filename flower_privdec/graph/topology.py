@@ -94,15 +94,6 @@ def networkx() -> Any:
     return networkx
 
 
-def as_networkx(topology: Topology, round_index: int | None = None) -> Any:
-    """Return the graph of one round, or of all rounds together, as a networkx graph or digraph."""
-    graph = networkx().DiGraph() if topology.directed else networkx().Graph()
-    graph.add_nodes_from(range(topology.n_peers))
-    edges = topology.support() if round_index is None else topology.edges(round_index)
-    graph.add_edges_from(edges.tolist())
-    return graph
-
-
 @dataclass(frozen=True, eq=False)
 class StaticTopology:
     """The same edges every round."""
@@ -220,9 +211,12 @@ def check_topology(topology: Topology) -> None:
         reached = scipy.sparse.csgraph.breadth_first_order(graph, 0, directed=True, return_predecessors=False)
         cut_off = np.setdiff1d(np.arange(topology.n_peers), reached)
         if len(cut_off):
+            named = ", ".join(map(str, cut_off[:MOST_NAMED]))
+            more = f" and {len(cut_off) - MOST_NAMED} more" if len(cut_off) > MOST_NAMED else ""
             raise ScenarioError(
-                f"topology.name={topology.name} can never agree: {_named(cut_off)} {sense} peer 0; "
-                "add edges until every peer reaches every other (the graph must be strongly connected)"
+                f"topology.name={topology.name} can never agree: peer{'s' * (len(cut_off) > 1)} {named}{more} {sense} "
+                "peer 0; add edges until every peer reaches every other (the graph must be strongly connected)",
+                code="topology.disconnected",
             )
 
 
@@ -245,7 +239,9 @@ def joint_connectivity(topology: Topology, horizon: int = 64) -> int | None:
     def every_window_connects(size: int) -> bool:
         starts = range(length if periodic else length - size + 1)
         windows = ([rounds[(start + k) % length] for k in range(size)] for start in starts)
-        return all(_strongly_connected(window, topology.n_peers) for window in windows)
+        graphs = (_adjacency(window, topology.n_peers) for window in windows)
+        components = scipy.sparse.csgraph.connected_components
+        return all(components(graph, connection="strong", return_labels=False) == 1 for graph in graphs)
 
     smallest = bisect_left(range(1, length + 1), True, key=every_window_connects) + 1
     return smallest if smallest <= length else None
@@ -255,19 +251,6 @@ def _adjacency(rounds: Sequence[EdgeArray], n_peers: int) -> scipy.sparse.csr_ar
     edges = np.concatenate(rounds)
     ones = np.ones(len(edges))
     return scipy.sparse.csr_array((ones, (edges[:, 0], edges[:, 1])), shape=(n_peers, n_peers))
-
-
-def _strongly_connected(rounds: Sequence[EdgeArray], n_peers: int) -> bool:
-    graph = _adjacency(rounds, n_peers)
-    return bool(scipy.sparse.csgraph.connected_components(graph, connection="strong", return_labels=False) == 1)
-
-
-def _named(peers: Peers) -> str:
-    if len(peers) == 1:
-        return f"peer {peers[0]}"
-    first = ", ".join(str(peer) for peer in peers[:MOST_NAMED])
-    more = len(peers) - MOST_NAMED
-    return f"peers {first}" + (f" and {more} more" if more > 0 else "")
 
 
 MOST_EDGES = 4_000_000  # in both directions; networkx takes a minute and 2 GiB for them
@@ -301,6 +284,7 @@ def check_edges(count: float, name: str, n_peers: int) -> None:
         )
 
 
+LONGEST = 64 << 20  # bytes of an edge list
 DRAWS = 200  # of a random graph, until one is connected
 
 
@@ -443,10 +427,39 @@ def _edge_list(
     name: str, n_peers: int, seed: int, *, file: str | Path | None = None, directed: bool = True
 ) -> Topology:
     if file is None:
-        raise ScenarioError("topology.file is missing: edge-list reads its edges from a text file; add it")
+        message = "topology.file is missing: edge-list reads its edges from a text file; add it"
+        raise ScenarioError(message, code="topology.file")
     if not isinstance(directed, bool):
-        raise ScenarioError(f"topology.directed={directed!r} must be true or false")
-    pairs = read_edge_list(file, n_peers)
+        raise ScenarioError(f"topology.directed={directed!r} must be true or false", code="topology.option")
+    try:
+        with Path(file).open("rb") as binary:
+            content = binary.read(LONGEST + 1)
+        lines = content.decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        message = f"topology.file={file} cannot be read ({reason}); name a text file of edges"
+        raise ScenarioError(message, code="topology.file") from None
+    pairs: list[list[int]] = []
+    problem = f"more than {LONGEST >> 20} MiB: give a sparser graph" if len(content) > LONGEST else ""
+    for number, line in enumerate(() if problem else lines, start=1):
+        words = line.partition("#")[0].split()
+        ids = [int(word) for word in words if word.isdecimal() and word.isascii() and len(word) < 19]
+        where = f"topology.file={file} line {number}"
+        if not words:
+            continue
+        if len(words) != 2 or len(ids) != 2:
+            message = f"{where}: {shown(' '.join(words))} must be two peer ids, `sender receiver`"
+            raise ScenarioError(message, code="topology.edge")
+        if max(ids) >= n_peers:
+            message = f"{where}: peer {max(ids)} must be < n_peers={n_peers}; ids start at 0"
+            raise ScenarioError(message, code="topology.edge")
+        if ids[0] == ids[1]:
+            message = f"{where}: peer {ids[0]} sends to itself; leave it out, self weights are implied"
+            raise ScenarioError(message, code="topology.edge")
+        pairs.append(ids)
+    if not pairs:
+        problem = problem or "no edges; write one `sender receiver` pair per line"
+        raise ScenarioError(f"topology.file={file} has {problem}", code="topology.file")
     return StaticTopology(name, n_peers, directed, edge_array(pairs, n_peers, symmetric=not directed))
 
 
@@ -511,52 +524,6 @@ _BUILDERS: dict[str, Callable[..., Topology]] = TOPOLOGIES.bind(
 )
 
 
-LONGEST = 64 << 20  # bytes
-
-
-def read_edge_list(path: str | Path, n_peers: int) -> list[tuple[int, int]]:
-    """Read the pairs of an edge list.
-
-    Args:
-        path: the file; relative paths start where the command runs.
-        n_peers: the ids run from 0 to n_peers - 1.
-
-    Returns:
-        The pairs (sender, receiver) in file order; a pair may appear twice.
-
-    Raises:
-        ScenarioError: a file that cannot be read, or a malformed line, named by its number.
-    """
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(LONGEST + 1)
-        lines = content.decode("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ScenarioError(f"topology.file={path} cannot be read ({reason}); name a text file of edges") from None
-    if len(content) > LONGEST:
-        raise ScenarioError(f"topology.file={path} has more than {LONGEST >> 20} MiB: give a sparser graph")
-    pairs = [
-        _pair(written.split(), f"topology.file={path} line {number}", n_peers)
-        for number, line in enumerate(lines, start=1)
-        if (written := line.partition("#")[0].strip())
-    ]
-    if not pairs:
-        raise ScenarioError(f"topology.file={path} has no edges; write one `sender receiver` pair per line")
-    return pairs
-
-
-def _pair(words: list[str], where: str, n_peers: int) -> tuple[int, int]:
-    if len(words) != 2 or not all(word.isdecimal() and word.isascii() and len(word) < 19 for word in words):
-        raise ScenarioError(f"{where}: {shown(' '.join(words))} must be two peer ids, `sender receiver`")
-    sender, receiver = (int(word) for word in words)
-    if max(sender, receiver) >= n_peers:
-        raise ScenarioError(f"{where}: peer {max(sender, receiver)} must be < n_peers={n_peers}; ids start at 0")
-    if sender == receiver:
-        raise ScenarioError(f"{where}: peer {sender} sends to itself; leave it out, self weights are implied")
-    return sender, receiver
-
-
 def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[str, Any] | None = None) -> Topology:
     """Call a user's function with n_peers and its arguments, and return the graph that it returns.
 
@@ -584,59 +551,40 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
         raise
     except RAISED_BY_USERS as error:  # a user's own function may raise anything
         raise ScenarioError(f"{where} could not be built with {dict(arguments)}: {one_line(error)}") from error
-    return as_topology(graph, n_peers, target, where)
-
-
-def as_topology(graph: Any, n_peers: int, name: str, where: str) -> Topology:
-    """Return the result of a user's function as a topology.
-
-    Args:
-        graph: see `build_own_topology`.
-        name: of the topology.
-        where: names the function in an error.
-
-    Raises:
-        ScenarioError: it is no graph of these peers.
-    """
     if isinstance(graph, Topology):
         if graph.n_peers != n_peers:
-            raise ScenarioError(f"{where} gives a graph of {graph.n_peers} peers: it must have n_peers={n_peers}")
+            message = f"{where} gives a graph of {graph.n_peers} peers: it must have n_peers={n_peers}"
+            raise ScenarioError(message, code="topology.own")
         return graph
+    symmetric = False
     if isinstance(graph, networkx().Graph):
-        pairs, symmetric = _pairs_of(graph, n_peers, where), not graph.is_directed()
-    else:
-        pairs, symmetric = _pairs_in(graph, n_peers, where), False
+        nodes, symmetric = list(graph.nodes), not graph.is_directed()
+        if len(nodes) != n_peers or not all(_is_peer(node, n_peers) for node in nodes):
+            raise ScenarioError(
+                f"{where} gives a graph of {len(nodes)} nodes ({', '.join(map(repr, nodes[:3]))}, ...): they must be "
+                f"0 to {n_peers - 1}; networkx.convert_node_labels_to_integers numbers them",
+                code="topology.own",
+            )
+        pairs = [(int(sender), int(receiver)) for sender, receiver in graph.edges()]
+    else:  # out-neighbour lists, in order of the peers or by peer
+        rule = "it must be a networkx graph, or for each peer a list of those it sends to"
+        if isinstance(graph, Mapping):
+            graph = [graph.get(peer) for peer in range(n_peers)] if set(graph) == set(range(n_peers)) else None
+        if not isinstance(graph, Sequence) or len(graph) != n_peers:
+            raise ScenarioError(f"{where} gives no lists for {n_peers} peers: {rule}", code="topology.own")
+        for peer, receivers in enumerate(graph):
+            right = isinstance(receivers, Sequence | set | frozenset | np.ndarray) and not isinstance(receivers, str)
+            if not right or not all(_is_peer(receiver, n_peers) for receiver in receivers):
+                message = f"{where}: peer {peer} sends to {receivers!r}, not peers of 0 to {n_peers - 1}: {rule}"
+                raise ScenarioError(message, code="topology.own")
+        pairs = [(peer, int(receiver)) for peer, receivers in enumerate(graph) for receiver in receivers]
     loops = [sender for sender, receiver in pairs if sender == receiver]
     if loops:
-        raise ScenarioError(f"{where}: peer {loops[0]} sends to itself; leave it out, self weights are implied")
+        message = f"{where}: peer {loops[0]} sends to itself; leave it out, self weights are implied"
+        raise ScenarioError(message, code="topology.own")
     edges = edge_array(np.array(pairs, dtype=np.int64).reshape(-1, 2), n_peers, symmetric=symmetric)
     directed = len(edge_array(edges, n_peers, symmetric=True)) > len(edges)
-    return StaticTopology(name, n_peers, directed, edges)
-
-
-def _pairs_of(graph: Any, n_peers: int, where: str) -> list[tuple[int, int]]:
-    nodes = list(graph.nodes)
-    if len(nodes) != n_peers or not all(_is_peer(node, n_peers) for node in nodes):
-        some = ", ".join(map(repr, nodes[:3]))
-        raise ScenarioError(
-            f"{where} gives a graph of {len(nodes)} nodes ({some}, ...): they must be 0 to {n_peers - 1}; "
-            "networkx.convert_node_labels_to_integers numbers them"
-        )
-    return [(int(sender), int(receiver)) for sender, receiver in graph.edges()]
-
-
-def _pairs_in(lists: Any, n_peers: int, where: str) -> list[tuple[int, int]]:
-    """Return the pairs (sender, receiver) of out-neighbour lists, in order of the peers or by peer."""
-    rule = "it must be a networkx graph, or for each peer a list of those it sends to"
-    if isinstance(lists, Mapping):
-        lists = [lists.get(peer) for peer in range(n_peers)] if set(lists) == set(range(n_peers)) else None
-    if not isinstance(lists, Sequence) or len(lists) != n_peers:
-        raise ScenarioError(f"{where} gives no lists for {n_peers} peers: {rule}")
-    for peer, receivers in enumerate(lists):
-        right = isinstance(receivers, Sequence | set | frozenset | np.ndarray) and not isinstance(receivers, str)
-        if not right or not all(_is_peer(receiver, n_peers) for receiver in receivers):
-            raise ScenarioError(f"{where}: peer {peer} sends to {receivers!r}, not peers of 0 to {n_peers - 1}: {rule}")
-    return [(peer, int(receiver)) for peer, receivers in enumerate(lists) for receiver in receivers]
+    return StaticTopology(target, n_peers, directed, edges)
 
 
 def _is_peer(value: object, n_peers: int) -> bool:

@@ -13,9 +13,15 @@ from tiny_scenario import Build
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.models import build_model
-from flower_privdec.planner.checks import noise_std
-from flower_privdec.planner.optimum import find_constants, heterogeneity, optimum, public_sample, smoothness
-from flower_privdec.planner.plan import make_plan
+from flower_privdec.planner.plan import (
+    find_constants,
+    heterogeneity,
+    make_plan,
+    noise_std,
+    optimum,
+    public_sample,
+    smoothness,
+)
 from flower_privdec.privacy.mechanism.paper import moments_sigma
 from flower_privdec.reporting import console
 from flower_privdec.scenario import load_scenario

@@ -19,15 +19,15 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import memory
 from flower_privdec.experiment.memory import memory_need, outputs_per_example, table_bytes
 from flower_privdec.models import build_model
-from flower_privdec.planner.checks import (
+from flower_privdec.planner.plan import (
     best_signal,
     cost_warnings,
+    make_plan,
     network_warnings,
     noise_std,
     peer_rows,
     privacy_warnings,
 )
-from flower_privdec.planner.plan import make_plan
 from flower_privdec.privacy.mechanism.paper import gdp_mu, gdp_mu_0
 from flower_privdec.reporting import console
 from flower_privdec.scenario import parse_scenario, scenario_hash, to_yaml

@@ -15,7 +15,7 @@ from flower_privdec.engine.run import Run, run
 from flower_privdec.engine.spent import shortfall
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
-from flower_privdec.graph.participation import Everybody, UniformParticipation
+from flower_privdec.graph.participation import UniformParticipation, build_participation
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.privacy.accountant.accounting import epsilon_of_runs
 from flower_privdec.privacy.ledger.ledger import charged_until, read_chain, runs_in
@@ -213,7 +213,7 @@ def test_a_run_goes_on_where_another_run_has_spent_the_rest_since(build: Build, 
     ],
 )
 def test_rounds_that_a_budget_did_not_reach_are_told(ran: list[int], said: str | None) -> None:
-    note = shortfall(Everybody(4), ran, 5)
+    note = shortfall(build_participation("all", 4), ran, 5)
     assert note is None if said is None else str(note).startswith(said)
 
 

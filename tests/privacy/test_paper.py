@@ -23,7 +23,7 @@ from flower_privdec.reporting.console import plan_text
 BUDGETS = [(0.05, 1e-8), (0.3, 1e-4), (0.7, 1e-4), (1.0, 1e-5), (3.0, 1e-5), (12.0, 1e-6)]
 RESNET18 = {
     "smoothness": 25.0,
-    "gradient_bound_squared": 100.0,
+    "gradient_bound": 10.0,
     "initial_gap": 2.8,
     "heterogeneity": 500_000.0,
     "initial_norm_squared": 780_000.0,
@@ -124,7 +124,7 @@ def test_eq_12_optimal_rounds():
     top = 13 * c["initial_gap"] + 6 * c["smoothness"] * c["initial_norm_squared"]
     top += 18 * c["smoothness"] * c["heterogeneity"]
     budget = sum(mp.log(1 / mp.mpf(delta)) / mp.mpf(eps) ** 2 for eps, delta in zip(epsilons, deltas, strict=True))
-    below = 216 * c["smoothness"] * c["dimension"] * c["c_2"] ** 2 * c["gradient_bound_squared"] * budget
+    below = 216 * c["smoothness"] * c["dimension"] * c["c_2"] ** 2 * c["gradient_bound"] ** 2 * budget
     expected = top * c["dataset_size"] ** 2 * 3 / below
     assert optimal_rounds(epsilons, deltas) == pytest.approx(float(expected), rel=1e-8)
 

@@ -16,7 +16,7 @@ from flower_privdec.engine.run import run
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import evaluation
 from flower_privdec.experiment.evaluation import evaluate, held_labels, try_on_shards
-from flower_privdec.planner.checks import algorithm_warnings
+from flower_privdec.planner.plan import network_warnings
 from flower_privdec.reporting import plots
 from flower_privdec.reporting.wording import own_labels, sent
 from flower_privdec.study.cells import expand
@@ -185,22 +185,24 @@ def deper(build, peers, fraction, *settings):
 
 
 @pytest.mark.parametrize(
-    ("peers", "fraction", "rho", "said"),
+    ("peers", "fraction", "rho", "warned"),
     [(100, 0.05, 0.03, True), (100, 0.05, 0.003, False), (10, 0.5, 0.03, False)],
 )
-def test_the_papers_settings_that_blew_up_are_warned_of_and_no_other(build, peers, fraction, rho, said):
+def test_the_papers_settings_that_blew_up_are_warned_of_and_no_other(build, peers, fraction, rho, warned):
     settings = ["algorithm.local_steps=10", f"algorithm.rho={rho}", "data.samples=1000", "data.batch.size=4"]
-    warnings = algorithm_warnings(deper(build, peers, fraction, *settings))
-    assert bool(warnings) == said
-    if said:
+    _, *warnings = network_warnings(deper(build, peers, fraction, *settings), None)  # the first is of participation
+    assert bool(warnings) == warned
+    if warned:
         assert "1.23 a round" in warnings[0]
         assert "rho=0.03" in warnings[0]
 
 
 def test_others_and_graphs_are_not_warned_of(build):
     settings = ["algorithm.local_steps=10", "algorithm.rho=0.03", "data.samples=1000", "data.batch.size=4"]
-    assert not algorithm_warnings(deper(build, 100, 0.05, *settings, "topology.name=directed-exponential"))
-    assert not algorithm_warnings(build())
+    graph = deper(build, 100, 0.05, *settings, "topology.name=directed-exponential")
+    assert "5 of 100 peers are active" in "".join(network_warnings(graph, None))
+    assert len(network_warnings(graph, None)) == 1
+    assert not network_warnings(build(), None)
 
 
 @pytest.mark.parametrize("graph", ["server", "directed-exponential-full"])

@@ -180,7 +180,7 @@ def train_cohort(message: Message, context: Context) -> Message:
         RunError: outside a simulation, for no node may hold every peer's private part.
     """
     request = WorkRequest.of(message.content)
-    if not in_simulation():
+    if not in_simulation(context.node_config):
         raise RunError("cohort mode hosts all peers in one node, which is for simulation: set mode to relay")
     os.chdir(request.base)
     experiment = _whole(request.scenario)

@@ -157,12 +157,12 @@ def epsilon_after(epsilon: float, share: float) -> float:
 def optimal_rounds(
     *,
     smoothness: float,
-    gradient_bound_squared: float,
+    gradient_bound: float,
     initial_gap: float,
     heterogeneity: float,
     initial_norm_squared: float,
     dataset_size: float,
-    dimension: int,
+    dimension: float,
     c_2: float,
     epsilons: np.ndarray,
     deltas: np.ndarray,
@@ -171,7 +171,7 @@ def optimal_rounds(
 
     Args:
         smoothness: L.
-        gradient_bound_squared: G².
+        gradient_bound: G.
         initial_gap: F0 = f(x0) - f*.
         heterogeneity: b².
         initial_norm_squared: |x0|².
@@ -184,5 +184,5 @@ def optimal_rounds(
     """
     error = 13 * initial_gap + 6 * smoothness * initial_norm_squared + 18 * smoothness * heterogeneity
     privacy = float((np.log(1 / deltas) / epsilons**2).sum())
-    noise = 216 * smoothness * dimension * c_2**2 * gradient_bound_squared * privacy
+    noise = 216 * smoothness * dimension * c_2**2 * gradient_bound**2 * privacy
     return error * dataset_size**2 * len(epsilons) / noise
