@@ -27,7 +27,7 @@ from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
-from flower_privdec.experiment.own_parts import public_name
+from flower_privdec.experiment.own_parts import noise_facts, public_name
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger.ledger import Head
 from flower_privdec.privacy.mechanism.protection import breaches
@@ -247,7 +247,7 @@ class Recorder:
         """Return the latest line of metrics.jsonl."""
         return read_metrics(self.out)[-1]
 
-    def finish(self, rows: dict[str, Tensor], spent: Spent, **entries: str) -> dict[str, Any]:
+    def finish(self, rows: dict[str, Tensor], spent: Spent, **entries: Any) -> dict[str, Any]:
         """Write the models and the summary, and return the summary.
 
         Args:
@@ -281,7 +281,7 @@ class Recorder:
             **({"budget_note": note} if note else {}),
             **self._not_covered(),
             **self._breached(),
-            "noise": "simulated: seeded and reproducible, not for deployment",
+            **({} if self.own is None or scenario.private is None else noise_facts([self.own.source])),
             **entries,
             "wall_seconds": round(self.seconds, 3),
             "peer_steps_per_second": round(steps / max(self.seconds, 1e-9), 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,13 @@ from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.privacy.ledger.ledger import Head
 from flower_privdec.scenario.sections import own_modules
+
+SYSTEM = (
+    "compute.generator=system: noise and batches come from the operating system, so the models may be published under "
+    "their ε; no run repeats this one, and steps that --resume takes again are charged again"
+)
+
+_log = logging.getLogger(__name__)
 
 
 class Run:
@@ -50,8 +58,12 @@ class Run:
         torch.set_num_threads(experiment.scenario.compute.threads)
         self.experiment = experiment
         self.recorder = Recorder(experiment, experiment.own, out, runtime, resume, lean)
-        ledger = ledger_folder(experiment.scenario, out)
-        self.cohort = experiment.cohort(ledger)
+        if experiment.own.from_system:
+            _log.warning(SYSTEM)
+        ledger, checkpoint = ledger_folder(experiment.scenario, out), self.recorder.checkpoint
+        steps, every = experiment.algorithm.steps_per_round, experiment.scenario.evaluation.every
+        first = 0 if checkpoint is None else checkpoint.state.round_index * steps
+        self.cohort = experiment.cohort(ledger, start=first, block=min(every, experiment.scenario.rounds) * steps)
         try:
             self._check_ledger(ledger)
             with self._formatting_errors():

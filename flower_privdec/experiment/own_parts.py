@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from flower_privdec.data.features import apply_features
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.memory import check_steps
-from flower_privdec.experiment.run_key import SIMULATED, environment, own_keys, run_id, shared_secret
+from flower_privdec.experiment.run_key import SEEDED, environment, own_keys, run_id, shared_secret
 from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.privacy.mechanism.declared import Declares, Drawing
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
@@ -37,7 +38,7 @@ class OwnParts:
         run: what ledgers and checkpoints call their run.
         protection: their clipping, noise and accounts; None without privacy.
         noise_inflation: by how much hardened noise is larger, see `hardening`; None where it is not asked for.
-        deployed: whether batches and noise are the operating system's, and never the same twice.
+        from_system: whether batches and noise are the operating system's, and never the same twice.
     """
 
     peers: np.ndarray
@@ -46,13 +47,13 @@ class OwnParts:
     keys: Mapping[int, bytes]
     run: RunName
     protection: Protection | None
-    deployed: bool = False
+    from_system: bool = False
     noise_inflation: float | None = None
 
     @property
     def source(self) -> str:
         """Return where the noise comes from, as `run_key.environment` names it."""
-        return noise_source(self.noise_inflation is not None) if self.deployed else SIMULATED
+        return noise_source(self.from_system, self.noise_inflation is not None)
 
     @staticmethod
     @placed
@@ -64,7 +65,8 @@ class OwnParts:
         Args:
             peers: global ids; by default all.
             secret: of a deployed peer, known to no other: its run's name follows from it, and its batches and
-                noise come from the operating system. None is a simulation, whose numbers can be drawn again.
+                noise come from the operating system. None is a simulation, whose numbers can be drawn again unless the
+                scenario has `compute.generator: system`.
             root: where their data lie, in place of the scenario's `data.root`.
 
         Raises:
@@ -79,7 +81,8 @@ class OwnParts:
         if scenario.features is not None:
             examples = replace(examples, x=apply_features(examples.x, scenario.features))
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
-        keys, run = _name_run(agreement, examples, peers, secret)
+        from_system = secret is not None or scenario.compute.generator == "system"
+        keys, run = _name_run(agreement, examples, peers, secret, from_system)
         sampler = _build_sampler(agreement, examples, keys, peers)
         protection, larger = None, None
         if scenario.private is not None:
@@ -103,16 +106,16 @@ class OwnParts:
             check_number_range(
                 protection, replace(agreement.learning_rate, base=rates), examples.sizes, sampler.normalizer
             )
-        return OwnParts(peers, examples, sampler, keys, run, protection, secret is not None, larger)
+        return OwnParts(peers, examples, sampler, keys, run, protection, from_system, larger)
 
 
 def _name_run(
-    agreement: Agreement, examples: Examples, peers: np.ndarray, secret: bytes | None
+    agreement: Agreement, examples: Examples, peers: np.ndarray, secret: bytes | None, from_system: bool
 ) -> tuple[dict[int, bytes], RunName]:
     """Return every peer's key, and what ledgers call the run; without privacy there is nothing to keep apart."""
     private = agreement.scenario.private
     hardened = private is not None and bool(private.hardened)
-    name = public_name(agreement, noise_source(hardened) if secret else SIMULATED)
+    name = public_name(agreement, noise_source(from_system, hardened))
     if private is None:
         return {}, name
     shared = shared_secret(
@@ -127,12 +130,30 @@ def _name_run(
     return keys, replace(name, id=run_id(keys))
 
 
-def noise_source(hardened: bool) -> str:
-    """Return where deployed peers take their noise from, as `run_key.environment` names it."""
-    return "exact" if hardened else "system"
+def noise_source(from_system: bool, hardened: bool) -> str:
+    """Return where noise comes from, as `run_key.environment` names it."""
+    return ("exact" if hardened else "system") if from_system else SEEDED
 
 
-def public_name(agreement: Agreement, source: str = SIMULATED) -> RunName:
+MAY, MUST_NOT = "models may be published under this ε", "models must not be published under this ε"
+NOISE = {
+    SEEDED: f"drawn from keys, which anyone who knows the data can derive: {MUST_NOT}",
+    "system": f"of the operating system's generator: {MAY}",
+    "exact": f"of the operating system's generator, hardened (rounded exactly): {MAY}",
+}
+
+
+def noise_facts(sources: Collection[str]) -> dict[str, Any]:
+    """Return what a summary states about the noise of peers, and whether their models may be published under their ε.
+
+    Args:
+        sources: the sources of all peers' noise, see `noise_source`.
+    """
+    texts = "; some peers': ".join(NOISE[source] for source in sorted(set(sources)))
+    return {"noise": texts, "publishable": bool(sources) and SEEDED not in sources}
+
+
+def public_name(agreement: Agreement, source: str = SEEDED) -> RunName:
     """Return the name of a run as a process without its keys computes it."""
     decided = numbers_hash(agreement.scenario)
     return RunName(decided[:32], decided, environment(source, agreement.device))

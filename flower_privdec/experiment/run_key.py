@@ -36,17 +36,17 @@ from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.privacy.noise import has_triton
 
 KEY_BYTES = 32
-SIMULATED = "fast"  # names the noise stream of simulations in their keys: another name would draw other numbers
+SEEDED = "fast"  # names the noise stream of simulations in their keys: another name would draw other numbers
 
 
 def environment(source: str, device: torch.device) -> str:
     """Return what beside the scenario and the data decides the numbers: noise source, device and versions.
 
     Args:
-        source: SIMULATED, or of a deployed peer `system` or `exact`.
+        source: SEEDED, or of the operating system `system` or `exact`.
     """
     parts = [f"flower-privdec {__version__}", f"torch {torch.__version__}", f"numpy {np.__version__}"]
-    if source == SIMULATED:
+    if source == SEEDED:
         compiler = "triton" if device.type == "cuda" and has_triton() else "numba"
         parts.append(f"{compiler} {installed_version(compiler)}")
     cpu = f"cpu {torch.backends.cpu.get_cpu_capability()}"

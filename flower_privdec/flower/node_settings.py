@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Context
+from flwr.common.constant import NUM_PARTITIONS_KEY, PARTITION_ID_KEY
 
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import peer_ranges
@@ -33,6 +34,7 @@ log = logging.getLogger("flwr.privdec")
 
 FOLDER = "PRIVDEC_FOLDER"  # environment variable: the folder of a simulation's peers
 SECRET_BYTES = 32
+SIMULATED_KEYS = {PARTITION_ID_KEY, NUM_PARTITIONS_KEY}  # all that a node-config of Flower's simulation has
 START = "start the SuperNode with --node-config 'partition-id=I num-partitions=N folder=\"FOLDER\"'"
 GIVE = "start it with --node-config 'partition-id=I num-partitions=N ledger=\"FOLDER\" epsilon=E delta=D'"
 
@@ -49,6 +51,7 @@ class PeerSettings:
         known_peers: the file of pinned keys, or None.
         address: HOST:PORT at which other peers can reach it; empty where they cannot.
         certificates: the folder with its certificate, as `privdec certs` makes it; None where it has none.
+        mean_peers: the fewest peers of a masked sum that this one enters; 0 in a simulation, for any two.
     """
 
     peer: int
@@ -60,6 +63,7 @@ class PeerSettings:
     known_peers: Path | None
     address: str = ""
     certificates: Path | None = None
+    mean_peers: int = 0
 
     @classmethod
     def of(cls, context: Context, addressed: int, run_folder: str, folder: Path | None) -> PeerSettings:
@@ -73,7 +77,7 @@ class PeerSettings:
         Raises:
             RunError: the node-config lacks a partition or a folder, or the message is for another peer.
         """
-        config, simulated = context.node_config, in_simulation()
+        config, simulated = context.node_config, in_simulation(context.node_config)
         peer, total = (_whole(config, key, START) for key in ("partition-id", "num-partitions"))
         if not 0 <= peer < total:
             raise RunError(f"partition-id={peer} must be 0 to {total - 1}; {START}", code="node.partition")
@@ -83,6 +87,9 @@ class PeerSettings:
         if not own:
             raise RunError(f"this SuperNode has no folder for its state and ledger: {START}", code="node.folder")
         known_peers, certificates = config.get("known-peers"), config.get("certificates")
+        mean_peers = _whole(config, "mean-peers", START) if "mean-peers" in config else 0 if simulated else total
+        if "mean-peers" in config and not 2 <= mean_peers <= total:
+            raise RunError(f"mean-peers={mean_peers} must be 2 to num-partitions={total}; {START}", code="node.peers")
         return cls(
             peer,
             total,
@@ -92,6 +99,7 @@ class PeerSettings:
             None if known_peers is None else Path(str(known_peers)).expanduser(),
             "" if certificates is None else str(config.get("address", "")),
             None if certificates is None else Path(str(certificates)).expanduser(),
+            mean_peers,
         )
 
 
@@ -113,13 +121,16 @@ def simulating() -> Iterator[None]:
         _in_process.reset(token)
 
 
-def in_simulation() -> bool:
-    """Return whether this process is a simulation's: an in-process grid, or a worker of Flower's Ray backend.
+def in_simulation(node_config: Mapping[str, Any]) -> bool:
+    """Return whether a node is one of a simulation: of an in-process grid, or of Flower's Ray backend.
 
-    A SuperNode runs its ClientApp in neither. No message can change the answer.
+    Flower's backend gives a node its partition alone and runs it in a worker process of Ray. A SuperNode runs its
+    ClientApp in a process of its own, which is a driver where the app calls `ray.init()`; and an owner's node-config
+    with any other key is no simulation's. No message can change the answer.
     """
     ray = sys.modules.get("ray")
-    return _in_process.get() or (ray is not None and bool(ray.is_initialized()))
+    in_worker = ray is not None and ray.is_initialized() and ray.get_runtime_context().worker.mode == ray.WORKER_MODE
+    return _in_process.get() or (in_worker and node_config.keys() <= SIMULATED_KEYS)
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,7 @@ class HostSettings:
             RunError: when a deployed node's configuration lacks a key.
         """
         config = context.node_config
-        if in_simulation():
+        if in_simulation(config):
             return cls(True, Path(str(config.get("folder") or Path(run) / "nodes")))
         missing = [key for key in ("ledger", "epsilon", "delta", "partition-id") if key not in config]
         if missing:
@@ -222,6 +233,11 @@ class HostSettings:
                 f"privacy.ledger={private.ledger} is not for relay mode or shards, where each node keeps a ledger of "
                 "its own: leave it out, or use cohort mode"
             )
+        elif data.batch.sampling == "shuffle" and (scenario.compute.generator == "system" or not self.simulated):
+            problem = (
+                "data.batch.sampling='shuffle' must be another on a SuperNode whose batches come from the operating "
+                "system: its epochs end with a process"
+            )
         elif self.simulated:
             return scenario
         elif not request.peers or request.peers != own_peers:
@@ -237,8 +253,6 @@ class HostSettings:
             )
         elif private is None and self.epsilon != math.inf:
             problem = f"privacy: none breaks this SuperNode's epsilon={self.epsilon}: set a privacy section"
-        elif data.batch.sampling == "shuffle":
-            problem = "data.batch.sampling='shuffle' must be another on a SuperNode: its epochs end with a process"
         elif isinstance(topology, TopologySection) and topology.file is not None:
             problem = f"topology.file={topology.file!r} is not a server's to name: name a graph"
         elif data.each_its_own and (self.data_root is None or self.data_test is None):

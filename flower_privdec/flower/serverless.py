@@ -35,6 +35,7 @@ from flower_privdec.core.algorithm import Step
 from flower_privdec.engine.spent import json_number
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.experiment.agreement import build_exchange
+from flower_privdec.experiment.own_parts import NOISE
 from flower_privdec.flower.launch.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
 from flower_privdec.flower.mods.peer_state import (
@@ -61,7 +62,7 @@ from flower_privdec.flower.mods.peer_state import (
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, noise_source, rows_path
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
 from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.privacy.ledger.ledger import RunName
 from flower_privdec.pushsum.witness import EMPTY, Head
@@ -548,7 +549,7 @@ class AppTrainer:
         return {
             **{"loss": None, **self._spent(state), "idle": self.idle},
             "budget": None if self._private is None else self._private.epsilon,
-            "noise": noise_source(insecure_seeds=False),
+            "noise": NOISE["system"],
         }
 
     def _spent(self, state: State) -> dict[str, Any]:

@@ -90,6 +90,11 @@ class ComputeSection(Section):
         workers: processes that share the peers of a run on a CPU; they change no number. auto takes the cores that
             this process may use, and as many as pay: small models stay in one process.
         memory_mib: about how much temporary memory gradients may take; it changes no number.
+        generator: where a simulation draws noise and batches from. Left out: from keys, so that the run can be repeated
+            and its models must not be published under its ε. system: from the operating system, as deployed peers do;
+            its models may be published under their ε, no other run repeats it, and a resumed run is charged again for
+            the steps that it takes again. comparable: from keys that are equal in all runtimes, to compare their
+            trajectories; else a runtime that rounds otherwise has other keys.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "cpu"
@@ -97,6 +102,7 @@ class ComputeSection(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     memory_mib: Annotated[int, Field(ge=16)] = 1024
+    generator: Literal["comparable", "system"] | None = None
 
     @model_validator(mode="after")
     def _threads_or_workers(self) -> ComputeSection:
@@ -234,6 +240,12 @@ class Scenario(LocatedFile):
                 "data.source is missing: name the source of the data that are given, the same name in every run over "
                 "them, under which privacy.ledger counts what is spent"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _system_noise_needs_privacy(self) -> Scenario:
+        if self.compute.generator == "system" and self.private is None:
+            raise ValueError("compute.generator=system is for noise, and privacy is none: leave generator out")
         return self
 
     @model_validator(mode="after")

@@ -496,13 +496,13 @@ def test_no_mask_is_used_twice_where_a_state_is_begun_anew(tmp_path: Path) -> No
     common = {"neighbors": [0, 1], "incarnations": incarnations, "keys": keys}
     masses = []
     for _ in range(2):
-        asked = PeerRequest("deliver", "run", 0, wants_mass=True, serial=2**62, mean_of=[0, 1], **common)
+        path.unlink()
+        asked = PeerRequest("deliver", "run", 0, wants_mass=True, round_index=2**62, mean_of=[0, 1], **common)
         join = PeerRequest("join", "run", 0, founding=True)
         for order, more in ((join, {"privdec.initial": zeros()}), (asked, {})):
             content = RecordDict({"privdec.says": order.record(), **more})
             (reply,) = grid.send_and_receive([Message(content, 100, "train")])
         masses.append(reply.content["privdec.mass"]["mass"].numpy())
-        path.unlink()
     apart = (masses[0] - masses[1]).view(np.int64)  # of two rows that differ by less than one
     assert np.abs(apart[0].astype(float)).min() > 2.0**40
 

@@ -460,7 +460,7 @@ def test_a_relay_cannot_introduce_peers_that_nobody_counted(tmp_path):
         "run",
         0,
         wants_mass=True,
-        serial=2**62,
+        round_index=2**62,
         mean_of=[0, 7],
         neighbors=[7],
         incarnations=[5],

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from raising import raises
 from shards_in_turn import in_turn
 from tiny_scenario import Build, Tiny
 from together_grid import TogetherGrid
@@ -29,6 +32,7 @@ from flower_privdec.flower.apps import client_app as clients
 from flower_privdec.flower.apps.client_app import client_app
 from flower_privdec.flower.apps.server_app import CohortRun, Relay, Sharded
 from flower_privdec.flower.launch.local_grid import LocalGrid
+from flower_privdec.flower.node_settings import HostSettings, PeerSettings, in_simulation
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import read_chain, runs_in
 from flower_privdec.scenario import Scenario, to_yaml
@@ -131,7 +135,7 @@ def test_an_answer_holds_what_other_peers_may_see_and_no_more(tiny: Tiny, tmp_pa
 
     scenario = tiny("algorithm={name: feddeper, learning_rate: 0.1, rho: 0.0, local_steps: 2}")
     Relay(scenario, tmp_path / "run").start(Keeping(client_app(), 4, folder=tmp_path / "nodes"))
-    spent = {"epsilons", "deltas", "claimed", "rounds_run", "replies", "coalition_seconds"}
+    spent = {"epsilons", "deltas", "claimed", "rounds_run", "replies", "noise", "coalition_seconds"}
     names = {key for content in kept for record in content.array_records.values() for key in record}
     assert names == {"x", "w"}
     told = {key for content in kept for record in content.config_records.values() for key in record}
@@ -329,18 +333,45 @@ def test_a_deployed_node_reads_its_own_data_not_the_servers(tiny: Tiny, tmp_path
     assert "data.root=None is no file" in refused.error.reason
 
 
+SIMULATED = {"partition-id": 0, "num-partitions": 4}  # a node-config of Flower's simulation
+
+
+class Ray:
+    """Ray as a process has it: a worker of a cluster, or a driver that called `ray.init()`."""
+
+    SCRIPT_MODE, WORKER_MODE = 0, 1
+
+    def __init__(self, mode: int) -> None:
+        self.worker = SimpleNamespace(mode=mode)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_runtime_context(self) -> Ray:
+        return self
+
+
 def test_a_process_is_a_simulation_by_itself_not_by_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not node_settings.in_simulation()
+    assert not in_simulation(SIMULATED)
     with node_settings.simulating():
-        assert node_settings.in_simulation()
+        assert in_simulation({**SIMULATED, "folder": "own"})
+    monkeypatch.setitem(sys.modules, "ray", Ray(Ray.WORKER_MODE))
+    assert in_simulation(SIMULATED)
 
-    class Ray:
-        @staticmethod
-        def is_initialized() -> bool:
-            return True
 
-    monkeypatch.setitem(__import__("sys").modules, "ray", Ray)
-    assert node_settings.in_simulation()
+@pytest.mark.parametrize("mode", [Ray.SCRIPT_MODE, Ray.WORKER_MODE], ids=["driver", "worker"])
+def test_an_app_that_starts_ray_makes_no_simulation_of_its_supernode(
+    mode: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The app's own `ray.init()` makes its process a driver; not even a worker's has an owner's node-config."""
+    monkeypatch.setitem(sys.modules, "ray", Ray(mode))
+    owned = {**SIMULATED, "folder": str(tmp_path)}
+    assert not in_simulation(owned)
+    assert in_simulation(SIMULATED) == (mode == Ray.WORKER_MODE)
+    context = Context(1, 2, owned, RecordDict(), {})
+    assert not PeerSettings.of(context, -1, "", None).simulated
+    with raises(RunError, "node.missing", names="ledger, epsilon, delta"):
+        HostSettings.of(context, "run")
 
 
 def test_the_ledger_says_what_the_messages_say(tiny: Tiny, tmp_path: Path) -> None:

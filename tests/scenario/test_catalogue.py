@@ -156,7 +156,7 @@ def test_what_the_schema_accepts_is_listed() -> None:
     choices = {"privacy", "privacy.calibration", "evaluation.private", "algorithm.weighting", "features.whitening"}
     choices |= {"task.loss.targets", "task.metrics.better", "data.batch.small_peers"}
     choices |= {"algorithm.acceleration", "algorithm.shapley"}
-    choices |= {"compute.device", "compute.dtype", "compute.workers", "network.mode"}
+    choices |= {"compute.device", "compute.dtype", "compute.generator", "compute.workers", "network.mode"}
     assert set(accepted) == choices
 
 

@@ -180,7 +180,7 @@ def train_cohort(message: Message, context: Context) -> Message:
         RunError: outside a simulation, for no node may hold every peer's private part.
     """
     request = WorkRequest.of(message.content)
-    if not in_simulation():
+    if not in_simulation(context.node_config):
         raise RunError("cohort mode hosts all peers in one node, which is for simulation: set mode to relay")
     os.chdir(request.base)
     experiment = _whole(request.scenario)
@@ -247,7 +247,7 @@ def _train_shard(node: Node, request: WorkRequest, group: ProcessGroup) -> Recor
             spent.append(max(epsilons(cohort, stop)))
             clock.append(seconds)
         node.save(state, cohort)
-        content[SPENT] = spent_record(cohort, state.round_index)
+        content[SPENT] = spent_record(cohort, state.round_index, experiment.own.source)
         content[PROGRESS] = ConfigRecord({"round": state.round_index, "coalition_seconds": cohort.game_seconds})
     content[METRICS] = ConfigRecord({"metrics": metrics, "epsilons": spent, "seconds": clock})
     if state.round_index == experiment.scenario.rounds:
@@ -277,7 +277,7 @@ def train_relay(message: Message, context: Context) -> Message:
         content[PROGRESS] = ConfigRecord({**progress, "coalition_seconds": cohort.game_seconds})
         if exchange is None:
             node.save(state, cohort)
-            content[SPENT] = spent_record(cohort, state.round_index)
+            content[SPENT] = spent_record(cohort, state.round_index, experiment.own.source)
         node.store(state, cohort, context.state)
     if exchange is None or experiment.mixing is None:
         content.update(pack_peers(state, algorithm.open_rows))

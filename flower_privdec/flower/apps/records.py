@@ -141,23 +141,25 @@ def unpack_state(content: RecordDict, device: torch.device) -> State | None:
     )
 
 
-def spent_record(cohort: Cohort, rounds: int) -> ConfigRecord:
-    """Return what the peers have spent as a record, in which NaN stands for no claim."""
+def spent_record(cohort: Cohort, rounds: int, source: str) -> ConfigRecord:
+    """Return what the peers have spent, and the source of their noise, as a record; NaN stands for no claim."""
     spent = Spent.of(cohort, rounds)
     record = ConfigRecord({"epsilons": spent.epsilons, "deltas": spent.deltas, "rounds_run": spent.rounds_run})
+    record["noise"] = [source]
     record["replies"] = spent.replies
     record["claimed"] = [math.nan if claim is None else claim for claim in spent.claimed]
     return record
 
 
-def spent_of(records: Sequence[ConfigRecord]) -> Spent:
-    """Return what all peers have spent, from the records of their nodes in the order of the peers."""
+def spent_of(records: Sequence[ConfigRecord]) -> tuple[Spent, list[str]]:
+    """Return what all peers have spent and the sources of their noise, from their nodes' records in order of peers."""
 
     def joined(name: str) -> list[Any]:
         return [value for record in records for value in record[name]]  # type: ignore[union-attr]
 
     claimed = [None if math.isnan(claim) else claim for claim in joined("claimed")]
-    return Spent(joined("epsilons"), joined("deltas"), claimed, joined("rounds_run"), replies=joined("replies"))
+    spent = Spent(joined("epsilons"), joined("deltas"), claimed, joined("rounds_run"), replies=joined("replies"))
+    return spent, joined("noise")
 
 
 def flat_record(metrics: dict[str, Any], prefix: str = "") -> MetricRecord:

@@ -32,6 +32,7 @@ from flower_privdec.engine.shards.process_group import LOST
 from flower_privdec.engine.spent import Spent
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
+from flower_privdec.experiment.own_parts import noise_facts
 from flower_privdec.flower.apps.records import (
     METRICS,
     PARTITION,
@@ -224,10 +225,11 @@ class ScenarioStrategy(Strategy):
         self.agreement = Agreement.of(self.scenario)
         self.recorder = Recorder(self.agreement, None, self.out, "flower", self.resume)
         self._closing.callback(self.recorder.close)
-        self._spent = Spent([], [], [], [])
+        self._spent, self._noise = Spent([], [], [], []), list[str]()
 
     def _conclude(self) -> None:
-        self.recorder.finish(self.state.rows, self._spent, numbers=self.numbers)
+        facts = {} if self.scenario.private is None else noise_facts(self._noise)
+        self.recorder.finish(self.state.rows, self._spent, numbers=self.numbers, **facts)
 
     def _evaluations(self, after: int = 0) -> list[int]:
         """Return after which rounds, beyond `after`, the models are evaluated."""
@@ -370,7 +372,7 @@ class Relay(ScenarioStrategy):
     def _evaluate(self, contents: list[RecordDict]) -> MetricRecord:
         """Evaluate the open rows of all peers on the public test set, and save them."""
         self.state = State(np.arange(self.scenario.n_peers), self._round, 0, self._open_rows(self._outbox))
-        self._spent = spent_of([content.config_records[SPENT] for content in contents])
+        self._spent, self._noise = spent_of([content.config_records[SPENT] for content in contents])
         metrics = flat_record(self.recorder.record(self.state.rows, self._round, self._spent.epsilons))
         self.recorder.save(self.state, None)
         _log_metrics(metrics)
@@ -449,7 +451,7 @@ class Sharded(ScenarioStrategy):
         self.state = State(
             np.arange(self.scenario.n_peers), rounds.pop(), rows=self._open_rows(records) if records else {}
         )
-        self._spent = spent_of([content.config_records[SPENT] for content in self._contents])
+        self._spent, self._noise = spent_of([content.config_records[SPENT] for content in self._contents])
         self.recorder.save(self.state, None)
         return None, metrics
 

@@ -48,7 +48,7 @@ from flower_privdec.flower.mods.peer_state import (
 )
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless import InitialArrays, run_mesh
-from flower_privdec.flower.strategies.masking import masked
+from flower_privdec.flower.strategies.masking import check_set, masked
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
 
@@ -109,12 +109,11 @@ class PeerRequest(_Record):
         arrays: the key of the ArrayRecord that the app's functions look for.
         local_record: the name of an ArrayRecord that never leaves the peer: the initial arrays at first, then what the
             app's train function last answered under that name; it is given to both of the app's functions. Empty: none.
-        round_index, rounds: the round, from 1, and how many there will be.
+        round_index, rounds: the round, from 1, and how many there will be; deliver: the round whose mean it is.
         founding: join: whether the initial arrays are this peer's mass, or only say what a model looks like.
         receivers, weights: round: the peers j that W[j, peer] of the mass goes to.
         wants_mass: whether to hand in (x, w), for the mean of the network.
         mean_of: of which peers that mean is, when their masses are masked.
-        serial: deliver: rises from one mean to the next.
         neighbors, incarnations, keys: all peers that are known: the incarnation of each one's state and its public key.
         held_by, held: which shares need not be handed in again: receivers and numbers.
         acknowledgements: frames: which shares of this peer's are in others' mass.
@@ -140,7 +139,6 @@ class PeerRequest(_Record):
     weights: list[float] = field(default_factory=list)
     wants_mass: bool = False
     mean_of: list[int] = field(default_factory=list)
-    serial: int = 0
     neighbors: list[int] = field(default_factory=list)
     incarnations: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
@@ -170,6 +168,7 @@ class PeerReport(_Record):
         refused_keys, refused: the shares that it refused, and why.
         orphaned: how many of its shares went to states that were lost.
         address: HOST:PORT at which other peers can reach it; empty where they cannot.
+        mean_of: the peers of the last masked sum that it entered.
     """
 
     together = (("refused_keys", "refused"),)
@@ -191,6 +190,7 @@ class PeerReport(_Record):
     refused: list[str] = field(default_factory=list)
     orphaned: int = 0
     address: str = ""
+    mean_of: list[int] = field(default_factory=list)
 
 
 def pack_bytes(shares: Mapping[str, bytes]) -> ArrayRecord:
@@ -299,6 +299,8 @@ class RequestHandler:
         if state is None or request.round_index <= state.round_index:
             return
         if MODEL in content.array_records:
+            if self.seals and request.wants_mass:  # the round is for its mean alone
+                check_set(request.mean_of, state.peer, self.place.mean_peers, state.handed.served)
             state.adopt(numpy_arrays(content.array_records[MODEL]))
         weights = self._receivers()
         self.facts["trained"] = self._may_train(state) and self._train(state, train)
@@ -309,10 +311,12 @@ class RequestHandler:
             state.shares.split(request.round_index, weights)
 
     def deliver(self) -> None:
-        """Hand in the mass, when it is requested; once for each serial, so that no mask is used twice."""
-        if self.state is not None and self.request.serial > self.state.handed:
-            self.state.handed = self.request.serial
+        """Hand in the mass, when it is requested, and the model that a server sent last."""
+        if self.state is not None:
             self._hand_in(self.state)
+            if self.state.adopted:
+                adopted = {name: Array(value) for name, value in self.state.adopted.items()}
+                self.records[MODEL] = ArrayRecord(adopted)
 
     def _receivers(self) -> dict[int, float]:
         """Return who gets which part of the mass: of those that are to have one, all whose key can be trusted.
@@ -366,30 +370,31 @@ class RequestHandler:
         if not self.request.wants_mass:
             return
         mass = np.append(state.x.astype(np.float64), state.w)
-        if state.idle and self.request.kind == ROUND:
+        if state.idle:
             mass[:] = 0.0  # a server's mean is over the peers that took a step
         if not self.seals:
             self.records[MASS] = ArrayRecord({"mass": Array(mass)})
             return
-        others = [peer for peer in self.request.mean_of if peer != state.peer]
+        request = self.request
         try:
-            if state.peer not in self.request.mean_of or len(others) < 1:
-                raise RunError("a mean of sealed models must be of this peer and others")
+            check_set(request.mean_of, state.peer, self.place.mean_peers, state.handed.served)
+            handed = state.handed.after(request.round_index, state.round_index, mass, request.mean_of)
+            others = set(request.mean_of) - {state.peer}
             self.records[MASS] = ArrayRecord({"mass": Array(masked(mass, state.peer, others, self._mask_key))})
+            state.handed = handed
         except RunError as error:
+            self._refused["the mean"] = str(error)
             log.warning("peer %s has no part in the mean: %s", state.peer, error)
 
     def _mask_key(self, other: int) -> bytes:
-        """Return a key for one mask: of this round, and of the two states, for a new one requests for others."""
+        """Return a key for one mask: of this sum's label and set, and of the two peers' states."""
         request, state = self.request, self.state
         assert state is not None
         states = dict(zip(request.neighbors, request.incarnations, strict=True)) | {
             state.peer: state.shares.incarnation
         }
         pair = [[peer, states.get(peer)] for peer in sorted((state.peer, other))]
-        purpose = json.dumps(
-            ["mask", request.run, request.kind, request.round_index, request.serial, sorted(request.mean_of), pair]
-        ).encode()
+        purpose = json.dumps(["mask", request.run, request.round_index, sorted(set(request.mean_of)), pair]).encode()
         return self.identity.key_for(self.known.key(other), b"", purpose)
 
     def answer(self) -> dict[str, Any]:
@@ -435,6 +440,7 @@ class RequestHandler:
             refused=list(self._refused.values()),
             orphaned=0 if state is None else state.orphaned + state.shares.orphaned.total(),
             address=self.place.address,
+            mean_of=[] if state is None or not state.handed.served else state.handed.served[-1],
             **self.facts,
         )
 

@@ -44,6 +44,7 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower.node_settings import PeerSettings
+from flower_privdec.flower.strategies.masking import Handed
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
 from flower_privdec.privacy.ledger.ledger import Charge, Head, Ledger, RunName, read_entries, releases_in
@@ -196,11 +197,12 @@ class PeerState:
         unmixed: the arrays that are not mixed.
         round_index: the last round it took part in; 0 before the first.
         orphaned: how many shares went to states that were lost, before this start.
-        handed: the serial of the last mean that it had a part in, outside a round.
+        handed: what it handed in for masked means.
         paid: how many payments the peer's ledger held when it last paid; one with fewer is not the same.
         bare: how many updates of its own are in it without protection.
         idle: over a server, whether it took no step in its last round, and so has no part in that round's mean.
         local_arrays: of the record that never leaves the peer (`PeerRequest.local_record`); empty where there is none.
+        adopted: over a server, the model that it sent last; empty where there is none.
     """
 
     run: str
@@ -209,11 +211,12 @@ class PeerState:
     unmixed: dict[str, np.ndarray]
     round_index: int = 0
     orphaned: int = 0
-    handed: int = 0
+    handed: Handed = field(default_factory=Handed)
     paid: int = 0
     bare: int = 0
     idle: bool = False
     local_arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    adopted: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def begun(cls, run: str, peer: int, arrays: Mapping[str, np.ndarray], founding: bool) -> PeerState:
@@ -277,6 +280,7 @@ class PeerState:
         if not np.isfinite(x).all():
             raise RunError("the server's model is not finite: lower the learning rate")
         self.shares.mass.update(mass_of(x.astype(self.layout.dtype), 1.0))
+        self.adopted = dict(arrays)
 
 
 def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
@@ -291,7 +295,7 @@ def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
         raise RefusedError(f"shares for peers {sorted(weights.keys() - others)} must be for others that are there")
 
 
-FORMAT = "flower-privdec-peer-2"
+FORMAT = "flower-privdec-peer-3"
 
 
 @contextmanager
@@ -327,6 +331,7 @@ def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
     arrays = {name: tensor.numpy() for name, tensor in {**snapshot.mass, **tensors}.items()}
     arrays |= {f"unmixed/{name}": np.array(value, order="C") for name, value in state.unmixed.items()}
     arrays |= {f"local/{name}": np.array(value, order="C") for name, value in state.local_arrays.items()}
+    arrays |= {f"adopted/{name}": np.array(value, order="C") for name, value in state.adopted.items()}
     facts = {
         "format": FORMAT,
         "run": state.run,
@@ -334,7 +339,7 @@ def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
         "layout": state.layout.parts,
         "exchange": exchange,
         "orphaned": state.orphaned + state.shares.orphaned.total(),
-        "handed": state.handed,
+        "handed": asdict(state.handed),
         "paid": state.paid,
         "bare": state.bare,
         "idle": state.idle,
@@ -363,7 +368,7 @@ def load_state(path: Path) -> PeerState | None:
 def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
     if facts["format"] != FORMAT:
         raise ValueError(f"format {facts['format']!r}, not {FORMAT}")
-    peer, apart = int(facts["peer"]), {"unmixed": dict[str, np.ndarray](), "local": dict[str, np.ndarray]()}
+    peer, apart = int(facts["peer"]), {name: dict[str, np.ndarray]() for name in ("unmixed", "local", "adopted")}
     tensors = {}
     for name, value in arrays.items():
         group, _, rest = name.partition("/")
@@ -382,11 +387,12 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
         unmixed=apart["unmixed"],
         round_index=durable.round_index,
         orphaned=int(facts["orphaned"]),
-        handed=int(facts["handed"]),
+        handed=Handed(**facts["handed"]),
         paid=int(facts["paid"]),
         bare=int(facts["bare"]),
         idle=bool(facts["idle"]),
         local_arrays=apart["local"],
+        adopted=apart["adopted"],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from flower_privdec.errors import RunError
 from flower_privdec.flower.mods.peer_mod import MODEL
+from flower_privdec.flower.mods.peer_state import numpy_arrays
 from flower_privdec.flower.strategies.peer_network import log_privacy
 from flower_privdec.flower.strategies.push_sum import EvaluateMean, PushSum
 from flower_privdec.graph.topology import Topology
@@ -23,6 +25,8 @@ from flower_privdec.scenario.loading import validated
 from flower_privdec.scenario.sections import FedDeperSection
 from flower_privdec.training_loop import private
 from flower_privdec.training_loop.private_loop import LOADER_OPTIONS
+
+log = logging.getLogger("flwr.privdec")
 
 PERSONAL, PREFIX = "feddeper.personal", "feddeper."
 NAMES = ("learning_rate", "rho", "mixing_rate", "local_steps")
@@ -41,8 +45,9 @@ class FedDeperStrategy(PushSum):
     the train config. Every v_i begins at x^0, however late the peer takes part first, and is part of the peer's state.
 
     Over a server the ServerApp sends x to the round's peers, as FedAvg does, and learns the mean of their models; where
-    they seal, from masked numbers, so that a round in which one of them does not answer leaves x as it was. A run of
-    the same name goes on from the mean of the peers that took part last.
+    they seal, from masked numbers, so that a round in which one of them does not answer leaves x as it was, and
+    deployed peers refuse a round over other peers (`masking.check_set`). A run of the same name goes on from the mean
+    of the last round, or from the model that it began with.
 
     Args:
         topology: server, or the graph of push-sum.
@@ -101,14 +106,21 @@ class FedDeperStrategy(PushSum):
         last = max(self.reports[peer].round_index for peer in self.network.registry.there)
         if last:
             peers = [peer for peer in self.network.responsive_peers() if self.reports[peer].round_index == last]
-            peers = [peer for peer in peers if not self.reports[peer].idle] or peers  # all idle: each has x as it is
-            model = self._delivered_mean(peers, peers)
-            if model is None:
+            summed = [peer for peer in peers if not self.reports[peer].idle]
+            if self._sealed:  # the same sum again, for a state enters no other
+                summed = next((self.reports[peer].mean_of for peer in peers if self.reports[peer].mean_of), peers)
+            mean, answers = self._delivered_mean(peers, summed, last)
+            sent = (reply.content.array_records.get(MODEL) for reply in answers.values())
+            before = next((x for x in sent if x and not self._layout.misfit(numpy_arrays(x))), None)
+            if mean is None and before is None:
                 raise RunError(
                     f"the model after round {last} cannot be restored from peers {peers}, which took part in it: "
-                    "start all of them, or give the run another name"
+                    "start all of them, or give the run another name",
+                    code="feddeper.restore",
                 )
-            self._model = model
+            if mean is None:
+                log.warning("Round %s has no mean: the model is the one that it began with", last)
+            self._model = mean or before or self._model
         return last + 1
 
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:

@@ -4,15 +4,21 @@ Each two peers share a key (`peer_state.Identity`) and from it a stream of numbe
 subtracts. The sum over all of them is the sum of their numbers, exactly, in whole numbers modulo 2^64; any sum over
 fewer is noise.
 
-What the ServerApp learns is the sum, once a round. What it could do: ask for sums over different peers in different
-rounds, and subtract; or introduce peers of its own making, so that all the others but one are its own. What it finds
-then is a peer's model with all its noise, of which the peer's ε holds. A peer that does not answer spoils its round's
-mean, and nothing else.
+A ServerApp that chooses the sets could solve for one model, so a peer is in no sum of fewer than `mean-peers` peers of
+its node-config (by default all), nor in two sums whose sets differ by fewer (`check_set`), and hands in each of its
+states once (`Handed`). A peer that does not answer spoils its round's mean.
+
+What remains: a ServerApp may depart from the protocol between two sums over one set. By weights and withheld shares it
+moves mass out of one peer's model alone, and by a learning rate of zero it stops an app's training. What it then finds
+is a peer's model with the noise of all its updates, of which the peer's ε holds; an unprotected peer has no noise. It
+could also introduce peers of its own making, unless the owners pin keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import hashlib
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -20,9 +26,68 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 
 from flower_privdec.errors import RunError
+from flower_privdec.pushsum.exactly_once import RefusedError
 
 COARSE, FINE = 2.0**20, 2.0**50  # one number is a/2^20 + b/2^70, with |a| < 2^43 and |b| <= 2^49
 LARGEST = 2.0**43 / COARSE  # of a number, so that 2^20 peers' sums stay inside 2^63
+
+
+def check_set(peers: Collection[int], peer: int, least: int, served: Iterable[Collection[int]]) -> None:
+    """Refuse a set whose sum, alone or less an earlier one, is over fewer than `least` peers.
+
+    Args:
+        peers: ids, whose sum is requested.
+        peer: this peer, which must be one of several.
+        served: the sets of earlier sums.
+
+    Raises:
+        RefusedError: naming the sets.
+    """
+    remedy = "ask for the mean over the same peers each time, or set mean-peers in the node-configs"
+    if peer not in peers or len(set(peers)) < max(2, least):
+        raise RefusedError(
+            f"a sum over peers {sorted(peers)} must be over at least {max(2, least)}, peer {peer} among them: {remedy}",
+            code="masking.few-peers",
+        )
+    for earlier in served:
+        if 0 < len(set(peers) ^ set(earlier)) < least:
+            raise RefusedError(
+                f"sums over peers {sorted(peers)} and {sorted(earlier)} would differ by fewer than {least}: {remedy}",
+                code="masking.near-sets",
+            )
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What a peer handed in for masked sums of a run. Each of its states enters one sum.
+
+    Attributes:
+        label: of the last sum, which rises: the round for which it was.
+        round_index: the last round that the peer took part in then.
+        digest: of the numbers; the same request may come again for the same numbers, and gets the same bytes.
+        served: the sets of peers, without repetition, the last one last.
+    """
+
+    label: int = -1
+    round_index: int = -1
+    digest: str = ""
+    served: list[list[int]] = field(default_factory=list)
+
+    def after(self, label: int, round_index: int, values: np.ndarray, peers: Collection[int]) -> Handed:
+        """Return the record with one more sum.
+
+        Raises:
+            RefusedError: the peer took part in no round since the last one.
+        """
+        digest, wanted = hashlib.sha256(values.tobytes()).hexdigest(), sorted(set(peers))
+        again = (label, digest, wanted) == (self.label, self.digest, (self.served or [[]])[-1])
+        if not again and not (round_index > self.round_index and label > self.label):
+            raise RefusedError(
+                f"the state after round {round_index} entered a sum already, that of round {self.label}: train a round "
+                "before the next mean",
+                code="masking.same-state",
+            )
+        return Handed(label, round_index, digest, [peers for peers in self.served if peers != wanted] + [wanted])
 
 
 def masked(values: np.ndarray, peer: int, others: Iterable[int], key: Callable[[int], bytes]) -> np.ndarray:

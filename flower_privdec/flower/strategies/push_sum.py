@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -269,6 +268,7 @@ class Routed(Strategy):
         """Find the peers, and build their graph."""
         self._layout, self._initial, self._rounds = Layout.of(numpy_arrays(arrays)), arrays, rounds
         self._unmixed, self._exhausted = self._layout.unmixed(numpy_arrays(arrays)), dict[int, str]()
+        self._last_mean: ArrayRecord | None = None
         run = self.name or f"run-{grid.run.run_id}"
         folder = Path(self.folder or os.environ.get(FOLDER) or "privdec-peers").absolute() / safe_name(run)
         common = {"run": run, "folder": str(folder), "arrays": self.arrayrecord_key, "rounds": rounds}
@@ -386,6 +386,7 @@ class Routed(Strategy):
             f" ({troubles})" if troubles else "",
         )
         mean = self._mean(answers, self._counted) if self._wants_mean else None
+        self._last_mean = mean or self._last_mean
         return mean, self._metrics(answers.values(), self.train_metrics_aggr_fn)
 
     def configure_evaluate(
@@ -429,26 +430,34 @@ class Routed(Strategy):
         return stopped
 
     def _deliver(self) -> ArrayRecord | None:
-        """Hand out the shares in transit, and return the mean over all peers that are there."""
-        mean = self._delivered_mean(self.network.members(), self.network.responsive_peers())
-        log_privacy(self.reports)
-        return mean
+        """Hand out the shares in transit, and return the mean over all peers that are there.
 
-    def _delivered_mean(self, receivers: Iterable[int], peers: list[int]) -> ArrayRecord | None:
-        """Send peers their shares in transit, and return the mean over some of them.
+        Where masked means were asked for round by round it is the last of those: each state enters one sum.
+        """
+        last = max(report.round_index for report in self.reports.values())
+        mean, _ = self._delivered_mean(self.network.members(), self.network.responsive_peers(), last)
+        log_privacy(self.reports)
+        return mean or self._last_mean
+
+    def _delivered_mean(
+        self, receivers: Iterable[int], peers: list[int], server_round: int
+    ) -> tuple[ArrayRecord | None, dict[int, Message]]:
+        """Send peers their shares in transit, and return the mean over some of them, and the answers.
 
         Args:
             receivers: of the messages.
             peers: of whose masses the mean is.
+            server_round: whose mean it is.
         """
         network = self.network
-        common = {"wants_mass": True, "mean_of": peers if self._sealed else [], "serial": time.time_ns()}
+        wanted = not self._sealed or self._last_mean is None
+        common = {"wants_mass": wanted, "mean_of": peers if self._sealed else [], "round_index": server_round}
         messages = [network.message(peer, "train", DELIVER, RecordDict(), **common) for peer in receivers]
         answers = network.ask(messages)
         if not self._sealed:
             masses = sorted(masses_in(answers, self._layout.size, self._sealed).items())
             self.peer_arrays = {peer: self._record(mass) for peer, mass in masses if mass[-1] > 0}
-        return self._mean(answers, peers)
+        return self._mean(answers, peers) if wanted else None, answers
 
     def _mean(self, answers: Mapping[int, Message], peers: Iterable[int]) -> ArrayRecord | None:
         total = total_mass(masses_in(answers, self._layout.size, self._sealed), set(peers), self._sealed)

@@ -22,9 +22,10 @@ from flower_privdec.engine.recorder import OnMetrics, Recorder, evaluation_round
 from flower_privdec.engine.spent import Spent
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
+from flower_privdec.experiment.own_parts import noise_facts
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
-from flower_privdec.network.peer.peer import noise_source, rows_path
+from flower_privdec.network.peer.peer import INSECURE, rows_path
 from flower_privdec.pushsum.lockstep import network_mixing
 from flower_privdec.scenario import Scenario
 
@@ -98,7 +99,7 @@ class Up:
         network_mixing(self.agreement)
         self.recorder = Recorder(self.agreement, None, out, "network", resume)
         self._processes = PeerProcesses(self.scenario, out, insecure_seeds=insecure_seeds, proxy=proxy)
-        self._spent = Spent([], [], [], [])
+        self._spent, self._noise = Spent([], [], [], []), list[str]()
         self._gone: set[int] = set()
 
     def run(self, on_metrics: OnMetrics | None = None, on_status: OnStatus | None = None) -> dict[str, Any]:
@@ -123,17 +124,11 @@ class Up:
                         on_metrics(metrics)
                     self._inject(round_index)
                 self._wait()
-            facts = {
-                "noise": noise_source(self._insecure, self._is_hardened()),
-                "numbers": NUMBERS[self.scenario.network.mode],
-            }
+            facts = {"noise": INSECURE, "publishable": False} if self._insecure else noise_facts(self._noise)
+            facts = (facts if self.scenario.private else {}) | {"numbers": NUMBERS[self.scenario.network.mode]}
             return self.recorder.finish(self._rows(self.scenario.rounds), self._spent, **facts, **self._gone_peers())
         finally:
             self.recorder.close()
-
-    def _is_hardened(self) -> bool:
-        private = self.scenario.private
-        return private is not None and bool(private.hardened)
 
     # --- processes ---
 
@@ -220,13 +215,14 @@ class Up:
         return {name: torch.cat([rows[name] for rows in models]) for name in models[0]}
 
     def _reported(self, round_index: int) -> Spent:
-        """Return the ε that the peers report."""
+        """Return the ε that the peers report; keep the sources of their noise."""
         columns: dict[str, list[Any]] = {"epsilons": [], "deltas": [], "claimed": [], "rounds_run": [], "replies": []}
-        notes = []
+        notes, self._noise = [], []
         for peer in range(self.scenario.n_peers):
             with safe_open(self._handed_in(peer, round_index), framework="pt") as file:
                 facts = json.loads(file.metadata()["privdec"])
             notes += [facts["note"]] * bool(facts["note"])
+            self._noise.append(facts["noise"])
             for name, column in columns.items():
                 column += facts[name]
         notes += [

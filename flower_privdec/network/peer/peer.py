@@ -37,6 +37,7 @@ from flower_privdec.engine.spent import Spent, check_budget, epsilons, json_numb
 from flower_privdec.errors import RunError, ScenarioError, StoppedError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.evaluation import public_losses
+from flower_privdec.experiment.own_parts import NOISE
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.connections import Connections, Session
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
@@ -551,6 +552,11 @@ class ScenarioTrainer:
         agreement = Agreement.of(scenario)
         self.scenario, self.mixing, self.algorithm = scenario, network_mixing(agreement), agreement.algorithm
         self._peer, self._folder, self._insecure = peer, folder, insecure_seeds
+        if insecure_seeds and scenario.compute.generator == "system":
+            raise ScenarioError(
+                "--insecure-seeds draws from the scenario's seed, and compute.generator=system does not: leave one out",
+                code="peer.insecure-system",
+            )
         secret = None if insecure_seeds else _secret(folder)
         self.experiment = Experiment.joined(agreement, OwnParts.of(agreement, np.array([peer]), secret, root=data))
         self.run, self.device = self.experiment.own.run, self.experiment.device
@@ -623,8 +629,8 @@ class ScenarioTrainer:
         rows = {name: state.rows[name] for name in self.algorithm.open_rows}
         self._loss = public_losses(self.experiment, rows)[0]
         if self.scenario.network.hands_in:
-            facts = {"privdec": json.dumps(asdict(Spent.of(self.cohort, state.round_index)))}
-            content = save({name: row.cpu().contiguous() for name, row in rows.items()}, facts)
+            facts = asdict(Spent.of(self.cohort, state.round_index)) | {"noise": self.experiment.own.source}
+            content = save({name: row.cpu().contiguous() for name, row in rows.items()}, {"privdec": json.dumps(facts)})
             write_atomically(rows_path(self._folder, state.round_index), content)
 
     def status(self, state: State) -> dict[str, Any]:
@@ -639,7 +645,7 @@ class ScenarioTrainer:
             "loss": self._loss,
             "epsilon": json_number(epsilon),
             "budget": budget[self._peer] if isinstance(budget, tuple) else budget,
-            "noise": noise_source(self._insecure, private is not None and bool(private.hardened)),
+            "noise": INSECURE if self._insecure else NOISE[self.experiment.own.source],
         }
 
     def finish(self, state: State) -> None:
@@ -666,10 +672,3 @@ def _secret(folder: Path) -> bytes:
 def rows_path(folder: Path, round_index: int) -> Path:
     """Return where a peer leaves the rows that others may see after a round."""
     return folder / f"rows-{round_index}.safetensors"
-
-
-def noise_source(insecure_seeds: bool, hardened: bool = False) -> str:
-    """Return the source of a peer's noise, and whether its rounding is hardened."""
-    if insecure_seeds:
-        return INSECURE
-    return f"of the operating system's generator{', hardened: rounded exactly' if hardened else ''}"

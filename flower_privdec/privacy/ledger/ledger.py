@@ -688,13 +688,17 @@ class CohortLedger(Ledger):
         self._last_write = (step, ended, ended - started)
 
     def _charges(self, start: int, stop: int) -> Iterable[Charge]:
-        """Yield the charge to each group of equal peers for the steps [start, stop)."""
+        """Yield the charge to each group of equal peers for the steps [start, stop).
+
+        An epoch under way is charged already, but not to a run that begins in it with an order of its own.
+        """
+        begins = self._fresh and self._last_write is None
         groups: dict[tuple[int, int], list[Account]] = {}
         for account, limit in zip(self.spending.accounts, self._limits.tolist(), strict=True):
             groups.setdefault((id(account.spends), min(stop, limit)), []).append(account)
         for (_, end), accounts in groups.items():
             due = (spend.between(start, end) for spend in accounts[0].spends)
-            parts = [part for part in due if part and part.from_step >= start]  # an epoch under way is charged already
+            parts = [part for part in due if part and (begins or part.from_step >= start)]
             if parts:
                 yield Charge.of([account.peer for account in accounts], parts)
 
