@@ -122,10 +122,6 @@ class FrameHeader:
     length: int
     run: bytes
 
-    def packed(self) -> bytes:
-        """Return its bytes."""
-        return HEADER.pack(*vars(self).values())
-
 
 @dataclass(frozen=True)
 class RowFormat:
@@ -241,12 +237,8 @@ class FrameCodec:
         exchanges: Mapping[int, RowFormats] | None = None,
         seal: Seal | None = None,
     ) -> None:
-        self.run, self.shares, self.exchanges, self._seal = (
-            hashlib.sha256(run).digest()[:16],
-            shares,
-            exchanges or {},
-            seal,
-        )
+        self.run, self.shares, self.exchanges = hashlib.sha256(run).digest()[:16], shares, exchanges or {}
+        self._seal = seal
         self._overhead = 0 if seal is None else seal.overhead
         share = 0 if shares is None else frame_size(shares) + self._overhead
         self.cap = max([SMALL, share, *map(frame_size, self.exchanges.values())])
@@ -260,7 +252,14 @@ class FrameCodec:
             struct.error, KeyError: a number or a type that frames do not have, which is the caller's mistake.
         """
         if isinstance(message, FrozenShare | RowMessage):
-            return self._encoded_rows(message)
+            formats, sealed = formats_of(message.values), isinstance(message, FrozenShare) and self._seal is not None
+            kind = FrameKind.ROWS if isinstance(message, RowMessage) else FrameKind.SHARE
+            length = frame_size(formats) + self._overhead * sealed
+            header = self._header(message, kind, length, len(formats), SEALED * sealed)
+            buffers = tuple(_row_buffers(message.values, formats))
+            if sealed and self._seal is not None:
+                buffers = (self._seal.encrypt(message.receiver, header, b"".join(buffers)),)
+            return BufferList((header, *buffers))
         if isinstance(message, Hello):
             counters = (message.challenge, message.answers, message.knows, message.sent, message.sent_boot)
             seen = (message.acknowledged, message.received, message.seen, message.seen_boot)
@@ -281,33 +280,10 @@ class FrameCodec:
             number = message.own[0]
         else:
             number = message.exchanges if isinstance(message, Progress) else getattr(message, "number", 0)
-        return FrameHeader(
-            magic=MAGIC,
-            version=VERSION,
-            kind=kind,
-            flags=flags or OPENED * getattr(message, "opened", False),
-            sender=message.sender,
-            receiver=message.receiver,
-            round_index=getattr(message, "round_index", 0),
-            at=getattr(message, "at", 0),
-            rows=rows,
-            incarnation=getattr(message, "incarnation", 0),
-            addressed=getattr(message, "addressed", 0),
-            boot=getattr(message, "boot", 0),
-            number=number,
-            length=length,
-            run=self.run,
-        ).packed()
-
-    def _encoded_rows(self, message: FrozenShare[Tensor] | RowMessage) -> BufferList:
-        formats = formats_of(message.values)
-        if isinstance(message, RowMessage) or self._seal is None:
-            kind = FrameKind.ROWS if isinstance(message, RowMessage) else FrameKind.SHARE
-            header = self._header(message, kind, frame_size(formats), len(formats))
-            return BufferList((header, *_row_buffers(message.values, formats)))
-        header = self._header(message, FrameKind.SHARE, frame_size(formats) + self._overhead, len(formats), SEALED)
-        body = b"".join(_row_buffers(message.values, formats))
-        return BufferList((header, self._seal.encrypt(message.receiver, header, body)))
+        ends = (message.sender, message.receiver, getattr(message, "round_index", 0), getattr(message, "at", 0), rows)
+        sides = [getattr(message, name, 0) for name in ("incarnation", "addressed", "boot")]
+        flags = flags or OPENED * getattr(message, "opened", False)
+        return HEADER.pack(MAGIC, VERSION, kind, flags, *ends, *sides, number, length, self.run)
 
     # --- bytes to messages ---
 
@@ -504,7 +480,6 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
 
 
 AT_ONCE = 2**17  # numbers whose sum stays in cache
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 Facts = dict[str, Any]
 FROZEN = "frozen."  # before the names of tensors
 COUNTERS = [field.name for field in fields(Edge) if field.name != "frozen"]
@@ -530,33 +505,21 @@ class WireCodec(Protocol):
 
 
 class Cast:
-    """Sends rows as numbers of one type; what the type cannot hold is rounded."""
+    """Sends rows as numbers of one type, what the type cannot hold rounded; with None as they are."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype | None) -> None:
         self._dtype = dtype
 
     def encode(self, row: Tensor) -> Tensor:
         """See WireCodec."""
-        return row.to(self._dtype)
+        return row if self._dtype is None else row.to(self._dtype)
 
     def decode(self, sent: Tensor, like: Tensor) -> Tensor:
         """See WireCodec."""
         return sent.to(like)
 
 
-class Exact:
-    """Sends rows as they are."""
-
-    def encode(self, row: Tensor) -> Tensor:
-        """See WireCodec."""
-        return row
-
-    def decode(self, sent: Tensor, like: Tensor) -> Tensor:
-        """See WireCodec."""
-        return sent.to(like)
-
-
-CODECS: dict[str, WireCodec] = {"exact": Exact(), "float32": Cast(torch.float32), "bfloat16": Cast(torch.bfloat16)}
+CODECS: dict[str, WireCodec] = {"exact": Cast(None), "float32": Cast(torch.float32), "bfloat16": Cast(torch.bfloat16)}
 
 
 def wire_codec(name: str) -> WireCodec:
@@ -626,7 +589,7 @@ class TensorArithmetic:
     @property
     def is_exact(self) -> bool:
         """Whether rows are sent as they are."""
-        return isinstance(self._codec, Exact)
+        return self._codec is CODECS["exact"]
 
     def encode(self, row: Tensor) -> Tensor:
         """Return a row as it is sent, which later changes of the row do not affect where it is another type's."""
@@ -658,16 +621,14 @@ class TensorArithmetic:
 
     def same(self, value: Tensor, part: Tensor) -> bool:
         """See Arithmetic; -0 is not 0 here."""
-        return value.dtype == part.dtype and value.shape == part.shape and torch.equal(_bits(value), _bits(part))
+        bits = INTEGERS[value.element_size()]
+        same = value.dtype == part.dtype and value.shape == part.shape
+        return same and torch.equal(value.reshape(-1).view(bits), part.reshape(-1).view(bits))
 
     def fits(self, value: Tensor, part: Tensor) -> bool:
         """See Arithmetic."""
         pairs = zip(value.reshape(-1).split(AT_ONCE), self.decode(part, value).reshape(-1).split(AT_ONCE), strict=True)
         return all(bool(torch.isfinite(ours + theirs).all()) for ours, theirs in pairs)
-
-
-def _bits(value: Tensor) -> Tensor:
-    return value.reshape(-1).view(BITS[value.element_size()])
 
 
 # --- what has to be on disk beside a peer's own rows, for a checkpoint ---

@@ -15,7 +15,6 @@ from tiny_scenario import Tiny
 from torch import Tensor
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.pushsum import frames
 from flower_privdec.pushsum.exactly_once import PushSumProtocol
 from flower_privdec.pushsum.frames import CODECS, Cast, FrameCodec, TensorArithmetic, WireCodec, formats_of, wire_codec
 from flower_privdec.scenario.sections import CODEC_NAMES
@@ -142,4 +141,4 @@ def test_a_cast_decodes_to_the_type_and_device_of_the_row() -> None:
     sent = Cast(torch.bfloat16).encode(row)
     assert sent.dtype == torch.bfloat16
     assert Cast(torch.bfloat16).decode(sent, row).dtype == torch.float64
-    assert frames.Exact().encode(row) is row
+    assert CODECS["exact"].encode(row) is row

@@ -93,7 +93,7 @@ def changed(**values: int | bytes) -> bytes:
     """Return the frame of the share with some fields of its header changed."""
     data = encode(SHARE)
     header = replace(read_header(data, len(data)), **values)
-    return header.packed() + bytes(data[HEADER.size :])
+    return HEADER.pack(*vars(header).values()) + bytes(data[HEADER.size :])
 
 
 def patched(at: int, part: bytes) -> bytes:
