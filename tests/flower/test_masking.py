@@ -109,7 +109,7 @@ def test_sums_over_chosen_sets_do_not_give_a_peers_model(
     assert server.solved(sets) is None
 
 
-@pytest.mark.parametrize(("config", "least"), [({}, N), ({"mean-peers": 3}, 3)])
+@pytest.mark.parametrize(("config", "least"), [({}, N), ({"mean-peers": 2}, 2)])
 def test_no_sum_is_over_fewer_peers_than_the_owner_allows(config: dict[str, Any], least: int, tmp_path: Path) -> None:
     server = Server(tmp_path, **config)
     assert server.sum_of(range(least - 1)) is None
