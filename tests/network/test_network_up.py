@@ -18,10 +18,12 @@ import pytest
 
 pytest.importorskip("grpc")
 
+from command_line import privdec
 from networked import wait_until
 
 from flower_privdec.cli import main
 from flower_privdec.engine.run import run
+from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import PRIVDEC, PeerProcesses, on_this_machine
@@ -36,25 +38,15 @@ SETTINGS += ["network={mode: synchronous, retry: 0.2, start: 200.0, deadline: 20
 LONGER = "rounds=60"
 
 
-def up(scenario: Path, out: Path, *options: str, also: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """Start `privdec up` in a process of its own."""
-    settings = [word for setting in (*SETTINGS, *also) for word in ("--set", setting)]
-    command = [sys.executable, "-m", "flower_privdec", "up", str(scenario), "--out", str(out), "--insecure-seeds"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [*command, *settings, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-
-
 def peers_of(out: Path) -> list[int]:
     """Return the processes that run a peer of a folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
+            log = (process / "fd" / "1").readlink()
         except OSError:
             continue
-        if b"peer" in words and str(out / "network.yaml").encode() in words:
+        if log.parent == out / "peers":
             found.append(int(process.name))
     return found
 
@@ -73,11 +65,12 @@ def scenario(tiny_text: str, tmp_path: Path) -> Path:
     return path
 
 
-def test_it_leaves_what_a_run_leaves_with_the_same_numbers(scenario: Path, tmp_path: Path) -> None:
-    started = up(scenario, tmp_path / "up")
-    said, errors = started.communicate(timeout=500)
-    assert started.returncode == 0, errors
-    assert "INSECURE" in said
+def test_it_leaves_what_a_run_leaves_with_the_same_numbers(
+    scenario: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    assert privdec("up", scenario, "--out", tmp_path / "up", "--insecure-seeds", *settings) == 0
+    assert "INSECURE" in capsys.readouterr().out
     found = json.loads((tmp_path / "up" / "summary.json").read_text())
     wanted = run(Experiment.build(parse_scenario(scenario.read_text(), overrides=SETTINGS)), tmp_path / "engine")
     for key in ("accuracy", "loss", "consensus_distance"):
@@ -162,32 +155,33 @@ def test_kills_that_cannot_be_injected_are_refused(
     assert not (tmp_path / "up").exists()
 
 
-def test_killed_peers_are_named_and_the_run_goes_on_from_their_disks(scenario: Path, tmp_path: Path) -> None:
-    out = tmp_path / "up"
-    started = up(scenario, out, also=(LONGER,))
-    wait_for(out / "peers" / "1" / "rows-2.safetensors")
-    victims = peers_of(out)
-    os.kill(victims[1], signal.SIGKILL)
-    _, errors = started.communicate(timeout=500)
-    assert started.returncode == 1
-    assert re.search(r"^error: peer \d ended \(", errors, re.MULTILINE), errors
+def test_killed_peers_are_named_and_the_run_goes_on_from_their_disks(
+    tiny: Callable[..., Scenario], tmp_path: Path
+) -> None:
+    scenario, out, killed = tiny(*SETTINGS, LONGER), tmp_path / "up", list[int]()
+
+    def kill(metrics: dict[str, Any]) -> None:
+        if metrics["round"] and not killed:
+            killed.append(peers_of(out)[1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    with pytest.raises(RunError, match=r"^peer \d ended \("):
+        Up(scenario, out, insecure_seeds=True).run(kill)
+    assert killed
     assert not peers_of(out)
-    again = up(scenario, out, "--resume", also=(LONGER,))
-    _, errors = again.communicate(timeout=500)
-    assert again.returncode == 0, errors
-    found = json.loads((out / "summary.json").read_text())
-    settings = [*SETTINGS, LONGER]
-    wanted = run(Experiment.build(parse_scenario(scenario.read_text(), overrides=settings)), tmp_path / "engine")
+    found = Up(scenario, out, resume=True, insecure_seeds=True).run()
+    wanted = run(Experiment.build(scenario), tmp_path / "engine")
     assert found["accuracy"] == pytest.approx(wanted["accuracy"])
 
 
 def test_nothing_lingers_when_it_is_killed(scenario: Path, tmp_path: Path) -> None:
     out = tmp_path / "up"
-    started = up(scenario, out, also=("rounds=100000", "privacy=none"))
+    settings = [word for setting in (*SETTINGS, "rounds=100000", "privacy=none") for word in ("--set", setting)]
+    started = subprocess.Popen([*PRIVDEC, "up", scenario, "--out", out, *settings], stderr=subprocess.DEVNULL)
     wait_for(out / "peers" / "1" / "checkpoint-1")
     os.kill(peers_of(out)[0], signal.SIGSTOP)
     started.kill()
-    started.communicate(timeout=500)
+    started.wait(500)
     until = time.monotonic() + 200
     while peers_of(out):
         assert time.monotonic() < until, "peers go on without who started them"

@@ -21,6 +21,7 @@ from typing import Any, Self
 from flower_privdec.common.files import write_atomically
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.network.local.fault_proxy import FaultProxy
+from flower_privdec.network.local.fork_server import SERVER, Process, start_process
 from flower_privdec.network.peer.status import STATUS_CAP, request_status
 from flower_privdec.network.transport.grpc_transport import GrpcConnection
 from flower_privdec.network.transport.tls import credentials_of, identities, make_certificates
@@ -97,7 +98,7 @@ class PeerProcesses:
         """
         self.scenario, self.out, self.proxy, self._program = scenario, out, proxy, program
         self._insecure = insecure_seeds
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Process] = {}
 
     @property
     def peers(self) -> range:
@@ -118,7 +119,8 @@ class PeerProcesses:
         return self.out / "peers" / f"{peer}.log"
 
     def prepare(self) -> None:
-        """Write what the peers need."""
+        """Write what the peers need, while the process that they are forked from imports it."""
+        SERVER.begin()
         make_certificates(self.scenario, self.certificates)
         (self.out / "peers").mkdir(exist_ok=True)
         write_atomically(self.out / "network.yaml", to_yaml(self.scenario).encode())
@@ -149,9 +151,7 @@ class PeerProcesses:
         command += ["--insecure-seeds"] * self._insecure
         with self.log(peer).open("ab") as log:
             # A process group of its own gets no Ctrl-C; a peer that is paused when this process is killed ends with it.
-            self._processes[peer] = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0
-            )
+            self._processes[peer] = start_process(f"privdec peer {peer}", command, log)
 
     def status(self, peer: int) -> int | None:
         """Return a peer's exit status; None while it runs."""
@@ -189,15 +189,13 @@ class PeerProcesses:
 
     def _signal(self, peer: int, number: signal.Signals) -> None:
         if self.status(peer) is None:
-            os.killpg(self.pid(peer), number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self.pid(peer), number)
 
     def end(self) -> None:
         """Terminate all peers; kill those that still run after STOP_SECONDS."""
-        for peer, process in self._processes.items():
+        for peer in self._processes:
             self._signal(peer, signal.SIGCONT)
-            if process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    process.stdin.close()
             self._signal(peer, signal.SIGTERM)
         until = time.monotonic() + STOP_SECONDS
         for peer, process in self._processes.items():
