@@ -163,6 +163,8 @@ def up(
         due = network.injected_kills(kill or (), restart or (), loaded.n_peers, loaded.rounds)
         options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "kills": due}
         peers = network.Up(loaded, folder, **options)
+        if on_status is None:
+            typer.echo(f"{loaded.name}: each of {loaded.n_peers} peers starts and waits for its neighbours", err=True)
         summary = peers.run(on_metrics, on_status)
     save_run_plots(folder)
     console.print_summary(summary, folder)

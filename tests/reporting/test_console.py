@@ -178,6 +178,7 @@ STATUS = {
     "budget": 3.0,
     "neighbours": [0, 2],
     "down": {"2": "connection refused"},
+    "unheard": [],
     "bytes_sent": 2048,
     "bytes_received": 0,
     "noise": "of the operating system's generator",
@@ -187,20 +188,22 @@ STATUS = {
 def test_a_network_on_a_terminal_has_a_row_for_each_peer(tmp_path: Path) -> None:
     shown = io.StringIO()
     terminal = Console(file=shown, force_terminal=True, width=110)
-    with progress.network_progress(small_scenario("n_peers=4"), tmp_path, console=terminal) as (on_metrics, on_status):
+    with progress.network_progress(small_scenario("n_peers=5"), tmp_path, console=terminal) as (on_metrics, on_status):
         on_metrics(metrics_line(2))
         assert on_status is not None
+        on_status(0, STATUS | {"peer": 0, "neighbours": [1, 2, 3], "unheard": [1, 2]}, "")
         on_status(1, STATUS, "")
         on_status(2, STATUS | {"loss": None, "budget": None, "epsilon": "inf"}, "")
         on_status(2, None, "no answer")
         on_status(3, STATUS | {"noise": "INSECURE: for tests"}, "done")
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue()).rpartition(" peer ")[2]
     found = [line.split() for line in last.splitlines()]
-    assert found[2] == ["0", "starting"]
     row = ["1", "4/10", "0.500", "1.20", "of", "3.00", "1/2", "up", "down:", "2", "2", "KiB", "0", "B"]
+    assert found[2] == ["0", *row[1:6], "1/3", *row[7:10], "not", "yet", "heard:", "1", *row[10:]]
     assert found[3] == row
     assert found[4] == ["2", "4/10", "–", "∞", *row[6:], "no", "answer"]
     assert found[5] == ["3", *row[1:], "done"]
+    assert found[6] == ["4", "starting"]
     assert "INSECURE seeds" in last
 
 

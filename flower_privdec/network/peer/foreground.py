@@ -106,6 +106,10 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
             charged = running.charge_witnessed()
             print(f"{folder}: charged {charged} lines that the ledger lacked; start the peer again with --resume")
             return
+        waits_for = ", ".join(map(str, running.status()["unheard"]))
+        print(
+            f"peer {running.device.peer} waits for its neighbours: {waits_for or 'none'}", file=sys.stderr, flush=True
+        )
         running.run(line)
         write_atomically(folder / "summary.json", (json.dumps(running.status(), indent=2) + "\n").encode())
     finally:

@@ -335,20 +335,22 @@ class RunningPeer(ABC):
     # --- what others and its owner see ---
 
     def status(self) -> dict[str, Any]:
-        """Return the status: round, loss, ε, neighbours, which of them are down and why, bytes.
+        """Return the status: round, loss, ε, neighbours, which of them are down and why or not yet heard, bytes.
 
         The loss is of its model on public test examples at the last evaluation; None before one, or where it is not
         finite.
         """
         scenario, connections = self.trainer.scenario, self.connections
+        neighbors = self.timetable.neighbours(self.device.peer)
         down = {str(peer): why for peer, why in sorted(connections.trouble.items()) if not self._is_over(peer)}
         return {
             "name": scenario.name,
             "peer": self.device.peer,
             "round": self.state.round_index,
             "rounds": self.rounds,
-            "neighbours": self.timetable.neighbours(self.device.peer),
+            "neighbours": neighbors,
             "down": down,
+            "unheard": [one for one in neighbors if not (self.witness.has_heard(one) or self._is_over(one))],
             "bytes_sent": connections.bytes_sent,
             "bytes_received": connections.bytes_received,
             **self.trainer.status(self.state),

@@ -54,6 +54,10 @@ def spent_text(status: Status) -> str:
 
 
 def neighbours_text(status: Status) -> str:
-    """Return how many neighbours are up, and which are down."""
-    down = f"  down: {', '.join(status['down'])}" if status["down"] else ""
-    return f"{len(status['neighbours']) - len(status['down'])}/{len(status['neighbours'])} neighbours up{down}"
+    """Return how many neighbours are up, which are down, and which have not reported since the peer started."""
+    neighbours, down, unheard = status["neighbours"], status["down"], status["unheard"]
+    up = len([one for one in neighbours if one not in unheard and str(one) not in down])
+    lists = {"down": down, "not yet heard": [str(one) for one in unheard if str(one) not in down]}
+    return f"{up}/{len(neighbours)} neighbours up" + "".join(
+        f"  {name}: {', '.join(peers)}" for name, peers in lists.items() if peers
+    )
