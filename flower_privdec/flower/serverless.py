@@ -64,8 +64,7 @@ from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.foreground import device_of, peer_of, run_in_foreground
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
 from flower_privdec.network.transport.tls import credentials_of
-from flower_privdec.privacy.ledger.ledger import RunName
-from flower_privdec.pushsum.witness import EMPTY, Head
+from flower_privdec.privacy.ledger.ledger import Head, Ledger, RunName
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.loading import parse_app_scenario
 from flower_privdec.scenario.plain_yaml import read_plain
@@ -397,18 +396,13 @@ class AppTrainer:
         return None if self.ledger is None else self.ledger.head
 
     @property
-    def witnessed(self) -> Head:
+    def witnessed_ledger(self) -> Ledger | None:
         """See Trainer."""
-        return EMPTY if self.ledger is None else self.ledger.witnessed
+        return None if self.ledger is None else self.ledger.ledger
 
-    def check_witnessed(self, witnessed: Head) -> None:
+    def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """See Trainer."""
-        if self.ledger is not None:
-            self.ledger.check_witnessed(witnessed)
-
-    def charge_witnessed(self, length: int) -> int:
-        """See Trainer."""
-        return 0 if self.ledger is None else self.ledger.charge_witnessed(length, self._noise)
+        return 0 if self.ledger is None else self.ledger.charge_witnessed(witnessed, self._noise)
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer."""

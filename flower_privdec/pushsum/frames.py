@@ -9,7 +9,8 @@ A frame is a fixed header, a line for each row, and the rows as they lie in memo
     hello       72 bytes  the counters
     acknowledgement  8 bytes  the boot that froze the share
     progress     0 bytes  the number alone
-    ledger report  88 bytes  challenge, answer, the lengths and hashes of both ledgers
+    ledger report  32 bytes  challenge, answer, the boot before the sender's and its lines; the number: its own lines
+                  16 bytes  for each boot of the receiver: the boot and its lines
 
 All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has one
 encoding: whatever decodes is encoded to the same bytes again, so zeros must be zeros and nothing may follow. Decoded
@@ -27,6 +28,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,15 +39,16 @@ from flower_privdec.common.user_code import load_own
 from flower_privdec.core import State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
-from flower_privdec.pushsum.witness import LedgerReport
+from flower_privdec.pushsum.witness import MANY, LedgerReport
 
 MAGIC, VERSION = b"prvd", 2
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
-LEDGER_REPORT = struct.Struct("<3Q32s32s")
+LEDGER_REPORT, LINES = struct.Struct("<4Q"), struct.Struct("<2Q")
 LINE = struct.Struct("<BB6x4Q")  # type, number of axes, their lengths
-SMALL = 256  # bytes that a frame without rows has at most
+SMALL = 256  # bytes that a frame without rows has at most, but for a report
+REPORT = 256 + MANY * LINES.size  # that a report has at most
 AXES = 4
 DATA_AT, ROW_AT = 64, 8  # the rows begin at a multiple of the first, each at one of the second
 CHUNK = 2**18  # numbers checked at a time
@@ -267,8 +270,8 @@ class FrameCodec:
         elif isinstance(message, Acknowledgement):
             body, kind = ACKNOWLEDGEMENT.pack(message.share_boot), FrameKind.ACKNOWLEDGEMENT
         elif isinstance(message, LedgerReport):
-            hashes = bytes.fromhex(message.own[1]), bytes.fromhex(message.seen[1])
-            body = LEDGER_REPORT.pack(message.challenge, message.answers, message.seen[0], *hashes)
+            body = LEDGER_REPORT.pack(message.challenge, message.answers, *message.previous)
+            body += b"".join(LINES.pack(*counted) for counted in message.seen)
             kind = FrameKind.LEDGER_REPORT
         else:
             body, kind = b"", FrameKind.PROGRESS
@@ -277,7 +280,7 @@ class FrameCodec:
     def _header(self, message: Message, kind: FrameKind, length: int, rows: int = 0, flags: int = 0) -> bytes:
         """Return the header of a message; what its kind does not have is 0."""
         if isinstance(message, LedgerReport):
-            number = message.own[0]
+            number = message.own
         else:
             number = message.exchanges if isinstance(message, Progress) else getattr(message, "number", 0)
         ends = (message.sender, message.receiver, getattr(message, "round_index", 0), getattr(message, "at", 0), rows)
@@ -297,7 +300,6 @@ class FrameCodec:
         Raises:
             RefusedError: naming the sender (as it calls itself), what is wrong and what would be right.
         """
-        cap = self.cap if cap is None else cap
         if len(data) < HEADER.size:
             raise RefusedError(f"a frame of {len(data)} bytes must have a header of {HEADER.size}")
         header = FrameHeader(*HEADER.unpack_from(data))
@@ -316,6 +318,8 @@ class FrameCodec:
             )
         if header.kind not in set(FrameKind):
             raise RefusedError(f"{frame} is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}")
+        if cap is None:
+            cap = REPORT if header.kind == FrameKind.LEDGER_REPORT else self.cap
         if not HEADER.size <= header.length <= cap:
             raise RefusedError(f"{frame} claims {header.length} bytes, which must be {HEADER.size} to {cap}")
         if header.round_index >= 2**63:
@@ -351,10 +355,15 @@ class FrameCodec:
             sides = (header.incarnation, header.addressed)
             message = Acknowledgement(*ends, *sides, header.boot, header.number, share_boot)
         elif header.kind == FrameKind.LEDGER_REPORT:
-            self._body(header, view, LEDGER_REPORT)  # checks its size
-            challenge, answers, length, own, seen = LEDGER_REPORT.unpack_from(view, HEADER.size)
-            heads = (header.number, own.hex()), (length, seen.hex())
-            message = LedgerReport(*ends, header.boot, challenge, answers, *heads)
+            fixed = HEADER.size + LEDGER_REPORT.size
+            if header.length < fixed or (header.length - fixed) % LINES.size:
+                raise RefusedError(f"a report of peer {header.sender} has {header.length} bytes, which none has")
+            challenge, answers, *before = LEDGER_REPORT.unpack_from(view, HEADER.size)
+            seen = tuple(LINES.iter_unpack(view[fixed:]))
+            if any(boot <= last for (last, _), (boot, _) in pairwise(seen)):
+                raise RefusedError(f"a report of peer {header.sender} has boots that are not in ascending order")
+            previous = before[0], before[1]
+            message = LedgerReport(*ends, header.boot, challenge, answers, header.number, previous, seen)
         else:
             self._body(header, view, struct.Struct(""))
             message = Progress(*ends, header.number)

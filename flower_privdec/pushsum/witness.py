@@ -1,18 +1,20 @@
 """Witnessed ledgers: neighbours remember how long a peer's ledger was, so that an old copy of it is noticed.
 
 A ledger proves what it holds, and not what it lacks: one that was restored from a backup, or begun in an empty folder,
-is whole and too short, and its ε too small. So each call and each answer between neighbours carries a `LedgerReport`:
-the length of the sender's ledger, with its last hash, and the longest ledger of the receiver that the sender has seen,
-which it keeps in its checkpoint. From it follow three rules, without clock, socket or file:
+is whole and too short, and its ε too small. So each call and each answer between neighbours carries a `LedgerReport`.
+Each process of a peer draws a random number, its *boot*, which every line that it writes into the ledger names. A
+report counts the lines of the sender's boot, and of the last boot before it; a neighbour keeps the counts of all boots
+on its disk, and reports them back. From it follow three rules, without clock or socket:
 
-1. A peer whose ledger is shorter than a neighbour has seen, or holds another line there, stops before another step.
-2. A peer takes no private step before one neighbour has reported to it in this process (`is_witnessed`).
-3. Two processes of one identity are refused, both. A *boot* is a random number that each process draws; a neighbour
-   believes in a boot once it answers the neighbour's present challenge, which is drawn again for each new boot. Where
-   a boot does so that another one has replaced, both are alive; a message that was late in the network cannot.
+1. A peer whose ledger lacks lines that a neighbour has counted, of whichever boot, stops before another step. So the
+   lines of an old copy, of a lost ledger, and of a copy that ran beside it are each missed, and can be charged, once.
+2. A peer takes no private step before one neighbour has answered a report of this process (`is_witnessed`).
+3. Two processes of one identity are refused, both. A neighbour believes in a boot once it answers the neighbour's
+   present challenge, which is drawn again for each new boot. Where a boot does so that another one has replaced, both
+   are alive; a message that was late in the network cannot. Even what a refused report counts is kept.
 
-What this cannot see: releases to neighbours that have all lost their checkpoints, or that all lie, and those since the
-last checkpoint of each. A neighbour that lies about a longer ledger can stop a peer, which then names it.
+What this cannot see: releases to neighbours that have all lost their folders, or that all lie. A neighbour that lies
+about more lines can stop a peer, which then names it.
 """
 
 from __future__ import annotations
@@ -21,13 +23,28 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from threading import Lock
+from typing import Protocol
 
 from flower_privdec.errors import BudgetError
 from flower_privdec.pushsum.exactly_once import LAST, RefusedError
 
-Head = tuple[int, str]  # how much a ledger holds, and the hash of its last line in hexadecimal
-EMPTY: Head = (0, "0" * 64)
+MANY = 4096  # boots of one peer at most
 TWICE = "two processes run as peer"
+
+
+class WitnessedLedger(Protocol):
+    """What neighbours see of a ledger; see `privacy.ledger.ledger.Ledger`.
+
+    Attributes:
+        lines: how many there are of each boot.
+        previous: the last boot before this one that wrote a line, and how many it wrote.
+    """
+
+    lines: dict[int, int]
+    previous: tuple[int, int]
+
+    def check_witnessed(self, witnessed: Mapping[int, int]) -> None:
+        """Raise BudgetError unless the ledger holds as many lines of each boot."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +56,9 @@ class LedgerReport:
         boot: of the sender's process.
         challenge: what a later report to this peer has to answer.
         answers: the receiver's challenge that this answers; 0 in the first report.
-        own: the head of the sender's ledger.
-        seen: the longest head of the receiver's ledger that it has seen.
+        own: how many lines of its boot the sender's ledger has.
+        previous: the last boot before it that wrote a line, and how many it wrote; zeros where none did.
+        seen: boots of the receiver in ascending order, each with the most lines that the sender has counted.
     """
 
     sender: int
@@ -48,8 +66,9 @@ class LedgerReport:
     boot: int
     challenge: int
     answers: int
-    own: Head
-    seen: Head
+    own: int
+    previous: tuple[int, int]
+    seen: tuple[tuple[int, int], ...]
 
 
 class LedgerWitness:
@@ -59,12 +78,12 @@ class LedgerWitness:
         peer: its number.
         neighbors: of the peer.
         boot: a random number from 1 to 2^64 - 1, drawn at this start of the process.
-        head: returns the head of its ledger; EMPTY where there is none.
-        check: raises BudgetError unless the ledger holds what a head names.
-        seen: the heads that were in the checkpoint, by neighbour.
+        ledger: its own; None where no noise depends on it.
+        seen: the lines of each neighbour that it has counted before, by boot.
+        remember: called with a neighbour, a boot and its lines before anything follows from them.
 
     Attributes:
-        seen: the longest head of each neighbour's ledger.
+        seen: the most lines of each neighbour's boots.
         problem: why this peer must stop, once that is so.
     """
 
@@ -73,15 +92,15 @@ class LedgerWitness:
         peer: int,
         neighbors: Iterable[int],
         boot: int,
-        head: Callable[[], Head],
-        check: Callable[[Head], None],
-        seen: Mapping[int, Head] | None = None,
+        ledger: WitnessedLedger | None = None,
+        seen: Mapping[int, Mapping[int, int]] | None = None,
+        remember: Callable[[int, int, int], None] = lambda neighbor, boot, lines: None,
     ) -> None:
-        self.peer, self.boot, self._head, self._check = peer, boot, head, check
+        self.peer, self.boot, self._ledger, self._remember = peer, boot, ledger, remember
         self.neighbors = frozenset(neighbors) - {peer}
-        self.seen: dict[int, Head] = {j: head for j, head in (seen or {}).items() if j in self.neighbors}
+        self.seen: dict[int, dict[int, int]] = {j: dict((seen or {}).get(j, {})) for j in self.neighbors}
         self.problem: BudgetError | None = None
-        self._reported: dict[int, Head] = {}  # by neighbour: the longest head of this peer's ledger that it reported
+        self._reported: dict[int, dict[int, int]] = {}  # by neighbour: the lines of this peer's boots that it counted
         self._challenges = {j: _draw() for j in self.neighbors}
         self._received: dict[int, int] = {}  # the last challenge of each neighbour
         self._boots: dict[int, int] = {}  # of each neighbour, once it has answered a challenge
@@ -93,19 +112,22 @@ class LedgerWitness:
         """Return the report that the next call or answer to a neighbour carries."""
         with self._lock:
             answers = 0 if self.problem else self._received.get(neighbor, 0)  # who is to stop has nothing to add
-            challenge, seen = self._challenges[neighbor], self.seen.get(neighbor, EMPTY)
-        return LedgerReport(self.peer, neighbor, self.boot, challenge, answers, self._head(), seen)
+            challenge, seen = self._challenges[neighbor], tuple(sorted(self.seen[neighbor].items()))
+        own = 0 if self._ledger is None else self._ledger.lines.get(self.boot, 0)
+        previous = (0, 0) if self._ledger is None else self._ledger.previous
+        return LedgerReport(self.peer, neighbor, self.boot, challenge, answers, own, previous, seen)
 
     def receive(self, report: LedgerReport) -> None:
         """Record a neighbour's report.
 
         Raises:
-            RefusedError: its sender is no neighbour, runs twice, or has two ledgers.
+            RefusedError: its sender is no neighbour, runs twice, or has had too many boots.
         """
         j = report.sender
         if j not in self.neighbors:
             raise RefusedError(f"peer {j} reports its ledger to peer {self.peer}, who are no neighbours here")
         with self._lock:
+            self._count(j, report)
             self._received[j] = report.challenge
             if report.answers == self._challenges[j] and self._boots.get(j) != report.boot:
                 if report.boot in self._replaced[j]:
@@ -120,34 +142,39 @@ class LedgerWitness:
                     f"{TWICE} {j}, each with a ledger that lacks the other's releases: stop both, and start the one "
                     "whose folder is the original; delete the copy"
                 )
-            before = self.seen.get(j, EMPTY)
-            if report.own[0] == before[0] and report.own[1] != before[1]:
-                raise RefusedError(
-                    f"peer {j} reports a ledger of length {before[0]} that is not the one which peer {self.peer} has "
-                    f"seen: put the newest copy of the ledger of peer {j} back"
-                )
-            if is_known:  # so it has received, and checked, what was seen before
-                self.seen[j] = max(report.own, before, key=lambda head: head[0])
-            is_new, self._reported[j] = report.seen != self._reported.get(j), report.seen
-        if is_new and report.seen[0] > 0 and self.problem is None:
+            reported = dict(report.seen)
+            is_new, self._reported[j] = reported != self._reported.get(j), reported
+        if is_new and self._ledger is not None and self.problem is None:
             try:
-                self._check(report.seen)
+                self._ledger.check_witnessed(reported)
             except BudgetError as error:
                 self.problem = BudgetError(f"by peer {j}: {error}", code=error.code)
 
+    def _count(self, neighbor: int, report: LedgerReport) -> None:
+        """Keep how many lines there are of a neighbour's boots."""
+        counted = self.seen[neighbor]
+        for boot, lines in ((report.boot, report.own), report.previous):
+            if lines <= counted.get(boot, 0):
+                continue
+            if len(counted) >= MANY and boot not in counted:
+                raise RefusedError(f"peer {neighbor} has been started more than {MANY} times, with lines of each")
+            self._remember(neighbor, boot, lines)
+            counted[boot] = lines
+
     @property
     def is_witnessed(self) -> bool:
-        """Whether a neighbour has reported since the process started, or there is none."""
-        return bool(self._reported) or not self.neighbors
+        """Whether a neighbour has answered a report of this process, or there is none."""
+        return bool(self._boots) or not self.neighbors
 
     @property
-    def longest(self) -> Head:
-        """Return the longest head of this peer's own ledger that a neighbour has reported."""
-        return max(self._reported.values(), default=EMPTY, key=lambda head: head[0])
+    def reported(self) -> dict[int, int]:
+        """Return the most lines of each boot of this peer that a neighbour has counted."""
+        boots = {boot for reported in self._reported.values() for boot in reported}
+        return {boot: max(reported.get(boot, 0) for reported in self._reported.values()) for boot in boots}
 
     def has_heard(self, neighbor: int) -> bool:
-        """Return whether a neighbour has reported since the process started."""
-        return neighbor in self._reported
+        """Return whether a neighbour has answered a report of this process."""
+        return neighbor in self._boots
 
 
 def _draw() -> int:

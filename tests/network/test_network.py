@@ -36,7 +36,7 @@ from flower_privdec.network.transport.grpc_transport import GrpcConnection, Refu
 from flower_privdec.network.transport.tls import credentials_of, make_certificates
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.frames import FrameCodec, Progress, RowMessage
-from flower_privdec.pushsum.witness import EMPTY, LedgerReport
+from flower_privdec.pushsum.witness import LedgerReport
 
 QUICK = f"network={{mode: synchronous, retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 NEEDS_A_SERVER = ("scaffold",)
@@ -137,7 +137,7 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
     right = RowMessage(3, 0, 0, 1, {"x": before["x"][0], "w": before["w"][0]})
 
     def call(message: Any, codec: FrameCodec = frames) -> bytes:
-        return b"".join(bytes(codec.encode(part)) for part in (LedgerReport(3, 0, 1, 1, 0, EMPTY, EMPTY), message))
+        return b"".join(bytes(codec.encode(part)) for part in (LedgerReport(3, 0, 1, 1, 0, 0, (0, 0), ()), message))
 
     try:
         for content, said in {
@@ -288,7 +288,7 @@ def test_who_is_not_heard_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) ->
     peer = running_peer(scenario, devices(scenario, tmp_path)[0])
     assert outcome_code(peer) == "network.no-witness"  # before it takes a step
     peer = running_peer(scenario, devices(scenario, tmp_path / "again")[0])
-    peer.witness._reported[1] = EMPTY
+    peer.witness._boots[1] = 1
     said = peer._silence  # type: ignore[attr-defined]
     peer._silence = lambda seconds: (wait_until(lambda: 3 in peer.connections.trouble), said(seconds))[1]  # type: ignore[attr-defined]
     with pytest.raises(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,27 +15,42 @@ from raising import raises
 from flower_privdec.errors import BudgetError
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import FrameCodec
-from flower_privdec.pushsum.witness import EMPTY, TWICE, Head, LedgerReport, LedgerWitness
+from flower_privdec.pushsum.witness import MANY, TWICE, LedgerReport, LedgerWitness
 
 
-def digest(lines: list[str]) -> str:
-    """Return a hash of a chain of lines."""
-    return "".join(f"{ord(line[0]):02x}" for line in lines[-1:]).ljust(64, "0")
+class Lines:
+    """A ledger of nothing but the boots that wrote its lines."""
+
+    def __init__(self, written: Sequence[int] = ()) -> None:
+        self.written, self.previous = list(written), (0, 0)
+
+    @property
+    def lines(self) -> dict[int, int]:
+        return dict(Counter(self.written))
+
+    def check_witnessed(self, witnessed: Mapping[int, int]) -> None:
+        if self.lacks(witnessed):
+            raise BudgetError("an old copy", code="ledger.witnessed")
+
+    def lacks(self, witnessed: Mapping[int, int]) -> int:
+        return sum((Counter(dict(witnessed)) - Counter(self.written)).values())
 
 
 class Process:
-    """A process of peer 0 with a ledger, and reports that it exchanges with others."""
+    """A process of a peer that continues a ledger, or a copy of it, and exchanges reports with others."""
 
-    def __init__(self, peer: int, others: list[int], lines: list[str], seen: dict[int, Head] | None = None) -> None:
-        self.lines = lines
-        self.witness = LedgerWitness(peer, others, random.randrange(1, 2**64), self.head, self.check, seen)
+    def __init__(self, peer: int, others: list[int], written: Sequence[int] = (), seen: Any = None) -> None:
+        self.ledger, boot = Lines(written), random.randrange(1, 2**64)
+        last = next(iter(written[::-1]), 0)
+        self.ledger.previous = last, self.ledger.lines.get(last, 0)
+        self.remembered: dict[int, dict[int, int]] = {}
+        self.witness = LedgerWitness(peer, others, boot, self.ledger, seen, self.remember)  # type: ignore[arg-type]
 
-    def head(self) -> Head:
-        return (len(self.lines), digest(self.lines)) if self.lines else EMPTY
+    def remember(self, neighbor: int, boot: int, lines: int) -> None:
+        self.remembered.setdefault(neighbor, {})[boot] = lines
 
-    def check(self, head: Head) -> None:
-        if head[0] > len(self.lines) or digest(self.lines[: head[0]]) != head[1]:
-            raise BudgetError("an old copy", code="ledger.witnessed")
+    def pay(self, steps: int = 1) -> None:
+        self.ledger.written += [self.witness.boot] * steps
 
 
 def carry(report: LedgerReport) -> LedgerReport:
@@ -50,50 +67,96 @@ def call(caller: Process, answerer: Process) -> None:
     caller.witness.receive(carry(answerer.witness.report(caller.witness.peer)))
 
 
-def test_a_longer_ledger_is_no_problem_and_a_shorter_one_is() -> None:
-    peer, other = Process(0, [1], list("ab")), Process(1, [0], [])
+def test_a_longer_ledger_is_no_problem_and_one_that_lacks_lines_is() -> None:
+    peer, other = Process(0, [1]), Process(1, [0])
     assert not peer.witness.is_witnessed
-    for line in "cde":
+    call(peer, other)
+    assert peer.witness.is_witnessed
+    for _ in range(4):
+        peer.pay()
         call(peer, other)
-        assert peer.witness.is_witnessed
-        peer.lines.append(line)
     assert peer.witness.problem is None
-    assert other.witness.seen[0][0] == 4
-    restored = Process(0, [1], list("abc"))
+    restored = Process(0, [1], peer.ledger.written[:3])
     call(restored, other)
     assert isinstance(restored.witness.problem, BudgetError)
     assert restored.witness.problem.code == "ledger.witnessed"
-    assert restored.witness.longest[0] == 4
-    assert Process(0, [], []).witness.is_witnessed  # nobody could have seen anything
+    assert restored.ledger.lacks(restored.witness.reported) == 1
+    assert Process(0, []).witness.is_witnessed  # nobody could have seen anything
+
+
+def test_a_peer_is_witnessed_once_a_neighbour_answers_this_process() -> None:
+    peer, other = Process(0, [1]), Process(1, [0])
+    peer.witness.receive(other.witness.report(0))  # its own call, before it has heard of this process
+    assert not peer.witness.is_witnessed
+    call(peer, other)
+    assert peer.witness.is_witnessed
 
 
 def test_what_was_seen_survives_the_neighbours_restart() -> None:
-    peer, other = Process(0, [1], list("abcd")), Process(1, [0], [])
+    peer, other = Process(0, [1]), Process(1, [0])
+    peer.pay(4)
     call(peer, other)
-    call(peer, other)
-    again = Process(1, [0], [], other.witness.seen)
-    lost = Process(0, [1], [])
+    assert other.remembered == {0: {peer.witness.boot: 4}}
+    again, lost = Process(1, [0], (), other.remembered), Process(0, [1])
     call(lost, again)
     assert lost.witness.problem is not None
-    forgetful = Process(1, [0], [])
-    lost = Process(0, [1], [])
+    forgetful, lost = Process(1, [0]), Process(0, [1])
     call(lost, forgetful)
-    assert lost.witness.problem is None  # a neighbour that lost its checkpoint too cannot help
+    assert lost.witness.problem is None  # a neighbour that lost its folder too cannot help
 
 
-def test_another_ledger_of_the_same_length_is_refused() -> None:
-    peer, other = Process(0, [1], list("abc")), Process(1, [0], [])
+def test_lines_that_a_process_wrote_after_its_last_report_are_counted_by_the_next() -> None:
+    peer, other = Process(0, [1]), Process(1, [0])
     call(peer, other)
+    peer.pay(3)  # and is killed before it reports them
+    call(Process(0, [1], peer.ledger.written), other)
+    lost = Process(0, [1])
+    call(lost, other)
+    assert lost.ledger.lacks(lost.witness.reported) == 3
+
+
+def test_a_copys_lines_are_counted_though_its_report_is_refused() -> None:
+    peer, other = Process(0, [1]), Process(1, [0])
+    peer.pay(2)
+    for _ in range(2):
+        call(peer, other)
+    copy = Process(0, [1], peer.ledger.written)
+    for process in (copy, copy, peer):
+        call(process, other)
+    for process in (peer, copy):
+        process.pay()
+        with pytest.raises(RefusedError, match=f"^{TWICE} 0, "):
+            call(process, other)
+    original = Process(0, [1], peer.ledger.written)
+    original.witness.receive(other.witness.report(0))
+    assert original.ledger.lacks(original.witness.reported) == 1
+
+
+def test_a_copy_that_took_steps_stops_the_original_and_itself() -> None:
+    peer, other = Process(0, [1]), Process(1, [0])
+    peer.pay(2)
     call(peer, other)
-    with pytest.raises(RefusedError, match="not the one which peer 1 has seen"):
-        call(Process(0, [1], list("abx")), other)
-    longer = Process(0, [1], list("abxy"))
-    call(longer, other)
-    assert longer.witness.problem is not None
+    copy = Process(0, [1], peer.ledger.written)
+    for process in (copy, peer):
+        process.pay(3)
+        call(process, other)
+    call(copy, other)
+    for process in (copy, peer):
+        assert process.witness.problem is not None
+        assert process.ledger.lacks(process.witness.reported) == 3
+
+
+def test_a_peer_cannot_fill_its_neighbours_memory_with_boots() -> None:
+    other = Process(1, [0])
+    for boot in range(1, MANY + 1):
+        other.witness.receive(LedgerReport(0, 1, boot, 8, 0, 1, (0, 0), ()))
+    with pytest.raises(RefusedError, match="more than 4096 times"):
+        other.witness.receive(LedgerReport(0, 1, MANY + 1, 8, 0, 1, (0, 0), ()))
+    carry(other.witness.report(0))
 
 
 def test_two_processes_of_one_identity_are_refused_both_until_both_are_stopped() -> None:
-    one, two, other = Process(0, [1], ["a"]), Process(0, [1], ["a"]), Process(1, [0], [])
+    one, two, other = Process(0, [1]), Process(0, [1]), Process(1, [0])
     call(one, other)
     call(one, other)
     call(two, other)
@@ -102,7 +165,7 @@ def test_two_processes_of_one_identity_are_refused_both_until_both_are_stopped()
     for process in (one, two, one):
         with pytest.raises(RefusedError, match=f"^{TWICE} 0, "):
             call(process, other)
-    third = Process(0, [1], ["a"])
+    third = Process(0, [1])
     for _ in range(3):
         call(third, other)
 
@@ -111,11 +174,10 @@ def test_two_processes_of_one_identity_are_refused_both_until_both_are_stopped()
 def test_one_process_after_another_is_never_taken_for_two(steps: list[tuple[int, bool]], seed: int) -> None:
     """Reports are late, repeated or lost, and of processes that are dead by then; each started after the one before."""
     draw = random.Random(seed)
-    other, lines = Process(1, [0], []), ["a"]
-    process, under_way = Process(0, [1], lines), []
+    other, process, under_way = Process(1, [0]), Process(0, [1]), []
     for kind, is_lost in steps:
         if kind == 0:
-            process = Process(0, [1], lines)
+            process = Process(0, [1], process.ledger.written)
         elif kind == 1:
             under_way.append(process.witness.report(1))
         elif kind == 2 and under_way:
@@ -124,16 +186,21 @@ def test_one_process_after_another_is_never_taken_for_two(steps: list[tuple[int,
             if not is_lost and report.boot == process.witness.boot:
                 process.witness.receive(other.witness.report(0))
         else:
-            lines.append("b")
+            process.pay()
     assert process.witness.problem is None
 
 
-@pytest.mark.parametrize("field", ["own", "seen"])
-def test_a_report_decodes_to_itself(field: str) -> None:
-    values: dict[str, Any] = {"own": EMPTY, "seen": EMPTY, field: (2**64 - 1, "ab" * 32)}
-    carry(LedgerReport(0, 1, 7, 8, 9, **values))
+@pytest.mark.parametrize("seen", [(), ((1, 2), (2**64 - 1, 2**64 - 1))])
+def test_a_report_decodes_to_itself(seen: tuple[tuple[int, int], ...]) -> None:
+    carry(LedgerReport(0, 1, 7, 8, 9, 2**64 - 1, (3, 4), seen))
+
+
+@pytest.mark.parametrize("seen", [((2, 1), (1, 1)), ((1, 1), (1, 2))])
+def test_a_report_has_one_order_of_boots(seen: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(RefusedError, match="ascending"):
+        carry(LedgerReport(0, 1, 7, 8, 9, 0, (0, 0), seen))
 
 
 def test_a_stranger_is_refused() -> None:
     with raises(RefusedError, ""):
-        Process(0, [1], []).witness.receive(LedgerReport(2, 0, 7, 8, 0, EMPTY, EMPTY))
+        Process(0, [1]).witness.receive(LedgerReport(2, 0, 7, 8, 0, 0, (0, 0), ()))

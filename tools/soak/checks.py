@@ -23,11 +23,13 @@ class Paid:
         steps: how many.
         most: of how many at a time at most.
         records: in how many lines.
+        charged: steps among them in place of lines that the ledger had lost.
     """
 
     steps: int = 0
     most: int = 0
     records: int = 0
+    charged: int = 0
 
     @classmethod
     def of(cls, folder: Path) -> Paid:
@@ -36,13 +38,12 @@ class Paid:
         Raises:
             BudgetError: the chain is broken.
         """
-        lengths = [
-            payment.to_step - payment.from_step
-            for path in sorted(folder.glob("*.jsonl"))
-            if path.stat().st_size
-            for payment in read_chain(path)[1]
+        entries = [
+            entry for path in sorted(folder.glob("*.jsonl")) if path.stat().st_size for entry in read_chain(path)[1]
         ]
-        return cls(sum(lengths), max(lengths, default=0), len(lengths))
+        lengths = [entry.to_step - entry.from_step for entry in entries]
+        charged = sum(entry.to_step - entry.from_step for entry in entries if entry.witnessed)
+        return cls(sum(lengths), max(lengths, default=0), len(lengths), charged)
 
 
 def ledger_problem(paid: Paid, before: Paid, counted: int, counted_later: int, lives: int) -> str | None:

@@ -23,7 +23,13 @@ ON_PEERS = {
     "pause": "a peer is stopped by SIGSTOP and goes on by SIGCONT",
     "isolate": "nothing comes through from or to a peer",
 }
-KINDS = ON_LINKS | ON_PEERS
+ON_FOLDERS = {
+    "restore": "a peer's folder is put back as it was some seconds ago",
+    "copy": "a copy of a peer's folder runs beside it",
+    "lose": "a peer's folder is gone",
+    "delete": "a peer's ledger is deleted",
+}
+KINDS = ON_LINKS | ON_PEERS | ON_FOLDERS
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def faults(seed: int, links: Sequence[Pair], kinds: Sequence[str], every: float,
     while True:
         kind, after, seconds = draw.choice(kinds), draw.uniform(0.5, 1.5) * every, draw.uniform(0.1, 1.0) * longest
         peer, other = draw.choice(links)
-        if kind in ON_PEERS:
+        if kind not in ON_LINKS:
             yield Fault(kind, after, seconds, draw.choice(peers))
         else:
             yield Fault(kind, after, 0.0 if kind == "cut" else seconds, peer, other)

@@ -1,30 +1,50 @@
-"""Run `privdec` and count what it releases: `python -m tools.soak.release_counter FILE ARGUMENTS`.
+"""Observe what a peer releases, from outside: `python -m tools.soak.release_counter FILE EVENTS ARGUMENTS`.
 
-A byte is appended to FILE after every private step, when its noise is in and before anything of it can leave; so
-whenever the process is killed, what left it is never more than the count, which lacks at most the last step paid for.
+Runs `privdec` with ARGUMENTS. A byte is appended to FILE after every private step, before anything of it can leave. To
+EVENTS go lines on what depends on which step, and on what came:
+
+    saved DIGEST N      a checkpoint, with N steps taken by this process
+    resumed DIGEST      the checkpoint that this process continues
+    sent DIGEST N       rows or a share that were put together after N steps of this process
+    received DIGEST     rows or a share of a neighbour, refused or not
+
+A DIGEST is of numbers, to which noise was added: no two are alike by chance. `ReleaseObserver` joins the lines of all
+processes, also of copies and of folders that are gone by then: it counts the steps that something depends on which
+somebody received.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import runpy
 import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from flower_privdec.core.cohort import Cohort
 
 
-def count_into(path: Path) -> None:
-    """Append a byte to a file after every private step that this process takes from now on."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    release = Cohort.release_rows_
+def _opened(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def count_into(path: Path) -> Callable[[], int]:
+    """Append a byte to a file after every private step of this process, and return what returns how many there were."""
+    handle, release, taken = _opened(path), Cohort.release_rows_, [0]
 
     def counted(cohort: Cohort, *arguments: Any, **options: Any) -> None:
         release(cohort, *arguments, **options)
+        taken[0] += 1
         os.write(handle, b".")
 
     Cohort.release_rows_ = counted  # type: ignore[method-assign, assignment]
+    return lambda: taken[0]
 
 
 def counted_in(path: Path) -> int:
@@ -32,7 +52,130 @@ def counted_in(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
+def digest(values: Mapping[str, Tensor]) -> str:
+    """Return a digest of some rows, whatever their axes."""
+    state = hashlib.sha256()
+    for name, value in sorted(values.items()):
+        state.update(name.encode() + value.detach().cpu().contiguous().numpy().tobytes())
+    return state.hexdigest()[:32]
+
+
+def record_into(path: Path, taken: Callable[[], int]) -> None:
+    """Append lines to a file on what this process sends, receives, saves and resumes."""
+    from flower_privdec.network.peer.asynchronous import AsynchronousSession
+    from flower_privdec.network.peer.connections import Session
+    from flower_privdec.network.peer.peer import RunningPeer
+    from flower_privdec.pushsum.exactly_once import FrozenShare, PushSumProtocol, RefusedError
+    from flower_privdec.pushsum.frames import RowMessage
+    from flower_privdec.pushsum.lockstep import Lockstep
+
+    handle, seen = _opened(path), set[str]()
+
+    def note(*words: object) -> None:
+        key = f"{words[0]} {words[1]}"
+        if key not in seen:
+            os.write(handle, (" ".join(map(str, words)) + "\n").encode())
+        seen.add(key)
+
+    def before(owner: type, name: str, told: Callable[..., None]) -> None:
+        method = getattr(owner, name)
+
+        def telling(*arguments: Any, **options: Any) -> Any:
+            told(*arguments, **options)
+            return method(*arguments, **options)
+
+        setattr(owner, name, telling)
+
+    def shares(protocol: Any, durable: Any) -> None:
+        for edge in durable.edges.values():
+            for share in edge.frozen:
+                note("sent", digest(share.values), taken())
+
+    def posted(session: Any, at: int, round_index: int, neighbor: int, values: Mapping[str, Tensor]) -> None:
+        note("sent", digest(values), taken())
+
+    def arrived(machine: Any, place: int, outgoing: Mapping[int, RowMessage], *rest: Any) -> None:
+        for message in outgoing.values():
+            note("sent", digest(message.values), taken())
+
+    def saved(peer: Any, place: int, state: Any, *rest: Any) -> None:
+        note("saved", digest(state.rows), taken())
+
+    def received(session: Any, caller: int, content: memoryview) -> Any:
+        try:
+            return read(session, caller, content)
+        finally:  # what is refused has come, too
+            with suppress(RefusedError):
+                for message in session.frames.decode_all(content, session._most):
+                    if isinstance(message, FrozenShare | RowMessage):
+                        note("received", digest(message.values))
+
+    def resumed(peer: Any, resume: bool) -> Any:
+        found = checkpoints(peer, resume)
+        for checkpoint in found[-1:]:
+            note("resumed", digest(checkpoint.state.rows))
+        return found
+
+    before(PushSumProtocol, "committed", shares)
+    before(PushSumProtocol, "restore", shares)
+    before(AsynchronousSession, "post", posted)
+    before(Lockstep, "arrive", arrived)
+    before(RunningPeer, "_save", saved)
+    read, checkpoints = Session.read, RunningPeer._checkpoints
+    Session.read = received  # type: ignore[method-assign]
+    RunningPeer._checkpoints = resumed  # type: ignore[method-assign]
+
+
+class ReleaseObserver:
+    """Counts the releases of each identity that its neighbours received, over all its processes, folders and copies.
+
+    Args:
+        folder: of files PEER.LIFE.events, one for each process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+        self._sent: dict[str, tuple[str, int]] = {}
+        self._saved: dict[str, tuple[str, int]] = {}
+        self._resumed: dict[str, str] = {}
+        self._unexplained: set[str] = set()
+        self._revealed: dict[str, int] = defaultdict(int)  # by life: how many of its steps
+
+    def look(self) -> None:
+        """Read what was written since the last time."""
+        for path in sorted(self._folder.glob("*.events")):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                content = file.read()
+            whole = content[: content.rfind(b"\n") + 1]
+            self._read[path] = self._read.get(path, 0) + len(whole)
+            life = path.name.removesuffix(".events")
+            for line in whole.decode().splitlines():
+                kind, name, *steps = line.split()
+                if kind == "received":
+                    self._unexplained.add(name)
+                elif kind == "resumed":
+                    self._resumed[life] = name
+                else:
+                    (self._sent if kind == "sent" else self._saved).setdefault(name, (life, int(steps[0])))
+        for name in self._unexplained & self._sent.keys():
+            self._reveal(*self._sent[name])
+        self._unexplained -= self._sent.keys()
+
+    def _reveal(self, life: str, steps: int) -> None:
+        """Count some steps of a process, and those before its start that it depends on."""
+        is_new, self._revealed[life] = life not in self._revealed, max(steps, self._revealed[life])
+        parent = self._saved.get(self._resumed.get(life, ""))
+        if is_new and parent is not None:
+            self._reveal(*parent)
+
+    def received(self, peer: int) -> int:
+        """Return how many releases of a peer were received by then."""
+        return sum(steps for life, steps in self._revealed.items() if life.split(".")[0] == str(peer))
+
+
 if __name__ == "__main__":
-    count_into(Path(sys.argv[1]))
-    sys.argv = ["privdec", *sys.argv[2:]]
+    record_into(Path(sys.argv[2]), count_into(Path(sys.argv[1])))
+    sys.argv = ["privdec", *sys.argv[3:]]
     runpy.run_module("flower_privdec", run_name="__main__", alter_sys=True)

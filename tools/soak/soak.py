@@ -3,6 +3,9 @@
 Every peer is a process of this machine that reaches the others through a proxy. It checks throughout that
 
 - a peer runs, unless the soak killed it and restarts it with --resume;
+- it never made more releases that its neighbours received, in whichever of its processes, folders and copies, than its
+  ledger pays for. One whose folder was restored, lost, copied or deleted is given back to the run as its owner would:
+  it is started again, with --charge-witnessed where it asks for that, and from then on its ledger has to hold them all;
 - its ledger's chain is whole, never shrinks, and pays for every step that `release_counter` counted, with at most one
   payment more per start of the process;
 - some peer reaches a new round within a time limit;
@@ -11,7 +14,11 @@ Every peer is a process of this machine that reaches the others through a proxy.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import os
+import shutil
+import signal
 import sys
 import time
 from collections import Counter
@@ -27,12 +34,14 @@ from flower_privdec.common.formatting import duration, memory, peer_ranges
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.experiment import Agreement
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
-from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, on_this_machine
+from flower_privdec.network.local.fork_server import Process, start_process
+from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, free_addresses, on_this_machine
 from flower_privdec.pushsum.lockstep import Timetable, network_mixing
-from flower_privdec.scenario import Scenario
+from flower_privdec.scenario import Scenario, to_yaml
+from flower_privdec.scenario.sections import NetworkPeer
 from tools.soak.checks import Paid, Weight, look_at_ledger, resident_bytes, weight_on_disk
-from tools.soak.fault_schedule import KINDS, Fault, Pair, check_kinds, faults
-from tools.soak.release_counter import counted_in
+from tools.soak.fault_schedule import KINDS, ON_FOLDERS, Fault, Pair, check_kinds, faults
+from tools.soak.release_counter import ReleaseObserver, counted_in
 
 LOOK_SECONDS = 2.0  # between two looks at ledgers and memory
 COUNTER = (sys.executable, "-m", "tools.soak.release_counter")
@@ -50,7 +59,10 @@ class Tally:
         runs, finished: how many were begun, and came to their end.
         faults: how often each kind of fault was made.
         rounds: that the fastest peer went through, over all runs.
-        taken, paid: private steps as counted, and as the ledgers have them, of all peers and finished looks.
+        taken, paid: private steps as counted, and as the ledgers that went on have them, of all peers of finished runs.
+        received: releases of them that reached a neighbour.
+        charged: steps that were paid for in place of lines that a ledger had lost.
+        given_up: runs that ended early: peers that wait for each other cannot go on with one that lost its state.
         crashes: processes that were killed.
         first, largest: memory of each peer at the first look after its first step, and the most, in bytes.
         weight: Σw on the disks after the last run whose disks told it; None where none did.
@@ -62,10 +74,44 @@ class Tally:
     rounds: int = 0
     taken: int = 0
     paid: int = 0
+    received: int = 0
+    charged: int = 0
+    given_up: int = 0
     crashes: int = 0
     first: dict[int, int] = field(default_factory=dict)
     largest: dict[int, int] = field(default_factory=dict)
     weight: Weight | None = None
+
+
+@dataclass
+class Recovery:
+    """How a peer whose newest ledger was taken away is given back to the run.
+
+    Attributes:
+        peer: which.
+        until: when it has to take steps again.
+        taken: how many it had taken by then.
+        charging: whether its process charges what was lost.
+        starts: how often it was started.
+        ended: others that ended meanwhile.
+    """
+
+    peer: int
+    until: float
+    taken: int
+    charging: bool = False
+    starts: int = 1
+    ended: set[int] = field(default_factory=set)
+
+
+def copy_folder(folder: Path, copy: Path) -> None:
+    """Copy a running peer's folder, its ledger last, as a careful backup does."""
+    while True:
+        shutil.rmtree(copy, ignore_errors=True)
+        with contextlib.suppress(OSError, shutil.Error):  # a file was replaced meanwhile
+            shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(".lock", "ledger", "*.part"))
+            shutil.copytree(folder / "ledger", copy / "ledger")
+            return
 
 
 class SoakedRun:
@@ -107,6 +153,13 @@ class SoakedRun:
         self._best, self._lives = 0, Counter[int]()
         self._paid = dict.fromkeys(range(scenario.n_peers), Paid())
         self._next: tuple[float, Fault] | None = None
+        self._observer = ReleaseObserver(out / "observer")
+        self._torn: set[int] = set()  # peers whose folder was not always the newest
+        self._recovery: Recovery | None = None
+        self._twin: Process | None = None
+        self._received = dict.fromkeys(range(scenario.n_peers), 0)
+        self.is_given_up = False
+        (out / "observer").mkdir()
         self._log = (out / "faults.log").open("a", buffering=1)
 
     def __enter__(self) -> Self:
@@ -127,6 +180,8 @@ class SoakedRun:
         self._end()
 
     def _end(self) -> None:
+        if self._twin is not None and self._twin.poll() is None:
+            os.killpg(self._twin.pid, signal.SIGKILL)
         self.processes.end()
         self._proxy.close()
         self._log.close()
@@ -136,11 +191,14 @@ class SoakedRun:
             self._rounds[peer] = max(self._rounds[peer], status["round"])
 
     def _program(self, peer: int) -> tuple[str, ...]:
-        return (*COUNTER, str(self._counts(peer)))
+        return (*COUNTER, str(self._counts(peer)), str(self._events(peer)))
 
-    def _start(self, peer: int) -> None:
+    def _events(self, peer: int) -> Path:
+        return self.out / "observer" / f"{peer}.{self._lives[peer]}.events"
+
+    def _start(self, peer: int, *, charge: bool = False) -> None:
         self._lives[peer] += 1
-        self.processes.start(peer, resume=True)
+        self.processes.start(peer, resume=True, charge_witnessed=charge)
         self._gone.discard(peer)
 
     # --- faults ---
@@ -156,6 +214,8 @@ class SoakedRun:
         if now >= self._next[0]:
             self._make(self._next[1], now)
             self._next = None
+        if self._recovery is not None:
+            self._recover(self._recovery, now)
         self._check_alive()
         self._check_further(now)
         if now - self._looked >= LOOK_SECONDS:
@@ -171,6 +231,10 @@ class SoakedRun:
         links = [pair for pair in self._links if fault.other is None and fault.peer in pair]
         links = links if fault.kind == "isolate" else [] if fault.other is None else [(fault.peer, fault.other)]
         where: set[Any] = set(links) or {fault.peer}
+        if fault.kind in ON_FOLDERS:
+            where |= {*self.processes.peers, *self._links}  # all neighbours are there to witness
+            if counted_in(self._counts(fault.peer)) < 3:
+                return
         over = fault.other is None and self.processes.status(fault.peer) is not None
         if where & self._troubled or over or self._ending():
             return
@@ -185,11 +249,106 @@ class SoakedRun:
             self.tally.crashes += 1
         elif fault.kind == "pause":
             self.processes.pause(fault.peer)
+        elif fault.kind in ("copy", "restore"):
+            copy_folder(self.processes.folder(fault.peer), self._copy)
+            self._torn.add(fault.peer)
+            if fault.kind == "copy":
+                self._run_copy(fault.peer)
         for pair in links:
             self._proxy.set(pair, fault.on_link)
         heapq.heappush(self._due, (now + fault.seconds, next(self._order), lambda: self._mend(fault, where)))
 
+    @property
+    def _copy(self) -> Path:
+        return self.out / "copy"
+
+    def _run_copy(self, peer: int) -> None:
+        """Start a copy of a peer, which listens elsewhere."""
+        network = self.processes.as_seen_by(peer).network
+        assert network.peers is not None
+        peers = [*network.peers]
+        peers[peer] = NetworkPeer(address=free_addresses(1)[0])
+        scenario = self.scenario.model_copy(update={"network": network.model_copy(update={"peers": peers})})
+        path = self.out / "copy.yaml"
+        path.write_text(to_yaml(scenario))
+        self._lives[peer] += 1
+        command = [
+            *self._program(peer),
+            "peer",
+            str(path),
+            "--id",
+            str(peer),
+            "--out",
+            str(self._copy),
+            "--with-parent",
+        ]
+        command += ["--certs", str(self.processes.certificates), "--resume"]
+        with (self.out / "copy.log").open("ab") as log:
+            self._twin = start_process(f"privdec copy {peer}", command, log)
+
+    def _strike(self, fault: Fault) -> None:
+        """Take a peer's newest ledger away from it, and start it again."""
+        peer, folder = fault.peer, self.processes.folder(fault.peer)
+        if fault.kind == "copy":
+            assert self._twin is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._twin.pid, signal.SIGKILL)
+            self._twin.wait()
+            shutil.rmtree(self._copy)
+        self.processes.kill(peer)
+        if fault.kind == "restore":
+            shutil.rmtree(folder)
+            self._copy.rename(folder)
+        elif fault.kind in ("lose", "delete"):
+            shutil.rmtree(folder if fault.kind == "lose" else folder / "ledger")
+        self._torn.add(peer)
+        self._recovery = Recovery(peer, time.monotonic() + self._patience, counted_in(self._counts(peer)))
+        self._paid[peer] = Paid()
+        self._start(peer)
+
+    def _recover(self, recovery: Recovery, now: float) -> None:
+        """Do what an owner does with a peer whose ledger is not the newest, until the peer takes steps again."""
+        peer, self._further = recovery.peer, now
+        for other in self.processes.peers:  # that wait for each other end with one whose state went back
+            if other != peer and self.processes.status(other) not in (None, 0):
+                recovery.ended.add(other)
+                self._start(other)
+        status, last_line = self.processes.status(peer), ""
+        if status is None and not recovery.charging and counted_in(self._counts(peer)) > recovery.taken:
+            self._recovered(recovery)
+        elif status is not None:
+            last_line = self.processes.last_line(peer)
+            self._log.write(f"{now - self._begun:.2f} s: peer {peer} ended ({status}): {last_line}\n")
+            is_over = recovery.charging and status == 0
+            if not (is_over or "--charge-witnessed" in last_line or recovery.charging) and recovery.starts > 1:
+                if self.scenario.network.mode == "synchronous":
+                    return self._give_up(recovery)
+                raise self._broken(f"peer {peer} cannot be started again ({last_line})", "soak.not-recovered")
+            if not is_over and "--charge-witnessed" not in last_line:  # an older ledger than the checkpoint's
+                shutil.rmtree(self.processes.folder(peer))
+            recovery.charging = "--charge-witnessed" in last_line and not is_over
+            recovery.starts += 1
+            if is_over and self.scenario.network.mode == "synchronous":
+                return self._give_up(recovery)
+            self._start(peer, charge=recovery.charging)
+        if now > recovery.until:
+            raise self._broken(f"peer {peer} took no step again ({last_line or 'it runs'})", "soak.not-recovered")
+        return None
+
+    def _recovered(self, recovery: Recovery) -> None:
+        self._recovery = None
+        self._troubled.clear()
+        self._look()
+
+    def _give_up(self, recovery: Recovery) -> None:
+        """End the run: peers that wait for each other cannot go on with one whose state is lost."""
+        self.is_given_up = True
+        self._recovered(recovery)
+
     def _mend(self, fault: Fault, where: set[Any]) -> None:
+        if fault.kind in ON_FOLDERS:
+            self._strike(fault)  # what is troubled stays so until the peer has recovered
+            return
         self._troubled -= where
         if fault.kind == "kill":
             self._start(fault.peer)
@@ -205,7 +364,7 @@ class SoakedRun:
         return RunError(f"{what}; its traces are in {self.out}", code=code)
 
     def _check_alive(self) -> None:
-        for peer in self.processes.peers:
+        for peer in self.processes.peers if self._recovery is None and not self._copy.exists() else ():
             if peer not in self._gone and self.processes.status(peer) not in (None, 0):
                 raise self._broken(f"peer {peer} ended by itself ({self.processes.last_line(peer)})", "soak.peer-ended")
 
@@ -219,18 +378,23 @@ class SoakedRun:
 
     def _look(self) -> None:
         """Check all ledgers and note the memory of all running peers."""
+        self._observer.look()
+        self._received = {peer: self._observer.received(peer) for peer in self.processes.peers}
         for peer in self.processes.peers if self.scenario.private is not None else ():
-            before = self._paid[peer]
+            before, ledger = self._paid[peer], self.processes.folder(peer) / "ledger"
+            if self._copy.exists() or (self._recovery is not None and self._recovery.peer == peer):
+                continue
             try:
-                paid, problem = look_at_ledger(
-                    self.processes.folder(peer) / "ledger", self._counts(peer), before, self._lives[peer]
-                )
+                if peer in self._torn:
+                    received, paid = self._received[peer], Paid.of(ledger)
+                    problem = ledger_problem(paid, before, received, sys.maxsize // 2, 1)
+                else:
+                    paid, problem = look_at_ledger(ledger, self._counts(peer), before, self._lives[peer])
             except BudgetError as error:
                 raise self._broken(f"the ledger of peer {peer}: {error}", "soak.ledger") from error
             if problem is not None:
                 raise self._broken(f"the ledger of peer {peer}: {problem}", "soak.ledger")
             self._paid[peer] = paid
-            self.tally.paid += paid.steps - before.steps
         for peer in self.processes.peers:
             self._weigh(peer)
 
@@ -248,16 +412,26 @@ class SoakedRun:
 
     def finished(self) -> bool:
         """Return whether all peers came to their end."""
-        return not self._gone and all(self.processes.status(peer) == 0 for peer in self.processes.peers)
+        if self.is_given_up:
+            return True
+        return (
+            not self._gone
+            and self._recovery is None
+            and all(self.processes.status(peer) == 0 for peer in self.processes.peers)
+        )
 
     def conclude(self) -> None:
         """Stop the peers and check the invariants for the last time."""
-        came_to_its_end = self.finished()
+        came_to_its_end = self.finished() and not self.is_given_up
         self.processes.end()
+        self.tally.given_up += self.is_given_up
         self._look()
         self.tally.taken += sum(counted_in(self._counts(peer)) for peer in self.processes.peers)
+        self.tally.paid += sum(paid.steps for paid in self._paid.values())
+        self.tally.charged += sum(paid.charged for paid in self._paid.values())
+        self.tally.received += sum(self._received[peer] for peer, paid in self._paid.items() if paid.records)
         self.tally.finished += came_to_its_end
-        if self._weighed:
+        if self._weighed and not self._torn:  # what was lost with a folder is lost
             self._check_weight(came_to_its_end)
 
     def _check_weight(self, came_to_its_end: bool) -> None:
@@ -365,6 +539,7 @@ class Soak:
             f"seed {self.seed}: {tally.runs} runs, {tally.finished} of them to their end, {tally.rounds:,} rounds",
             f"faults: {made}",
             f"ledgers: {tally.taken:,} steps taken, {tally.paid:,} paid for, {tally.crashes} processes killed",
+            f"releases: {tally.received:,} received, {tally.charged:,} charged as witnessed, {tally.given_up} runs given up",
         ]
         if tally.weight is not None:
             lines.append(f"mass: Σw = {tally.weight.total:.9g} of {tally.weight.expected}")

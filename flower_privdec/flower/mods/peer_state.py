@@ -477,47 +477,38 @@ class PeerLedger:
     ) -> None:
         self.peer, self.delta, self.budget = peer, delta, budget
         self._run = RunName(f"{run}-{incarnation}", run, "system entropy")
-        self._ledger = Ledger(folder, SOURCE)
+        self.ledger = Ledger(folder, SOURCE)
 
     @property
     def spent(self) -> PeerSpent:
         """Return the total of all charges."""
-        return PeerSpent(releases_in(self._ledger.entries), self.delta)
+        return PeerSpent(releases_in(self.ledger.entries), self.delta)
 
     @property
     def n_entries(self) -> int:
         """Return how many charges the ledger holds."""
-        return len(self._ledger.entries)
+        return len(self.ledger.entries)
 
     @property
     def head(self) -> Head:
         """Return what a checkpoint names."""
-        return self._ledger.head
+        return self.ledger.head
 
     def check_head(self, head: Sequence[int | str] | None) -> None:
         """Check that the ledger still holds everything that a checkpoint saw; raises BudgetError."""
-        self._ledger.check_head(head)
+        self.ledger.check_head(head)
 
-    @property
-    def witnessed(self) -> Head:
-        """Return what neighbours see of the ledger; see Ledger."""
-        return self._ledger.witnessed
-
-    def check_witnessed(self, witnessed: Head) -> None:
-        """Check that the ledger holds what a neighbour has seen of it; raises BudgetError."""
-        self._ledger.check_witnessed(witnessed)
-
-    def charge_witnessed(self, length: int, noise: float) -> int:
+    def charge_witnessed(self, witnessed: Mapping[int, int], noise: float) -> int:
         """Charge the lines that the ledger lacks, each as an update of a noise multiplier; return how many there are.
 
         Args:
-            length: how many lines neighbours have seen.
+            witnessed: see `Ledger.lacks`.
         """
-        missing = max(0, length - self.witnessed[0])
+        missing = self.ledger.lacks(witnessed)
         if missing:
-            run = replace(self._run, id=f"{self._run.id}-witnessed-{length}")
+            run = replace(self._run, id=f"{self._run.id}-witnessed-{self.n_entries}")
             charge = Charge((self.peer,), ((((0, missing),), update_release(noise).times(missing)),))
-            self._ledger.append(run, 0, missing, [charge], witnessed=length)
+            self.ledger.append(run, 0, missing, [charge], witnessed=witnessed)
         return missing
 
     def check_entries(self, n_entries: int) -> None:
@@ -528,14 +519,14 @@ class PeerLedger:
         """
         if self.n_entries < n_entries:
             raise BudgetError(
-                f"{self._ledger.path} holds {self.n_entries} charges, and peer {self.peer} has made {n_entries}: it "
+                f"{self.ledger.path} holds {self.n_entries} charges, and peer {self.peer} has made {n_entries}: it "
                 "was deleted, or is an old copy; restore it",
                 code="ledger.stale",
             )
 
     def allows(self, noise: float) -> bool:
         """Return whether the budget allows one more update of a noise multiplier."""
-        return self._ledger.fits(Charge((self.peer,), (((), update_release(noise)),)), self.budget, self.delta)
+        return self.ledger.fits(Charge((self.peer,), (((), update_release(noise)),)), self.budget, self.delta)
 
     def charge(self, round_index: int, noise: float) -> bool:
         """Charge one round's update, on disk before it is computed, and return True; False where the budget is spent.
@@ -550,7 +541,7 @@ class PeerLedger:
         if not self.allows(noise):
             return False
         steps = (round_index - 1, round_index)
-        self._ledger.append(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
+        self.ledger.append(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
         return True
 
     def check_budget(self, noise: float) -> None:
@@ -561,7 +552,7 @@ class PeerLedger:
         """
         if not self.allows(noise):
             raise BudgetError(
-                f"{self._ledger.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon="
+                f"{self.ledger.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon="
                 f"{self.budget:g} allows this run no update of noise multiplier {noise:.4g}; raise the budget or the "
                 "noise",
                 code="ledger.budget-spent",
@@ -569,7 +560,7 @@ class PeerLedger:
 
     def close(self) -> None:
         """Release the lock."""
-        self._ledger.close()
+        self.ledger.close()
 
     def __enter__(self) -> PeerLedger:
         return self

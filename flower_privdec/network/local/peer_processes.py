@@ -125,12 +125,13 @@ class PeerProcesses:
         (self.out / "peers").mkdir(exist_ok=True)
         write_atomically(self.out / "network.yaml", to_yaml(self.scenario).encode())
         for peer in self.peers if self.proxy is not None else ():
-            write_atomically(self._file(peer), to_yaml(self._as_seen_by(peer)).encode())
+            write_atomically(self._file(peer), to_yaml(self.as_seen_by(peer)).encode())
 
     def _file(self, peer: int) -> Path:
         return self.out / "network.yaml" if self.proxy is None else self.out / "peers" / f"{peer}.yaml"
 
-    def _as_seen_by(self, peer: int) -> Scenario:
+    def as_seen_by(self, peer: int) -> Scenario:
+        """Return the scenario with the addresses at which a peer reaches the others, behind a proxy."""
         network = self.scenario.network
         assert self.proxy is not None
         assert network.peers is not None
@@ -138,17 +139,18 @@ class PeerProcesses:
         there = [one.model_copy(update={"address": at}) for one, at in zip(network.peers, seen, strict=True)]
         return self.scenario.model_copy(update={"network": network.model_copy(update={"peers": there})})
 
-    def start(self, peer: int, *, resume: bool = False) -> None:
+    def start(self, peer: int, *, resume: bool = False, charge_witnessed: bool = False) -> None:
         """Start a peer.
 
         Args:
             peer: which.
             resume: continue from its checkpoint, where there is one.
+            charge_witnessed: charge what its ledger lost, and stop.
         """
         command = [*self._program(peer), "peer", str(self._file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
         command += ["--resume"] * (resume and any(self.folder(peer).glob("checkpoint-?")))
-        command += ["--insecure-seeds"] * self._insecure
+        command += ["--insecure-seeds"] * self._insecure + ["--charge-witnessed"] * charge_witnessed
         with self.log(peer).open("ab") as log:
             # A process group of its own gets no Ctrl-C; a peer that is paused when this process is killed ends with it.
             self._processes[peer] = start_process(f"privdec peer {peer}", command, log)

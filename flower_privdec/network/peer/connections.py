@@ -14,7 +14,7 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import PrivdecError, RunError
 from flower_privdec.network.transport.transport import Connection, Content, Transport, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.pushsum.frames import SMALL, BufferList, FrameCodec, Message
+from flower_privdec.pushsum.frames import REPORT, BufferList, FrameCodec, Message
 from flower_privdec.pushsum.witness import TWICE, LedgerReport, LedgerWitness
 
 SOON = 0.05  # seconds until a call that failed is made again, doubled each time
@@ -41,7 +41,7 @@ class Session(ABC):
 
     def __init__(self, witness: LedgerWitness, frames: FrameCodec, most: int, cap: int, rounds: int) -> None:
         self.peer, self.witness, self.frames, self._rounds = witness.peer, witness, frames, rounds
-        self._most, self.cap = most + 1, cap + SMALL
+        self._most, self.cap = most + 1, cap + REPORT
         self.fatal: PrivdecError | None = None
 
     def read(self, caller: int, content: memoryview) -> Messages:

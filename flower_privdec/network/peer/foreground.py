@@ -101,7 +101,7 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
         Thread(target=_stop_at_end, args=(running,), daemon=True).start()
     line = _StatusLine(every)
     try:
-        running.open()
+        running.open(begin=not charge_witnessed)
         if charge_witnessed:
             charged = running.charge_witnessed()
             print(f"{folder}: charged {charged} lines that the ledger lacked; start the peer again with --resume")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar, Protocol
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -20,7 +23,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from flower_privdec.common.files import FolderLock, write_atomically
-from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.engine.checkpoint import (
     BESIDE,
@@ -43,14 +45,16 @@ from flower_privdec.network.peer.connections import Connections, Session
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
-from flower_privdec.privacy.ledger.ledger import RunName
+from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
 from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, unpack, wire_codec
 from flower_privdec.pushsum.lockstep import Timetable, network_mixing
-from flower_privdec.pushsum.witness import EMPTY, Head, LedgerWitness
+from flower_privdec.pushsum.witness import LedgerWitness
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
 from flower_privdec.scenario.schema import AppScenario
 
 POLL = 0.2  # seconds between two looks at whether to stop
+REPORT_SECONDS = 2.0  # for all neighbours to report, where one has
+SLOT = struct.Struct("<QQQI")  # neighbour, boot, lines, CRC-32
 LARGE = 2**20  # bytes of a share from which a file of its own costs less than to write it again
 OnRound = Callable[["RunningPeer"], None]
 
@@ -133,12 +137,11 @@ class RunningPeer(ABC):
         state = (None, 0, None) if last is None else (last.state, last.transport["paid"], last.head)
         self.state = trainer.open(*state)
         try:
-            peer, boot = self.device.peer, 1 + secrets.randbelow(2**63)
-            seen = self._seen(checkpoints)
-            neighbors = self.timetable.neighbours(peer)
-            self.witness = LedgerWitness(
-                peer, neighbors, boot, lambda: trainer.witnessed, trainer.check_witnessed, seen
-            )
+            peer, boot, ledger = self.device.peer, 1 + secrets.randbelow(2**63), trainer.witnessed_ledger
+            if ledger is not None:
+                ledger.name_lines(boot)
+            self._counts, neighbors = WitnessFile(folder / "witnessed"), self.timetable.neighbours(peer)
+            self.witness = LedgerWitness(peer, neighbors, boot, ledger, self._counts.read(), self._counts.write)
             session = self._make_session(checkpoints)
             self.connections = Connections(session, self.status, self.network.retry, self.network.deadline / 2)
             if not (folder / "scenario.yaml").exists():
@@ -146,20 +149,6 @@ class RunningPeer(ABC):
         except BaseException:
             trainer.close()
             raise
-
-    def _seen(self, checkpoints: Sequence[Checkpoint]) -> dict[int, Head]:
-        """Return the longest ledgers of neighbours that are in the checkpoints."""
-        seen: dict[int, Head] = {}
-        try:
-            for checkpoint in checkpoints:
-                for peer, (length, digest) in checkpoint.transport["seen"].items():
-                    seen[int(peer)] = max((int(length), str(digest)), seen.get(int(peer), EMPTY))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ScenarioError(
-                f"{self.device.folder}: its checkpoint cannot be read ({one_line(error)}); restore it from a copy, or "
-                "start again with another --out"
-            ) from error
-        return seen
 
     @abstractmethod
     def _make_session(self, checkpoints: list[Checkpoint]) -> Session:
@@ -194,25 +183,30 @@ class RunningPeer(ABC):
             place: a number that grows.
             transport, carried: see Checkpoint; what is carried never changes.
         """
-        seen = {str(neighbor): head for neighbor, head in sorted(self.witness.seen.items())}
-        trainer, facts = self.trainer, {**transport, "place": place, "paid": self.trainer.paid, "seen": seen}
+        trainer, facts = self.trainer, {**transport, "place": place, "paid": self.trainer.paid}
         checkpoint = Checkpoint(
             state, self._digest, trainer.run, head=trainer.head, transport=facts, carried=carried or {}
         )
+        self._counts.sync()
         self._share_files.write(checkpoint.carried)
         save_checkpoint(self._paths[place % self.generations], checkpoint, self._share_files.place)
         self._share_files.remove_unused()
 
     # --- a run ---
 
-    def open(self) -> int:
-        """Listen and begin to call; return the port that is listened on."""
+    def open(self, begin: bool = True) -> int:
+        """Listen and begin to call; return the port that is listened on.
+
+        Args:
+            begin: whether to take part; else it reports and charges alone, see `charge_witnessed`.
+        """
         device, transport = self.device, self.device.transport
         if transport is None:
             assert device.credentials is not None
             names = identities(self.trainer.scenario)
             transport = GrpcTransport(device.peer, device.addresses, names, device.credentials)
-        self._begin()
+        if begin:
+            self._begin()
         return self.connections.open(transport, self.timetable.neighbours(device.peer))
 
     def run(self, on_round: OnRound | None = None) -> None:
@@ -244,16 +238,21 @@ class RunningPeer(ABC):
         self.trainer.finish(self.state)
 
     def _await_witness(self) -> None:
-        """Wait until a neighbour has reported what it has seen of the ledger, before a step is taken.
+        """Wait until neighbours have reported what they have seen of the ledger, before a step is taken.
+
+        After REPORT_SECONDS one is enough.
 
         Raises:
             BudgetError: the ledger is an old copy.
             RunError: no neighbour reports.
         """
-        until = time.monotonic() + self.network.start
-        while not self.connections.wait(lambda: self.witness.is_witnessed, POLL):
+        since, witness = time.monotonic(), self.witness
+        while not self.connections.wait(lambda: all(map(witness.has_heard, witness.neighbors)), POLL):
             self._check_stopped()
-            if time.monotonic() > until:
+            waited = time.monotonic() - since
+            if witness.is_witnessed and waited > REPORT_SECONDS:
+                return
+            if waited > self.network.start:
                 raise self._no_witness()
 
     def _no_witness(self) -> RunError:
@@ -280,7 +279,7 @@ class RunningPeer(ABC):
                 self.connections.changed.wait(POLL)
         if not self.witness.is_witnessed:
             raise self._no_witness()
-        return self.trainer.charge_witnessed(self.witness.longest[0])
+        return self.trainer.charge_witnessed(self.witness.reported)
 
     @abstractmethod
     def _begin(self) -> None:
@@ -316,6 +315,7 @@ class RunningPeer(ABC):
         """Release the network, the ledger and the folder."""
         self.connections.close()
         self.trainer.close()
+        self._counts.close()
         self._lock.release()
 
     # --- rows on the wire ---
@@ -355,6 +355,62 @@ class RunningPeer(ABC):
             "bytes_received": connections.bytes_received,
             **self.trainer.status(self.state),
         }
+
+
+class WitnessFile:
+    """How many ledger lines a peer has counted of its neighbours' boots, as `LedgerWitness` keeps them, on its disk.
+
+    A number is written over the one before it, whole, before anything follows from it: it survives the process at once,
+    and the machine from the next checkpoint on.
+
+    Args:
+        path: of the file, made when something is counted.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._unsynced = path, -1, False
+        self._slots: dict[tuple[int, int], int] = {}
+
+    def read(self) -> dict[int, dict[int, int]]:
+        """Return the lines of each neighbour's boots; a slot that was torn as the machine stopped has none."""
+        seen: dict[int, dict[int, int]] = {}
+        content = self._path.read_bytes() if self._path.exists() else b""
+        for slot in range(-(-len(content) // SLOT.size)):
+            record = content[slot * SLOT.size : (slot + 1) * SLOT.size]
+            neighbor, boot, lines, check = SLOT.unpack(record.ljust(SLOT.size, b"\0"))
+            is_whole = check == crc32(record[: SLOT.size - 4])
+            self._slots[(neighbor, boot) if is_whole else (-1, slot)] = slot
+            if is_whole:
+                seen.setdefault(neighbor, {})[boot] = lines
+        return seen
+
+    def write(self, neighbor: int, boot: int, lines: int) -> None:
+        """Put down how many lines a neighbour's boot has.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if self._file < 0:
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        slot = self._slots.setdefault((neighbor, boot), len(self._slots))
+        record = SLOT.pack(neighbor, boot, lines, 0)[:-4]
+        record += crc32(record).to_bytes(4, "little")
+        if os.pwrite(self._file, record, slot * SLOT.size) < SLOT.size:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._unsynced = True
+
+    def sync(self) -> None:
+        """Flush it to disk."""
+        if self._unsynced:
+            self._unsynced = False
+            os.fdatasync(self._file)
+
+    def close(self) -> None:
+        """Close it."""
+        if self._file >= 0:
+            self.sync()
+            os.close(self._file)
+            self._file = -1
 
 
 class ShareFiles:
@@ -447,7 +503,7 @@ class Trainer(Protocol):
         ledger_folder: where the ledger lies.
         paid: for how many steps the ledger has paid.
         head: of the ledger; None where there is none.
-        witnessed: what neighbours see of the ledger; EMPTY where there is none, or noise follows from a seed.
+        witnessed_ledger: that neighbours see; None where there is none, or noise follows from a seed.
         steps_per_round: private steps.
     """
 
@@ -476,20 +532,13 @@ class Trainer(Protocol):
     def head(self) -> Head | None: ...
 
     @property
-    def witnessed(self) -> Head: ...
+    def witnessed_ledger(self) -> Ledger | None: ...
 
     @property
     def steps_per_round(self) -> int: ...
 
-    def check_witnessed(self, witnessed: Head) -> None:
-        """Check that the ledger holds what a neighbour has seen of it.
-
-        Raises:
-            BudgetError: it is an old copy.
-        """
-
-    def charge_witnessed(self, length: int) -> int:
-        """Charge the lines that the ledger lacks of `length`, and return how many there are."""
+    def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
+        """Charge the lines that the ledger lacks, see `Ledger.lacks`, and return how many there are."""
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """Open the ledger, and return the state to continue from: the one given, or that before round 0.
@@ -581,20 +630,14 @@ class ScenarioTrainer:
         return self.cohort.steps_per_round
 
     @property
-    def witnessed(self) -> Head:
+    def witnessed_ledger(self) -> CohortLedger | None:
         """See Trainer."""
-        ledger = self.cohort.ledger
-        return EMPTY if ledger is None or self._insecure else ledger.witnessed
+        return None if self._insecure else self.cohort.ledger
 
-    def check_witnessed(self, witnessed: Head) -> None:
+    def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """See Trainer."""
-        if self.cohort.ledger is not None and not self._insecure:
-            self.cohort.ledger.check_witnessed(witnessed)
-
-    def charge_witnessed(self, length: int) -> int:
-        """See Trainer."""
-        ledger = self.cohort.ledger
-        return 0 if ledger is None or self._insecure else ledger.charge_witnessed(length)
+        ledger = self.witnessed_ledger
+        return 0 if ledger is None else ledger.charge_witnessed(witnessed)
 
     def open(self, state: State | None, paid: int, head: Head | None) -> State:
         """See Trainer."""

@@ -35,7 +35,7 @@ import stat
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -136,14 +136,16 @@ class Entry:
         run: which.
         from_step, to_step: steps.
         charges: the cost to each group of peers.
-        witnessed: for a line that replaces lost ones, how many lines neighbours had seen; else 0.
+        boot: the process of a networked peer that wrote the line; 0 for others.
+        witnessed: for a line that replaces lost ones, how many lines of each process are then charged.
     """
 
     run: RunName
     from_step: int
     to_step: int
     charges: tuple[Charge, ...]
-    witnessed: int = 0
+    boot: int = 0
+    witnessed: Mapping[int, int] = field(default_factory=dict)
 
     def to_json(self) -> Body:
         """Return the entry as a JSON object."""
@@ -154,7 +156,8 @@ class Entry:
             "from_step": self.from_step,
             "to_step": self.to_step,
             "charges": [charge.to_json() for charge in self.charges],
-            **({"witnessed": self.witnessed} if self.witnessed else {}),
+            **({"boot": self.boot} if self.boot else {}),
+            **({"witnessed": {str(boot): lines for boot, lines in self.witnessed.items()}} if self.witnessed else {}),
         }
 
     @classmethod
@@ -166,7 +169,8 @@ class Entry:
         """
         run = RunName(str(body["run"]), str(body["scenario"]), str(body["environment"]))
         charges = tuple(Charge.from_json(charge) for charge in body["charges"])
-        return cls(run, int(body["from_step"]), int(body["to_step"]), charges, int(body.get("witnessed", 0)))
+        witnessed = {int(boot): int(lines) for boot, lines in dict(body.get("witnessed", {})).items()}
+        return cls(run, int(body["from_step"]), int(body["to_step"]), charges, int(body.get("boot", 0)), witnessed)
 
 
 class Ledger:
@@ -175,9 +179,13 @@ class Ledger:
     Attributes:
         path: the file.
         entries: every entry that is safe on disk, oldest first.
-        witnessed: what neighbours see of it: how many lines there were, lost ones that were charged included, and the
-            last line's hash.
+        boot: of the process, which its lines then name; 0 where no neighbours witness the ledger.
+        previous: the last boot before it that wrote a line, and how many it wrote; zeros where none did.
+        lines: of each boot, those of processes whose ledger was lost included once they are charged.
     """
+
+    boot = 0
+    previous = (0, 0)
 
     def __init__(self, directory: Path | str, source: str) -> None:
         """Open DIRECTORY/SOURCE.jsonl, created if missing.
@@ -210,17 +218,15 @@ class Ledger:
             self.close()
             raise
         self._hashes: list[str] = []
-        self._lengths: list[int] = []  # after each line: how many there were, with those lost before it
-        self.witnessed: Head = (0, EMPTY_HASH)
+        self.lines: dict[int, int] = {}
         self._extend([str(body["hash"]) for body in bodies], self.entries)
 
     def _extend(self, hashes: Sequence[str], entries: Sequence[Entry]) -> None:
-        for number, digest in enumerate(hashes, start=len(entries) - len(hashes)):
-            lost = entries[number].witnessed if number >= 0 else 0  # the first line of a file is no entry
-            self._hashes.append(digest)
-            self._lengths.append(max(self._lengths[-1] if self._lengths else 0, lost) + 1)
-        if hashes:
-            self.witnessed = self._lengths[-1], hashes[-1]
+        self._hashes += hashes
+        for entry in entries:
+            if entry.boot:
+                self.lines[entry.boot] = self.lines.get(entry.boot, 0) + 1
+            self.lines |= entry.witnessed
 
     @property
     def _descriptor(self) -> int:
@@ -249,25 +255,31 @@ class Ledger:
             message = f"{self.path} line {length}: not the line that the checkpoint saw; {RESTORE}"
             raise BudgetError(message, code="ledger.stale")
 
-    def check_witnessed(self, witnessed: Head) -> None:
+    def name_lines(self, boot: int) -> None:
+        """Name a boot in each line that is written from now on, which neighbours witness."""
+        self.boot = boot
+        before = next((entry.boot for entry in reversed(self.entries) if entry.boot), 0)
+        self.previous = before, self.lines.get(before, 0)
+
+    def lacks(self, witnessed: Mapping[int, int]) -> int:
+        """Return how many lines of those that neighbours have seen are not in the ledger.
+
+        Args:
+            witnessed: how many lines they have seen of each boot.
+        """
+        return sum(max(0, lines - self.lines.get(boot, 0)) for boot, lines in witnessed.items())
+
+    def check_witnessed(self, witnessed: Mapping[int, int]) -> None:
         """Check that the ledger holds what a neighbour has seen of it.
 
         Raises:
-            BudgetError: it is shorter, or differs there: an old copy.
+            BudgetError: it lacks some: an old copy, a new ledger, or one beside which a copy was continued.
         """
-        length, digest = witnessed
-        if length > self.witnessed[0]:
+        if missing := self.lacks(witnessed):
             raise BudgetError(
-                f"{self.path} has {self.witnessed[0]} lines, and a neighbour has seen {length}: it is an old copy, or "
-                "was begun again, so its ε is too small; put the newest copy back, or charge the missing lines by "
-                "--charge-witnessed",
-                code="ledger.witnessed",
-            )
-        if length in self._lengths and self._hashes[self._lengths.index(length)] != digest:
-            raise BudgetError(
-                f"{self.path} line {self._lengths.index(length) + 1}: not the line that a neighbour has seen, so two "
-                "copies were continued; put the one back that the neighbours have seen, or charge the missing lines by "
-                "--charge-witnessed",
+                f"{self.path} lacks {missing} lines that a neighbour has seen: it is an old copy or a new ledger, or a "
+                "copy was continued beside it, so its ε is too small; put the newest copy back, or charge the missing "
+                "lines by --charge-witnessed",
                 code="ledger.witnessed",
             )
 
@@ -282,7 +294,13 @@ class Ledger:
         return math.isinf(budget) or epsilon(releases_in(self.entries, charge), delta) <= budget
 
     def append(
-        self, run: RunName, from_step: int, to_step: int, charges: Iterable[Charge], *, witnessed: int = 0
+        self,
+        run: RunName,
+        from_step: int,
+        to_step: int,
+        charges: Iterable[Charge],
+        *,
+        witnessed: Mapping[int, int] | None = None,
     ) -> None:
         """Append one entry, whole or not at all; it counts, and is safe on disk, when this returns.
 
@@ -290,12 +308,16 @@ class Ledger:
             run: the run that takes the steps.
             from_step, to_step: the steps [from_step, to_step) that are covered.
             charges: the cost to each group of peers.
-            witnessed: see Entry.
+            witnessed: see `lacks`; then the line is in place of those.
 
         Raises:
             BudgetError: the disk fails; then no step may be taken.
         """
-        entry = Entry(run, from_step, to_step, tuple(charges), witnessed)
+        if witnessed is None:
+            entry = Entry(run, from_step, to_step, tuple(charges), self.boot)
+        else:
+            lacking = {boot: lines for boot, lines in witnessed.items() if lines > self.lines.get(boot, 0)}
+            entry = Entry(run, from_step, to_step, tuple(charges), witnessed=lacking)
         if self._unsynced[1]:
             self._sync()  # an interrupt came between write and sync
         bodies = [entry.to_json()] if self._hashes else [self._header, entry.to_json()]
@@ -702,17 +724,17 @@ class CohortLedger(Ledger):
             if parts:
                 yield Charge.of([account.peer for account in accounts], parts)
 
-    def charge_witnessed(self, length: int) -> int:
+    def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """Charge the lines that a ledger lacks, each as a step of the plan, and return how many there are.
 
         Where steps of the plan differ, the whole plan is charged for them: an upper bound.
 
         Args:
-            length: how many lines neighbours have seen.
+            witnessed: see `lacks`.
         """
-        missing, plan = max(0, length - self.witnessed[0]), self._steps
+        missing, plan = self.lacks(witnessed), self._steps
         if missing:
-            run = replace(self._run, id=f"{self._run.id}-witnessed-{length}")
+            run = replace(self._run, id=f"{self._run.id}-witnessed-{len(self.entries)}")
             charges = []
             for account in self.spending.accounts:
                 releases = {spend.release.mechanism: spend.release for spend in account.spends}
@@ -725,7 +747,7 @@ class CohortLedger(Ledger):
                         for spend in account.spends
                     ]
                 charges.append(Charge((account.peer,), tuple(((steps,), release) for steps, release in parts)))
-            self.append(run, 0, missing, charges, witnessed=length)
+            self.append(run, 0, missing, charges, witnessed=witnessed)
         return missing
 
     def _check_same_plan(self, run: RunName, plans: Mapping[int, Sequence[Spend]]) -> None:
