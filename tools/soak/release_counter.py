@@ -122,8 +122,8 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
     before(Lockstep, "arrive", arrived)
     before(RunningPeer, "_save", saved)
     read, checkpoints = Session.read, RunningPeer._checkpoints
-    Session.read = received  # type: ignore[method-assign]
-    RunningPeer._checkpoints = resumed  # type: ignore[method-assign]
+    Session.read = received  # type: ignore[method-assign, assignment]
+    RunningPeer._checkpoints = resumed  # type: ignore[method-assign, assignment]
 
 
 class ReleaseObserver:

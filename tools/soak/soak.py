@@ -39,7 +39,7 @@ from flower_privdec.network.local.peer_processes import PeerProcesses, Watch, fr
 from flower_privdec.pushsum.lockstep import Timetable, network_mixing
 from flower_privdec.scenario import Scenario, to_yaml
 from flower_privdec.scenario.sections import NetworkPeer
-from tools.soak.checks import Paid, Weight, look_at_ledger, resident_bytes, weight_on_disk
+from tools.soak.checks import Paid, Weight, ledger_problem, look_at_ledger, resident_bytes, weight_on_disk
 from tools.soak.fault_schedule import KINDS, ON_FOLDERS, Fault, Pair, check_kinds, faults
 from tools.soak.release_counter import ReleaseObserver, counted_in
 
@@ -539,7 +539,7 @@ class Soak:
             f"seed {self.seed}: {tally.runs} runs, {tally.finished} of them to their end, {tally.rounds:,} rounds",
             f"faults: {made}",
             f"ledgers: {tally.taken:,} steps taken, {tally.paid:,} paid for, {tally.crashes} processes killed",
-            f"releases: {tally.received:,} received, {tally.charged:,} charged as witnessed, {tally.given_up} runs given up",
+            f"releases: {tally.received:,} received, {tally.charged:,} charged as witnessed, {tally.given_up} runs ended early",
         ]
         if tally.weight is not None:
             lines.append(f"mass: Σw = {tally.weight.total:.9g} of {tally.weight.expected}")
