@@ -539,7 +539,7 @@ class Soak:
             f"seed {self.seed}: {tally.runs} runs, {tally.finished} of them to their end, {tally.rounds:,} rounds",
             f"faults: {made}",
             f"ledgers: {tally.taken:,} steps taken, {tally.paid:,} paid for, {tally.crashes} processes killed",
-            f"releases: {tally.received:,} received, {tally.charged:,} charged as witnessed, {tally.given_up} runs ended early",
+            f"releases: {tally.received:,} received, {tally.charged:,} charged as witnessed",
         ]
         if tally.weight is not None:
             lines.append(f"mass: Σw = {tally.weight.total:.9g} of {tally.weight.expected}")
