@@ -28,8 +28,8 @@ from flower_privdec.pushsum.exactly_once import FIRST, Durable, Edge, FrozenShar
 from flower_privdec.pushsum.frames import pack
 from tools.soak import Soak, SoakedRun, Tally
 from tools.soak.checks import Paid, ledger_problem, look_at_ledger, weight_on_disk
-from tools.soak.fault_schedule import KINDS, ON_PEERS, Fault, faults
-from tools.soak.release_counter import count_into, counted_in
+from tools.soak.fault_schedule import KINDS, ON_LINKS, ON_PEERS, Fault, faults
+from tools.soak.release_counter import ReleaseObserver, count_into, counted_in
 
 LINKS = [(0, 1), (1, 0), (1, 2), (2, 1)]
 ROUNDS = 20
@@ -52,7 +52,7 @@ def test_a_seed_says_which_faults_come() -> None:
     for fault in found:
         assert 1.5 <= fault.after <= 4.5
         assert fault.seconds <= 2.0
-        assert fault.other is None if fault.kind in ON_PEERS else (fault.peer, fault.other) in LINKS
+        assert (fault.peer, fault.other) in LINKS if fault.kind in ON_LINKS else fault.other is None
     assert str(Fault("pause", 1.0, 0.5, 2)) == "pause of peer 2 for 0.50 s"
     assert str(Fault("delay", 1.0, 0.5, 2, 1)) == "delay of link 2 to 1 for 0.50 s"
 
@@ -131,6 +131,25 @@ def test_every_private_step_is_counted_and_the_ledger_has_it(
     ledger.write_bytes(ledger.read_bytes().replace(b'"to_step":3', b'"to_step":4'))
     with raises(BudgetError, "ledger.damaged"):
         look_at_ledger(folder, counts, paid, 1)
+
+
+def test_the_observer_counts_what_was_received_over_processes_copies_and_lost_folders(tmp_path: Path) -> None:
+    lines = {
+        "0.1": "saved a 2\nsent A 3\nsaved b 3\nsent B 4\n",  # the fourth step reached nobody
+        "0.2": "resumed b\nsent C 1\n",  # continues after three steps
+        "0.3": "resumed a\nsent D 2\n",  # a backup of after two
+        "0.4": "sent E 1\n",  # an empty folder
+        "1.1": "received A\nreceived C\nreceived D\nsent X 9\n",
+        "2.1": "received A\nreceived E\nrecei",
+    }
+    observer = ReleaseObserver(tmp_path)
+    for life, text in lines.items():
+        (tmp_path / f"{life}.events").write_text(text)
+        observer.look()
+    assert (observer.received(0), observer.received(1)) == (3 + 1 + 2 + 1, 0)
+    (tmp_path / "2.1.events").write_text("received A\nreceived E\nreceived B\n")
+    observer.look()
+    assert observer.received(0) == 8
 
 
 def test_weight_that_is_missing_at_the_end_is_found(build: Callable[..., Experiment], tmp_path: Path) -> None:
@@ -217,7 +236,7 @@ def test_a_run_in_which_all_kinds_of_things_break_comes_to_its_end(soaked: Calla
         follow(run, lambda: counted_in(run.out / "peers" / "1.releases") > 0)
         wrong_with(run, Fault("kill", 0.0, 0.1, 1))
         follow(run, lambda: run.tally.crashes == 1)
-        wrong_with(run, *(Fault(kind, 0.35, 0.3, 0, None if kind in ON_PEERS else 1) for kind in KINDS))
+        wrong_with(run, *(Fault(kind, 0.35, 0.3, 0, None if kind in ON_PEERS else 1) for kind in ON_LINKS | ON_PEERS))
         follow(run, run.finished)
         run.conclude()
     tally = run.tally

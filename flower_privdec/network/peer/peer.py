@@ -250,7 +250,7 @@ class RunningPeer(ABC):
         while not self.connections.wait(lambda: all(map(witness.has_heard, witness.neighbors)), POLL):
             self._check_stopped()
             waited = time.monotonic() - since
-            if witness.is_witnessed and waited > REPORT_SECONDS:
+            if witness.is_witnessed and waited > min(REPORT_SECONDS, self.network.start):
                 return
             if waited > self.network.start:
                 raise self._no_witness()
