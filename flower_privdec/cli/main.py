@@ -64,6 +64,30 @@ def flower_run(
     typer.echo(f"{last}\n{folder}: what the app has saved, and its log")
 
 
+def guard(
+    policy: Annotated[Path, typer.Argument(metavar="POLICY", help="The owner's policy, a YAML file.")],
+    supernode: Annotated[
+        list[str], typer.Argument(metavar="flower-supernode ARGS...", help="The command to run under it.")
+    ],
+) -> None:
+    """Run a Flower SuperNode under its owner's privacy policy, whatever app a server sends.
+
+    Each update is clipped, noised and charged to a ledger in the policy's folder before it leaves; metrics stay. Apps
+    that are not listed, messages other than training, and updates beyond the budget are refused. A policy has
+
+    folder (of the ledger), epsilon, delta, clip_norm, rounds (how many updates) or noise_multiplier, apps (any, or a
+    list of the SHA-256 of FABs), and examples (what replies state; 1).
+    """
+    from flower_privdec.data.readers import require
+
+    module = require("flower_privdec.flower.launch.guard", "privdec guard", "pip install flower-privdec")
+    loaded = module.load_policy(policy)
+    words, variables = module.guarded_command(loaded, supernode)
+    typer.echo(module.policy_line(loaded))
+    sys.stdout.flush()
+    os.execve(words[0], words, os.environ | variables)
+
+
 HUGE_PAGES = ("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch then takes large tensors in pages of 2 MiB: a third of the time
 
 app = typer.Typer(
@@ -265,6 +289,7 @@ def bench(
 
 
 command()(flower_run)
+command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(guard)
 for network_command in NETWORK_COMMANDS:
     command()(network_command)
 
