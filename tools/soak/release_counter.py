@@ -77,11 +77,11 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
             os.write(handle, (" ".join(map(str, words)) + "\n").encode())
         seen.add(key)
 
-    def before(owner: type, name: str, told: Callable[..., None]) -> None:
+    def before(owner: type, name: str, recording: Callable[..., None]) -> None:
         method = getattr(owner, name)
 
         def telling(*arguments: Any, **options: Any) -> Any:
-            told(*arguments, **options)
+            recording(*arguments, **options)
             return method(*arguments, **options)
 
         setattr(owner, name, telling)
@@ -111,10 +111,10 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
                         note("received", digest(message.values))
 
     def resumed(peer: Any, resume: bool) -> Any:
-        found = checkpoints(peer, resume)
-        for checkpoint in found[-1:]:
+        restored = checkpoints(peer, resume)
+        for checkpoint in restored[-1:]:
             note("resumed", digest(checkpoint.state.rows))
-        return found
+        return restored
 
     before(PushSumProtocol, "committed", shares)
     before(PushSumProtocol, "restore", shares)
