@@ -32,16 +32,17 @@ class Session(ABC):
         frames: encodes and decodes its messages.
         most: how many frames a call may have beside the report.
         cap: bytes of these frames at most.
-        rounds: of the run; no message is of a later one.
+        last_round: of the run; no message is of a later one.
 
     Attributes:
         fatal: why the run cannot continue, once that is so; the ledger's problem is in `witness`.
+        most: how many frames a call may have.
         cap: bytes of a call at most.
     """
 
-    def __init__(self, witness: LedgerWitness, frames: FrameCodec, most: int, cap: int, rounds: int) -> None:
-        self.peer, self.witness, self.frames, self._rounds = witness.peer, witness, frames, rounds
-        self._most, self.cap = most + 1, cap + REPORT
+    def __init__(self, witness: LedgerWitness, frames: FrameCodec, most: int, cap: int, last_round: int) -> None:
+        self.peer, self.witness, self.frames, self.last_round = witness.peer, witness, frames, last_round
+        self.most, self.cap = most + 1, cap + REPORT
         self.fatal: PrivdecError | None = None
 
     def read(self, caller: int, content: memoryview) -> Messages:
@@ -50,16 +51,16 @@ class Session(ABC):
         Raises:
             RefusedError: it breaks a rule, and changed nothing.
         """
-        messages = list(self.frames.decode_all(content, self._most))
+        messages = list(self.frames.decode_all(content, self.most))
         for message in messages:
             if (message.sender, message.receiver) != (caller, self.peer):
                 raise RefusedError(
                     f"peer {caller} brought a frame from peer {message.sender} to {message.receiver}, and this is peer "
                     f"{self.peer}; a peer may send its own frames alone"
                 )
-            if (round_index := getattr(message, "round_index", 0)) > self._rounds:
+            if (round_index := getattr(message, "round_index", 0)) > self.last_round:
                 raise RefusedError(
-                    f"a frame of peer {caller} is of round {round_index}, and the run has {self._rounds}"
+                    f"a frame of peer {caller} is of round {round_index}, and the run has {self.last_round}"
                 )
         if not messages or not isinstance(messages[0], LedgerReport):
             raise RefusedError(f"peer {caller} reports no ledger; update one of the two")
@@ -98,6 +99,41 @@ class Session(ABC):
     @abstractmethod
     def failed(self, neighbor: int, error: RunError, again: float) -> None:
         """Record that a call did not reach a neighbour, or was refused by it, and when it may be called again."""
+
+
+class ReportSession(Session):
+    """Reports on ledgers alone, of a peer that takes no part in the run; see Session.
+
+    Args:
+        session: in whose place it stands.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.witness, session.frames, session.most - 1, session.cap - REPORT, session.last_round)
+        self._again: dict[int, float] = {}  # when to call a neighbour again
+
+    def receive(self, caller: int, messages: Messages) -> Callable[[], Messages]:
+        """See Session."""
+        return lambda: []
+
+    def is_answered(self, caller: int, messages: Messages) -> bool:
+        """See Session."""
+        return True
+
+    def has_news(self, neighbor: int, now: float) -> bool:
+        """See Session."""
+        return now >= self._again.get(neighbor, 0.0) and not self.witness.has_heard(neighbor)
+
+    def calls(self, neighbor: int, now: float) -> list[Messages]:
+        """See Session."""
+        return [[]]
+
+    def answered(self, neighbor: int, sent: Messages, answer: Messages) -> None:
+        """See Session."""
+
+    def failed(self, neighbor: int, error: RunError, again: float) -> None:
+        """See Session."""
+        self._again[neighbor] = again
 
 
 class Connections:

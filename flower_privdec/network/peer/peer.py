@@ -41,7 +41,7 @@ from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.evaluation import public_losses
 from flower_privdec.experiment.own_parts import NOISE
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.network.peer.connections import Connections, Session
+from flower_privdec.network.peer.connections import Connections, ReportSession, Session
 from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
@@ -207,6 +207,8 @@ class RunningPeer(ABC):
             transport = GrpcTransport(device.peer, device.addresses, names, device.credentials)
         if begin:
             self._begin()
+        else:
+            self.connections.session = ReportSession(self.connections.session)
         return self.connections.open(transport, self.timetable.neighbours(device.peer))
 
     def run(self, on_round: OnRound | None = None) -> None:
