@@ -401,12 +401,10 @@ class PushSumProtocol(Generic[V]):
         following = held[-1].number + 1 if held else edge.received + 1
         if number > following:
             raise self._closing(share.sender, f"sent share {number}, and {following} has to come first")
-        if (
-            agreed
-            and number >= agreed.sent
-            and share.boot != (agreed.sent_boot if number == agreed.sent else agreed.boot)
-        ):
-            raise RefusedError(f"peer {share.sender} sent share {number} of a boot that it does not remember any more")
+        if agreed and number >= agreed.sent:
+            boot = agreed.sent_boot if number == agreed.sent else agreed.boot
+            if share.boot != boot:
+                raise RefusedError(f"peer {share.sender} sent share {number} of a boot that it has forgotten")
         if number <= edge.received:
             self._unacknowledged.add(share.sender)
             return False
