@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from flower_runs import run_under_flower
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from tiny_scenario import Tiny
 
 from flower_privdec.cli.main import main
 from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.flower.apps.client_app import reply_partition
 from flower_privdec.flower.apps.server_app import ScenarioStrategy, caller_folder, scenario_strategy
 from flower_privdec.flower.launch.error_formatting import one_line_failure, one_line_replies, reason
 from flower_privdec.flower.launch.local_grid import LocalGrid
@@ -131,6 +133,19 @@ def test_a_handler_answers_a_failure_with_one_line(error: Exception) -> None:
     (reply,) = LocalGrid(app, 1).send_and_receive([Message(RecordDict(), 100, "train.relay")])
     assert reply.has_error()
     assert reply.error.reason in ("peer 3 has no data", "FileNotFoundError: [Errno 2] No such file: 'a.npz'")
+
+
+def test_a_client_app_that_fails_fails_the_run_and_its_peers_are_named(tiny: Tiny, tmp_path: Path) -> None:
+    app = ClientApp()
+    app.query("partition")(reply_partition)
+
+    @app.train("relay")
+    def train(message: Message, context: Context) -> Message:
+        raise ValueError("the disk is on fire")
+
+    with pytest.raises(RunError, match=r"the SuperNode of peer 0 .*failed: the disk is on fire"):
+        run_under_flower(tiny(), tmp_path / "run", "relay", app)
+    assert not (tmp_path / "run" / "summary.json").exists()
 
 
 # --- where the command was typed ---

@@ -30,7 +30,7 @@ from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario import parse_scenario
 from flower_privdec.scenario.loading import parse_app_scenario
 
-ROUNDS, N = 40, 4
+ROUNDS, N = 12, 3
 SCENARIO = f"""
 name: deployed
 n_peers: {N}

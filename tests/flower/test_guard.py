@@ -20,6 +20,8 @@ from flwr.compat.common.typing import FitIns
 from flwr.supercore.constant import TASK_TYPE_TO_COMMAND
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.runtime import run_clientapp as runtime
+from pages import fences
+from paths import ROOT
 from raising import raises
 from routing_peers import zeros
 
@@ -480,3 +482,14 @@ def test_a_typo_in_a_policy_gets_value_rule_and_remedy(
     path.write_text("".join(f"{key}: {value}\n" for key, value in {**GOOD, **changes}.items() if value is not None))
     with raises(ScenarioError, code, names):
         load_policy(path)
+
+
+def test_the_policy_of_the_guide_is_one(tmp_path: Path) -> None:
+    guide = fences(ROOT / "docs" / "how-to" / "flower.md")
+    (text,) = (fence.text for fence in guide if fence.title == "policy.yaml")
+    (tmp_path / "policy.yaml").write_text(text.replace("~", str(tmp_path)))
+    policy = load_policy(tmp_path / "policy.yaml")
+    reply = Guard(policy, lambda: an_app(ATTACKS["a raw update"]))(a_message(), a_context())
+    assert not shows(reply)
+    assert reply.content.metric_records["metrics"]["num-examples"] == 600
+    assert charges(policy.path) == 1

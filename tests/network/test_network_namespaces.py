@@ -19,6 +19,9 @@ import pytest
 
 pytest.importorskip("grpc")
 
+from paths import TESTS
+
+from flower_privdec.network.local.fork_server import Process, start_process
 from flower_privdec.network.transport.grpc_transport import ALIVE, CALLING
 from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.scenario import parse_scenario, to_yaml
@@ -33,29 +36,6 @@ SETTINGS = (
     "evaluation.every=1000000",
     "network={peers: [" + ", ".join(f"{{address: '10.77.0.{i + 1}:7100'}}" for i in range(PEERS)) + "]}",
 )
-
-
-WATCH = """
-import sys, time
-from pathlib import Path
-from flower_privdec.errors import RunError
-from flower_privdec.common.files import write_atomically
-from flower_privdec.network.transport.grpc_transport import GrpcConnection
-from flower_privdec.network.peer.connections import STATUS_REQUEST
-from flower_privdec.network.peer.foreground import files_of
-from flower_privdec.network.transport.tls import Credentials, identities_of
-
-address, certificates, peer, path = sys.argv[1:]
-paths = files_of(Path(certificates), int(peer))
-(name,) = identities_of(paths[0].read_bytes())
-link = GrpcConnection(address, name, Credentials.read(*paths, name), 1 << 20)
-while True:
-    try:
-        write_atomically(Path(path), bytes(link.call(STATUS_REQUEST, 5.0)))
-    except RunError:
-        pass
-    time.sleep(0.1)
-"""
 
 
 def ip(*words: str) -> None:
@@ -126,26 +106,21 @@ class Run:
 
     lan: Lan
     folder: Path
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
 
     def start(self, peer: int) -> None:
         words = ["peer", str(self.folder / "lan.yaml"), "--id", str(peer), "--out", str(self.folder / f"{peer}")]
-        log = (self.folder / f"{peer}.log").open("wb")
-        with log:
-            self.processes.append(
-                subprocess.Popen(
-                    [*self._inside(peer), *words, "--certs", str(self.folder / "certs")], stdout=log, stderr=log
-                )
-            )
-
-    def _inside(self, peer: int) -> list[str]:
-        return ["ip", "netns", "exec", self.lan.space(peer), sys.executable, "-m", "flower_privdec"]
+        self._inside(peer, "flower_privdec", *words, "--certs", str(self.folder / "certs"))
 
     def watch(self, peer: int) -> None:
         """Ask a peer again and again, by a process in its namespace, which writes down what it says."""
         words = [f"10.77.0.{peer + 1}:7100", str(self.folder / "certs"), str(peer), str(self.folder / f"{peer}.status")]
-        inside = ["ip", "netns", "exec", self.lan.space(peer), sys.executable, "-c", WATCH]
-        self.processes.append(subprocess.Popen([*inside, *words]))
+        self._inside(peer, "watch", *words)
+
+    def _inside(self, peer: int, *words: str) -> None:
+        command = (sys.executable, "-m", "in_namespace", self.lan.space(peer), *words)
+        with (self.folder / f"{len(self.processes)}.log").open("wb") as log:
+            self.processes.append(start_process("in a namespace", command, log))
 
     def status(self, peer: int) -> dict[str, Any]:
         """Return what a peer said last."""
@@ -168,17 +143,18 @@ class Run:
     def stop(self) -> None:
         for process in self.processes:
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+                os.kill(process.pid, signal.SIGTERM)
         for process in self.processes:
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.kill(process.pid, signal.SIGKILL)
                 process.wait()
 
 
 @pytest.fixture
-def started(lan: Lan, tiny_text: str, tmp_path: Path) -> Iterator[Run]:
+def started(lan: Lan, tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "support"), os.environ.get("PYTHONPATH", "")]))
     scenario = parse_scenario(tiny_text, overrides=SETTINGS)
     make_certificates(scenario, tmp_path / "certs")
     (tmp_path / "lan.yaml").write_text(to_yaml(scenario))

@@ -1,0 +1,48 @@
+"""Run a module in a network namespace: `python -m in_namespace SPACE MODULE ARGUMENTS`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+NETWORK = 0x40000000  # CLONE_NEWNET
+
+
+def enter(space: str) -> None:
+    """Move this thread, and those that it starts, into a network namespace."""
+    with open(f"/run/netns/{space}") as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(file.fileno(), NETWORK):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), space)
+
+
+def watch(address: str, certificates: str, peer: str, path: str) -> None:
+    """Request a peer's status again and again, and write the last one to a file."""
+    from flower_privdec.common.files import write_atomically
+    from flower_privdec.errors import RunError
+    from flower_privdec.network.peer.connections import STATUS_REQUEST
+    from flower_privdec.network.peer.foreground import files_of
+    from flower_privdec.network.transport.grpc_transport import GrpcConnection
+    from flower_privdec.network.transport.tls import Credentials, identities_of
+
+    paths = files_of(Path(certificates), int(peer))
+    (name,) = identities_of(paths[0].read_bytes())
+    link = GrpcConnection(address, name, Credentials.read(*paths, name), 1 << 20)
+    while True:
+        with suppress(RunError):
+            write_atomically(Path(path), bytes(link.call(STATUS_REQUEST, 5.0)))
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    _, space, module, *arguments = sys.argv
+    enter(space)
+    if module == "watch":
+        watch(*arguments)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
