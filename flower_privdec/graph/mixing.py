@@ -712,7 +712,7 @@ class PartlyHeard(Mixing):
         self._peer = peer
         self._heard: frozenset[int] | None = None
 
-    def hear(self, heard: Iterable[int] | None) -> None:
+    def use_senders(self, heard: Iterable[int] | None) -> None:
         """Set which others were heard; None for all."""
         self._heard = None if heard is None else frozenset(heard)
 

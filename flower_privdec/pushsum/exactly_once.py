@@ -304,14 +304,11 @@ class PushSumProtocol(Generic[V]):
         """Return all that has to be on disk together; it does not change while the machine goes on."""
         self._check_not_stale()
         self._commits += 1
-        mass = {name: self._unchanging(name, value) for name, value in self.mass.items()}
+        frozen, mass = [share.values for edge in self.edges.values() for share in edge.frozen], dict[str, V]()
+        for name, value in self.mass.items():  # a frozen share of the same numbers never changes, as a copy would not
+            same = next((parts[name] for parts in frozen if self._arithmetic.same(value, parts[name])), None)
+            mass[name] = self._arithmetic.copy(value) if same is None else same
         return Durable(self.incarnation, round_index, mass, dict(self.edges), self._commits)
-
-    def _unchanging(self, name: str, value: V) -> V:
-        """Return a value as it is now: a frozen share of this peer where that is the same, else a copy."""
-        frozen = (share.values[name] for edge in self.edges.values() for share in edge.frozen)
-        same = next((part for part in frozen if self._arithmetic.same(value, part)), None)
-        return self._arithmetic.copy(value) if same is None else same
 
     def committed(self, durable: Durable[V]) -> None:
         """Record that a snapshot is on disk, fsynced, in place of the one before.
@@ -404,8 +401,10 @@ class PushSumProtocol(Generic[V]):
         following = held[-1].number + 1 if held else edge.received + 1
         if number > following:
             raise self._closing(share.sender, f"sent share {number}, and {following} has to come first")
-        if agreed and number >= agreed.sent and share.boot != self._boot_of(number, agreed):
-            raise RefusedError(f"peer {share.sender} sent share {number} of a boot that it does not remember any more")
+        if agreed and number >= agreed.sent:
+            boot = agreed.sent_boot if number == agreed.sent else agreed.boot
+            if share.boot != boot:
+                raise RefusedError(f"peer {share.sender} sent share {number} of a boot that it has forgotten")
         if number <= edge.received:
             self._unacknowledged.add(share.sender)
             return False
@@ -414,10 +413,6 @@ class PushSumProtocol(Generic[V]):
         if number >= following:
             held.append(share)
         return True
-
-    def _boot_of(self, number: int, agreed: Hello) -> int:
-        """Return the boot of a share that is not before the last one which its sender had on disk at the handshake."""
-        return agreed.sent_boot if number == agreed.sent else agreed.boot
 
     def waiting_rounds(self) -> dict[int, int]:
         """Return the round of the last share that is held and not absorbed, by sender."""

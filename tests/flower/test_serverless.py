@@ -40,10 +40,11 @@ from flower_privdec.flower.serverless import (
     node_config_of,
     save_initial,
 )
-from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
+from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.privacy.ledger.ledger import ledger_path
 from flower_privdec.scenario.loading import parse_app_scenario
 from flower_privdec.scenario.schema import AppPrivacySection, AppScenario
+from tools.mass_on_disk import mass_on_disk
 
 SIMULATIONS = ROOT / "simulations"
 QUICKSTARTS = {name: SIMULATIONS / f"adapted-quickstart-{name}" for name in ("sklearn", "pytorch")}

@@ -51,7 +51,7 @@ def test_what_was_not_heard_returns_to_the_peer_itself(
 ) -> None:
     mixing = MIXINGS[which]
     partly = PartlyHeard(mixing, peer)
-    partly.hear(heard - {peer})
+    partly.use_senders(heard - {peer})
     found = partly.matrix(k).rows([peer])
     wanted = mixing.matrix(k).dense()[peer].copy()
     missed = [j for j in range(N) if j not in heard and j != peer]
@@ -70,7 +70,7 @@ def test_its_links_are_those_with_whom_it_heard(
 ) -> None:
     mixing = MIXINGS[which]
     partly = PartlyHeard(mixing, peer)
-    partly.hear(heard)
+    partly.use_senders(heard)
     links = {(int(a), int(b)) for a, b in partly.links(k)}
     all_links = {(int(a), int(b)) for a, b in mixing.links(k)}
     assert links == {(a, b) for a, b in all_links if peer in (a, b) and ({a, b} - {peer}) <= heard}
@@ -89,7 +89,7 @@ def test_rows_and_answers_are_awaited_of_those_heard(
     """A neighbour that was not heard is not asked for its answer, and those of all others are used."""
     mixing = MIXINGS[which]
     partly = PartlyHeard(mixing, peer)
-    partly.hear(heard)
+    partly.use_senders(heard)
     state, links = State(np.array([peer]), k, 0, {}, {}), mixing.links(k).tolist()
     rows = {(a, b) for a, b in links if b == peer and a in heard}
     assert set(Mix(("x",)).awaited(state, partly)) == set(Gather(("x",)).awaited(state, partly)) == rows
@@ -102,7 +102,7 @@ def test_where_everybody_was_heard_it_is_the_mixing_itself(which: tuple[str, str
     mixing = MIXINGS[which]
     partly = PartlyHeard(mixing, peer)
     for heard in (None, range(N)):
-        partly.hear(heard)
+        partly.use_senders(heard)
         np.testing.assert_array_equal(partly.matrix(k).dense(), mixing.matrix(k).dense())
-    partly.hear(None)
+    partly.use_senders(None)
     np.testing.assert_array_equal(partly.links(k), mixing.links(k))

@@ -21,10 +21,11 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.errors import BudgetError
 from flower_privdec.network.peer.asynchronous import LOST
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
+from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, UnreachableError
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.exactly_once import FIRST, RefusedError
+from tools.mass_on_disk import mass_on_disk
 
 HASTY = f"network={{retry: 0.1, start: {LONG}, deadline: 0.5}}"
 

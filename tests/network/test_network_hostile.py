@@ -23,10 +23,11 @@ from flower_privdec.core import Exchange
 from flower_privdec.network.peer.asynchronous import MANY, AsynchronousPeer, AsynchronousSession
 from flower_privdec.network.peer.connections import STATUS_REQUEST
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
+from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, RefusedError, UnreachableError
 from flower_privdec.pushsum.exactly_once import FIRST, Acknowledgement, FrozenShare, Hello
 from flower_privdec.pushsum.frames import FrameCodec, Message, RowMessage
+from tools.mass_on_disk import mass_on_disk
 
 NAMES = ["privsgp", "d-psgd"]
 ROUNDS = 60

@@ -15,10 +15,11 @@ from variants import settings_for
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.network.peer.asynchronous import LOST
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import RunningPeer, mass_on_disk
+from flower_privdec.network.peer.peer import RunningPeer
 from flower_privdec.network.transport.grpc_transport import UnreachableError
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.exactly_once import FIRST, RefusedError
+from tools.mass_on_disk import mass_on_disk
 
 POINTS = {  # around everything that is put on disk, sent or used
     "before a commit": ("_save", "before"),

@@ -27,9 +27,10 @@ from networked import LONG, Killed, devices, finish, go_on, mortal, running, tra
 from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.errors import BudgetError
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, mass_on_disk, rows_path
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
 from flower_privdec.privacy.ledger.ledger import EMPTY_HASH, FORMAT, Entry, chained, read_chain
 from flower_privdec.scenario import Scenario
+from tools.mass_on_disk import mass_on_disk
 
 MODES = ["synchronous", "asynchronous"]
 UNFIT = ("scaffold", "local", "dp-sgd")  # which need a server, or no network

@@ -19,9 +19,10 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.local.fault_proxy import Faults, FaultyTransport
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, mass_on_disk
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
 from flower_privdec.network.transport.transport import MemoryNetwork, RefusedError, UnreachableError
 from flower_privdec.scenario import Scenario
+from tools.mass_on_disk import mass_on_disk
 
 SYNCHRONOUS = f"network={{mode: synchronous, retry: 0.05, start: {LONG}, deadline: {LONG}}}"
 Rows = dict[str, Tensor]

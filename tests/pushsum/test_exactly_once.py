@@ -100,7 +100,7 @@ MUTANTS = {
         "if (incarnation, addressed) != (edge.incarnation, self.incarnation):",
         "if incarnation != edge.incarnation:",
     ),
-    "a share of a forgotten boot is absorbed": ("if agreed and number >= agreed.sent and", "if False and"),
+    "a share of a forgotten boot is absorbed": ("if share.boot != boot:", "if False:"),
     "everything is given away": ("self._parts(weight / rest)", "self._parts(1 / max(1, len(ready)))"),
     "a rollback is not noticed": ("if theirs.seen > mine.sent:", "if False:"),
     "forgotten shares are not noticed": ("if theirs.acknowledged > mine.received:", "if False:"),

@@ -13,8 +13,9 @@ from networked import LONG, begin_without, running, wait_until
 from flower_privdec.errors import StoppedError
 from flower_privdec.experiment import Experiment
 from flower_privdec.network.peer.foreground import running_peer
-from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, mass_on_disk
+from flower_privdec.network.peer.peer import PeerDevice, RunningPeer
 from flower_privdec.scenario import Scenario
+from tools.mass_on_disk import mass_on_disk
 
 QUICK = f"network={{retry: 0.1, start: {LONG}, deadline: {LONG}}}"
 

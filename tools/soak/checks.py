@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from flower_privdec.engine.checkpoint import Checkpoint, read_checkpoint
-from flower_privdec.network.peer.peer import mass_on_disk
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.exactly_once import FIRST
+from tools.mass_on_disk import mass_on_disk
 from tools.soak.release_counter import counted_in
 
 

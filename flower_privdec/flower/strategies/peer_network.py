@@ -57,7 +57,7 @@ class RelayStore:
     acknowledged: dict[int, dict[int, bytes]] = field(default_factory=dict)
     incarnations: dict[int, int] = field(default_factory=dict)
 
-    def hear(self, report: PeerReport, outbox: ArrayRecord | None) -> None:
+    def receive(self, report: PeerReport, outbox: ArrayRecord | None) -> None:
         """Take in what a peer acknowledges, what it refused, and what it sends.
 
         Raises:
@@ -102,7 +102,7 @@ class RelayStore:
         """Return what waits for a peer, each sender's in their order."""
         return pack_bytes({_name(label): share for label, share in sorted(self.held.get(receiver, {}).items())})
 
-    def words_for(self, sender: int) -> dict[str, Any]:
+    def share_status(self, sender: int) -> dict[str, Any]:
         """Return what a peer learns of its own shares: which are held here, and which were absorbed."""
         held = [(to, label[2]) for to, labels in self.held.items() for label in labels if label[0] == sender]
         return {
@@ -154,13 +154,13 @@ class NodeRegistry:
         """Return which peer a node is."""
         return next(peer for peer, other in self.node_of.items() if other == node)
 
-    def look(self, grid: Grid, order: PeerRequest, patience: float, hear: Callable[[PeerReport], None]) -> None:
+    def update(self, grid: Grid, order: PeerRequest, patience: float, on_report: Callable[[PeerReport], None]) -> None:
         """Notice nodes that are gone, and meet those that are new.
 
         Args:
             order: the introduction.
             patience: seconds to wait for the answers of nodes that are new.
-            hear: called with the report of each new peer.
+            on_report: called with the report of each new peer.
 
         Raises:
             RunError: a new node is no peer, or claims to be one that another node is.
@@ -174,7 +174,7 @@ class NodeRegistry:
         for _, reply in answers(grid, self.unmet, set(sent), patience):
             report = self._read(reply)
             self._admit(report, reply.metadata.src_node_id, there)
-            hear(report)
+            on_report(report)
 
     def _read(self, reply: Message) -> PeerReport:
         node = reply.metadata.src_node_id
@@ -203,7 +203,7 @@ class NodeRegistry:
             receivers_told.discard(report.peer)
 
     def ask(
-        self, grid: Grid, messages: Iterable[Message], patience: float, hear: Callable[[int, Message], None]
+        self, grid: Grid, messages: Iterable[Message], patience: float, on_answer: Callable[[int, Message], None]
     ) -> list[Message]:
         """Send messages and pass the answers on, those to earlier messages too, until each has answered or time is up.
 
@@ -221,7 +221,7 @@ class NodeRegistry:
         self.silent |= set(peers)
         for peer, reply in answers(grid, self.unanswered, wanted, patience):
             self.silent.discard(peer)
-            hear(peer, reply)
+            on_answer(peer, reply)
             if reply.metadata.reply_to_message_id in waiting:
                 replies.append(reply)
         return replies
@@ -289,7 +289,7 @@ class PeerNetwork:
         deadline, registry = time.monotonic() + patience, self.registry
         while not registry.n_peers or len(registry.node_of) < registry.n_peers:
             left = deadline - time.monotonic()
-            self.meet(max(0.0, left))
+            self.update_members(max(0.0, left))
             if left < 0:
                 break
             time.sleep(0.0 if registry.node_of else 0.05)
@@ -299,13 +299,13 @@ class PeerNetwork:
         if there < wanted:
             log.warning("%s of %s peers are there; the run begins without the others", there, wanted)
 
-    def meet(self, patience: float) -> None:
+    def update_members(self, patience: float) -> None:
         """Notice who is gone, and meet who is new.
 
         Raises:
             RunError: who is new is no peer, or says that it is one that is there.
         """
-        self.registry.look(self.grid, PeerRequest(INTRODUCE, **self.common), patience, self._note)
+        self.registry.update(self.grid, PeerRequest(INTRODUCE, **self.common), patience, self._note)
 
     def _note(self, report: PeerReport) -> None:
         self.reports[report.peer] = report
@@ -314,7 +314,7 @@ class PeerNetwork:
 
     def _relay(self, report: PeerReport, outbox: ArrayRecord | None) -> None:
         try:
-            self.relay_store.hear(report, outbox)
+            self.relay_store.receive(report, outbox)
         except RefusedError as error:
             log.warning("peer %s handed in what is not relayed: %s", report.peer, error)
             self.train_errors[report.peer] = str(error)
@@ -361,7 +361,7 @@ class PeerNetwork:
             incarnations=[self.relay_store.incarnations[other] for other in known],
             keys=[self.reports[other].key for other in known],
             **self.common,
-            **self.relay_store.words_for(peer),
+            **self.relay_store.share_status(peer),
             **more,
         )
         if kind != JOIN:

@@ -316,7 +316,7 @@ class Routed(Strategy):
         result: Result,
     ) -> None:
         network, arrays = self.network, self._initial
-        network.meet(network.timeout)
+        network.update_members(network.timeout)
         network.join(arrays, founding=False)
         trained = network.ask(self.configure_train(server_round, arrays, train_config, network.grid))
         mean, metrics = self.aggregate_train(server_round, trained.values())

@@ -244,14 +244,9 @@ class AsynchronousSession(Session):
         """Send rows of an exchange to a neighbour, for a round."""
         self._queues[neighbor].rows[at] = RowMessage(self.peer, neighbor, round_index, at, values)
 
-    def has_rows(self, at: int, neighbor: int, round_index: int) -> bool:
-        """Return whether rows of an exchange have come from a neighbour, of a round or a later one."""
-        message = self._rows[at].get(neighbor)
-        return message is not None and message.round_index >= round_index
-
-    def senders(self, at: int) -> set[int]:
-        """Return whose rows of an exchange have come and were not collected."""
-        return set(self._rows.get(at, ()))
+    def senders(self, at: int, since: int = 0) -> set[int]:
+        """Return whose rows of an exchange have come, of a round or a later one, and were not collected."""
+        return {j for j, message in self._rows.get(at, {}).items() if message.round_index >= since}
 
     def collect(self, at: int, senders: Collection[int]) -> dict[int, RowMessage]:
         """Return the newest rows of an exchange from each of some neighbours, and forget them."""
@@ -336,15 +331,12 @@ class AsynchronousSession(Session):
             queue.share = None  # it did not come
         if not has_shares and self.protocol.is_open(neighbor) and neighbor not in self._checked:
             self._checked.add(neighbor)
-            self._check_rows(neighbor, seen - 1)
+            last = seen - 1
+            if last > max(self.resumed_at, self.ahead):  # it had rows which this peer does not remember
+                self.ahead = last
+                self.joins |= self.is_new  # it has lost all it had
+                self.stale = f"peer {neighbor} has rows of round {last} of this peer, which remembers {self.resumed_at}"
         return None if reply is None else self._with_rows(reply)
-
-    def _check_rows(self, neighbor: int, last: int) -> None:
-        """Find out, where no shares do, that a neighbour had rows of this peer which this peer does not remember."""
-        if last > max(self.resumed_at, self.ahead):
-            self.ahead = last
-            self.joins |= self.is_new  # it has lost all it had
-            self.stale = f"peer {neighbor} has rows of round {last} of this peer, which remembers {self.resumed_at}"
 
     def _with_rows(self, hello: Hello) -> Hello:
         """Return a hello that reports, where no shares do, which rows of a neighbour were the last to come."""
@@ -568,39 +560,32 @@ class AsynchronousPeer(RunningPeer):
         Raises:
             RunError: no neighbour sent one.
         """
-        self._partly.hear(None)
+        self._partly.use_senders(None)
         since, start = time.monotonic(), self.network.start
-        while not self._has_model(round_index):
-            self._wait(
-                lambda: bool(self.protocol.waiting_rounds()) or any(map(self.session.senders, self._mixes())), POLL
-            )
+        mixes = [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Mix)]
+        while not self._has_model(round_index, mixes):
+            self._wait(lambda: bool(self.protocol.waiting_rounds()) or any(map(self.session.senders, mixes)), POLL)
             if time.monotonic() - since > start:
                 raise RunError(f"no neighbour sent a model for {start:g} s; {self._unreachable(start)}")
 
-    def _has_model(self, round_index: int) -> bool:
-        """Return whether steps can be taken; take over what neighbours offer where not."""
+    def _has_model(self, round_index: int, mixes: Collection[int]) -> bool:
+        """Return whether steps can be taken; take over what neighbours offer where not.
+
+        Args:
+            mixes: the exchanges whose rows can be taken over, before anything of this peer is sent.
+        """
         if self._weight() <= 0 and self.protocol.waiting_rounds():
             self._absorb()
             self._commit(round_index)
-        elif self._joining:
-            self._joining = not self._adopt()
-        return not self._joining and self._weight() > 0
-
-    def _mixes(self) -> list[int]:
-        return [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Mix)]
-
-    def _adopt(self) -> bool:
-        """Take over the rows of a neighbour, where some have come, before anything of this peer is sent."""
-        for at in self._mixes():
+        for at in mixes if self._joining else ():
             with self.connections.changed:
                 messages = self.session.collect(at, self.session.senders(at))
             if messages:
-                newest = max(messages.values(), key=lambda message: message.round_index)
-                self.state.rows.update(
-                    {name: value[None].clone() for name, value in self._decoded(newest.values).items()}
-                )
-                return True
-        return False
+                newest = self._decoded(max(messages.values(), key=lambda message: message.round_index).values)
+                self.state.rows.update({name: value[None].clone() for name, value in newest.items()})
+                self._joining = False
+                break
+        return not self._joining and self._weight() > 0
 
     def _absorb(self) -> None:
         with self.connections.changed:
@@ -618,18 +603,16 @@ class AsynchronousPeer(RunningPeer):
     def _await(self, wanted: Collection[int], has_come: Callable[[int], bool], until: float) -> None:
         """Wait for those of some neighbours that the straggler policy waits for, up to a moment."""
         began = time.monotonic()
-        self._wait(lambda: not any(self._is_awaited(j) for j in wanted if not has_come(j)), until - began)
+        is_open, is_awaited = self.protocol.is_open, self.policy.is_awaited
+        self._wait(lambda: not any(is_open(j) and is_awaited(j) and not has_come(j) for j in wanted), until - began)
         self._waited += time.monotonic() - began
-
-    def _is_awaited(self, neighbor: int) -> bool:
-        return self.protocol.is_open(neighbor) and self.policy.is_awaited(neighbor)
 
     def _begin_exchange(self) -> None:
         self._waited = 0.0
         with self.connections.changed:
             self.policy.begin(self.session.rounds)
 
-    def _hear(
+    def _await_senders(
         self, wanted: Collection[int], has_come: Callable[[int], bool], is_past: Callable[[int], bool] | None = None
     ) -> None:
         """Wait for what some neighbours send, as long as that pays, and record who of them had come.
@@ -673,7 +656,7 @@ class AsynchronousPeer(RunningPeer):
             self._split(round_index, outgoing)
             self._commit(round_index + 1, outgoing)
         waiting, rounds = self.protocol.waiting_rounds, self.session.rounds
-        self._hear(incoming, lambda j: j in self._absorbed or j in waiting() or rounds.get(j, 0) > round_index)
+        self._await_senders(incoming, lambda j: j in self._absorbed or j in waiting() or rounds.get(j, 0) > round_index)
         self._absorb()
         self._absorbed -= incoming
 
@@ -690,8 +673,8 @@ class AsynchronousPeer(RunningPeer):
         while True:
             self._await(receivers, lambda j: self.protocol.is_ready(j) or j in self.protocol.waiting_rounds(), until)
             late = {j for j in receivers if not self.protocol.is_ready(j)}
-            worth_it = any(map(self._is_awaited, late)) and time.monotonic() < until
-            if not (worth_it and self.protocol.waiting_rounds()):
+            pays = any(self.protocol.is_open(j) and self.policy.is_awaited(j) for j in late)
+            if not (pays and time.monotonic() < until and self.protocol.waiting_rounds()):
                 break
             self._absorb()
             self._commit(self.state.round_index)
@@ -727,9 +710,9 @@ class AsynchronousPeer(RunningPeer):
         def has_come(j: int) -> bool:
             """Return whether rows of this round have come, or new ones at all of a neighbour that is far behind."""
             is_far_behind = self.session.places.get(j, (k, 0))[0] < k - 1
-            return self.session.has_rows(at, j, k) or (is_far_behind and j in self.session.senders(at))
+            return j in self.session.senders(at, 0 if is_far_behind else k)
 
-        self._hear(wanted, has_come, is_past)
+        self._await_senders(wanted, has_come, is_past)
         self._mix(exchange, state, wanted)
 
     def _post(self, at: int, round_index: int, rows: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -750,7 +733,7 @@ class AsynchronousPeer(RunningPeer):
             messages = {j: message for j, message in messages.items() if message.round_index == state.round_index}
         else:
             self._replied.update({j: message.round_index for j, message in messages.items()})
-        self._partly.hear(messages)
+        self._partly.use_senders(messages)
         received: Any = {(j, self.device.peer): self._decoded(message.values) for j, message in messages.items()}
         exchange.incoming(state, self._partly, received).apply_(state)
 

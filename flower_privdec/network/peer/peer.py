@@ -30,7 +30,6 @@ from flower_privdec.engine.checkpoint import (
     Place,
     check_state,
     load_checkpoint,
-    read_checkpoint,
     save_checkpoint,
     write_tensors,
 )
@@ -46,7 +45,7 @@ from flower_privdec.network.transport.grpc_transport import GrpcTransport
 from flower_privdec.network.transport.tls import Credentials, identities
 from flower_privdec.network.transport.transport import Transport
 from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
-from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, unpack, wire_codec
+from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, wire_codec
 from flower_privdec.pushsum.lockstep import Timetable, network_mixing
 from flower_privdec.pushsum.witness import LedgerWitness
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
@@ -458,32 +457,6 @@ class ShareFiles:
         for path in self._files - used:
             path.unlink(missing_ok=True)
         self._files &= used
-
-
-def mass_on_disk(folders: Sequence[Path], names: Sequence[str] = ("x", "w")) -> dict[str, Tensor]:
-    """Return Σ mass + Σ shares in flight over all peers of a run in asynchronous mode, float64, by name.
-
-    Without gradient steps it stays what it was at the beginning, under any loss, repetition and kill: for w that is
-    the number of peers. A peer that was reset, or joined late, has no mass of its own: then it is less.
-
-    Args:
-        folders: of every peer, by number, while none of them is writing.
-        names: of the rows that are shared.
-    """
-    disks, parts = [], list[Mapping[str, Tensor]]()
-    for peer, folder in enumerate(folders):
-        checkpoint = read_checkpoint(folder / "checkpoint-0")
-        mass = {name: checkpoint.state.rows[name][0] for name in names}
-        disks.append(unpack(peer, checkpoint.transport["shares"], checkpoint.carried, mass))
-    for disk in disks:
-        parts.append(disk.mass)
-        for receiver, edge in disk.edges.items():
-            for share in edge.frozen:
-                back = disks[receiver].edges[share.sender]
-                is_new = back.incarnation != share.incarnation or back.received < share.number
-                if share.addressed == disks[receiver].incarnation and is_new:
-                    parts.append(share.values)
-    return {name: torch.stack([part[name].double() for part in parts]).sum(0) for name in names}
 
 
 SECRET_BYTES = 32
