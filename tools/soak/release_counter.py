@@ -9,8 +9,8 @@ EVENTS go lines on what depends on which step, and on what came:
     received DIGEST     rows or a share of a neighbour, refused or not
 
 A DIGEST is of numbers, to which noise was added: no two are alike by chance. `ReleaseObserver` joins the lines of all
-processes, also of copies and of folders that are gone by then: it counts the steps that something depends on which
-somebody received.
+processes, also of copies and of folders that are gone by then: it counts the steps on which something depends that
+a neighbour received.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
             return read(session, caller, content)
         finally:  # what is refused has come, too
             with suppress(RefusedError):
-                for message in session.frames.decode_all(content, session._most):
+                for message in session.frames.decode_all(content, session.most):
                     if isinstance(message, FrozenShare | RowMessage):
                         note("received", digest(message.values))
 
