@@ -10,9 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from flower_privdec.api.objects import check_everywhere
 from flower_privdec.api.running import as_frame, flat, threads_kept
-from flower_privdec.api.scenarios import as_scenario, make_scenario
+from flower_privdec.api.scenarios import as_scenario, check_everywhere, make_scenario
 from flower_privdec.common.formatting import NOTHING, epsilon_text, setting, shown
 from flower_privdec.common.user_code import Given
 from flower_privdec.core import Algorithm

@@ -17,8 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from flower_privdec.api.objects import check_everywhere
-from flower_privdec.api.scenarios import as_path, as_scenario
+from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere
 from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.data.readers import require
 from flower_privdec.engine.checkpoint import read_checkpoint

@@ -13,9 +13,8 @@ from torch import Tensor
 from flower_privdec.catalogue import DATASETS
 from flower_privdec.data import readers
 from flower_privdec.data.partition import partition
-from flower_privdec.data.readers import Rows, Source, Split, Wanted, some
+from flower_privdec.data.readers import Rows, Source, Split, Wanted, read_npz, read_own, read_svmlight, some
 from flower_privdec.data.sparse_rows import Features, SparseRows, joined
-from flower_privdec.data.user_data import read_npz, read_own, read_svmlight
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario.sections import PEER, DataSection

@@ -32,15 +32,146 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool2d, group_norm
+from torch.nn.functional import adaptive_avg_pool2d, group_norm, pad
 
 from flower_privdec.common.files import cache_folder, replacing
 from flower_privdec.common.machine import available_cores
-from flower_privdec.data.scattering import Scattering2D, n_paths
+from flower_privdec.data.readers import require
 from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario.sections import FeaturesSection
+
+_INSTALL = "pip install 'flower-privdec[features]'"
+
+
+def n_paths(scales: int, angles: int, order: int) -> int:
+    """Return the number of output channels for one input channel."""
+    second = angles**2 * scales * (scales - 1) // 2
+    return 1 + angles * scales + (second if order == 2 else 0)
+
+
+class Scattering2D:
+    """The 2D scattering transform for images of one size: wavelet moduli of wavelet moduli, averaged.
+
+    With Morlet wavelets ψ_{j,θ} at scales 2^j (j < J) and L angles, and a Gaussian low-pass φ of scale 2^J:
+
+        S_0 x = x ⋆ φ      S_1 x = |x ⋆ ψ_{j1,θ1}| ⋆ φ      S_2 x = ||x ⋆ ψ_{j1,θ1}| ⋆ ψ_{j2,θ2}| ⋆ φ   (j1 < j2)
+
+    Filters, padding and the order of channels are kymatio's, and a test holds the numbers to kymatio's own torch
+    front end. The cascade is ours because it is three to four times faster on a CPU: all angles of a scale at once,
+    few images at a time so that everything stays in cache, and φ, which is separable, as two small matrix products.
+    (kymatio.torch also fails to import with scipy 1.15 or later; its 2D modules alone import.)
+
+    Source: Bruna and Mallat 2013; kymatio 0.3 (Andreux et al. 2020), scattering2d.
+
+    Attributes:
+        padded: height and width of the images after reflection, multiples of 2^J.
+    """
+
+    def __init__(self, shape: tuple[int, int], scales: int, angles: int, order: int) -> None:
+        """Make the filters.
+
+        Args:
+            shape: height and width, at least 2^J each.
+            scales: J.
+            angles: L.
+            order: 1 or 2.
+
+        Raises:
+            ScenarioError: kymatio is not installed.
+        """
+        bank_module = require("kymatio.scattering2d.filter_bank", "features.kind=scattering", _INSTALL)
+        utils = require("kymatio.scattering2d.utils", "features.kind=scattering", _INSTALL)
+        self.shape, self.scales, self.order = shape, scales, order
+        self.padded: tuple[int, int] = utils.compute_padding(*shape, scales)
+        bank = bank_module.filter_bank(*self.padded, scales, angles)
+        self._low = [_low_pass(level, 2 ** (scales - j)) for j, level in enumerate(bank["phi"]["levels"])]
+        self._first = [_aliases(bank, j, 0, 2**j) for j in range(scales)]
+        self._second = {(j1, j2): _aliases(bank, j2, j1, 2 ** (j2 - j1)) for j2 in range(scales) for j1 in range(j2)}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Transform images [n, height, width] to [n, n_paths, ~height / 2^J, ~width / 2^J]."""
+        x = self._reflect(x)
+        spectrum = torch.fft.fft2(x)
+        outputs = [self._average(x, 0).unsqueeze(1)]
+        second = []
+        for j1 in range(self.scales):
+            u1 = _modulus(torch.fft.ifft2(_filter(spectrum, self._first[j1])))  # [n, L, ...]
+            outputs.append(self._average(u1, j1))
+            if self.order == 2 and j1 + 1 < self.scales:
+                second.append(self._second_order(torch.fft.fft2(u1), j1))
+        return torch.cat(outputs + second, 1)
+
+    def _second_order(self, spectrum: Tensor, j1: int) -> Tensor:
+        """Return all paths that begin at scale j1, [n, L L (J - 1 - j1), ...], in kymatio's order."""
+        paths = []
+        for j2 in range(j1 + 1, self.scales):
+            u2 = _modulus(torch.fft.ifft2(_filter(spectrum, self._second[j1, j2])))  # [n, L, L, ...]
+            paths.append(self._average(u2, j2))
+        return torch.cat(paths, 2).flatten(1, 2)
+
+    def _reflect(self, x: Tensor) -> Tensor:
+        (height, width), (tall, wide) = self.shape, self.padded
+        top, left = (tall - height) // 2, (wide - width) // 2
+        margins = (left, wide - width - left, top, tall - height - top)
+        return pad(x.unsqueeze(1), margins, mode="reflect").squeeze(1)
+
+    def _average(self, u: Tensor, j: int) -> Tensor:
+        rows, columns = self._low[j]
+        return rows @ u @ columns.T
+
+
+def _float32(values: Any) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+
+
+def _low_pass(level: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
+    """Return φ at one resolution as matrices: blur along an axis, keep each step-th, drop the margin of one."""
+    height, width = (level[:, 0], level[0] / level[0, 0])  # φ is a Gaussian: an outer product
+    return _blur(height, step), _blur(width, step)
+
+
+def _blur(response: np.ndarray, step: int) -> Tensor:
+    kernel = np.fft.ifft(response.astype(np.float64)).real
+    place = np.arange(len(kernel))
+    return _float32(kernel[(place[:, None] - place) % len(kernel)][::step][1:-1])
+
+
+def _aliases(bank: dict[str, Any], scale: int, resolution: int, step: int) -> Tensor:
+    """Return ψ of all angles at a scale as the parts that subsampling by `step` folds onto each other.
+
+    Returns:
+        [step², L, height / step, width / step, 2], divided by step², each number twice: the filters are real in
+        Fourier space and multiply real and imaginary parts alike.
+    """
+    levels = [psi["levels"][resolution] for psi in bank["psi"] if psi["j"] == scale]
+    parts = _split(_float32(np.stack(levels)), step) / step**2
+    return parts.unsqueeze(-1).expand(*parts.shape, 2).contiguous()
+
+
+def _split(x: Tensor, step: int) -> Tensor:
+    """Cut the last two axes into step x step blocks and put the blocks first, [step², ..., h, w]."""
+    height, width = x.shape[-2] // step, x.shape[-1] // step
+    blocks = x.reshape(*x.shape[:-2], step, height, step, width)
+    return blocks.movedim((-4, -2), (0, 1)).flatten(0, 1)
+
+
+def _filter(spectrum: Tensor, filters: Tensor) -> Tensor:
+    """Multiply [..., h, w] by every angle's filter and subsample: [..., L, h / step, w / step], complex."""
+    step = round(len(filters) ** 0.5)
+    parts = torch.view_as_real(_split(spectrum, step).contiguous()).unsqueeze(-4)
+    out = parts[0] * filters[0]
+    for part, response in zip(parts[1:], filters[1:], strict=True):
+        out.addcmul_(part, response)
+    return torch.view_as_complex(out)
+
+
+def _modulus(z: Tensor) -> Tensor:
+    """Return |z|; overwrites z. Vectorised, where torch.abs guards each number against overflow."""
+    squares = torch.view_as_real(z).square_()
+    return (squares[..., 0] + squares[..., 1]).sqrt_()
+
 
 VERSION = 1  # raise it with any change of the numbers: it invalidates the features cached on disk
 CHUNK, IMAGES = 256, 32  # examples that a thread takes at a time, and images that stay in its cache

@@ -23,9 +23,8 @@ from flower_privdec.models import build_model, flatten
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.schema import AppScenario, placed
 from flower_privdec.scenario.sections import BatchSection, FeaturesSection, TaskSection
-from flower_privdec.tasks.losses import Loss, resolve_loss
-from flower_privdec.tasks.metrics import METRICS, Metric
-from flower_privdec.tasks.own_functions import own_loss, own_metric, try_loss, try_metric
+from flower_privdec.tasks.losses import Loss, own_loss, resolve_loss, try_loss
+from flower_privdec.tasks.metrics import METRICS, Metric, own_metric, try_metric
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -27,8 +27,7 @@ from flower_privdec.gradients.protocol import (
     upper,
 )
 from flower_privdec.models import flatten, unflatten
-from flower_privdec.tasks.losses import Loss
-from flower_privdec.tasks.own_functions import no_own_rules
+from flower_privdec.tasks.losses import Loss, no_own_rules
 
 _WRITTEN_BYTES = 2**26  # gradients written out at once; a call of vmap costs about 2 ms whatever it does
 

@@ -20,25 +20,7 @@ from flower_privdec import catalogue
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, percent, setting
 from flower_privdec.graph.topology import topology_options
 from flower_privdec.models import model_options
-from flower_privdec.reporting.wording import (
-    alike,
-    claim,
-    epsilon_range,
-    guarantee,
-    headline,
-    is_private,
-    main_loss,
-    main_metric,
-    main_value,
-    meaning,
-    measured,
-    named_value,
-    own_labels,
-    peers_range,
-    peers_values,
-    sent,
-    shares_models,
-)
+from flower_privdec.reporting import wording
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import ModelSection, Section, TopologySection, algorithm_options
 
@@ -165,12 +147,12 @@ def comparison_text(headings: Sequence[str], rows: Iterable[Sequence[str]], note
 def print_summary(summary: dict[str, Any], folder: Path) -> None:
     """Print a finished run's results, its privacy, and the folder of its files."""
     console = _Console()
-    loss = main_loss(summary["algorithm"], summary["loss"])
-    average = named_value(summary, "peer_mean")
+    loss = wording.main_loss(summary["algorithm"], summary["loss"])
+    average = wording.named_value(summary, "peer_mean")
     pace = f"{number(summary['peer_steps_per_second'])} peer steps per second"
     network = f"{summary['n_peers']} peers, {summary['rounds']:,} rounds, {summary['runtime']}"
-    values = {name: main_value(summary["algorithm"], summary[name]) for name in summary["metrics"]}
-    metrics = [f"{kind['title']} {measured(values[name], kind)}" for name, kind in summary["metrics"].items()]
+    values = {name: wording.main_value(summary["algorithm"], summary[name]) for name in summary["metrics"]}
+    metrics = [f"{kind['title']} {wording.measured(values[name], kind)}" for name, kind in summary["metrics"].items()]
     objective = coalitions = replies = None
     if summary.get("suboptimality") is not None and "optimum" in summary:
         least, gap = summary["optimum"]["value"], summary["optimum"]["gap"]
@@ -184,27 +166,27 @@ def print_summary(summary: dict[str, Any], folder: Path) -> None:
         replies = f"ε = {largest} at most for the replies to one neighbour, which is no bound on all that it receives"
     facts = [
         ("algorithm", f"{summary['algorithm']}, {network}"),
-        ("peers' models", f"{average} on average, {peers_range(summary)} from worst to best"),
+        ("peers' models", f"{average} on average, {wording.peers_range(summary)} from worst to best"),
         ("also", ", ".join(metrics[1:]) or None),
-        ("own labels", own_labels(summary)),
+        ("own labels", wording.own_labels(summary)),
         ("loss", None if loss is None else f"{number(loss)} (mean model, test set)"),
         ("consensus", f"{number(summary['consensus_distance'])} root mean square distance to the mean model"),
         ("objective", objective),
         ("coalitions", coalitions),
-        ("privacy", guarantee(summary)),
-        ("", meaning(summary)),
+        ("privacy", wording.guarantee(summary)),
+        ("", wording.meaning(summary)),
         ("of which", replies),
         ("not covered", summary.get("evaluation_private")),
-        ("claimed", claim(summary)),
-        ("traffic", sent(summary)),
+        ("claimed", wording.claim(summary)),
+        ("traffic", wording.sent(summary)),
         ("numbers", summary.get("numbers")),
         ("gone", summary.get("gone")),
-        ("noise", summary.get("noise") if is_private(summary) else None),
+        ("noise", summary.get("noise") if wording.is_private(summary) else None),
         ("speed", f"{duration(summary['wall_seconds'])}, {pace}"),
         ("files", str(folder)),
     ]
     console.show()
-    console.show(f"{summary['name']}: {headline(summary)}", style="bold")
+    console.show(f"{summary['name']}: {wording.headline(summary)}", style="bold")
     console.show(_facts(facts))
     if "budget_note" in summary:
         console.show()
@@ -226,17 +208,18 @@ def print_comparison(summaries: Sequence[dict[str, Any]]) -> None:
 
 def comparison_row(summary: dict[str, Any]) -> dict[str, str]:
     """Return the cells of a run in a comparison, by heading."""
-    finished, values = summary.get("finished", True), summary[main_metric(summary)[0]]
+    finished, values = summary.get("finished", True), summary[wording.main_metric(summary)[0]]
+    shares = wording.shares_models(summary["algorithm"])
     done = f"{summary['rounds']:,}" if finished else f"{summary['rounds_done']:,}/{summary['rounds']:,}"
     return {
         "run": summary.get("label", summary["name"]),
         "algorithm": summary["algorithm"],
         "peers": str(summary["n_peers"]),
         "rounds": done,
-        "ε": epsilon_range(summary),
-        "mean model": named_value(summary, "mean_model") if values and shares_models(summary["algorithm"]) else NOTHING,
-        "peers' models": peers_values(summary),
-        "loss": number(main_loss(summary["algorithm"], summary["loss"])),
+        "ε": wording.epsilon_range(summary),
+        "mean model": wording.named_value(summary, "mean_model") if values and shares else NOTHING,
+        "peers' models": wording.peers_values(summary),
+        "loss": number(wording.main_loss(summary["algorithm"], summary["loss"])),
         "consensus": number(summary["consensus_distance"]),
         "time": duration(summary["wall_seconds"]),
     }
@@ -430,7 +413,7 @@ def _peers(plan: dict[str, Any]) -> Table:
             *(OPTIONAL[key][1](row[key]) for key in optional),
         ]
 
-    for texts in alike(peers, cells):
+    for texts in wording.alike(peers, cells):
         table.add_row(*texts)
     return table
 

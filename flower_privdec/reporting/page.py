@@ -11,6 +11,7 @@ from flower_privdec import __version__
 from flower_privdec.common.formatting import duration, epsilon_text, number, setting
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.topology import Topology
+from flower_privdec.reporting import wording
 from flower_privdec.reporting.console import comparison_row, complete_yaml, graph_facts
 from flower_privdec.reporting.graph_view import NO_GRAPH, build_graph, connectivity, draw_topology, rounds_shown
 from flower_privdec.reporting.plots import (
@@ -23,23 +24,6 @@ from flower_privdec.reporting.plots import (
     to_svg,
 )
 from flower_privdec.reporting.run_folder import RunGroup, budget_name, read_groups
-from flower_privdec.reporting.wording import (
-    alike,
-    budget,
-    claim,
-    epsilon_range,
-    guarantee,
-    headline,
-    is_private,
-    main_metric,
-    main_models,
-    main_value,
-    meaning,
-    measured,
-    named_value,
-    peers_range,
-    shares_models,
-)
 from flower_privdec.scenario import Scenario
 
 PAGES = (".html", ".htm")
@@ -90,7 +74,7 @@ def render(groups: Sequence[RunGroup]) -> str:
     single, n_runs = len(groups) == 1, sum(len(group.runs) for group in groups)
     return environment.get_template("report.html.j2").render(
         title=groups[0].label if single else f"{n_runs} runs compared",
-        subtitle=headline(groups[0].summary) if single else _best(groups),
+        subtitle=wording.headline(groups[0].summary) if single else _best(groups),
         cards=_cards(groups[0].summary) if single else [],
         curves=_curves(groups),
         keys=[(series, DASHES[dash]) for series, dash in map(line_style, range(len(groups)))],
@@ -114,8 +98,8 @@ def _best(groups: Sequence[RunGroup]) -> str:
     best: dict[float, tuple[float, RunGroup]] = {}
     metrics = set()
     for group in groups:
-        name, kind = main_metric(group.summary)
-        value = main_value(group.algorithm, group.summary[name])
+        name, kind = wording.main_metric(group.summary)
+        value = wording.main_value(group.algorithm, group.summary[name])
         if value is not None:
             metrics.add(name)
             score = value if kind["high"] else -value
@@ -127,27 +111,34 @@ def _best(groups: Sequence[RunGroup]) -> str:
         return "the runs have different metrics: see each"
     winners = [group for _, group in best.values()]
     if len(winners) == 1:
-        return f"best: {winners[0].label}, {headline(winners[0].summary)}"
+        return f"best: {winners[0].label}, {wording.headline(winners[0].summary)}"
     return "best with " + "; with ".join(
-        f"{budget_name(group.budget)}: {group.label} ({named_value(group.summary, main_models(group.algorithm))})"
-        for group in winners
+        f"{budget_name(group.budget)}: {group.label} ({wording.named_value(group.summary)})" for group in winners
     )
 
 
 def _cards(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the numbers at the head of the page: name, value, and what it is."""
-    (name, kind), pace = main_metric(summary), summary["peer_steps_per_second"]
-    values, note = summary[name], budget(summary).partition(" at ")[2] or "so far"
-    if not is_private(summary):
+    (name, kind), pace = wording.main_metric(summary), summary["peer_steps_per_second"]
+    values, note = summary[name], wording.budget(summary).partition(" at ")[2] or "so far"
+    if not wording.is_private(summary):
         note = "no privacy" if values else "not known yet"
     cards = [
-        (kind["title"], measured(main_value(summary["algorithm"], values), kind), "mean model, test set"),
-        ("peers' models", measured(values and values["peer_mean"], kind), f"mean ({peers_range(summary)})"),
-        ("ε", epsilon_range(summary), note),
+        (
+            kind["title"],
+            wording.measured(wording.main_value(summary["algorithm"], values), kind),
+            "mean model, test set",
+        ),
+        (
+            "peers' models",
+            wording.measured(values and values["peer_mean"], kind),
+            f"mean ({wording.peers_range(summary)})",
+        ),
+        ("ε", wording.epsilon_range(summary), note),
         ("consensus distance", number(summary["consensus_distance"]), "root mean square"),
         ("time", duration(summary["wall_seconds"]), f"{number(pace)} peer steps/s" if pace else "so far"),
     ]
-    return cards if shares_models(summary["algorithm"]) else cards[1:]
+    return cards if wording.shares_models(summary["algorithm"]) else cards[1:]
 
 
 def _curves(groups: Sequence[RunGroup]) -> list[str]:
@@ -178,15 +169,15 @@ def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
         facts.append(("runtime", summary["runtime"]))
     return {
         "label": group.label,
-        "headline": headline(summary),
+        "headline": wording.headline(summary),
         "finished": first.finished,
         "facts": facts,
-        "guarantee": guarantee(summary),
-        "meaning": meaning(summary),
-        "claim": claim(summary),
+        "guarantee": wording.guarantee(summary),
+        "meaning": wording.meaning(summary),
+        "claim": wording.claim(summary),
         "warning": summary.get("budget_note"),
-        "noise": summary.get("noise") if is_private(summary) else None,
-        "privacy": alike(summary["privacy"], _privacy_cells),
+        "noise": summary.get("noise") if wording.is_private(summary) else None,
+        "privacy": wording.alike(summary["privacy"], _privacy_cells),
         "graph": graph,
         "yaml": complete_yaml(first.scenario),
         "folders": [str(run.folder) for run in group.runs],

@@ -44,13 +44,13 @@ def measured(value: float | None, kind: dict[str, Any], deviation: float | None 
     return f"{100 * value:.1f} ± {percent(deviation)}" if kind["share"] else f"{number(value)} ± {number(deviation)}"
 
 
-def named_value(summary: dict[str, Any], models: str) -> str:
+def named_value(summary: dict[str, Any], models: str | None = None) -> str:
     """Return a run's first metric of some models, named where it is not the accuracy: `R² 0.453`.
 
     Args:
-        models: as the summary names them, `mean_model` or `peer_mean`.
+        models: as the summary names them, `mean_model` or `peer_mean`; by default `main_models`.
     """
-    name, kind = main_metric(summary)
+    (name, kind), models = main_metric(summary), models or main_models(summary["algorithm"])
     value = summary[name] and summary[name][models]
     text = measured(value, kind, summary.get("spread", {}).get(models))
     return text if name == "accuracy" else f"{kind['title']} {text}"
@@ -179,7 +179,7 @@ def meaning(summary: dict[str, Any]) -> str:
 def headline(summary: dict[str, Any]) -> str:
     """Return the result of a run in one line."""
     whose = "mean model" if shares_models(summary["algorithm"]) else "peers' models alone, on average"
-    result = f"{whose} {named_value(summary, main_models(summary['algorithm']))} on the test set"
+    result = f"{whose} {named_value(summary)} on the test set"
     if not summary.get("finished", True):
         done = f"{summary['rounds_done']} of {summary['rounds']} rounds"
         return f"unfinished, {done}: {result} so far, {budget(summary)}"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from flower_privdec.common.formatting import one_line
+from flower_privdec.common.user_code import load_own
+from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.tasks.kinds import METRIC_KINDS, MetricKind
 from flower_privdec.tasks.losses import Loss
 
@@ -139,3 +143,39 @@ _MEASURES: dict[str, Measure] = {
     "mean-average-precision": _mean_average_precision,
 }
 METRICS = {name: Metric(name, METRIC_KINDS[name], measure) for name, measure in _MEASURES.items()}
+
+
+def own_metric(target: str, name: str, kind: MetricKind) -> Metric:
+    """Return a metric that a user's function computes of a model's outputs [N, k] and the targets [N] or [N, w].
+
+    Raises:
+        ScenarioError: the function cannot be had.
+    """
+    function = load_own(target, "task.metrics.module", must_be="a function of all outputs and all targets")
+
+    def measure(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
+        models = outputs.reshape(-1, *outputs.shape[-2:])
+        values = [_number(function, target, model, targets) for model in models]
+        return torch.tensor(values, dtype=torch.float64).reshape(outputs.shape[:-2])
+
+    return Metric(name, kind, measure)
+
+
+def _number(function: Callable[..., Any], target: str, outputs: Tensor, targets: Tensor) -> float:
+    try:
+        return float(function(outputs.clone(), targets.clone()))
+    except RAISED_BY_USERS as error:  # a user's own function may raise anything
+        raise RunError(f"task.metrics.module={target!r} fails on the public test set: {one_line(error)}") from error
+
+
+def try_metric(metric: Metric, loss: Loss, outputs: int, targets: Tensor) -> None:
+    """Try a metric on random outputs for the public targets.
+
+    Raises:
+        ScenarioError: it fails, or returns no number.
+    """
+    x = torch.randn(1, len(targets), outputs, generator=torch.Generator().manual_seed(0))
+    try:
+        metric.measure(loss, x, targets)
+    except RunError as error:
+        raise ScenarioError(f"{error}; it must turn outputs [N, k] and targets into one number") from None

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
 from flower_privdec.gradients.protocol import beyond, reason, row_chunks, upper
-from flower_privdec.tasks.own_functions import no_own_rules
+from flower_privdec.tasks.losses import no_own_rules
 
 WAYS = ("auto", "vmap", "loop")
 BOTH = "the model or the criterion, on one example at a time,"

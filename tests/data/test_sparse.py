@@ -16,7 +16,7 @@ from tiny_scenario import Build
 from torch import Tensor, nn
 
 from flower_privdec import testing
-from flower_privdec.data import user_data
+from flower_privdec.data import readers
 from flower_privdec.data.sparse_rows import SparseRows
 from flower_privdec.engine.run import run
 from flower_privdec.errors import ScenarioError
@@ -186,11 +186,11 @@ def test_a_file_that_is_cut_off_or_endless_is_refused(
     (tmp_path / "plain.bz2").write_bytes(b"1 1:1\n")
     with pytest.raises(ScenarioError, match=r"plain\.bz2 cannot be read"):
         of_file(build, str(tmp_path / "plain.bz2"), test)
-    monkeypatch.setattr(user_data, "LONGEST_LINE", 1 << 10)
+    monkeypatch.setattr(readers, "LONGEST_LINE", 1 << 10)
     with pytest.raises(ScenarioError, match=r"bomb\.gz:2: has more than 1,024 bytes"):
         of_file(build, written(tmp_path, b"1 1:1\n" + b" " * 4096, "bomb.gz"), test)
-    monkeypatch.setattr(user_data, "LOOK_EVERY", 1 << 12)
-    monkeypatch.setattr(user_data, "MEMORY_FACTOR", 1 << 40)
+    monkeypatch.setattr(readers, "LOOK_EVERY", 1 << 12)
+    monkeypatch.setattr(readers, "MEMORY_FACTOR", 1 << 40)
     with pytest.raises(ScenarioError, match=r"bomb\.gz: what follows line .* needs about .* give a smaller file"):
         of_file(build, written(tmp_path, b"1 1:1\n" * 4000, "bomb.gz"), test)
 
