@@ -21,8 +21,7 @@ from flower_privdec.graph.participation import EdgeParticipation, Participation,
 from flower_privdec.graph.topology import build_topology, sample_edges
 from flower_privdec.models import build_model, flatten
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.schema import AppScenario, placed
-from flower_privdec.scenario.sections import BatchSection, FeaturesSection, TaskSection
+from flower_privdec.scenario.sections import AppScenario, BatchSection, FeaturesSection, TaskSection, placed
 from flower_privdec.tasks.losses import Loss, own_loss, resolve_loss, try_loss
 from flower_privdec.tasks.metrics import METRICS, Metric, own_metric, try_metric
 

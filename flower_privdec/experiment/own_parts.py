@@ -24,7 +24,7 @@ from flower_privdec.privacy.mechanism.declared import Declares, Drawing
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import noise_mechanism
 from flower_privdec.scenario import numbers_hash, own_parts
-from flower_privdec.scenario.schema import placed
+from flower_privdec.scenario.sections import placed
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from flower_privdec.experiment.run_key import KEY_BYTES
 from flower_privdec.privacy.ledger.ledger import CohortLedger
 from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.schema import placed
+from flower_privdec.scenario.sections import placed
 
 Budget = tuple[float, float]  # ε and δ
 

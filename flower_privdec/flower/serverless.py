@@ -68,8 +68,7 @@ from flower_privdec.privacy.ledger.ledger import Head, Ledger, RunName
 from flower_privdec.scenario import numbers_hash
 from flower_privdec.scenario.loading import parse_app_scenario
 from flower_privdec.scenario.plain_yaml import read_plain
-from flower_privdec.scenario.schema import AppPrivacySection, AppScenario
-from flower_privdec.scenario.sections import TopologySection
+from flower_privdec.scenario.sections import AppPrivacySection, AppScenario, TopologySection
 
 log = logging.getLogger("flwr.privdec")
 

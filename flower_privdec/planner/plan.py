@@ -45,8 +45,7 @@ from flower_privdec.privacy.mechanism.paper import optimal_rounds
 from flower_privdec.privacy.mechanism.protection import breaches, build_schedule
 from flower_privdec.reporting.graph_view import connectivity
 from flower_privdec.rows.keys import keyed_generator
-from flower_privdec.scenario.schema import PlanSection
-from flower_privdec.scenario.sections import dynamic
+from flower_privdec.scenario.sections import PlanSection, dynamic
 from flower_privdec.tasks.losses import Loss
 
 WEAK_EPSILON = 10.0

@@ -9,8 +9,7 @@ from flower_privdec.scenario.loading import (
     seedless_hash,
     to_yaml,
 )
-from flower_privdec.scenario.schema import Scenario
-from flower_privdec.scenario.sections import OwnAlgorithmSection
+from flower_privdec.scenario.sections import OwnAlgorithmSection, Scenario
 
 __all__ = [
     "OwnAlgorithmSection",

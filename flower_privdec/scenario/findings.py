@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from pydantic import BaseModel, PrivateAttr, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from flower_privdec.catalogue import Choice
 from flower_privdec.common.formatting import did_you_mean, shown
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario.plain_yaml import Location
-from flower_privdec.scenario.sections import OwnAlgorithmSection, Section, own_section
 
 SECTION, QUOTE = "a section, as {key: value}", "'"
 TYPES = {
@@ -118,8 +117,8 @@ def _model_at(loc: Location, root: type[BaseModel], data: Any) -> type[BaseModel
         else:
             matching = [model for model in models if part in _tags(model)]
         models = matching or models
-        if models[0] is OwnAlgorithmSection:
-            models = [own_section(data["module"])]
+        if form_of := getattr(models[0], "form_of", None):
+            models = [form_of(data)]
     return models[0]
 
 
@@ -214,17 +213,3 @@ def explain(error: ValidationError, root: type[BaseModel], data: Any, places: Pl
     place = places.of(loc or key_of(sentence))  # a rule across sections begins with the key it blames
     rule = first.get("ctx", {}).get("error")
     return ScenarioError(place + sentence + more, code=getattr(rule, "code", f"scenario.{first['type']}"))
-
-
-class LocatedFile(Section):
-    """A file's section that remembers the lines of its values."""
-
-    _places: Places = PrivateAttr(default_factory=Places)
-
-    def given_at(self, places: Places) -> None:
-        """Remember the lines of the values."""
-        self._places = places
-
-    def located(self) -> AbstractContextManager[None]:
-        """Return a context in which an error that begins with a key of the file gets that key's line."""
-        return located(self._places, type(self))

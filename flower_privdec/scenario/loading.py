@@ -14,10 +14,9 @@ from pydantic import BaseModel, ValidationError
 from flower_privdec.common.formatting import shown
 from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.findings import LocatedFile, Places, explain
+from flower_privdec.scenario.findings import Places, explain
 from flower_privdec.scenario.plain_yaml import DEEPEST, LONGEST, Location, read_plain, write_yaml
-from flower_privdec.scenario.schema import AppScenario, Scenario
-from flower_privdec.scenario.sections import own_modules
+from flower_privdec.scenario.sections import AppScenario, LocatedFile, Scenario, own_modules
 
 Model = TypeVar("Model", bound=BaseModel)
 UNNAMEABLE = "# Parts named __python__ were given as Python objects: this file cannot be run again without them.\n"

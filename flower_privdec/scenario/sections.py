@@ -1,12 +1,14 @@
-"""Sections of a scenario: strict pydantic models, and the numbers, names and paths that they share."""
+"""Scenarios, of a simulation or of peers that run a Flower app: strict pydantic models, and rules across sections."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 import sys
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -15,6 +17,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     SerializeAsAny,
     Tag,
     WithJsonSchema,
@@ -22,28 +25,12 @@ from pydantic import (
     model_validator,
 )
 
-from flower_privdec.catalogue import (
-    ACTIVATIONS,
-    ALGORITHMS,
-    DATASETS,
-    DUAL,
-    DUAL_SCHEDULES,
-    FEATURES,
-    GRADIENT_TABLES,
-    INITS,
-    LOSSES,
-    METRICS,
-    MODELS,
-    PARTITIONS,
-    REGULARIZERS,
-    SAMPLINGS,
-    TOPOLOGIES,
-    WEIGHTS,
-    Choice,
-)
+from flower_privdec import catalogue
+from flower_privdec.catalogue import Choice
 from flower_privdec.common.formatting import one_line
-from flower_privdec.common.user_code import find_given, is_given, load_own, without_tokens
-from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
+from flower_privdec.common.user_code import Given, find_given, is_given, load_own, raised_at, without_tokens
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
+from flower_privdec.scenario.findings import Places, located
 from flower_privdec.tasks.kinds import LOSS_KINDS, METRIC_KINDS, USUAL_METRICS, MetricKind, Targets, unfit
 
 
@@ -51,6 +38,17 @@ class Section(BaseModel):
     """One mapping of the scenario file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+def check_keys(section: Section, kind: str, keys_of: Mapping[str, Sequence[str]]) -> None:
+    """Raise unless a section has the keys that its kind needs, and none of other kinds'."""
+    for key in dict.fromkeys(key for keys in keys_of.values() for key in keys):
+        takers = [name for name, keys in keys_of.items() if key in keys]
+        is_set = getattr(section, key) is not None
+        if is_set and kind not in takers:
+            raise ValueError(f"{key} belongs to kind {' or '.join(takers)}, not to {kind}: remove it")
+        if not is_set and kind in takers:
+            raise ValueError(f"kind {kind} needs {key}: add it")
 
 
 def own_modules(section: Section, path: str = "") -> Iterator[tuple[str, str]]:
@@ -158,7 +156,7 @@ class PartitionSection(Section):
         sizes: one count, or one share of the whole, for each peer; for kind sizes alone.
     """
 
-    kind: Annotated[str, PARTITIONS] = "iid"
+    kind: Annotated[str, catalogue.PARTITIONS] = "iid"
     alpha: Positive | None = None
     min_size: Count | None = None
     shards_per_peer: Count | None = None
@@ -167,13 +165,8 @@ class PartitionSection(Section):
 
     @model_validator(mode="after")
     def _needs_its_option(self) -> PartitionSection:
-        options = ("alpha", "shards_per_peer", "classes_per_peer", "sizes")
-        for kind, option in zip(("dirichlet", "shards", "pathological", "sizes"), options, strict=True):
-            is_set = getattr(self, option) is not None
-            if is_set and kind != self.kind:
-                raise ValueError(f"{option} belongs to kind {kind}, not to {self.kind}: remove it")
-            if not is_set and kind == self.kind:
-                raise ValueError(f"kind {kind} needs {option}: add it")
+        options = {"dirichlet": "alpha", "shards": "shards_per_peer", "pathological": "classes_per_peer"}
+        check_keys(self, self.kind, {kind: [option] for kind, option in (options | {"sizes": "sizes"}).items()})
         if self.min_size is not None and self.kind != "dirichlet":
             raise ValueError(f"min_size belongs to kind dirichlet, not to {self.kind}: remove it")
         return self
@@ -194,7 +187,7 @@ class BatchSection(Section):
             it holds in every step. Nothing is then amplified for it, so that it needs more noise for the same ε.
     """
 
-    sampling: Annotated[str, SAMPLINGS] = "poisson"
+    sampling: Annotated[str, catalogue.SAMPLINGS] = "poisson"
     size: Count | None = None
     rate: Annotated[float, Field(ge=1e-9, le=1, allow_inf_nan=False)] | None = None
     small_peers: Literal["refused", "full"] = "refused"
@@ -228,7 +221,9 @@ def _public(value: Any) -> Any:
     return value
 
 
-DatasetChoice = Annotated[Annotated[str, DATASETS, Tag("named")] | Annotated[OwnSection, Tag("own")], SECTION_OR_NAME]
+DatasetChoice = Annotated[
+    Annotated[str, catalogue.DATASETS, Tag("named")] | Annotated[OwnSection, Tag("own")], SECTION_OR_NAME
+]
 
 
 class DataSection(Section):
@@ -264,7 +259,7 @@ class DataSection(Section):
     vocabulary: Annotated[int, Field(ge=2)] | None = None
     samples: Count | None = None
     test_samples: Count | None = None
-    validation: Annotated[Count | None, BeforeValidator(lambda value: _public(value))] = None
+    validation: Annotated[Count | None, BeforeValidator(_public)] = None
     partition: PartitionSection = PartitionSection()
     batch: BatchSection
 
@@ -274,22 +269,14 @@ class DataSection(Section):
         return self.root is not None and PEER in self.root
 
     @model_validator(mode="after")
-    def _source_of_what_is_given(self) -> DataSection:
+    def _keys_of_the_data(self) -> DataSection:
         is_object = not isinstance(self.dataset, str) and is_given(self.dataset.module)
         if self.source is not None and not is_object:
             raise ValueError("source is for data that are given in Python, and these have a name: remove it")
-        return self
-
-    @model_validator(mode="after")
-    def _svmlight_says_what_it_lacks(self) -> DataSection:
         if (self.dataset == "svmlight") != (self.n_features is not None):
             raise ValueError("n_features is of dataset svmlight, which needs it, and of no other")
         if self.dataset == "svmlight" and self.test is None:
             raise ValueError("test is missing: dataset svmlight needs the file of the public test set beside root")
-        return self
-
-    @model_validator(mode="after")
-    def _own_files(self) -> DataSection:
         if not self.each_its_own:
             return self
         if self.test is None:
@@ -315,7 +302,7 @@ class FeaturesSection(Section):
         norm: of the features of every example.
     """
 
-    kind: Annotated[str, FEATURES]
+    kind: Annotated[str, catalogue.FEATURES]
     scales: Annotated[int, Field(ge=1, le=8)] = 2
     angles: Annotated[int, Field(ge=1, le=32)] = 8
     order: Annotated[int, Field(ge=1, le=2)] = 2
@@ -331,7 +318,7 @@ MODEL_OPTIONS = {
     "linear": ("bias",),
     "softmax": ("bias",),
     "mlp": ("hidden", "activation"),
-    **dict.fromkeys((name for name in MODELS if name.startswith("cnn")), CNN_OPTIONS),
+    **dict.fromkeys((name for name in catalogue.MODELS if name.startswith("cnn")), CNN_OPTIONS),
     "resnet18-gn": ("groups", "width"),
     "text": ("width", "hidden", "activation"),
 }
@@ -357,11 +344,11 @@ class ModelSection(Section):
         arguments: what the factory is called with, by name.
     """
 
-    name: Annotated[str, MODELS] | None = None
-    init: Annotated[str, INITS] = "default"
+    name: Annotated[str, catalogue.MODELS] | None = None
+    init: Annotated[str, catalogue.INITS] = "default"
     bias: bool | None = None
     hidden: list[Count] | None = None
-    activation: Annotated[str, ACTIVATIONS] | None = None
+    activation: Annotated[str, catalogue.ACTIVATIONS] | None = None
     channels: list[Count] | None = None
     kernel: Count | None = None
     pool: bool | None = None
@@ -443,9 +430,11 @@ class OwnMetricSection(Section):
         return self.name or self.module.rpartition(":")[2]
 
 
-LossChoice = Annotated[Annotated[str, LOSSES, Tag("named")] | Annotated[OwnLossSection, Tag("own")], SECTION_OR_NAME]
+LossChoice = Annotated[
+    Annotated[str, catalogue.LOSSES, Tag("named")] | Annotated[OwnLossSection, Tag("own")], SECTION_OR_NAME
+]
 MetricChoice = Annotated[
-    Annotated[str, METRICS, Tag("named")] | Annotated[OwnMetricSection, Tag("own")], SECTION_OR_NAME
+    Annotated[str, catalogue.METRICS, Tag("named")] | Annotated[OwnMetricSection, Tag("own")], SECTION_OR_NAME
 ]
 
 
@@ -560,7 +549,7 @@ class RegularizerSection(Section):
         radius: of ball.
     """
 
-    kind: Annotated[str, REGULARIZERS]
+    kind: Annotated[str, catalogue.REGULARIZERS]
     weight: Positive | None = None
     l1_weight: Positive | None = None
     lower: Finite | None = None
@@ -569,13 +558,7 @@ class RegularizerSection(Section):
 
     @model_validator(mode="after")
     def _keys_of_the_kind(self) -> RegularizerSection:
-        required = REGULARIZER_KEYS[self.kind]
-        for key in ("weight", "l1_weight", "lower", "upper", "radius"):
-            is_set = getattr(self, key) is not None
-            if is_set and key not in required:
-                raise ValueError(f"{key} is no key of kind {self.kind}: remove it")
-            if not is_set and key in required:
-                raise ValueError(f"kind {self.kind} needs {key}: add it")
+        check_keys(self, self.kind, REGULARIZER_KEYS)
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ValueError(f"lower={self.lower:g} must be <= upper={self.upper:g}")
         return self
@@ -600,9 +583,9 @@ class DualAveragingSection(Section):
             strongly convex schedule alone.
     """
 
-    name: Annotated[str, DUAL]
+    name: Annotated[str, catalogue.DUAL]
     regularizer: RegularizerSection = RegularizerSection(kind="l2", weight=0.0005)
-    schedule: Annotated[str, DUAL_SCHEDULES] = "strongly-convex"
+    schedule: Annotated[str, catalogue.DUAL_SCHEDULES] = "strongly-convex"
     gamma: NonNegative = 20.0
 
     @model_validator(mode="after")
@@ -642,6 +625,11 @@ class OwnAlgorithmSection(DescentSection):
     def name(self) -> str:
         """Return the algorithm's name: its module."""
         return without_tokens(self.module)
+
+    @classmethod
+    def form_of(cls, data: dict[str, Any]) -> type[OwnAlgorithmSection]:
+        """Return the section class of the algorithm that data name."""
+        return own_section(data["module"])
 
 
 class AbsentAlgorithmSection(OwnAlgorithmSection):
@@ -701,7 +689,9 @@ class GradientSection(DescentSection):
 class SGDSection(GradientSection):
     """Stochastic gradient steps."""
 
-    name: Annotated[str, ALGORITHMS.some("sgp", "privsgp", "d-psgd", "dp2-sgd", "dp-dpsgd", "dp-sgd", "local")]
+    name: Annotated[
+        str, catalogue.ALGORITHMS.some("sgp", "privsgp", "d-psgd", "dp2-sgd", "dp-dpsgd", "dp-sgd", "local")
+    ]
 
 
 class VRSection(GradientSection):
@@ -714,8 +704,8 @@ class VRSection(GradientSection):
         snapshot_every: the number of rounds between two snapshots; for table snapshot only.
     """
 
-    name: Annotated[str, ALGORITHMS.some("privsgp-vr")]
-    table: Annotated[str, GRADIENT_TABLES] = "factored"
+    name: Annotated[str, catalogue.ALGORITHMS.some("privsgp-vr")]
+    table: Annotated[str, catalogue.GRADIENT_TABLES] = "factored"
     snapshot_every: Count = 100
 
 
@@ -727,7 +717,7 @@ class DynCSection(GradientSection):
         rho_c: ρ_c, by how much the clip norm has fallen at the end.
     """
 
-    name: Annotated[str, ALGORITHMS.some("dyn-c-d2p")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("dyn-c-d2p")]
     initial_clip: PerPeer | None = None
     rho_c: Growth = 2.0
 
@@ -739,7 +729,7 @@ class DynD2PSection(DynCSection):
         rho_mu: ρ_μ, by how much a step's budget has grown at the end.
     """
 
-    name: Annotated[str, ALGORITHMS.some("dyn-d2p")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("dyn-d2p")]
     rho_mu: Growth = 2.0
 
 
@@ -750,7 +740,7 @@ class ConstSection(GradientSection):
         clip_norm: C; left out, it is privacy.clip_norm.
     """
 
-    name: Annotated[str, ALGORITHMS.some("const-d2p")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("const-d2p")]
     clip_norm: PerPeer | None = None
 
 
@@ -761,7 +751,7 @@ class DynMuSection(ConstSection):
         rho_mu: ρ_μ, by how much a step's budget has grown at the end.
     """
 
-    name: Annotated[str, ALGORITHMS.some("dyn-mu-d2p")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("dyn-mu-d2p")]
     rho_mu: Growth = 2.0
 
 
@@ -772,7 +762,7 @@ class AsynchronousSection(GradientSection):
         staleness: the most events since the model was read; left out, it is 4 n_peers.
     """
 
-    name: Annotated[str, ALGORITHMS.some("adp2-sgd")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("adp2-sgd")]
     staleness: Count | None = None
 
 
@@ -785,7 +775,7 @@ class MuffliatoSection(GradientSection):
             active.
     """
 
-    name: Annotated[str, ALGORITHMS.some("muffliato")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("muffliato")]
     gossip_steps: Annotated[int, Field(ge=1, le=1000)] = 5
     acceleration: Literal["none", "chebyshev"] = "none"
 
@@ -797,14 +787,14 @@ class LocalStepsSection(GradientSection):
         local_steps: τ, how many in a round.
     """
 
-    name: Annotated[str, ALGORITHMS.some("scaffold")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("scaffold")]
     local_steps: LocalSteps = 10
 
 
 class NetFleetSection(LocalStepsSection):
     """NET-FLEET: local steps along a tracked gradient."""
 
-    name: Annotated[str, ALGORITHMS.some("dp-net-fleet")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("dp-net-fleet")]
     local_steps: LocalSteps = 5
 
 
@@ -815,7 +805,7 @@ class FedAvgSection(LocalStepsSection):
         weighting: a peer counts by its number of examples, as in the paper, or all count alike.
     """
 
-    name: Annotated[str, ALGORITHMS.some("fedavg")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("fedavg")]
     weighting: Weighting = "examples"
 
 
@@ -827,7 +817,7 @@ class FedProxSection(LocalStepsSection):
         weighting: a peer counts by its number of examples, as in the paper, or all count alike.
     """
 
-    name: Annotated[str, ALGORITHMS.some("fedprox")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("fedprox")]
     proximal: NonNegative = 0.01
     weighting: Weighting = "examples"
 
@@ -843,7 +833,7 @@ class FedDeperSection(GradientSection):
         any_mixing_rate: whether to allow a mixing rate below 1/2, of which the paper proves nothing.
     """
 
-    name: Annotated[str, ALGORITHMS.some("feddeper", "feddeper*")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("feddeper", "feddeper*")]
     local_steps: LocalSteps = 10
     rho: Annotated[float, Field(ge=0, lt=1)] = 0.003
     mixing_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
@@ -866,7 +856,7 @@ class CrossGradientSection(GradientSection):
         momentum: β, the share of the last round's step in this one's.
     """
 
-    name: Annotated[str, ALGORITHMS.some("dp-cga")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("dp-cga")]
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
 
 
@@ -884,7 +874,7 @@ class PDSLSection(GradientSection):
             out, all.
     """
 
-    name: Annotated[str, ALGORITHMS.some("pdsl")]
+    name: Annotated[str, catalogue.ALGORITHMS.some("pdsl")]
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
     shapley: Literal["exact", "monte-carlo"] = "exact"
     permutations: Count | None = None
@@ -942,7 +932,7 @@ AlgorithmSection = Annotated[
 ]
 
 
-Weights = Annotated[str, WEIGHTS]
+Weights = Annotated[str, catalogue.WEIGHTS]
 
 
 class TopologySection(Section):
@@ -963,7 +953,7 @@ class TopologySection(Section):
         supergraph: the graph from which random-edges draws.
     """
 
-    name: Annotated[str, TOPOLOGIES] = "directed-exponential"
+    name: Annotated[str, catalogue.TOPOLOGIES] = "directed-exponential"
     weights: Weights = "auto"
     degree: Count | None = None
     probability: Fraction | None = None
@@ -973,7 +963,7 @@ class TopologySection(Section):
     directed: bool | None = None
     rows: Count | None = None
     cols: Count | None = None
-    supergraph: Annotated[str, TOPOLOGIES] | None = None
+    supergraph: Annotated[str, catalogue.TOPOLOGIES] | None = None
 
     def options(self) -> dict[str, Any]:
         """Return the options given for the graph itself."""
@@ -1189,12 +1179,417 @@ class NetworkSection(Section):
         return self
 
     def identities(self, name: str, n_peers: int) -> list[str]:
-        """Return the identity of every peer of a scenario.
-
-        Args:
-            name: of the scenario.
-            n_peers: how many there are.
-        """
+        """Return the identity of every peer of a scenario of this name."""
         identities = [None] * n_peers if self.peers is None else [peer.identity for peer in self.peers]
         plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60].strip("-") or "scenario"
         return [identity or f"peer-{peer}.{plain}" for peer, identity in enumerate(identities)]
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+AnyScenario = TypeVar("AnyScenario", "Scenario", "AppScenario")
+MOST_PEERS, MOST_ROUNDS = 1_000_000, 1_000_000_000
+
+
+class ParticipationSection(Section):
+    """Who is active in a round.
+
+    Attributes:
+        kind: `all`; `uniform`: as many in every round, drawn without replacement; or `edges`: the ends of some edges of
+            the topology, drawn without replacement, over which alone they exchange.
+        fraction: the share of the peers that is active, for kind uniform alone.
+        count: how many edges are drawn in a round, for kind edges alone.
+    """
+
+    kind: Annotated[str, catalogue.PARTICIPATIONS] = "all"
+    fraction: Fraction | None = None
+    count: Count | None = None
+
+    @model_validator(mode="after")
+    def _keys_of_the_kind(self) -> ParticipationSection:
+        check_keys(self, self.kind, {"uniform": ["fraction"], "edges": ["count"]})
+        return self
+
+
+class EvaluationSection(Section):
+    """When the models are tried on the public test set, and a checkpoint is written.
+
+    Attributes:
+        every: how many rounds lie between two evaluations; one more is made at the end.
+        peer_samples: test examples for each peer's own model; left out, all. The mean model has them all.
+        private: what to do where there is privacy with figures on the peers' own examples, which no ε covers: withhold
+            them, or ignore that and say so in the summary.
+    """
+
+    every: Count = 20
+    peer_samples: Count | None = None
+    private: Literal["withheld", "ignored"] = "withheld"
+
+
+class ComputeSection(Section):
+    """Where and how the numbers are computed.
+
+    Attributes:
+        device: auto is the GPU where torch has one.
+        dtype: of parameters and gradients.
+        threads: of torch in each product; they change no number.
+        workers: processes that share the peers of a run on a CPU; they change no number. auto takes the cores that
+            this process may use, and as many as pay: small models stay in one process.
+        memory_mib: about how much temporary memory gradients may take; it changes no number.
+        generator: where a simulation draws noise and batches from. Left out: from keys, so that the run can be repeated
+            and its models must not be published under its ε. system: from the operating system, as deployed peers do;
+            its models may be published under their ε, no other run repeats it, and a resumed run is charged again for
+            the steps that it takes again. comparable: from keys that are equal in all runtimes, to compare their
+            trajectories; else a runtime that rounds otherwise has other keys.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "cpu"
+    dtype: Literal["float32", "float64"] = "float32"
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    memory_mib: Annotated[int, Field(ge=16)] = 1024
+    generator: Literal["comparable", "system"] | None = None
+
+    @model_validator(mode="after")
+    def _threads_or_workers(self) -> ComputeSection:
+        if self.workers != "auto" and self.workers > 1 and self.threads > 1:
+            raise ValueError(
+                f"workers={self.workers} have one thread each, not threads={self.threads}: leave threads out"
+            )
+        return self
+
+
+class PlanSection(Section):
+    """Constants of PrivSGP-VR's eq. 12, by which `privdec plan` finds the best number of rounds.
+
+    Constants of the loss that are left out are estimated on the public test set, and d and J are those of the
+    scenario. A run uses none of them.
+
+    Attributes:
+        smoothness: L.
+        gradient_bound: G; left out, the clip norm.
+        initial_gap: F0 = f(x0) - f*.
+        heterogeneity: b².
+        initial_norm_squared: ‖x0‖².
+        dimension: d; left out, the model's number of parameters.
+        dataset_size: J; left out, a peer's number of examples.
+    """
+
+    smoothness: Positive | None = None
+    gradient_bound: Positive | None = None
+    initial_gap: Positive | None = None
+    heterogeneity: NonNegative | None = None
+    initial_norm_squared: NonNegative | None = None
+    dimension: Count | None = None
+    dataset_size: Count | None = None
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class SeedsSection(Section):
+    """A seed for each kind of draws; one that is left out is the scenario's `seed`.
+
+    Attributes:
+        data: which examples are taken and how they are dealt out to the peers.
+        model: the initial parameters.
+        run: all that happens then: graphs that are drawn, who is active, batches and noise. With privacy, batches and
+            noise follow from everything that decides the run's numbers, the other two seeds too.
+    """
+
+    data: Seed | None = None
+    model: Seed | None = None
+    run: Seed | None = None
+
+
+class LocatedFile(Section):
+    """A file's section that remembers the lines of its values."""
+
+    _places: Places = PrivateAttr(default_factory=Places)
+
+    def given_at(self, places: Places) -> None:
+        """Remember the lines of the values."""
+        self._places = places
+
+    def located(self) -> AbstractContextManager[None]:
+        """Return a context in which an error that begins with a key of the file gets that key's line."""
+        return located(self._places, type(self))
+
+
+def _an_address_a_peer(scenario: AnyScenario) -> AnyScenario:
+    peers = scenario.network.peers
+    if peers is not None and len(peers) != scenario.n_peers:
+        raise ValueError(
+            f"network.peers lists {len(peers)} peers for n_peers={scenario.n_peers}: give each its address"
+        )
+    return scenario
+
+
+class Scenario(LocatedFile):
+    """One experiment, complete.
+
+    Attributes:
+        name: what to call the run; its results go to runs/NAME unless `--out` says otherwise.
+        seed: of all that is drawn, where seeds says no other.
+        seeds: one for each kind of draws, so that one of them can vary and the others stay.
+        n_peers: how many peers train; 1 only for local and dp-sgd.
+        rounds: K.
+        data: which data, and how they are dealt out and drawn.
+        features: a fixed feature extractor in front of the model; left out, there is none.
+        task: what is learned: the loss, and the metrics; left out, classes by cross-entropy.
+        model: what every peer trains.
+        algorithm: what peers do in a round; its name decides which keys there are.
+        topology: the graph.
+        participation: who is active in a round.
+        privacy: `none`, or budget, clipping and noise.
+        evaluation: when the models are tried on the public test set.
+        compute: device, number type and threads.
+        plan: constants for `privdec plan`.
+        network: where real peers are, and how long they wait; a simulation uses none of it.
+    """
+
+    name: Name
+    seed: Seed = 1
+    seeds: SeedsSection | None = None
+    n_peers: Annotated[int, Field(ge=1, le=MOST_PEERS)]
+    rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)]
+    data: DataSection
+    features: FeaturesSection | None = None
+    task: TaskSection = Field(default_factory=lambda: TaskSection.model_validate({}))
+    model: ModelSection
+    algorithm: AlgorithmSection
+    topology: TopologyChoice = TopologySection()
+    participation: ParticipationSection = ParticipationSection()
+    privacy: PrivacyChoice
+    evaluation: EvaluationSection = EvaluationSection()
+    compute: ComputeSection = ComputeSection()
+    plan: PlanSection | None = None
+    network: NetworkSection = NetworkSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loss_of_dual_averaging(cls, data: Any) -> Any:
+        """Take the loss that a section of dual averaging names for the task's, where there is one."""
+        algorithm = data.get("algorithm") if isinstance(data, dict) else None
+        if not isinstance(algorithm, dict) or "loss" not in algorithm or algorithm.get("name") not in catalogue.DUAL:
+            return data
+        loss, task = algorithm["loss"], data.get("task") or {}
+        if not isinstance(task, dict) or task.get("loss", loss) != loss:
+            raise ValueError(f"algorithm.loss={loss!r} is another way to write task.loss, which differs: give one")
+        rest = {key: value for key, value in algorithm.items() if key != "loss"}
+        return {**data, "algorithm": rest, "task": {**task, "loss": loss}}
+
+    _given: tuple[Given, ...] = PrivateAttr(default=())  # kept for as long as the scenario is
+
+    def model_post_init(self, context: Any) -> None:
+        """Keep the parts that were given as Python objects."""
+        self._given = tuple(filter(None, (find_given(module) for _, module in own_modules(self))))
+
+    @property
+    def given(self) -> tuple[Given, ...]:
+        """The parts that were given as Python objects."""
+        return self._given
+
+    @model_validator(mode="after")
+    def _privacy_fits(self) -> Scenario:
+        ledger = self.private is not None and self.private.ledger is not None
+        dataset = self.data.dataset
+        if ledger and self.data.source is None and not isinstance(dataset, str) and is_given(dataset.module):
+            raise ValueError(
+                "data.source is missing: name the source of the data that are given, the same name in every run over "
+                "them, under which privacy.ledger counts what is spent"
+            )
+        if self.compute.generator == "system" and self.private is None:
+            raise ValueError("compute.generator=system is for noise, and privacy is none: leave generator out")
+        return self
+
+    @model_validator(mode="after")
+    def _numbers_of_peers(self) -> Scenario:
+        clips = ("learning_rate", "initial_clip", "clip_norm")
+        lists = {f"algorithm.{key}": getattr(self.algorithm, key, None) for key in clips}
+        if isinstance(self.privacy, PrivacySection):
+            for key in ("epsilon", "delta", "clip_norm"):
+                lists[f"privacy.{key}"] = getattr(self.privacy, key)
+        for key, value in lists.items():
+            if isinstance(value, tuple) and len(value) != self.n_peers:
+                raise ValueError(f"{key} lists {len(value)} numbers for n_peers={self.n_peers}: give one a peer")
+        workers = self.compute.workers
+        if workers != "auto" and workers > self.n_peers:
+            raise ValueError(
+                f"compute.workers={workers} must be at most n_peers={self.n_peers}: a worker hosts peers; use auto"
+            )
+        return self
+
+    _addresses = model_validator(mode="after")(_an_address_a_peer)
+
+    @model_validator(mode="after")
+    def _algorithm_fits(self) -> Scenario:
+        private = self.private
+        if private is not None and private.schedule is not None and isinstance(self.algorithm, DynSection):
+            raise ValueError(f"privacy.schedule: {self.algorithm.name} has a schedule of its own; use privsgp with it")
+        if private is not None:
+            needed = isinstance(self.algorithm, PDSLSection) and private.calibration == "paper"
+            if needed and private.phi_min is None:
+                raise ValueError(
+                    "privacy.phi_min is missing: calibration paper of pdsl is eq. 27, which divides by φ̂_min, and eq. "
+                    "19 makes that 0; give the value to pretend, or use calibration rigorous"
+                )
+            if private.phi_min is not None and not needed:
+                raise ValueError("privacy.phi_min is of PDSL's eq. 27, for pdsl with calibration paper: remove it")
+        blocks = isinstance(self.algorithm, VRSection) and self.algorithm.table == "blocks"
+        if blocks != (self.data.batch.sampling == "blocks"):
+            raise ValueError("data.batch.sampling: blocks and algorithm.table blocks (of privsgp-vr) need each other")
+        if self.algorithm.name == "dp-sgd" and self.n_peers > 1:
+            raise ValueError(
+                f"n_peers={self.n_peers} must be 1 for dp-sgd, the centralized reference; use local for more"
+            )
+        if self.n_peers == 1 and self.algorithm.name not in catalogue.ALONE:
+            raise ValueError(
+                f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
+                "one peer has no neighbor to exchange with; use algorithm local, or more peers"
+            )
+        return self
+
+    def seed_of(self, draws: Literal["data", "model", "run"]) -> int:
+        """Return the seed of one kind of draws."""
+        own: int | None = getattr(self.seeds, draws, None)
+        return self.seed if own is None else own
+
+    def all_seeds(self) -> dict[str, int]:
+        """Return the seed of every kind of draws."""
+        return {"data": self.seed_of("data"), "model": self.seed_of("model"), "run": self.seed_of("run")}
+
+    @property
+    def private(self) -> PrivacySection | None:
+        """Return the privacy section, or None when there is no privacy."""
+        return self.privacy if isinstance(self.privacy, PrivacySection) else None
+
+
+class AppPrivacySection(Section):
+    """What protects a whole peer; `privacy: none` protects nothing.
+
+    Attributes:
+        clip_norm: C, the most that one round's update moves the model, in Euclidean norm.
+        noise_multiplier: the noise's standard deviation over the clip norm; left out, it is solved for epsilon.
+        epsilon: ε, what a peer's ledger is held to over all rounds and runs; left out, there is no limit.
+        delta: δ, well below one over the number of peers.
+        ledger: a folder of ledgers that several runs share; left out, the ledger lies in the peer's own folder.
+    """
+
+    clip_norm: Positive
+    noise_multiplier: Positive | None = None
+    epsilon: Positive | None = None
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    ledger: PathText | None = None
+
+    @model_validator(mode="after")
+    def _budget_or_noise(self) -> AppPrivacySection:
+        if self.epsilon is None and self.noise_multiplier is None:
+            raise ValueError("give epsilon (a budget the noise is solved for), noise_multiplier, or both")
+        return self
+
+
+AppPrivacyChoice = Annotated[
+    Annotated[Literal["none"], Tag("none")] | Annotated[AppPrivacySection, Tag("section")], SECTION_OR_NONE
+]
+
+
+class AppEvaluationSection(Section):
+    """How often a peer lets the app try its model.
+
+    Attributes:
+        every: how many rounds lie between two evaluations; one more is made at the end.
+    """
+
+    every: Count = 20
+
+
+class AppComputeSection(Section):
+    """How an app computes.
+
+    Attributes:
+        threads: of torch.
+    """
+
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+
+
+class AppScenario(LocatedFile):
+    """What the peers that run an app agree on; what they train, and on what, is the app's own.
+
+    Attributes:
+        name: of the run.
+        seed: of graphs that are drawn, of who is active, and of the app's ServerApp while it makes the initial arrays.
+        n_peers: how many peers train.
+        rounds: K.
+        topology: the graph.
+        participation: who is active in a round.
+        privacy: `none`, or what protects a whole peer.
+        evaluation: how often the app tries a peer's model.
+        compute: threads.
+        train_config: replaces keys of the ServerApp's config for the train function.
+        evaluate_config: the config for the evaluate function.
+        run_config: laid over the app's run-config.
+        initial: a digest of the arrays that all begin with; left out, each peer fills in that of its own, and those
+            whose arrays differ refuse each other.
+        network: where the peers are, and how long they wait.
+    """
+
+    name: Name
+    seed: Seed = 1
+    n_peers: Annotated[int, Field(ge=2, le=MOST_PEERS)]
+    rounds: Annotated[int, Field(ge=1, le=MOST_ROUNDS)]
+    topology: TopologyChoice = TopologySection()
+    participation: ParticipationSection = ParticipationSection()
+    privacy: AppPrivacyChoice
+    evaluation: AppEvaluationSection = AppEvaluationSection()
+    compute: AppComputeSection = AppComputeSection()
+    train_config: dict[str, Any] = Field(default_factory=dict)
+    evaluate_config: dict[str, Any] = Field(default_factory=dict)
+    run_config: dict[str, Any] = Field(default_factory=dict)
+    initial: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    network: NetworkSection = NetworkSection()
+
+    _addresses = model_validator(mode="after")(_an_address_a_peer)
+
+    def seed_of(self, draws: str) -> int:
+        """Return the seed, which is that of all draws."""
+        return self.seed
+
+    def all_seeds(self) -> dict[str, int]:
+        """Return the seeds of all draws."""
+        return {"run": self.seed}
+
+    @property
+    def private(self) -> AppPrivacySection | None:
+        """Return the privacy section, or None when there is no privacy."""
+        return self.privacy if isinstance(self.privacy, AppPrivacySection) else None
+
+    @property
+    def given(self) -> tuple[()]:
+        """Return the parts that were given as Python objects: none."""
+        return ()
+
+
+def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Add the line of the file to a function's errors about the scenario that its first argument is or has.
+
+    An error raised by a user's part is reported in one line, without its message, which may reveal data.
+    """
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        first: Any = args[0]
+        scenario: LocatedFile = first if isinstance(first, LocatedFile) else first.scenario
+        with scenario.located():
+            try:
+                return function(*args, **kwargs)
+            except PrivdecError:
+                raise
+            except RAISED_BY_USERS as error:
+                own = [f"{key}={module!r}" for key, module in own_modules(scenario)]
+                if not own or isinstance(error, OSError):
+                    raise
+                raise ScenarioError(f"{' or '.join(own)} raised {raised_at(error)}; mend the code") from error
+
+    return call

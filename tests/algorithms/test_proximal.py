@@ -146,8 +146,8 @@ def test_every_kind_is_built(section: dict[str, object], built: Regularizer) -> 
     ("section", "said"),
     [
         ({"kind": "l2"}, "kind l2 needs weight"),
-        ({"kind": "none", "weight": 1.0}, "weight is no key of kind none"),
-        ({"kind": "l1", "weight": 1.0, "radius": 1.0}, "radius is no key of kind l1"),
+        ({"kind": "none", "weight": 1.0}, "weight belongs to kind l2 or l1 or elastic-net, not to none"),
+        ({"kind": "l1", "weight": 1.0, "radius": 1.0}, "radius belongs to kind ball, not to l1"),
         ({"kind": "box", "lower": 1.0, "upper": 0.0}, "lower=1 must be <= upper=0"),
         ({"kind": "box", "lower": 1.0}, "kind box needs upper"),
         ({"kind": "ball", "radius": math.inf}, "finite"),

@@ -19,7 +19,7 @@ from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import OnRound, PeerDevice, RunningPeer, ScenarioTrainer
 from flower_privdec.network.transport.tls import Authority, identities
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.schema import AppScenario
+from flower_privdec.scenario.sections import AppScenario
 
 LONG = 100.0  # seconds that nothing takes, however busy the machine is
 

@@ -13,7 +13,7 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.flower.mods.peer_mod import INITIAL, MESH
 from flower_privdec.flower.strategies.push_sum import EvaluateMean, PushSum
 from flower_privdec.scenario import to_yaml
-from flower_privdec.scenario.schema import AppScenario
+from flower_privdec.scenario.sections import AppScenario
 
 log = logging.getLogger("flwr.privdec")
 

@@ -23,7 +23,7 @@ from flower_privdec.network.peer.synchronous import SynchronousPeer
 from flower_privdec.network.transport.grpc_transport import GrpcConnection, identity_at
 from flower_privdec.network.transport.tls import Credentials, credentials_of, files_of, identities_of
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.schema import AppScenario
+from flower_privdec.scenario.sections import AppScenario
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 REQUEST_SECONDS = 5.0

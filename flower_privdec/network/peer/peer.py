@@ -49,7 +49,7 @@ from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_
 from flower_privdec.pushsum.lockstep import Timetable, network_mixing
 from flower_privdec.pushsum.witness import LedgerWitness
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
-from flower_privdec.scenario.schema import AppScenario
+from flower_privdec.scenario.sections import AppScenario
 
 POLL = 0.2  # seconds between two looks at whether to stop
 REPORT_SECONDS = 2.0  # for all neighbours to report, where one has

@@ -25,7 +25,7 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import ScenarioError
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.schema import AppScenario
+from flower_privdec.scenario.sections import AppScenario
 
 AUTHORITY_DAYS, PEER_DAYS = 3650, 365
 AUTHORITY, AUTHORITY_KEY = "authority.pem", "authority.key"
