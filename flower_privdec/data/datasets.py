@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from flower_privdec.catalogue import DATASETS
 from flower_privdec.data import readers
 from flower_privdec.data.partition import partition
-from flower_privdec.data.readers import Rows, Source, Split, Wanted, read_npz, read_own, read_svmlight, some
+from flower_privdec.data.readers import Rows, Source, Wanted, read_npz, read_own, read_svmlight, some
 from flower_privdec.data.sparse_rows import Features, SparseRows, joined
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
@@ -24,9 +25,9 @@ _READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(
     {
         "digits": readers.read_digits,
         "breast-cancer": readers.read_breast_cancer,
-        "mnist": readers.read_mnist,
-        "fashion-mnist": readers.read_fashion_mnist,
-        "cifar10": readers.read_cifar10,
+        "mnist": partial(readers.read_images, "MNIST"),
+        "fashion-mnist": partial(readers.read_images, "FashionMNIST"),
+        "cifar10": partial(readers.read_images, "CIFAR10"),
         "diabetes": readers.read_diabetes,
         "synthetic-labels": readers.read_synthetic_labels,
         "synthetic-words": readers.read_synthetic_words,
@@ -142,12 +143,19 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
     if not isinstance(section.dataset, str):
         where = f"data.dataset.module={section.dataset.module!r}"
     split = source.test()
-    if targets == "classes":
-        n_classes = section.classes or source.n_classes or _count_classes(split.labels, where)
-    elif section.classes is not None:
-        raise ScenarioError(f"data.classes={section.classes} counts classes, and the task takes {targets}: remove it")
-    else:
+    if targets != "classes":
         n_classes = split.labels.shape[1]
+        if section.classes is not None:
+            message = f"data.classes={section.classes} counts classes, and the task takes {targets}: remove it"
+            raise ScenarioError(message)
+    elif not (n_classes := section.classes or source.n_classes or 0):
+        classes = np.unique(split.labels)
+        n_classes = max(2, len(classes))
+        if classes[-1] == 0 or not np.isin(classes, np.arange(n_classes)).all():
+            raise ScenarioError(
+                f"{where}: the test set has labels {some(classes)}: they must be 0..C-1, none missing, C >= 2; "
+                "renumber them, or say how many classes there are by data.classes"
+            )
     source_of_count = where if section.classes is None else f"data.classes={section.classes}"
     _check_labels(split.labels, n_classes, f"{source_of_count}: the test set")
     held, rows = _held_out(len(split.labels), section, seed)
@@ -186,7 +194,16 @@ def read_examples(
     root = section.root if root is None else root
     if section.each_its_own:
         return _own_files(section, root or "", peers, targets)
-    return _partitioned(section, seed, n_peers, peers, open_dataset(section, root, targets).train())
+    split = open_dataset(section, root, targets).train()
+    chosen = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
+    labels, options = split.labels[chosen], section.partition.model_dump(exclude={"kind"}, exclude_none=True)
+    parts = partition(labels, n_peers, section.partition.kind, seed, **options)
+    if len(peers) == n_peers:
+        return Examples(split.read(chosen), torch.from_numpy(labels), tuple(parts))
+    own = [parts[peer] for peer in peers]
+    rows = np.concatenate(own)
+    places = tuple(np.arange(a, b) for a, b in pairwise(np.cumsum([0, *map(len, own)])))
+    return Examples(split.read(np.arange(len(split.labels))[chosen][rows]), torch.from_numpy(labels[rows]), places)
 
 
 def check_fit(examples: Examples, public: PublicSet, root: str | None) -> None:
@@ -219,22 +236,6 @@ def _own_files(section: DataSection, root: str, peers: Sequence[int] | np.ndarra
     return Examples(joined(features), torch.from_numpy(np.concatenate([split.labels for split in splits])), parts)
 
 
-def _partitioned(
-    section: DataSection, seed: int, n_peers: int, peers: Sequence[int] | np.ndarray, split: Split
-) -> Examples:
-    """Partition a dataset among all peers, and read the features of some."""
-    chosen = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))
-    labels, options = split.labels[chosen], section.partition.model_dump(exclude={"kind"}, exclude_none=True)
-    parts = partition(labels, n_peers, section.partition.kind, seed, **options)
-    if len(peers) == n_peers:
-        return Examples(split.read(chosen), torch.from_numpy(labels), tuple(parts))
-    own = [parts[peer] for peer in peers]
-    rows = np.concatenate(own)
-    ends = np.cumsum([0, *map(len, own)])
-    places = tuple(np.arange(a, b) for a, b in pairwise(ends))
-    return Examples(split.read(np.arange(len(split.labels))[chosen][rows]), torch.from_numpy(labels[rows]), places)
-
-
 def _chosen(total: int, count: int | None, seed: int, key: str, name: str) -> Rows:
     """Return which rows of a half are used: all, or a keyed random choice."""
     if count is None or count == total:
@@ -261,18 +262,6 @@ def _held_out(total: int, section: DataSection, seed: int) -> tuple[Rows | None,
     held = np.asarray(np.arange(total)[_chosen(total, count, seed, "validation", name)])
     rest = np.setdiff1d(np.arange(total), held)
     return held, rest[_chosen(len(rest), section.test_samples, seed, "test_samples", name)]
-
-
-def _count_classes(labels: np.ndarray, where: str) -> int:
-    """Return C, where the test set has every label of 0..C-1."""
-    classes = np.unique(labels)
-    count = max(2, len(classes))
-    if classes[-1] == 0 or not np.isin(classes, np.arange(count)).all():
-        raise ScenarioError(
-            f"{where}: the test set has labels {some(classes)}: they must be 0..C-1, none missing, C >= 2; "
-            "renumber them, or say how many classes there are by data.classes"
-        )
-    return count
 
 
 def _check_labels(labels: np.ndarray, n_classes: int, what: str) -> None:

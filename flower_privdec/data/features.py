@@ -20,7 +20,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import lru_cache, partial
@@ -86,13 +86,19 @@ class Scattering2D:
         self.shape, self.scales, self.order = shape, scales, order
         self.padded: tuple[int, int] = utils.compute_padding(*shape, scales)
         bank = bank_module.filter_bank(*self.padded, scales, angles)
-        self._low = [_low_pass(level, 2 ** (scales - j)) for j, level in enumerate(bank["phi"]["levels"])]
+        self._low = [  # φ at each resolution, a Gaussian and so an outer product, as two matrices
+            (_blur(level[:, 0], 2 ** (scales - j)), _blur(level[0] / level[0, 0], 2 ** (scales - j)))
+            for j, level in enumerate(bank["phi"]["levels"])
+        ]
         self._first = [_aliases(bank, j, 0, 2**j) for j in range(scales)]
         self._second = {(j1, j2): _aliases(bank, j2, j1, 2 ** (j2 - j1)) for j2 in range(scales) for j1 in range(j2)}
 
     def __call__(self, x: Tensor) -> Tensor:
         """Transform images [n, height, width] to [n, n_paths, ~height / 2^J, ~width / 2^J]."""
-        x = self._reflect(x)
+        (height, width), (tall, wide) = self.shape, self.padded
+        top, left = (tall - height) // 2, (wide - width) // 2
+        margins = (left, wide - width - left, top, tall - height - top)
+        x = pad(x.unsqueeze(1), margins, mode="reflect").squeeze(1)
         spectrum = torch.fft.fft2(x)
         outputs = [self._average(x, 0).unsqueeze(1)]
         second = []
@@ -111,12 +117,6 @@ class Scattering2D:
             paths.append(self._average(u2, j2))
         return torch.cat(paths, 2).flatten(1, 2)
 
-    def _reflect(self, x: Tensor) -> Tensor:
-        (height, width), (tall, wide) = self.shape, self.padded
-        top, left = (tall - height) // 2, (wide - width) // 2
-        margins = (left, wide - width - left, top, tall - height - top)
-        return pad(x.unsqueeze(1), margins, mode="reflect").squeeze(1)
-
     def _average(self, u: Tensor, j: int) -> Tensor:
         rows, columns = self._low[j]
         return rows @ u @ columns.T
@@ -126,13 +126,8 @@ def _float32(values: Any) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
 
 
-def _low_pass(level: np.ndarray, step: int) -> tuple[Tensor, Tensor]:
-    """Return φ at one resolution as matrices: blur along an axis, keep each step-th, drop the margin of one."""
-    height, width = (level[:, 0], level[0] / level[0, 0])  # φ is a Gaussian: an outer product
-    return _blur(height, step), _blur(width, step)
-
-
 def _blur(response: np.ndarray, step: int) -> Tensor:
+    """Return a matrix that blurs along an axis, keeps each step-th number, and drops the margin of one."""
     kernel = np.fft.ifft(response.astype(np.float64)).real
     place = np.arange(len(kernel))
     return _float32(kernel[(place[:, None] - place) % len(kernel)][::step][1:-1])
@@ -190,15 +185,8 @@ def apply_features(x: Features, section: FeaturesSection) -> Tensor:
 
     Privacy: costs nothing; see above.
     """
-    check_features(section, tuple(x.shape[1:]))
-    if isinstance(x, SparseRows):
-        raise TypeError("compressed rows have one axis, which is refused above")
-    return cached({"version": VERSION, **section.model_dump()}, x, partial(_compute, section, x))
-
-
-def check_features(section: FeaturesSection, shape: tuple[int, ...]) -> None:
-    """Refuse settings that do not fit examples of a shape."""
-    if len(shape) != 3:
+    shape = tuple(x.shape[1:])
+    if isinstance(x, SparseRows) or len(shape) != 3:
         raise ScenarioError(
             f"features.kind={section.kind} needs images [channels, height, width] and this dataset has examples "
             f"of shape {list(shape)}: remove the section features"
@@ -223,6 +211,7 @@ def check_features(section: FeaturesSection, shape: tuple[int, ...]) -> None:
         )
     if section.whitening == "strokes" and channels != 1:
         raise ScenarioError(f"features.whitening=strokes is for images of one channel, not {channels}: set it to none")
+    return cached({"version": VERSION, **section.model_dump()}, x, partial(_compute, section, x))
 
 
 class Extractor:
@@ -288,22 +277,15 @@ def _compute(section: FeaturesSection, x: Tensor) -> Tensor:
         def fill(start: int) -> None:
             out[start : start + CHUNK] = extractor(x[start : start + CHUNK])
 
-        for _ in _counted(pool.map(fill, range(0, len(x), CHUNK)), len(x)):
-            pass
+        began, moving = time.monotonic(), sys.stderr.isatty()  # on a terminal a line is updated
+        for number, _ in enumerate(pool.map(fill, range(0, len(x), CHUNK)), start=1):
+            if moving:
+                done = min(number * CHUNK, len(x))
+                print(f"\rfeatures: {done:,} of {len(x):,} examples", end="", file=sys.stderr, flush=True)
+        start = "\r" if moving else ""
+        print(f"{start}features: {len(x):,} examples in {time.monotonic() - began:.1f} s", file=sys.stderr)
     torch.set_num_threads(before)  # what threads started later begin with
     return out
-
-
-def _counted(chunks: Iterator[None], total: int) -> Iterator[None]:
-    """Report progress on stderr: a line that is updated on a terminal, else one at the end."""
-    began, moving = time.monotonic(), sys.stderr.isatty()
-    for number, chunk in enumerate(chunks, start=1):
-        done = min(number * CHUNK, total)
-        if moving:
-            print(f"\rfeatures: {done:,} of {total:,} examples", end="", file=sys.stderr, flush=True)
-        yield chunk
-    start = "\r" if moving else ""
-    print(f"{start}features: {total:,} examples in {time.monotonic() - began:.1f} s", file=sys.stderr)
 
 
 REACH = (9 / 28, 7 / 28)  # how far the points of a stroke lie from the centre, of height and width
@@ -323,25 +305,19 @@ def draw_strokes(count: int, shape: tuple[int, int]) -> np.ndarray:
     Returns:
         float32 [count, height, width], 0 is paper and 1 is ink.
     """
-    return np.stack([_drawing(keyed_generator(0, "strokes", i), shape) for i in range(count)])
-
-
-def _drawing(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    ink = np.zeros(shape)
-    for _ in range(generator.integers(1, 3)):
-        corners = generator.uniform(-1, 1, (generator.integers(3, 6), 2)) * REACH + 0.5
-        pen = generator.uniform(*PEN) * min(shape)
-        np.maximum(ink, _line(_curve(corners) * shape - 0.5, pen, shape), out=ink)
-    return _centred(ink).astype(np.float32)
-
-
-def _curve(corners: np.ndarray) -> np.ndarray:
-    """Return dots along the smooth curve through some corners, [dots, 2]."""
-    ends = 2 * corners[[0, -1]] - corners[[1, -2]]
-    around = np.concatenate([ends[:1], corners, ends[1:]])
-    place = np.linspace(0, 1, DOTS)[:, None] ** np.arange(4)
-    segments = [place @ _SPLINE @ around[i : i + 4] for i in range(len(corners) - 1)]
-    return np.concatenate(segments)
+    drawings = []
+    for i in range(count):
+        generator, ink = keyed_generator(0, "strokes", i), np.zeros(shape)
+        for _ in range(generator.integers(1, 3)):
+            corners = generator.uniform(-1, 1, (generator.integers(3, 6), 2)) * REACH + 0.5
+            pen = generator.uniform(*PEN) * min(shape)
+            ends = 2 * corners[[0, -1]] - corners[[1, -2]]
+            around = np.concatenate([ends[:1], corners, ends[1:]])
+            place = np.linspace(0, 1, DOTS)[:, None] ** np.arange(4)
+            dots = np.concatenate([place @ _SPLINE @ around[i : i + 4] for i in range(len(corners) - 1)])
+            np.maximum(ink, _line(dots * shape - 0.5, pen, shape), out=ink)
+        drawings.append(_centred(ink).astype(np.float32))
+    return np.stack(drawings)
 
 
 def _line(dots: np.ndarray, pen: float, shape: tuple[int, int]) -> np.ndarray:

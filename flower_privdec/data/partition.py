@@ -74,10 +74,6 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
     return [np.sort(part).astype(np.int64, copy=False) for part in parts]
 
 
-def _iid(labels: np.ndarray, n_peers: int, seed: int) -> list[np.ndarray]:
-    return np.array_split(_shuffled(labels, seed), n_peers)
-
-
 def _shuffled(labels: np.ndarray, seed: int) -> np.ndarray:
     return keyed_generator(seed, "partition").permutation(len(labels))
 
@@ -112,20 +108,15 @@ def _dirichlet(
             f"data.partition.min_size={min_size} must be 1 to {most}, what a peer gets on average: lower it"
         )
     parts = _by_flwr("DirichletPartitioner", labels, n_peers, seed, alpha=float(alpha), min_partition_size=0)
-    return parts if min_size is None else _filled_up(parts, min_size, seed)
-
-
-def _filled_up(parts: list[np.ndarray], least: int, seed: int) -> list[np.ndarray]:
-    """Move random examples, each of the peer that then holds most, to peers that hold too few.
-
-    Flower's partitioner redraws until every peer holds enough, which may never happen; this one keeps what the other
-    peers drew, and moves as few examples as possible.
-    """
+    if min_size is None:
+        return parts
+    # Flower's partitioner redraws until every peer holds enough, which may never happen. This keeps what the others
+    # drew, and moves as few random examples as possible, each of the peer that then holds most.
     generator = keyed_generator(seed, "partition filled up")
     held = [generator.permutation(part).tolist() for part in parts]
     sizes = np.array([len(part) for part in held])
-    for peer in np.flatnonzero(sizes < least).tolist():
-        while sizes[peer] < least:
+    for peer in np.flatnonzero(sizes < min_size).tolist():
+        while sizes[peer] < min_size:
             giver = int(sizes.argmax())
             held[peer].append(held[giver].pop())
             sizes[peer], sizes[giver] = sizes[peer] + 1, sizes[giver] - 1
@@ -184,7 +175,13 @@ def _by_flwr(name: str, labels: np.ndarray, n_peers: int, seed: int, **options: 
 
 
 _KINDS: dict[str, Callable[..., list[np.ndarray]]] = PARTITIONS.bind(
-    {"iid": _iid, "dirichlet": _dirichlet, "shards": _shards, "pathological": _pathological, "sizes": _sizes}
+    {
+        "iid": lambda labels, n_peers, seed: np.array_split(_shuffled(labels, seed), n_peers),
+        "dirichlet": _dirichlet,
+        "shards": _shards,
+        "pathological": _pathological,
+        "sizes": _sizes,
+    }
 )
 
 

@@ -90,7 +90,12 @@ class Sampler:
         self.partition_sizes = np.asarray(partition_sizes, dtype=np.int64)
         self.peers = np.arange(len(self.partition_sizes)) if peers is None else np.asarray(peers, dtype=np.int64)
         self.sizes = self._sizes()
-        self.sampling_rate = self._rates()
+        if kind == "full" or rate is not None:
+            self.sampling_rate = np.full(len(self.partition_sizes), 1.0 if kind == "full" else rate)
+        elif kind == "blocks":  # of J mod c of them one example more
+            self.sampling_rate = np.asarray(1 / self.blocks(np.arange(len(self.partition_sizes))))
+        else:
+            self.sampling_rate = np.asarray(self.sizes / self.partition_sizes)
         self.normalizer = self.partition_sizes * self.sampling_rate
         if kind in ("poisson", "uniform", "shuffle") and rate is None:
             self.normalizer = self.sizes.astype(np.float64)
@@ -113,9 +118,7 @@ class Sampler:
         short = int((counts < size).sum())
         if short and self.small_peers != "full":
             row = int(counts.argmin())
-            holds = (
-                f"what the smallest peer, {self.peers[row]}, holds ({short} of {len(counts)} hold fewer than {size})"
-            )
+            holds = f"what the smallest peer, {self.peers[row]}, holds"
             or_rate = "a rate (data.batch.rate) in its place, " if kind == "poisson" else ""
             raise ScenarioError(
                 f"data.batch.size={size} must be at most {counts[row]}, {holds} ({short} of {len(counts)} hold fewer "
@@ -123,13 +126,6 @@ class Sampler:
                 "data.batch.small_peers: full, data.partition.min_size, fewer peers or more data"
             )
         return np.minimum(size, counts)
-
-    def _rates(self) -> np.ndarray:
-        if self.kind == "full" or self.rate is not None:
-            return np.full(len(self.partition_sizes), 1.0 if self.kind == "full" else self.rate)
-        if self.kind == "blocks":  # of J mod c of them one example more
-            return np.asarray(1 / self.blocks(np.arange(len(self.partition_sizes))))
-        return np.asarray(self.sizes / self.partition_sizes)
 
     def like(self, **changes: Any) -> Sampler:
         """Return a sampler of the same kind over other examples or peers, or with other keys."""
@@ -174,7 +170,12 @@ class Sampler:
             numbers = [g.integers(count) for g, count in zip(draws, self.blocks(rows), strict=True)]
             return self.block(rows, np.array(numbers, dtype=np.int64))
         number, within = divmod(int(step), self._steps)
-        places = self._places_in_block(number, rows)
+        if self._block.number != number:
+            self._block = _Block(number, len(self.partition_sizes), self._steps)
+        places = self._block.place_of.take(rows)
+        if len(places) and int(places.min()) < 0:
+            self._block.add(np.unique(rows[places < 0]), self._draw)
+            places = self._block.place_of.take(rows)
         counts = self._block.counts[within].take(places)
         width = int(counts.max(initial=1))
         index = self._block.index[within, :, :width].take(places, axis=0)
@@ -191,16 +192,6 @@ class Sampler:
         index = numbers[:, None] + counts[:, None] * np.arange(int(longest.max(initial=1)))
         return _padded(index, sizes)
 
-    def _places_in_block(self, number: int, rows: np.ndarray) -> np.ndarray:
-        """Return where the cached block holds some rows, drawing those not yet there."""
-        if self._block.number != number:
-            self._block = _Block(number, len(self.partition_sizes), self._steps)
-        places = self._block.place_of.take(rows)
-        if len(places) and int(places.min()) < 0:
-            self._block.add(np.unique(rows[places < 0]), self._draw)
-            places = self._block.place_of.take(rows)
-        return places
-
     def _generator(self, purpose: str, number: int, row: int) -> np.random.Generator:
         peer = int(self.peers[row])
         if peer not in self.keys:
@@ -211,22 +202,17 @@ class Sampler:
         """Draw one peer's block: how many examples in each of its steps, and their positions end to end."""
         count, size = int(self.partition_sizes[row]), int(self.sizes[row])
         if self.kind == "shuffle":
-            return self._draw_epochs(number, row, count, size)
+            steps, first = count // size, number * self._steps
+            epochs = np.arange(first // steps, (first + self._steps - 1) // steps + 1)
+            orders = [self._generator("shuffle", int(epoch), row).permutation(count) for epoch in epochs]
+            batches = np.concatenate([order[: steps * size].reshape(steps, size) for order in orders])
+            start = first - int(epochs[0]) * steps
+            return np.full(self._steps, size), np.sort(batches[start : start + self._steps], axis=1).reshape(-1)
         generator = self._generator("sampling", number, row)
         if self.kind == "poisson":
             return draw_poisson(generator, self._steps, count, float(self.sampling_rate[row]))
         positions = draw_distinct(generator, self._steps, size, count)
         return np.full(self._steps, size), positions.reshape(-1)
-
-    def _draw_epochs(self, number: int, row: int, count: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        steps = count // size
-        first = number * self._steps
-        epochs = np.arange(first // steps, (first + self._steps - 1) // steps + 1)
-        orders = [self._generator("shuffle", int(epoch), row).permutation(count) for epoch in epochs]
-        batches = np.concatenate([order[: steps * size].reshape(steps, size) for order in orders])
-        start = first - int(epochs[0]) * steps
-        chosen = np.sort(batches[start : start + self._steps], axis=1)
-        return np.full(self._steps, size), chosen.reshape(-1)
 
 
 def draw_poisson(generator: np.random.Generator, steps: int, count: int, rate: float) -> tuple[np.ndarray, np.ndarray]:

@@ -102,7 +102,7 @@ def scale_pixels(images: Tensor, constants: Constants) -> Tensor:
 
 
 def _embedded(
-    x: np.ndarray,
+    x: np.ndarray | SparseRows,
     labels: np.ndarray,
     n_train: int,
     name: str,
@@ -111,11 +111,14 @@ def _embedded(
 ) -> Source:
     """Split an embedded dataset by one fixed permutation."""
     order = keyed_generator(SPLIT_SEED, f"split {name}").permutation(len(labels))
-    tensor = torch.from_numpy(x.astype(np.float32 if n_tokens is None else np.int64))
+    if isinstance(x, SparseRows):
+        features: Features = x
+    else:
+        features = torch.from_numpy(x.astype(np.float32 if n_tokens is None else np.int64))
     labels = labels.astype(np.int64 if targets == "classes" else np.float32)
 
     def split(rows: np.ndarray) -> Split:
-        part = tensor[torch.from_numpy(rows)]
+        part = features[torch.from_numpy(rows)]
         return Split(labels[rows], lambda chosen: part[chosen])
 
     n_classes = int(labels.max()) + 1 if targets == "classes" else None
@@ -164,13 +167,7 @@ def read_synthetic_words(_root: str | None, _wanted: Wanted) -> Source:
 def read_synthetic_sparse(_root: str | None, _wanted: Wanted) -> Source:
     """Draw 2,500 examples of rcv1's shape, [47236] with some 73 features each, of norm 1."""
     x, labels = draw_sparse(2500)
-    rows, order = SparseRows(x), keyed_generator(SPLIT_SEED, "split synthetic sparse").permutation(2500)
-
-    def split(part: np.ndarray) -> Split:
-        own = rows[part]
-        return Split(labels[part], lambda chosen: own[chosen])
-
-    return Source(lambda: split(order[:SYNTHETIC_TRAIN]), lambda: split(order[SYNTHETIC_TRAIN:]), 2)
+    return _embedded(SparseRows(x), labels, SYNTHETIC_TRAIN, "synthetic sparse")
 
 
 @lru_cache
@@ -194,23 +191,6 @@ def _sklearn_table(name: str, file: str, **options: Any) -> np.ndarray:
 
 
 _IDX_HEADER = {1: 0x801, 3: 0x803}  # of bytes, by the number of axes
-_IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
-_CIFAR = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta")
-
-
-def read_mnist(root: str | None, wanted: Wanted) -> Source:
-    """Read MNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
-    return _halves("MNIST", root, "MNIST/raw", _IDX, MNIST_PIXELS, wanted.key, _read_idx_half)
-
-
-def read_fashion_mnist(root: str | None, wanted: Wanted) -> Source:
-    """Read FashionMNIST/raw/*-ubyte under `root`: [1, 28, 28]."""
-    return _halves("FashionMNIST", root, "FashionMNIST/raw", _IDX, FASHION_PIXELS, wanted.key, _read_idx_half)
-
-
-def read_cifar10(root: str | None, wanted: Wanted) -> Source:
-    """Read cifar-10-batches-py/ under `root` (torchvision unpickles it, after its checksums): [3, 32, 32]."""
-    return _halves("CIFAR10", root, "cifar-10-batches-py", _CIFAR, CIFAR10_PIXELS, wanted.key, _read_cifar10_half)
 
 
 def _read_idx_half(folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -233,48 +213,51 @@ def _read_idx(path: Path, axes: int) -> np.ndarray:
 
 
 def _read_cifar10_half(folder: Path, train: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Read half of CIFAR-10, which torchvision unpickles, after its checksums."""
     datasets = require("torchvision.datasets", "data.dataset=CIFAR10", "pip install torchvision")
     data = datasets.CIFAR10(folder.parent, train=train, download=False)
     return data.data, np.asarray(data.targets)
 
 
-def _halves(
-    kind: str,
-    root: str | None,
-    folder: str,
-    files: tuple[str, ...],
-    constants: Constants,
-    key: str,
-    read: HalfReader,
-) -> Source:
+_IDX = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+_CIFAR = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta")
+IMAGE_SETS: dict[str, tuple[str, tuple[str, ...], Constants, HalfReader]] = {
+    "MNIST": ("MNIST/raw", _IDX, MNIST_PIXELS, _read_idx_half),  # [1, 28, 28]
+    "FashionMNIST": ("FashionMNIST/raw", _IDX, FASHION_PIXELS, _read_idx_half),  # [1, 28, 28]
+    "CIFAR10": ("cifar-10-batches-py", _CIFAR, CIFAR10_PIXELS, _read_cifar10_half),  # [3, 32, 32]
+}
+
+
+def read_images(kind: str, root: str | None, wanted: Wanted) -> Source:
+    """Read one of IMAGE_SETS under `root`, as torchvision unpacks it: images [C, H, W] of ten classes."""
+    folder, files, constants, read = IMAGE_SETS[kind]
+    key = wanted.key
+
     def half(train: bool) -> Split:
         if root is None:
             raise ScenarioError(f"{key} is missing: {kind} is read from ROOT/{folder}; give that root, or use digits")
+        path = Path(root) / folder
         for file in files:
-            if not (Path(root) / folder / file).is_file():
+            if not (path / file).is_file():
                 raise ScenarioError(
                     f"{key}={root} has no {folder}/{file}: it must be a folder with torchvision's unpacked "
                     f"{kind}; point it there (from where the command runs), or use digits, which needs no file"
                 )
-        return _images_split(kind, Path(root) / folder, train, constants, key, read)
+        where = f"{key}={path.parent} holds a damaged {kind}"
+        try:
+            data, targets = read(path, train)
+        except (RuntimeError, OSError, ValueError, AssertionError, KeyError, IndexError, EOFError) as error:
+            raise ScenarioError(f"{where}: {one_line(error)}; unpack it afresh") from error
+        labels = class_labels(targets, f"{where}: its labels")
+        if len(labels) != len(data) or labels.max() > 9:
+            raise ScenarioError(
+                f"{where}: {len(data)} images, {len(labels)} labels up to {labels.max()}, and it must have one label "
+                "of 0..9 for each; unpack it afresh"
+            )
+        images = channels_first(torch.from_numpy(data))
+        return Split(labels, lambda rows: scale_pixels(images[rows], constants))
 
     return Source(lambda: half(True), lambda: half(False), 10)
-
-
-def _images_split(kind: str, folder: Path, train: bool, constants: Constants, key: str, read: HalfReader) -> Split:
-    where = f"{key}={folder.parent} holds a damaged {kind}"
-    try:
-        data, targets = read(folder, train)
-    except (RuntimeError, OSError, ValueError, AssertionError, KeyError, IndexError, EOFError) as error:
-        raise ScenarioError(f"{where}: {one_line(error)}; unpack it afresh") from error
-    labels = class_labels(targets, f"{where}: its labels")
-    if len(labels) != len(data) or labels.max() > 9:
-        raise ScenarioError(
-            f"{where}: {len(data)} images, {len(labels)} labels up to {labels.max()}, and it must have one label of "
-            "0..9 for each; unpack it afresh"
-        )
-    images = channels_first(torch.from_numpy(data))
-    return Split(labels, lambda rows: scale_pixels(images[rows], constants))
 
 
 def channels_first(images: Tensor) -> Tensor:
@@ -648,26 +631,28 @@ def read_svmlight(root: str | None, wanted: Wanted) -> Source:
     """Read one svmlight file: the training set at `data.root`, or the test set at `data.test`; indices count from 1."""
     if root is None or not Path(root).is_file():
         raise ScenarioError(f"{wanted.key}={root} is no file: dataset svmlight needs the path of one; give it")
-    half = partial(_read_sparse, root, wanted)
+    where, features = f"{wanted.key}={root}", wanted.n_features
+
+    def half() -> Split:
+        if features is None:
+            message = "data.n_features is missing: svmlight files do not say how many features there are; add it"
+            raise ScenarioError(message)
+        if features > LARGEST_INDEX:
+            message = f"data.n_features={features} must be <= {LARGEST_INDEX:,}; hash the features to fewer"
+            raise ScenarioError(message)
+        matrix, labels = _parsed(root, where, features)
+        if wanted.targets != "classes":
+            message = f"{where}: svmlight files have one label each, and the task's loss takes {wanted.targets}"
+            raise ScenarioError(message)
+        y = binary_labels(class_labels(labels, f"{where}: the labels", minimum=-1), where)
+        rows = SparseRows(matrix)
+        return Split(y, lambda chosen: rows[chosen])
+
     return Source(half, half, targets=wanted.targets)
 
 
-def _read_sparse(root: str, wanted: Wanted) -> Split:
-    where, features = f"{wanted.key}={root}", wanted.n_features
-    if features is None:
-        raise ScenarioError("data.n_features is missing: svmlight files do not say how many features there are; add it")
-    if features > LARGEST_INDEX:
-        raise ScenarioError(f"data.n_features={features} must be <= {LARGEST_INDEX:,}; hash the features to fewer")
-    matrix, labels = _parsed(root, where, features)
-    if wanted.targets != "classes":
-        raise ScenarioError(f"{where}: svmlight files have one label each, and the task's loss takes {wanted.targets}")
-    y = binary_labels(class_labels(labels, f"{where}: the labels", minimum=-1), where)
-    rows = SparseRows(matrix)
-    return Split(y, lambda chosen: rows[chosen])
-
-
 def _parsed(root: str, where: str, features: int) -> tuple[scipy.sparse.csr_matrix, np.ndarray]:
-    """Return the examples [N, features] and their labels."""
+    """Return the examples [N, features], with indices from 0, and their labels."""
     load = require("sklearn.datasets", "data.dataset=svmlight", "pip install scikit-learn").load_svmlight_file
     lines: Lines | None = None
     try:
@@ -683,11 +668,6 @@ def _parsed(root: str, where: str, features: int) -> tuple[scipy.sparse.csr_matr
         raise ScenarioError(f"{where} cannot be read ({one_line(error)}); give it whole") from error
     if not matrix.shape[0]:
         raise ScenarioError(f"{where} holds no example; give another file")
-    return _checked(matrix, features, root, where), labels
-
-
-def _checked(matrix: scipy.sparse.csr_matrix, features: int, root: str, where: str) -> scipy.sparse.csr_matrix:
-    """Return the examples with indices from 0; raise for an index or value out of range."""
     wrong = (matrix.indices < 1) | (matrix.indices > features) | ~np.isfinite(matrix.data)
     if wrong.any():
         place = int(np.argmax(wrong))
@@ -698,7 +678,7 @@ def _checked(matrix: scipy.sparse.csr_matrix, features: int, root: str, where: s
             "finite in float32; mend the line"
         )
     shape = (matrix.shape[0], features)
-    return scipy.sparse.csr_matrix((matrix.data, matrix.indices - 1, matrix.indptr), shape=shape)
+    return scipy.sparse.csr_matrix((matrix.data, matrix.indices - 1, matrix.indptr), shape=shape), labels
 
 
 def _line_of(root: str, row: int) -> int:
