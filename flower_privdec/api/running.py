@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from flower_privdec.api.scenarios import as_path, as_scenario, check_everywhere
 from flower_privdec.common.formatting import one_line, shown
-from flower_privdec.data.readers import require
+from flower_privdec.common.user_code import require
 from flower_privdec.engine.checkpoint import read_checkpoint
 from flower_privdec.engine.recorder import model_tensors
 from flower_privdec.engine.run import run as run_in_process

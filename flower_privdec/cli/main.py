@@ -28,6 +28,7 @@ from flower_privdec.cli.typer_parts import (
     starting,
 )
 from flower_privdec.common.formatting import printable, shown
+from flower_privdec.common.user_code import require
 from flower_privdec.errors import PrivdecError, RunError, ScenarioError, StoppedError
 
 
@@ -44,7 +45,6 @@ def flower_run(
     ] = None,
 ) -> None:
     """Run any Flower app in Flower's simulation, with nothing left running; exit with 1 when it failed."""
-    from flower_privdec.data.readers import require
     from flower_privdec.reporting import progress
 
     install = "pip install 'flower-privdec[simulation]'"
@@ -78,8 +78,6 @@ def guard(
     folder (of the ledger), epsilon, delta, clip_norm, rounds (how many updates) or noise_multiplier, apps (any, or a
     list of the SHA-256 of FABs), and examples (what replies state; 1).
     """
-    from flower_privdec.data.readers import require
-
     module = require("flower_privdec.flower.launch.guard", "privdec guard", "pip install flower-privdec")
     loaded = module.load_policy(policy)
     words, variables = module.guarded_command(loaded, supernode)
@@ -174,8 +172,6 @@ def run(
 
             summary = run_engine(experiment, folder, resume=resume, on_metrics=on_metrics)
         else:
-            from flower_privdec.data.readers import require
-
             install = "pip install 'flower-privdec[simulation]'"
             launcher = require("flower_privdec.flower.launch.launcher", "--runtime flower", install)
             summary = launcher.flower_run(experiment, folder, **for_flower, resume=resume, on_metrics=on_metrics)
@@ -324,7 +320,15 @@ def main(arguments: list[str] | None = None) -> None:
         status = 2 if error.errno == errno.ENAMETOOLONG else 1
         _exit("error", f"{path}: {error.strerror or error}; mend that, then try again", status)
     except Exception as error:
-        _exit_unless_a_bug(error)
+        usage = getattr(error, "format_message", None)  # of a usage error of click's, typer's own copy of it included
+        if usage is not None:
+            context = getattr(error, "ctx", None)
+            path = context.command_path if context is not None else "privdec"
+            message = " ".join(usage().split()).rstrip(".")
+            _exit("error", f"{message}; see `{path} --help`", getattr(error, "exit_code", 2))
+        if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):
+            _exit("error", "memory ran out; use a smaller model or fewer peers (`privdec plan` estimates the need)", 1)
+        raise  # a bug
     sys.exit(result if isinstance(result, int) else 0)
 
 
@@ -337,16 +341,3 @@ def _skip_last_collection() -> None:
 def _exit(kind: str, message: str, status: int) -> NoReturn:
     typer.echo(f"{kind}: {printable(message)}", err=True)
     sys.exit(status)
-
-
-def _exit_unless_a_bug(error: Exception) -> NoReturn:
-    """Exit with one line on a usage error or where memory ran out; raise anything else, which is a bug."""
-    usage = getattr(error, "format_message", None)  # of a usage error of click's, typer's own copy of it included
-    if usage is not None:
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context is not None else "privdec"
-        message = " ".join(usage().split()).rstrip(".")
-        _exit("error", f"{message}; see `{command} --help`", getattr(error, "exit_code", 2))
-    if isinstance(error, MemoryError) or "allocate" in str(error) or "out of memory" in str(error):
-        _exit("error", "memory ran out; use a smaller model or fewer peers (`privdec plan` estimates the need)", 1)
-    raise error

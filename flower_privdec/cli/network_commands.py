@@ -17,6 +17,7 @@ from flower_privdec.cli.typer_parts import (
     saying_when_interrupted,
     starting,
 )
+from flower_privdec.common.user_code import require
 
 
 def certs(
@@ -70,65 +71,30 @@ def peer(
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
     """Run one peer of a scenario on this device, which trains with the other peers and no server."""
-    from flower_privdec.data.readers import require
-    from flower_privdec.scenario import load_scenario
+    from flower_privdec.scenario import Scenario, load_scenario
+    from flower_privdec.scenario.loading import load_app_scenario
+    from flower_privdec.scenario.sections import AppScenario
 
+    loaded: Scenario | AppScenario
     if app is not None:
         if data is not None or insecure_seeds:
             raise typer.BadParameter(
                 "with --app, data and batches are the app's: leave out --data and --insecure-seeds"
             )
-        options = {"resume": resume, "with_parent": with_parent, "charge_witnessed": charge_witnessed}
-        _app_peer(app, scenario, number, out, certificates, initial, node_config, settings, options)
-        return
-    if initial is not None or node_config:
+        serverless = require("flower_privdec.flower.serverless", "privdec peer --app", "pip install grpcio")
+        loaded = load_app_scenario(scenario, settings or ())
+        run = partial(serverless.run_app_peer, app, initial=initial, node_config=node_config or ())
+    elif initial is not None or node_config:
         raise typer.BadParameter("--initial and --node-config are for --app: name the app's folder")
-    with starting():
-        network = require("flower_privdec.network.peer.foreground", "privdec peer", "pip install grpcio")
-        loaded = load_scenario(scenario, settings or ())
+    else:
+        with starting():
+            network = require("flower_privdec.network.peer.foreground", "privdec peer", "pip install grpcio")
+            loaded = load_scenario(scenario, settings or ())
+        run = partial(network.run_peer, data=data, insecure_seeds=insecure_seeds)
     folder = out or Path("peers") / f"{loaded.name}-{number}"
+    options = {"resume": resume, "with_parent": with_parent, "charge_witnessed": charge_witnessed}
     with saying_when_interrupted(f"the same command with --resume continues from {folder}"):
-        network.run_peer(
-            loaded,
-            number,
-            folder,
-            certificates,
-            data=data,
-            resume=resume,
-            insecure_seeds=insecure_seeds,
-            with_parent=with_parent,
-            charge_witnessed=charge_witnessed,
-        )
-
-
-def _app_peer(
-    app: Path,
-    scenario: Path,
-    number: int,
-    out: Path | None,
-    certificates: Path,
-    initial: Path | None,
-    node_config: list[str] | None,
-    settings: list[str] | None,
-    options: dict[str, bool],
-) -> None:
-    from flower_privdec.data.readers import require
-    from flower_privdec.scenario.loading import load_app_scenario
-
-    serverless = require("flower_privdec.flower.serverless", "privdec peer --app", "pip install grpcio")
-    loaded = load_app_scenario(scenario, settings or ())
-    folder = out or Path("peers") / f"{loaded.name}-{number}"
-    with saying_when_interrupted(f"the same command with --resume continues from {folder}"):
-        serverless.run_app_peer(
-            app,
-            loaded,
-            number,
-            folder,
-            certificates,
-            initial=initial,
-            node_config=node_config or (),
-            **options,
-        )
+        run(loaded, number, folder, certificates, **options)
 
 
 def up(
@@ -146,7 +112,6 @@ def up(
     ] = None,
 ) -> None:
     """Run all peers of a scenario as processes on this machine, over TLS, as they would run on devices."""
-    from flower_privdec.data.readers import require
     from flower_privdec.reporting import console, progress
     from flower_privdec.reporting.plots import save_run_plots
     from flower_privdec.scenario import load_scenario
@@ -177,8 +142,6 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the status of a running peer."""
-    from flower_privdec.data.readers import require
-
     network = require("flower_privdec.network.peer.foreground", "privdec status", "pip install grpcio")
     typer.echo(network.status_of(address, certificates, number, as_json))
 

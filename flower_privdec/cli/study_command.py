@@ -85,7 +85,10 @@ def run_study(
     results = [collect(part, size, cells, cache) for part in study.parts]
     shown = [result for result in results if result.part.name in names or result.complete]
     parts = [] if len(shown) == len(study.parts) else [result.part.name for result in shown]
-    publish(study, size, _command(name, size, parts, settings), shown, failed, out)
+    options = [("--size", size)] if size is not None else []
+    options += [("--only", part) for part in parts] + [("--set", setting) for setting in settings]
+    command = shlex.join(["privdec", "study", name, *(word for option in options for word in option)])
+    publish(study, size, command, shown, failed, out)
     print_verdicts(shown, out, console)
     if failed:
         raise RunError(
@@ -94,12 +97,6 @@ def run_study(
             code="study.cells-failed",
         )
     return shown
-
-
-def _command(name: str, size: str | None, parts: Sequence[str], settings: Sequence[str]) -> str:
-    options = [("--size", size)] if size is not None else []
-    options += [("--only", part) for part in parts] + [("--set", setting) for setting in settings]
-    return shlex.join(["privdec", "study", name, *(word for option in options for word in option)])
 
 
 def print_verdicts(results: Sequence[PartResult], out: Path, console: Console | None = None) -> None:

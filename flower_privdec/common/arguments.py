@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from flower_privdec.errors import ScenarioError
 
 
+def check_kinds(arguments: Mapping[str, Any], kinds: tuple[Any, ...], words: str) -> None:
+    """Raise unless all are of some types, which `words` describe, or None; a bool is no number."""
+    for name, value in arguments.items():
+        if value is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
+            raise ScenarioError(f"{name}={value!r} must be {words}")
+
+
 def check_numbers(arguments: Mapping[str, Any]) -> None:
     """Raise unless all are numbers or None."""
-    for name, value in arguments.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
-            raise ScenarioError(f"{name}={value!r} must be a number; give one such as 1.0")
+    check_kinds(arguments, (Real,), "a number; give one such as 1.0")
 
 
 def check_whole(arguments: Mapping[str, Any]) -> None:
     """Raise unless all are whole numbers or None."""
-    for name, value in arguments.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise ScenarioError(f"{name}={value!r} must be a whole number; give one such as 1")
-
-
-def check_kinds(arguments: Mapping[str, Any], kinds: tuple[type, ...], words: str) -> None:
-    """Raise unless all are of some types, which `words` describe, or None."""
-    for name, value in arguments.items():
-        if value is not None and not isinstance(value, kinds):
-            raise ScenarioError(f"{name}={value!r} must be {words}")
+    check_kinds(arguments, (Integral,), "a whole number; give one such as 1")
 
 
 def check_paths(arguments: Mapping[str, Any]) -> None:
@@ -38,6 +34,4 @@ def check_paths(arguments: Mapping[str, Any]) -> None:
 
 def check_calls(arguments: Mapping[str, Any]) -> None:
     """Raise unless all are callable or None."""
-    for name, value in arguments.items():
-        if value is not None and not callable(value):
-            raise ScenarioError(f"{name}={value!r} must be a function")
+    check_kinds(arguments, (Callable,), "a function")

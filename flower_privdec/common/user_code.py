@@ -164,6 +164,15 @@ def _import(path: str, where: str) -> ModuleType:
         raise ScenarioError(f"{where}: importing {path} failed: {one_line(error)}") from error
 
 
+def require(module: str, purpose: str, remedy: str) -> Any:
+    """Import an optional module, or raise ScenarioError with the remedy."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = error.name or module
+        raise ScenarioError(f"{purpose} needs {missing}, which is not installed: {remedy}") from error
+
+
 class RaisedElsewhere(Exception):  # noqa: N818 (an error of another process)
     """An error of another process of a run: `place`, which may be shown, and its traceback, which is private."""
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from flower_privdec.catalogue import PARTITIONS
 from flower_privdec.common.formatting import one_line, shown
-from flower_privdec.data.readers import require
+from flower_privdec.common.user_code import require
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator
 

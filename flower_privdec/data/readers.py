@@ -30,7 +30,7 @@ from torch import Tensor
 
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
-from flower_privdec.common.user_code import load_own
+from flower_privdec.common.user_code import load_own, require
 from flower_privdec.data.sparse_rows import LARGEST_INDEX, Features, SparseRows
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.rows.keys import keyed_generator
@@ -83,15 +83,6 @@ class Source:
     n_classes: int | None = None
     targets: Targets = "classes"
     n_tokens: int | None = None
-
-
-def require(module: str, purpose: str, remedy: str) -> Any:
-    """Import an optional module, or raise ScenarioError with the remedy."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        missing = error.name or module
-        raise ScenarioError(f"{purpose} needs {missing}, which is not installed: {remedy}") from error
 
 
 def scale_pixels(images: Tensor, constants: Constants) -> Tensor:

@@ -171,9 +171,12 @@ class MixingMatrix(ABC):
         """Return the sorted ids of all whose payloads these rows need."""
         return np.unique(self._columns())
 
-    @abstractmethod
     def dense(self) -> npt.NDArray[np.float64]:
         """Return the weights, [receivers, columns] float64."""
+        senders, receivers, weights = self.links()
+        full = np.zeros((len(self.receivers), self.n_columns))
+        full[self._positions(receivers), senders] = weights
+        return full
 
     @abstractmethod
     def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
@@ -295,12 +298,6 @@ class SparseMatrix(MixingMatrix):
     columns: Peers
     weights: npt.NDArray[np.float64]
     halves: bool
-
-    def dense(self) -> npt.NDArray[np.float64]:
-        """Return the weights, [receivers, columns] float64."""
-        full = np.zeros((len(self.receivers), self.n_columns))
-        full[np.repeat(np.arange(len(self.receivers)), np.diff(self.indptr)), self.columns] = self.weights
-        return full
 
     def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
         """See MixingMatrix."""
@@ -426,14 +423,6 @@ class AverageMatrix(MixingMatrix):
     members: Peers
     own: Peers
     averaged: npt.NDArray[np.bool_]
-
-    def dense(self) -> npt.NDArray[np.float64]:
-        """Return the weights, [receivers, columns] float64."""
-        full = np.zeros((len(self.receivers), self.n_columns))
-        full[np.ix_(self.averaged, self.members)] = 1 / len(self.members)
-        others = np.flatnonzero(~self.averaged)
-        full[others, self.own[others]] = 1
-        return full
 
     def links(self) -> tuple[Peers, Peers, npt.NDArray[np.float64]]:
         """See MixingMatrix."""

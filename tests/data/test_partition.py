@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import ROOT
 
-from flower_privdec.data import PARTITIONS, partition
+from flower_privdec.catalogue import PARTITIONS
+from flower_privdec.data import partition
 from flower_privdec.data.partition import _dirichlet
 from flower_privdec.errors import ScenarioError
 

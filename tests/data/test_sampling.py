@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from flower_privdec.data import SAMPLINGS, Examples, LocalBatch, PeerData, Sampler
+from flower_privdec.catalogue import SAMPLINGS
+from flower_privdec.data import Examples, LocalBatch, PeerData, Sampler
 from flower_privdec.data.peer_data import draw_distinct, draw_poisson
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import keyed_generator, seed_keys
