@@ -62,7 +62,10 @@ class Comparison:
         headings = ["", "runs", "ε", *(reading.title for reading in self.metrics.values())]
         rows = [
             [row["label"], str(row["runs"]), epsilon_text(row["epsilon"])]
-            + [_spread(row[name], {"share": reading.share}) for name, reading in self.metrics.items()]
+            + [
+                NOTHING if (own := row[name]) is None else measured(own["mean"], {"share": reading.share}, own["std"])
+                for name, reading in self.metrics.items()
+            ]
             for row in self.rows
         ]
         failed = [f"{label}, seed {seed}, failed: {why}" for (label, seed), why in self.failures.items()]
@@ -101,7 +104,9 @@ def compare(
         `privacy.ledger` must be left out.
     """
     variants = _variants(scenario, algorithms)
-    cells = [_cell(label, variant, seed) for label, variant in variants.items() for seed in _distinct(seeds)]
+    if not isinstance(seeds, Collection) or not seeds or len(set(seeds)) < len(seeds):
+        raise _argument_error(f"seeds={shown(seeds)} must be at least one, each once, in a list")
+    cells = [_cell(label, variant, seed) for label, variant in variants.items() for seed in seeds]
     if not isinstance(jobs, int) or jobs < 1:
         raise _argument_error(f"jobs={shown(jobs)} must be >= 1, and a whole number")
     if len({(cell.labels, cell.key) for cell in cells}) < len(cells):
@@ -131,7 +136,16 @@ def compare(
         raise RunError(f"every run failed; {label}, seed {seed}: {why}", code="api.all-failed")
     groups = [Group((label,), tuple(finished), 0, kinds) for label, finished in runs.items()]
     note = _note([run for group in groups for run in group.runs], seeds)
-    return Comparison([_row(group, readings) for group in groups], readings, tuple(seeds), failures, note)
+    rows: list[dict[str, Any]] = []
+    for group in groups:
+        estimates = {name: group.final(name) for name in readings}
+        row = {
+            "label": group.labels[0],
+            "runs": len(group.runs),
+            "epsilon": max(map(_epsilon, group.runs), default=None),
+        }
+        rows.append(row | {name: estimate and asdict(estimate) for name, estimate in estimates.items()})
+    return Comparison(rows, readings, tuple(seeds), failures, note)
 
 
 def _variants(
@@ -171,12 +185,6 @@ def _section(base: Scenario, algorithm: AlgorithmChoice) -> dict[str, Any]:
     return {key: getattr(base.algorithm, key) for key in SHARED} | dict(algorithm)
 
 
-def _distinct(seeds: Sequence[int]) -> Sequence[int]:
-    if not isinstance(seeds, Collection) or not seeds or len(set(seeds)) < len(seeds):
-        raise _argument_error(f"seeds={shown(seeds)} must be at least one, each once, in a list")
-    return seeds
-
-
 def _cell(label: str, scenario: Scenario, seed: int) -> Cell:
     if scenario.private is not None and scenario.private.ledger is not None:
         raise ScenarioError(
@@ -196,13 +204,6 @@ def _argument_error(message: str) -> ScenarioError:
     return ScenarioError(message, code="api.argument")
 
 
-def _row(group: Group, readings: Iterable[str]) -> dict[str, Any]:
-    epsilons = map(_epsilon, group.runs)
-    row: dict[str, Any] = {"label": group.labels[0], "runs": len(group.runs), "epsilon": max(epsilons, default=None)}
-    estimates = {name: group.final(name) for name in readings}
-    return row | {name: None if estimate is None else asdict(estimate) for name, estimate in estimates.items()}
-
-
 def _epsilon(run: Result) -> float:
     return max(float(row["epsilon"]) for row in run.summary["privacy"])
 
@@ -217,7 +218,3 @@ def _note(runs: Sequence[Result], seeds: Sequence[int]) -> str:
     total, delta = sum(epsilons), sum(max(float(row["delta"]) for row in rows) for rows in private)
     together = f"all {len(runs)} together cost up to ε = {epsilon_text(total)} at δ = {setting(delta)}"
     return f"{spread} ε is that of a run alone; {together}.".strip()
-
-
-def _spread(estimate: dict[str, Any] | None, kind: dict[str, Any]) -> str:
-    return NOTHING if estimate is None else measured(estimate["mean"], kind, estimate["std"])

@@ -28,7 +28,7 @@ from flower_privdec.experiment import Agreement, Experiment
 from flower_privdec.experiment.agreement import build_module, module_facts
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import plan_text
-from flower_privdec.reporting.run_folder import read_result
+from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.reporting.wording import headline
 from flower_privdec.scenario import Scenario
 
@@ -189,7 +189,7 @@ StateDict = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class RunResult:
+class RunResult(Result):
     """The contents of a run's folder, finished or not.
 
     Attributes:
@@ -199,16 +199,6 @@ class RunResult:
             epsilon (the largest of the peers; "inf" without privacy) and seconds.
         summary: summary.json; of a run that is not finished, the same keys as far as they are known.
     """
-
-    folder: Path
-    scenario: Scenario
-    metrics: list[Metrics]
-    summary: dict[str, Any]
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run reached its last round."""
-        return bool(self.summary["finished"])
 
     @property
     def privacy(self) -> list[dict[str, Any]]:
@@ -312,8 +302,7 @@ def load_run(folder: str | Path) -> RunResult:
     Raises:
         ScenarioError: when it is not a run's folder, or a file in it is damaged.
     """
-    result = read_result(as_path(folder, "folder"))
-    return RunResult(result.folder, result.scenario, result.metrics, result.summary)
+    return RunResult(**vars(read_result(as_path(folder, "folder"))))
 
 
 def as_frame(records: Sequence[Mapping[str, Any]]) -> Any:

@@ -21,7 +21,7 @@ from flower_privdec.graph.participation import EdgeParticipation, Participation,
 from flower_privdec.graph.topology import build_topology, sample_edges
 from flower_privdec.models import build_model, flatten
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import AppScenario, BatchSection, FeaturesSection, TaskSection, placed
+from flower_privdec.scenario.sections import AppScenario, FeaturesSection, TaskSection, placed
 from flower_privdec.tasks.losses import Loss, own_loss, resolve_loss, try_loss
 from flower_privdec.tasks.metrics import METRICS, Metric, own_metric, try_metric
 
@@ -69,6 +69,7 @@ class Agreement:
         algorithm.check_public(public, loss)
         module, dtype = build_module(scenario, **module_facts(public, loss)), DTYPES[scenario.compute.dtype]
         initial = flatten(module).to(device, dtype)
+        batch = scenario.data.batch
         kernel = build_kernel(
             module.to(device, dtype),
             loss,
@@ -76,7 +77,7 @@ class Agreement:
             memory_bytes=scenario.compute.memory_mib << 20,
             n_tokens=public.n_tokens,
             sparse=public.sparse,
-            single_example=_draws_one(scenario.data.batch),
+            single_example=batch.size == 1 and batch.sampling in ("uniform", "shuffle"),
         )
         algorithm.check_model(kernel)
         return Agreement(
@@ -93,11 +94,6 @@ class Agreement:
             device=device,
             learning_rate=algorithm.step_sizes(scenario.n_peers, scenario.rounds),
         )
-
-
-def _draws_one(batch: BatchSection) -> bool:
-    """Return whether a peer takes exactly one example a step."""
-    return batch.size == 1 and batch.sampling in ("uniform", "shuffle")
 
 
 def _with_features(public: PublicSet, section: FeaturesSection | None) -> PublicSet:

@@ -59,9 +59,15 @@ def evaluate(
     x, targets = inputs_like(agreement.public.x, models), agreement.public.y.to(models.device)
     outputs = kernel.logits(algorithm.network_mean(rows).unsqueeze(0), x)
     value = _sound_loss(agreement, outputs[0], targets, round_index)
-    measured, peers = _measure(agreement, outputs, targets), _try_peers(agreement, models, trial)
-    metrics = {
-        **{name: {"mean_model": finite(mean[0]), **_spread(peers[name])} for name, mean in measured.items()},
+    if all(torch.equal(model, models[0]) for model in models):  # one that all share is tried once
+        parts = [_try(agreement, models[:1])]
+    else:
+        parts = [_try(agreement, models)] if trial is None else trial()
+    metrics: dict[str, Any] = {
+        **{
+            name: {"mean_model": finite(mean[0]), **_spread([value for part in parts for value in part[name]])}
+            for name, mean in _measure(agreement, outputs, targets).items()
+        },
         "loss": {"mean_model": value},
         "consensus_distance": consensus_distance(models),
     }
@@ -107,14 +113,6 @@ def shows_private(scenario: Scenario) -> bool:
 def _measure(agreement: Agreement, outputs: Tensor, targets: Tensor) -> dict[str, list[float]]:
     """Return the task's metrics of some models' outputs [m, N, k], one value a model."""
     return {metric.name: metric.measure(agreement.loss, outputs, targets).tolist() for metric in agreement.metrics}
-
-
-def _try_peers(agreement: Agreement, models: Tensor, trial: Trial | None) -> dict[str, list[float]]:
-    """Return the metrics of the peers' models; one that all share is tried once."""
-    if all(torch.equal(model, models[0]) for model in models):
-        return _try(agreement, models[:1])
-    parts = [_try(agreement, models)] if trial is None else trial()
-    return {metric.name: [value for part in parts for value in part[metric.name]] for metric in agreement.metrics}
 
 
 def try_models(agreement: Agreement, rows: Mapping[str, Tensor]) -> dict[str, list[float]]:
@@ -212,33 +210,27 @@ def try_on_shards(
     """
     held, counts = held_labels(own, agreement.public.n_classes), _per_label(agreement, torch.ones_like(right))
     common = np.broadcast_to(_per_label(agreement, right), held.shape)
-    accuracies: dict[str, Any] = {"global_model": _spread_of(_accuracy(held, common, counts))}
+    accuracies: dict[str, Any] = {"global_model": _accuracy(held, common, counts)}
     models = agreement.algorithm.personal(rows)
     if models is None:
         return accuracies
     wanted = np.ones_like(held) if last else held
     personal = np.stack([_hits(agreement, *pair) for pair in zip(models, wanted, strict=True)])
-    accuracies["personal_models"] = _spread_of(_accuracy(held, personal, counts))
+    accuracies["personal_models"] = _accuracy(held, personal, counts)
     if last:
-        shards = _growing(held, agreement.scenario.seed_of("data"))
+        seed = agreement.scenario.seed_of("data")
+        missing = [np.flatnonzero(~own_labels) for own_labels in held]
+        order = [keyed_generator(seed, "extra labels", peer).permutation(labels) for peer, labels in enumerate(missing)]
+        shards = [held]  # with 0, 1, ... extra labels, until some peer has them all
+        for extra in range(min(map(len, order))):
+            more = shards[-1].copy()
+            more[np.arange(len(held)), [labels[extra] for labels in order]] = True
+            shards.append(more)
         accuracies["generalization"] = {
-            name: {str(extra): _spread_of(_accuracy(more, hits, counts))["mean"] for extra, more in enumerate(shards)}
+            name: {str(extra): _accuracy(more, hits, counts)["mean"] for extra, more in enumerate(shards)}
             for name, hits in (("personal_models", personal), ("global_model", common))
         }
     return accuracies
-
-
-def _growing(held: np.ndarray, seed: int) -> list[np.ndarray]:
-    """Return the labels of every peer's shard with 0, 1, ... extra ones, until some peer has them all."""
-    order = [
-        keyed_generator(seed, "extra labels", peer).permutation(np.flatnonzero(~own)) for peer, own in enumerate(held)
-    ]
-    shards = [held]
-    for extra in range(min(len(labels) for labels in order)):
-        more = shards[-1].copy()
-        more[np.arange(len(held)), [labels[extra] for labels in order]] = True
-        shards.append(more)
-    return shards
 
 
 def _hits(agreement: Agreement, model: Tensor, wanted: np.ndarray) -> np.ndarray:
@@ -258,14 +250,10 @@ def _per_label(agreement: Agreement, right: Tensor) -> np.ndarray:
     return np.bincount(labels.numpy(), weights=right.cpu().numpy(), minlength=n_classes)
 
 
-def _accuracy(shards: np.ndarray, hits: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the share of right answers on each peer's shard, without the peers whose shard is empty."""
+def _accuracy(shards: np.ndarray, hits: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+    """Return mean, least and most share of right answers over the peers' shards that are not empty; 0 without any."""
     examples = (shards * counts).sum(1)
-    return np.asarray((shards * hits).sum(1)[examples > 0] / examples[examples > 0])
-
-
-def _spread_of(values: np.ndarray) -> dict[str, float]:
-    """Return mean, least and most over the peers; 0 where no peer has a test example."""
+    values = (shards * hits).sum(1)[examples > 0] / examples[examples > 0]
     if not len(values):
         return {"mean": 0.0, "min": 0.0, "max": 0.0}
     return {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from flower_privdec.common.formatting import memory
 from flower_privdec.common.machine import HEADROOM, available_bytes, check_room
-from flower_privdec.data import PublicSet
 from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.protocol import inputs_like
@@ -72,12 +71,12 @@ def check_steps(scenario: Scenario, peers: int) -> None:
 def memory_need(experiment: Experiment, workers: int = 1) -> MemoryNeed:
     """Estimate what a run of the peers hosted here takes, by so many processes."""
     scenario, public, examples = experiment.scenario, experiment.public, experiment.own.examples
-    data, itemsize = (
-        sum(t.nbytes for t in (examples.x, examples.y, public.x, public.y)),
-        experiment.initial.element_size(),
-    )
-    per_example = _input_numbers(public) + 2 * outputs_per_example(experiment.module, public.x)
-    batch = int(experiment.own.sampler.normalizer.sum() * per_example * itemsize)
+    data = sum(t.nbytes for t in (examples.x, examples.y, public.x, public.y))
+    inputs = math.prod(public.input_shape)
+    if isinstance(public.x, SparseRows):  # what the longest row names, twice packed
+        inputs = 2 * int(np.diff(public.x.matrix.indptr).max())
+    per_example = inputs + 2 * outputs_per_example(experiment.module, public.x)
+    batch = int(experiment.own.sampler.normalizer.sum() * per_example * experiment.initial.element_size())
     table, rows = _chosen_table_bytes(experiment), len(experiment.own.peers)
     return MemoryNeed(
         state=_state_bytes(experiment, rows),
@@ -87,13 +86,6 @@ def memory_need(experiment: Experiment, workers: int = 1) -> MemoryNeed:
         checkpoint=_checkpoint_bytes(experiment, rows, table),
         workers=(workers - 1) * WORKER_BYTES,
     )
-
-
-def _input_numbers(public: PublicSet) -> int:
-    """Return how many numbers an example of a batch has: of compressed rows what the longest names, twice packed."""
-    if isinstance(public.x, SparseRows):
-        return 2 * int(np.diff(public.x.matrix.indptr).max())
-    return math.prod(public.input_shape)
 
 
 def _row_bytes(experiment: Experiment) -> int:
@@ -197,12 +189,11 @@ def multiplications_per_example(module: nn.Module, x: Features) -> int:
 
     Each output of a linear layer or a convolution takes as many as it has weights, and those of others one.
     """
-    return sum(count * _weights_per_output(leaf) for leaf, count in _outputs(module, x))
-
-
-def _weights_per_output(leaf: nn.Module) -> int:
-    kernels = [part for part in leaf.parameters(recurse=False) if part.ndim > 1]
-    return max(1, sum(part.numel() // len(part) for part in kernels))
+    total = 0
+    for leaf, count in _outputs(module, x):
+        kernels = [part for part in leaf.parameters(recurse=False) if part.ndim > 1]
+        total += count * max(1, sum(part.numel() // len(part) for part in kernels))
+    return total
 
 
 def _outputs(module: nn.Module, x: Features) -> list[tuple[nn.Module, int]]:

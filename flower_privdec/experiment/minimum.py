@@ -66,7 +66,12 @@ def find_minimum(objective: ConvexObjective) -> Minimum | None:
     """
     if objective.regularizer == Regularizer() or objective.loss.name not in ("hinge", *SMOOTH):
         return None
-    path = cache_folder() / f"minimum-{_key(objective)}.json"
+    key = (objective.regularizer, objective.loss.name, objective.outputs, objective.bias)
+    digest = hashlib.sha256(repr(key).encode())
+    for part in (objective.features.indptr, objective.features.indices, objective.features.data, objective.weights):
+        digest.update(np.ascontiguousarray(part).data)
+    digest.update(objective.targets.contiguous().numpy().data)
+    path = cache_folder() / f"minimum-{digest.hexdigest()}.json"
     try:
         cached = json.loads(path.read_text())
         return Minimum(float(cached["value"]), float(cached["gap"]))
@@ -81,15 +86,6 @@ def find_minimum(objective: ConvexObjective) -> Minimum | None:
     except OSError as error:
         _log.warning("%s cannot be written (%s); the minimum is searched for each time", path, error)
     return solution
-
-
-def _key(objective: ConvexObjective) -> str:
-    key = (objective.regularizer, objective.loss.name, objective.outputs, objective.bias)
-    digest = hashlib.sha256(repr(key).encode())
-    for part in (objective.features.indptr, objective.features.indices, objective.features.data, objective.weights):
-        digest.update(np.ascontiguousarray(part).data)
-    digest.update(objective.targets.contiguous().numpy().data)
-    return digest.hexdigest()
 
 
 def solve(objective: ConvexObjective) -> Minimum:
@@ -133,19 +129,15 @@ def lower_bound(objective: ConvexObjective, losses: Losses, x: Array) -> float:
     outputs = objective.features @ objective.matrix(x)
     values, slopes = losses(outputs)
     weighted = objective.weights[:, None] * slopes
-    dual = -objective.vector(objective.features.T @ weighted)
+    v, h = -objective.vector(objective.features.T @ weighted), objective.regularizer
     dual_value = float(objective.weights @ values - (weighted * outputs).sum())
-    return _minus_conjugate(objective.regularizer, dual_value, dual)
-
-
-def _minus_conjugate(h: Regularizer, dual_value: float, v: Array) -> float:
-    """Return dual_value - h*(v); of an l1 norm alone, at the nearest dual point s v, s <= 1, for which h* is finite."""
-    if math.isfinite(h.radius):
+    if math.isfinite(h.radius):  # each case subtracts h*(v)
         return dual_value - h.radius * float(np.linalg.norm(v))
     if math.isfinite(h.lower):
         return dual_value - float(np.maximum(v * h.lower, v * h.upper).sum())
     if h.l2:
         return dual_value - float((np.maximum(np.abs(v) - h.l1, 0) ** 2).sum()) / (2 * h.l2)
+    # an l1 norm alone: at the nearest dual point s v, s <= 1, for which h* is finite
     return dual_value * min(1.0, h.l1 / max(float(np.abs(v).max()), 1e-300))
 
 

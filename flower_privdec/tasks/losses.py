@@ -103,25 +103,9 @@ def _margin(outputs: Tensor, labels: Tensor) -> Tensor:
     return (_sign(outputs, labels) * outputs).squeeze(-1)
 
 
-def _logistic(outputs: Tensor, labels: Tensor) -> Tensor:
-    return functional.softplus(-_margin(outputs, labels))
-
-
-def _logistic_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
-    return torch.sigmoid(outputs) - labels.unsqueeze(-1).to(outputs.dtype)
-
-
-def _hinge(outputs: Tensor, labels: Tensor) -> Tensor:
-    return torch.relu(1 - _margin(outputs, labels))
-
-
 def _hinge_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
     negative_sign = torch.rsub(labels.unsqueeze(-1).to(outputs.dtype), 1, alpha=2)  # -1 for class 1, 1 for class 0
     return negative_sign.mul_((negative_sign * outputs).gt(-1))
-
-
-def _squared_hinge(outputs: Tensor, labels: Tensor) -> Tensor:
-    return torch.relu(1 - _margin(outputs, labels)).square()
 
 
 def _squared_hinge_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -133,55 +117,30 @@ def _error(outputs: Tensor, numbers: Tensor) -> Tensor:
     return outputs - numbers.to(outputs.dtype)
 
 
-def _mse(outputs: Tensor, numbers: Tensor) -> Tensor:
-    return _error(outputs, numbers).square().mean(-1)
-
-
-def _mse_derivative(outputs: Tensor, numbers: Tensor) -> Tensor:
-    return _error(outputs, numbers).mul_(2 / outputs.shape[-1])
-
-
-def _mae(outputs: Tensor, numbers: Tensor) -> Tensor:
-    return _error(outputs, numbers).abs().mean(-1)
-
-
-def _mae_derivative(outputs: Tensor, numbers: Tensor) -> Tensor:
-    return _error(outputs, numbers).sign_().div_(outputs.shape[-1])
-
-
 def _huber(outputs: Tensor, numbers: Tensor) -> Tensor:
     absolute_error = _error(outputs, numbers).abs()
     return torch.where(absolute_error < 1, absolute_error.square() / 2, absolute_error - 0.5).mean(-1)
 
 
-def _huber_derivative(outputs: Tensor, numbers: Tensor) -> Tensor:
-    return _error(outputs, numbers).clamp_(-1, 1).div_(outputs.shape[-1])
-
-
-def _binary_cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
-    return (functional.softplus(outputs) - labels.to(outputs.dtype) * outputs).mean(-1)
-
-
-def _binary_cross_entropy_derivative(outputs: Tensor, labels: Tensor) -> Tensor:
-    return torch.sigmoid(outputs).sub_(labels.to(outputs.dtype)).div_(outputs.shape[-1])
-
-
-def _built_in(name: str, value: OutputFunction, derivative: OutputFunction, *, single: bool = False) -> Loss:
-    return Loss(name, value, derivative, LOSS_KINDS[name].targets, single)
-
-
+_FUNCTIONS: dict[str, tuple[OutputFunction, OutputFunction]] = {  # of outputs o and targets y: value, derivative
+    "cross-entropy": (_cross_entropy, _cross_entropy_derivative),
+    "logistic": (
+        lambda o, y: functional.softplus(-_margin(o, y)),
+        lambda o, y: torch.sigmoid(o) - y.unsqueeze(-1).to(o.dtype),
+    ),
+    "hinge": (lambda o, y: torch.relu(1 - _margin(o, y)), _hinge_derivative),
+    "squared-hinge": (lambda o, y: torch.relu(1 - _margin(o, y)).square(), _squared_hinge_derivative),
+    "mse": (lambda o, y: _error(o, y).square().mean(-1), lambda o, y: _error(o, y).mul_(2 / o.shape[-1])),
+    "mae": (lambda o, y: _error(o, y).abs().mean(-1), lambda o, y: _error(o, y).sign_().div_(o.shape[-1])),
+    "huber": (_huber, lambda o, y: _error(o, y).clamp_(-1, 1).div_(o.shape[-1])),
+    "binary-cross-entropy": (
+        lambda o, y: (functional.softplus(o) - y.to(o.dtype) * o).mean(-1),
+        lambda o, y: torch.sigmoid(o).sub_(y.to(o.dtype)).div_(o.shape[-1]),
+    ),
+}
 LOSSES = {
-    loss.name: loss
-    for loss in (
-        _built_in("cross-entropy", _cross_entropy, _cross_entropy_derivative),
-        _built_in("logistic", _logistic, _logistic_derivative, single=True),
-        _built_in("hinge", _hinge, _hinge_derivative, single=True),
-        _built_in("squared-hinge", _squared_hinge, _squared_hinge_derivative, single=True),
-        _built_in("mse", _mse, _mse_derivative),
-        _built_in("mae", _mae, _mae_derivative),
-        _built_in("huber", _huber, _huber_derivative),
-        _built_in("binary-cross-entropy", _binary_cross_entropy, _binary_cross_entropy_derivative),
-    )
+    name: Loss(name, *functions, LOSS_KINDS[name].targets, single=name in ("logistic", "hinge", "squared-hinge"))
+    for name, functions in _FUNCTIONS.items()
 }
 
 

@@ -34,10 +34,6 @@ class Metric:
     measure: Measure
 
 
-def _accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    return (loss.predict(outputs) == targets).double().mean(-1)
-
-
 def _counts(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count by class or label what is right, what is predicted and what is there, each [..., C]."""
     if loss.targets == "labels":
@@ -78,10 +74,6 @@ def _micro_f1(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     return 2 * right / (predicted + there).clamp_min(1)
 
 
-def _subset_accuracy(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    return (loss.predict(outputs) == targets).all(-1).double().mean(-1)
-
-
 def _log_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
     if loss.single:
         signs = targets.double() * 2 - 1
@@ -93,18 +85,6 @@ def _log_loss(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
 
 def _errors(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.double() - targets.double()
-
-
-def _mse(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    return _errors(outputs, targets).square().mean((-2, -1))
-
-
-def _rmse(loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    return _mse(loss, outputs, targets).sqrt()
-
-
-def _mae(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
-    return _errors(outputs, targets).abs().mean((-2, -1))
 
 
 def _r2(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -130,16 +110,16 @@ def _mean_average_precision(_loss: Loss, outputs: Tensor, targets: Tensor) -> Te
 
 
 _MEASURES: dict[str, Measure] = {
-    "accuracy": _accuracy,
+    "accuracy": lambda loss, o, y: (loss.predict(o) == y).double().mean(-1),
     "balanced-accuracy": _balanced_accuracy,
     "macro-f1": _macro_f1,
     "log-loss": _log_loss,
-    "rmse": _rmse,
-    "mse": _mse,
-    "mae": _mae,
+    "rmse": lambda _, o, y: _errors(o, y).square().mean((-2, -1)).sqrt(),
+    "mse": lambda _, o, y: _errors(o, y).square().mean((-2, -1)),
+    "mae": lambda _, o, y: _errors(o, y).abs().mean((-2, -1)),
     "r2": _r2,
     "micro-f1": _micro_f1,
-    "subset-accuracy": _subset_accuracy,
+    "subset-accuracy": lambda loss, o, y: (loss.predict(o) == y).all(-1).double().mean(-1),
     "mean-average-precision": _mean_average_precision,
 }
 METRICS = {name: Metric(name, METRIC_KINDS[name], measure) for name, measure in _MEASURES.items()}
