@@ -139,11 +139,8 @@ def compare(
     rows: list[dict[str, Any]] = []
     for group in groups:
         estimates = {name: group.final(name) for name in readings}
-        row = {
-            "label": group.labels[0],
-            "runs": len(group.runs),
-            "epsilon": max(map(_epsilon, group.runs), default=None),
-        }
+        largest = max(map(_epsilon, group.runs), default=None)
+        row = {"label": group.labels[0], "runs": len(group.runs), "epsilon": largest}
         rows.append(row | {name: estimate and asdict(estimate) for name, estimate in estimates.items()})
     return Comparison(rows, readings, tuple(seeds), failures, note)
 

@@ -15,7 +15,6 @@ from flower_privdec.reporting.plots import INK, MUTED, PAPER, SERIES, drawing, n
 from flower_privdec.scenario import Scenario
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -49,7 +48,6 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
     """Describe the graph of a scenario, and draw it where a file is given.
 
     Args:
-        scenario: the scenario; its data are not read.
         out: a .png, .svg or .pdf file to write.
 
     Returns:
@@ -68,7 +66,10 @@ def describe(scenario: Scenario, out: Path | None = None) -> dict[str, Any]:
         note = NO_GRAPH.format(scenario.algorithm.name)
         return {**dict.fromkeys(absent), "n_peers": scenario.n_peers, "edges_per_round": [0], "note": note}
     topology = mixing.topology
-    counts = [edge_count(topology, k) for k in range(rounds_shown(topology))]
+    if isinstance(topology, CompleteTopology):  # without listing them
+        counts = [topology.n_peers * (topology.n_peers - 1)]
+    else:
+        counts = [len(topology.edges(k)) for k in range(rounds_shown(topology))]
     if out is not None and (scenario.n_peers > MOST_PEERS_DRAWN or max(counts) > MOST_EDGES_DRAWN):
         raise ScenarioError(
             f"--out {out}: a picture of {scenario.n_peers:,} peers and {max(counts):,} edges would show nothing; draw "
@@ -105,48 +106,41 @@ def rounds_shown(topology: Topology) -> int:
     return min(topology.period or ROUNDS_SHOWN, ROUNDS_SHOWN)
 
 
-def edge_count(topology: Topology, round_index: int) -> int:
-    """Return how many edges a round has, (sender, receiver)."""
-    if isinstance(topology, CompleteTopology):  # without listing them
-        return topology.n_peers * (topology.n_peers - 1)
-    return len(topology.edges(round_index))
-
-
 def draw_topology(topology: Topology) -> Figure:
     """Draw a graph on a circle, one panel for each of its first rounds; call it within `drawing`."""
-    panels = rounds_shown(topology)
+    import networkx as nx
+
+    panels, n_peers = rounds_shown(topology), topology.n_peers
     across = panels if panels <= 4 else 3
     down = math.ceil(panels / across)
     side = 3.4 if panels == 1 else 2.5
     figure = new_figure(side * across, (side + 0.1) * down)
     grid = figure.subplots(down, across, squeeze=False)
+    angles = [2 * math.pi * peer / n_peers for peer in range(n_peers)]
+    positions = {peer: (math.sin(angle), math.cos(angle)) for peer, angle in enumerate(angles)}
+    node_size = min(300.0, (side * 72 * 2 / n_peers) ** 2 / 3)
+    style: dict[str, Any]
     for k, axes in enumerate(grid.flat):
         axes.set_axis_off()
         if k < panels:
-            _draw_round(axes, topology, k, side)
+            graph = nx.DiGraph() if topology.directed else nx.Graph()
+            graph.add_nodes_from(range(n_peers))
+            graph.add_edges_from(topology.edges(k).tolist())
+            edges = graph.number_of_edges()
+            style = {
+                "edge_color": SERIES[0],
+                "alpha": max(0.15, min(0.8, 60 / (edges + 1))),
+                "ax": axes,
+                "arrows": False,
+            }
+            if topology.directed and edges <= MOST_ARROWS:
+                style |= {"arrows": True, "arrowsize": 9, "connectionstyle": "arc3,rad=0.08"}
+            nx.draw_networkx_edges(graph, positions, node_size=node_size, ax=axes, **style)
+            outline = {"node_color": PAPER, "edgecolors": INK, "linewidths": 0.9}
+            nx.draw_networkx_nodes(graph, positions, node_size=node_size, ax=axes, **outline)
+            if n_peers <= LARGEST_LISTED:
+                font_size = 8 if n_peers <= 16 else 6
+                nx.draw_networkx_labels(graph, positions, font_size=font_size, font_color=INK, ax=axes)
+            axes.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))
             axes.set_title(f"round {k}" if panels > 1 else "every round", fontsize=9, color=MUTED)
     return figure
-
-
-def _draw_round(axes: Axes, topology: Topology, round_index: int, side: float) -> None:
-    import networkx as nx
-
-    graph = nx.DiGraph() if topology.directed else nx.Graph()
-    graph.add_nodes_from(range(topology.n_peers))
-    graph.add_edges_from(topology.edges(round_index).tolist())
-    n_peers = topology.n_peers
-    angles = {peer: 2 * math.pi * peer / n_peers for peer in graph}
-    positions = {peer: (math.sin(angle), math.cos(angle)) for peer, angle in angles.items()}
-    node_size = min(300.0, (side * 72 * 2 / n_peers) ** 2 / 3)
-    edges = graph.number_of_edges()
-    style: dict[str, Any] = {"edge_color": SERIES[0], "alpha": max(0.15, min(0.8, 60 / (edges + 1))), "ax": axes}
-    if topology.directed and edges <= MOST_ARROWS:
-        style |= {"arrows": True, "arrowsize": 9, "connectionstyle": "arc3,rad=0.08"}
-    else:
-        style |= {"arrows": False}
-    nx.draw_networkx_edges(graph, positions, node_size=node_size, **style)
-    outline = {"node_color": PAPER, "edgecolors": INK, "linewidths": 0.9}
-    nx.draw_networkx_nodes(graph, positions, node_size=node_size, ax=axes, **outline)
-    if n_peers <= LARGEST_LISTED:
-        nx.draw_networkx_labels(graph, positions, font_size=8 if n_peers <= 16 else 6, font_color=INK, ax=axes)
-    axes.set(aspect="equal", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))

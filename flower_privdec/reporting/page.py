@@ -71,6 +71,10 @@ def render(groups: Sequence[RunGroup]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    budgets = [group.budget for group in groups]
+    headings: list[str | None] = [None] * len(groups)  # the budget above the first run of each, where there are several
+    for i, budget in enumerate(budgets if len(set(budgets)) > 1 else ()):
+        headings[i] = None if i and budgets[i - 1] == budget else budget_name(budget)
     single, n_runs = len(groups) == 1, sum(len(group.runs) for group in groups)
     return environment.get_template("report.html.j2").render(
         title=groups[0].label if single else f"{n_runs} runs compared",
@@ -79,18 +83,10 @@ def render(groups: Sequence[RunGroup]) -> str:
         curves=_curves(groups),
         keys=[(series, DASHES[dash]) for series, dash in map(line_style, range(len(groups)))],
         comparison=[comparison_row(group.summary) for group in groups],
-        budgets=_headings(groups),
+        budgets=headings,
         runs=[_section(group, graph) for group, graph in zip(groups, _graphs(groups), strict=True)],
         version=__version__,
     )
-
-
-def _headings(groups: Sequence[RunGroup]) -> list[str | None]:
-    """Return for each run the heading above it: its budget, where it is the first of several; else None."""
-    budgets = [group.budget for group in groups]
-    if len(set(budgets)) == 1:
-        return [None] * len(groups)
-    return [None if i and budgets[i - 1] == budget else budget_name(budget) for i, budget in enumerate(budgets)]
 
 
 def _best(groups: Sequence[RunGroup]) -> str:
@@ -159,6 +155,11 @@ def _curves(groups: Sequence[RunGroup]) -> list[str]:
 def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
     """Return the page's section about a group."""
     summary, (first, *others) = group.summary, group.runs
+
+    def privacy_cells(row: dict[str, Any]) -> list[str]:
+        numbers = [epsilon_text(row["epsilon"]), setting(row["claimed_epsilon"]), setting(row["delta"])]
+        return [*numbers, *(str(row[key]) for key in ("unit", "adjacency", "calibration"))]
+
     facts = [
         ("algorithm", summary["algorithm"]),
         ("peers", str(summary["n_peers"])),
@@ -177,16 +178,11 @@ def _section(group: RunGroup, graph: dict[str, Any]) -> dict[str, Any]:
         "claim": wording.claim(summary),
         "warning": summary.get("budget_note"),
         "noise": summary.get("noise") if wording.is_private(summary) else None,
-        "privacy": wording.alike(summary["privacy"], _privacy_cells),
+        "privacy": wording.alike(summary["privacy"], privacy_cells),
         "graph": graph,
         "yaml": complete_yaml(first.scenario),
         "folders": [str(run.folder) for run in group.runs],
     }
-
-
-def _privacy_cells(row: dict[str, Any]) -> list[str]:
-    numbers = [epsilon_text(row["epsilon"]), setting(row["claimed_epsilon"]), setting(row["delta"])]
-    return [*numbers, *(str(row[key]) for key in ("unit", "adjacency", "calibration"))]
 
 
 def _graphs(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:

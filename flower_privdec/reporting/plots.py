@@ -231,10 +231,7 @@ def to_svg(figure: Figure, label: str) -> str:
 
 
 def draw_generalization(metrics: dict[str, Any]) -> Figure | None:
-    """Draw accuracy against the extra label classes added to each peer's own (FedDeper, Fig. 5b).
-
-    Args:
-        metrics: the last line of a run's metrics.
+    """Draw accuracy against the extra label classes added to each peer's own (FedDeper, Fig. 5b) at a run's end.
 
     Returns:
         None when the run has no personalized models. Call it within `drawing`.
@@ -255,9 +252,6 @@ def draw_generalization(metrics: dict[str, Any]) -> Figure | None:
 
 def draw_contributions(metrics: Sequence[dict[str, Any]]) -> Figure | None:
     """Draw the mean Shapley value φ_ij of each peer j's gradients over the peers i that receive them, in every round.
-
-    Args:
-        metrics: the lines of a run's metrics.
 
     Returns:
         None when the run has no Shapley values. Call it within `drawing`.
@@ -285,9 +279,6 @@ def draw_contributions(metrics: Sequence[dict[str, Any]]) -> Figure | None:
 
 def save_run_plots(out: Path) -> list[Path]:
     """Write a run's curves to its folder plots: accuracy.png, loss.png and so on, and those of some algorithms alone.
-
-    Args:
-        out: the run's folder, with scenario.yaml and metrics.jsonl.
 
     Returns:
         The files written: none for a quantity the run does not have (ε without privacy); none, with a

@@ -42,9 +42,7 @@ def progress(
     """Show a run's progress on stderr while the context lasts; write nothing before the first metrics.
 
     Args:
-        scenario: the run's.
-        folder: the run's; TensorBoard's files go to its folder tensorboard.
-        tensorboard: write scalars for TensorBoard as well.
+        tensorboard: write scalars for TensorBoard as well, to the run's folder tensorboard.
         console: where to print; stderr by default.
         below: what a terminal shows below the bar, redrawn with it.
 
@@ -122,10 +120,6 @@ def counting_bar(console: Console) -> Progress:
 @contextmanager
 def rounds(name: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
     """Show the round of a run on stderr: a bar on a terminal, a few lines elsewhere.
-
-    Args:
-        name: the run's.
-        console: where to print; stderr by default.
 
     Yields:
         A function to call with the round and the number of rounds.
@@ -214,23 +208,13 @@ class PeersTable:
     """Each peer's last status, as a table that is redrawn whenever it is shown."""
 
     def __init__(self, n_peers: int) -> None:
-        """Start with peers that have sent no status.
-
-        Args:
-            n_peers: how many there are.
-        """
+        """Start with peers that have sent no status."""
         self._statuses: dict[int, dict[str, Any]] = {}
         self._notes = dict.fromkeys(range(n_peers), "starting")
         self._lock = Lock()
 
     def update(self, peer: int, status: dict[str, Any] | None, note: str) -> None:
-        """Record a peer's status.
-
-        Args:
-            peer: which.
-            status: its status; None where it does not answer, and its last one stays.
-            note: what to show beside it.
-        """
+        """Record a peer's status, or None where it does not answer and its last one stays, and a note beside it."""
         with self._lock:
             self._notes[peer] = note
             if status is not None:
@@ -261,11 +245,6 @@ def network_progress(
     scenario: Scenario, folder: Path, *, console: Console | None = None
 ) -> Iterator[tuple[OnMetrics, OnStatus | None]]:
     """Show a network's progress on stderr while the context lasts: on a terminal with a table of its peers.
-
-    Args:
-        scenario: the run's.
-        folder: the run's.
-        console: where to print; stderr by default.
 
     Yields:
         A function to call with each evaluation's metrics, and one to call with each peer's status; None in its place

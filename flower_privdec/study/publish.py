@@ -69,12 +69,7 @@ def row(result: PartResult, group: Group) -> list[str]:
 
 
 def budgets_text(values: Iterable[float], text: Callable[[float], str]) -> str:
-    """Return the distinct budgets, ascending: `1.00, 3.00`; of many the range: `0.21 to 3.00`.
-
-    Args:
-        values: ascending.
-        text: formats one.
-    """
+    """Return distinct budgets, which are ascending: `1.00, 3.00`; of many the range: `0.21 to 3.00`."""
     texts = list(dict.fromkeys(map(text, values)))
     return f"{texts[0]} to {texts[-1]}" if len(texts) > MOST_BUDGETS else ", ".join(texts) or NOTHING
 
@@ -221,38 +216,19 @@ def publish(
     """Write table-PART.csv, the figures and README.md to a folder.
 
     Args:
-        study: its definition.
         size: of the study; None where it has none.
         command: that reproduces what is published.
-        results: of the parts to publish.
-        failed: the cells that failed.
-        out: the folder.
 
     Raises:
         RunError: when it cannot be written; the cells are kept.
     """
-    try:
-        make_folder(out)
-        for result in results:
-            (out / f"table-{result.part.name}.csv").write_text(to_csv(result), encoding="utf-8")
-        sections = [_section(result, out) for result in results]
-        text = "\n\n".join([*_head(study, size, command, results, failed), *sections]) + "\n"
-        (out / "README.md").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{out}: cannot be written ({error}); give another --out, the cells are kept") from error
-
-
-def _head(
-    study: Study, size: str | None, command: str, results: Sequence[PartResult], failed: Sequence[Outcome]
-) -> list[str]:
     cells = [cell for result in results for cell in result.cells]
-    runs = len({cell.key for cell in cells})
-    seconds = sum(result.seconds for result in results)
+    runs, seconds = len({cell.key for cell in cells}), sum(result.seconds for result in results)
     privacy = []
     if any(cell.scenario.private is not None for cell in cells):
         data = {(repr(cell.scenario.data.dataset), cell.scenario.data.root) for cell in cells}
         privacy = [f"{ONE_DATA_SET} {EACH_ALONE}" if len(data) == 1 else EACH_ALONE, TWO_EPSILONS]
-    lines = [
+    head = [
         f"# {study.heading}{f' ({size} size)' if size else ''}",
         *([study.paper] if study.paper else ()),
         f"Made by `{command}` with flower-privdec {__version__}: {runs} runs, {duration(seconds)} of CPU time "
@@ -263,8 +239,16 @@ def _head(
     ]
     if failed:
         listed = "\n".join(f"- {outcome.cell.title}: {outcome.error}" for outcome in failed)
-        lines.append(f"**{len(failed)} runs failed:**\n\n{listed}")
-    return lines
+        head.append(f"**{len(failed)} runs failed:**\n\n{listed}")
+    try:
+        make_folder(out)
+        for result in results:
+            (out / f"table-{result.part.name}.csv").write_text(to_csv(result), encoding="utf-8")
+        (out / "README.md").write_text(
+            "\n\n".join([*head, *(_section(r, out) for r in results)]) + "\n", encoding="utf-8"
+        )
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written ({error}); give another --out, the cells are kept") from error
 
 
 def _section(result: PartResult, out: Path) -> str:
