@@ -127,12 +127,7 @@ def draw_topology(topology: Topology) -> Figure:
             graph.add_nodes_from(range(n_peers))
             graph.add_edges_from(topology.edges(k).tolist())
             edges = graph.number_of_edges()
-            style = {
-                "edge_color": SERIES[0],
-                "alpha": max(0.15, min(0.8, 60 / (edges + 1))),
-                "ax": axes,
-                "arrows": False,
-            }
+            style = {"edge_color": SERIES[0], "alpha": max(0.15, min(0.8, 60 / (edges + 1))), "arrows": False}
             if topology.directed and edges <= MOST_ARROWS:
                 style |= {"arrows": True, "arrowsize": 9, "connectionstyle": "arc3,rad=0.08"}
             nx.draw_networkx_edges(graph, positions, node_size=node_size, ax=axes, **style)

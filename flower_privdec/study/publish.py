@@ -244,9 +244,8 @@ def publish(
         make_folder(out)
         for result in results:
             (out / f"table-{result.part.name}.csv").write_text(to_csv(result), encoding="utf-8")
-        (out / "README.md").write_text(
-            "\n\n".join([*head, *(_section(r, out) for r in results)]) + "\n", encoding="utf-8"
-        )
+        text = "\n\n".join([*head, *(_section(result, out) for result in results)]) + "\n"
+        (out / "README.md").write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunError(f"{out}: cannot be written ({error}); give another --out, the cells are kept") from error
 
