@@ -22,8 +22,8 @@ from flower_privdec.reporting.run_folder import Result, read_result
 from flower_privdec.reporting.wording import measured
 from flower_privdec.scenario import Scenario, own_parts, scenario_hash
 from flower_privdec.study.cells import Cell, folder_of, is_finished, missing_cells, run_cells
-from flower_privdec.study.measured import Reading, kinds_of, metric
 from flower_privdec.study.results import Group
+from flower_privdec.study.spec import Reading, kinds_of, metric
 
 AlgorithmChoice = str | type[Algorithm] | Mapping[str, Any]
 SHARED = ("learning_rate", "learning_rate_decay")  # keys of every algorithm's section

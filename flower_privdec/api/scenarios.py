@@ -22,8 +22,8 @@ from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.experiment.run_key import object_hash
 from flower_privdec.graph.topology import Topology, networkx
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.loading import find_scenario, put, read_text, read_yaml, validated
-from flower_privdec.scenario.plain_yaml import DEEPEST, Location
+from flower_privdec.scenario.findings import Location
+from flower_privdec.scenario.loading import DEEPEST, find_scenario, put, read_text, read_yaml, validated
 from flower_privdec.scenario.sections import PEER, own_modules
 
 Pair = tuple[np.ndarray, np.ndarray]

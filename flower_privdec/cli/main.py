@@ -220,10 +220,10 @@ def topology(
 ) -> None:
     """Describe the graph: edges, spectral gap, rounds until jointly connected; draw it."""
     with starting():
-        from flower_privdec.reporting import console, graph_view
+        from flower_privdec.reporting import console, plots
         from flower_privdec.scenario import load_scenario
 
-    console.print_topology(graph_view.describe(load_scenario(scenario, settings or ()), out), as_json)
+    console.print_topology(plots.describe(load_scenario(scenario, settings or ()), out), as_json)
 
 
 @command()

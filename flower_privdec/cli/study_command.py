@@ -15,9 +15,8 @@ from flower_privdec.common.formatting import duration
 from flower_privdec.errors import RunError
 from flower_privdec.reporting.progress import counting_bar, error_console
 from flower_privdec.study.cells import CACHE, Cell, OnCell, Outcome, expand, missing_cells, run_cells
-from flower_privdec.study.claims import criterion, judge
 from flower_privdec.study.publish import columns, make_folder, publish, row
-from flower_privdec.study.results import PartResult, collect
+from flower_privdec.study.results import PartResult, collect, criterion, judge
 from flower_privdec.study.spec import load_study, study_files
 
 

@@ -1,7 +1,6 @@
 """Datasets, their partition among peers, and the sampling of batches."""
 
-from flower_privdec.data.datasets import Examples, PublicSet, read_examples, read_public
-from flower_privdec.data.partition import partition
+from flower_privdec.data.datasets import Examples, PublicSet, partition, read_examples, read_public
 from flower_privdec.data.peer_data import Batch, LocalBatch, PeerData, Sampler
 
 __all__ = [

@@ -66,8 +66,7 @@ from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
 from flower_privdec.network.transport.tls import credentials_of
 from flower_privdec.privacy.ledger.ledger import Head, Ledger, RunName
 from flower_privdec.scenario import numbers_hash
-from flower_privdec.scenario.loading import parse_app_scenario
-from flower_privdec.scenario.plain_yaml import read_plain
+from flower_privdec.scenario.loading import parse_app_scenario, read_plain
 from flower_privdec.scenario.sections import AppPrivacySection, AppScenario, TopologySection
 
 log = logging.getLogger("flwr.privdec")

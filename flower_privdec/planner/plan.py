@@ -43,7 +43,7 @@ from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.ledger.ledger import spending_of
 from flower_privdec.privacy.mechanism.paper import optimal_rounds
 from flower_privdec.privacy.mechanism.protection import breaches, build_schedule
-from flower_privdec.reporting.graph_view import connectivity
+from flower_privdec.reporting.plots import connectivity
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario.sections import PlanSection, dynamic
 from flower_privdec.tasks.losses import Loss

@@ -266,7 +266,7 @@ def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], w
     """Draw the adjacency matrix: a row is a receiver, a column a sender, ● an edge; rounds side by side.
 
     Args:
-        n_peers: at most `graph_view.LARGEST_LISTED`, or the picture is too wide for a terminal.
+        n_peers: at most `plots.LARGEST_LISTED`, or the picture is too wide for a terminal.
         rounds: the edges (sender, receiver) of each round.
         width: of the terminal, in characters.
     """

@@ -13,14 +13,18 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.topology import Topology
 from flower_privdec.reporting import wording
 from flower_privdec.reporting.console import comparison_row, complete_yaml, graph_facts
-from flower_privdec.reporting.graph_view import NO_GRAPH, build_graph, connectivity, draw_topology, rounds_shown
 from flower_privdec.reporting.plots import (
     DASHES,
+    NO_GRAPH,
+    build_graph,
+    connectivity,
     curves_of,
     draw_contributions,
     draw_curve,
+    draw_topology,
     drawing,
     line_style,
+    rounds_shown,
     to_svg,
 )
 from flower_privdec.reporting.run_folder import RunGroup, budget_name, read_groups

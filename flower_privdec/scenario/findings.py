@@ -14,8 +14,8 @@ from pydantic.fields import FieldInfo
 from flower_privdec.catalogue import Choice
 from flower_privdec.common.formatting import did_you_mean, shown
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.plain_yaml import Location
 
+Location = tuple[int | str, ...]
 SECTION, QUOTE = "a section, as {key: value}", "'"
 TYPES = {
     "int_type": "a whole number",

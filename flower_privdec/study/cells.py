@@ -24,8 +24,7 @@ from flower_privdec.common.files import write_atomically
 from flower_privdec.errors import PrivdecError, ScenarioError
 from flower_privdec.scenario import Scenario, parse_scenario, scenario_hash, to_yaml
 from flower_privdec.scenario.loading import read_text
-from flower_privdec.study.measured import kinds_of, metric
-from flower_privdec.study.spec import Part, Point, Size, Study
+from flower_privdec.study.spec import Part, Point, Size, Study, kinds_of, metric
 
 RESULT_FILES = {"summary.json", "metrics.jsonl", "scenario.yaml", "cell.json", "lock"}
 CACHE = Path("runs") / "cells"

@@ -15,8 +15,7 @@ from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, se
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.reporting.plots import SERIES, drawing, line_style, new_figure
 from flower_privdec.study.cells import Outcome
-from flower_privdec.study.claims import criterion, judge, value_text
-from flower_privdec.study.results import Group, PartResult
+from flower_privdec.study.results import Group, PartResult, criterion, judge, value_text
 from flower_privdec.study.spec import Figure, Pivot, Study
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from paths import ROOT
 
 from flower_privdec.catalogue import PARTITIONS
 from flower_privdec.data import partition
-from flower_privdec.data.partition import _dirichlet
+from flower_privdec.data.datasets import _dirichlet
 from flower_privdec.errors import ScenarioError
 
 LABELS = np.random.default_rng(0).permutation(np.repeat(np.arange(10), 60))

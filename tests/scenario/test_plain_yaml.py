@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flower_privdec.common.formatting import did_you_mean, shown
 from flower_privdec.errors import ScenarioError
-from flower_privdec.scenario.plain_yaml import DEEPEST, LONGEST, read_plain, write_yaml
+from flower_privdec.scenario.loading import DEEPEST, LONGEST, read_plain, write_yaml
 
 TENFOLD = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{key}: &{key} [{', '.join([f'*{below}'] * 10)}]\n" for below, key in zip("abcdefgh", "bcdefghi", strict=True)

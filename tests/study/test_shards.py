@@ -20,8 +20,7 @@ from flower_privdec.planner.plan import network_warnings
 from flower_privdec.reporting import plots
 from flower_privdec.reporting.wording import own_labels, sent
 from flower_privdec.study.cells import expand
-from flower_privdec.study.measured import metric
-from flower_privdec.study.spec import load_study
+from flower_privdec.study.spec import load_study, metric
 from flower_privdec.tasks.kinds import METRIC_KINDS
 
 DEPER = ["algorithm.name=feddeper", "algorithm.local_steps=3", "topology.name=server", "privacy=none"]

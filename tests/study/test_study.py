@@ -25,9 +25,8 @@ from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.reporting.plots import new_figure
 from flower_privdec.scenario import to_yaml
 from flower_privdec.study.cells import Cell, expand, folder_of, missing_cells, run_cells
-from flower_privdec.study.claims import Verdict, judge
 from flower_privdec.study.publish import _draw_panel, budgets_text, columns, publish, row, to_csv
-from flower_privdec.study.results import Estimate, PartResult, collect
+from flower_privdec.study.results import Estimate, PartResult, Verdict, collect, judge
 from flower_privdec.study.spec import Part, load_study, study_files
 
 BASE = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from flower_privdec.study.measured import ALWAYS, readings_of
 from flower_privdec.study.spec import (
+    ALWAYS,
     Above,
     Axis,
     Best,
@@ -19,6 +19,7 @@ from flower_privdec.study.spec import (
     Slope,
     Speedup,
     Study,
+    readings_of,
 )
 from flower_privdec.tasks.kinds import METRIC_KINDS
 from tools.docs.scenario_reference import table
