@@ -173,9 +173,6 @@ class Plan:
 def plan(scenario: Scenario | str | Path) -> Plan:
     """Plan a run: its noise, ε over the rounds, memory and time. Nothing is charged or written.
 
-    Args:
-        scenario: a scenario, or the path of its file.
-
     Raises:
         ScenarioError: when a part is missing or two parts do not fit.
     """

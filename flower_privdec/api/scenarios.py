@@ -257,10 +257,7 @@ def check_given(scenario: Scenario) -> None:
 
 
 def check_everywhere(scenario: Scenario, why: str) -> None:
-    """Raise if a scenario has objects that other processes cannot import.
-
-    Args:
-        why: the reason that there are other processes, for the error.
+    """Raise if a scenario has objects that other processes cannot import; `why` says what the others are for.
 
     Raises:
         ScenarioError: naming the part that is an object.
@@ -352,11 +349,7 @@ def as_scenario(scenario: Scenario | str | Path) -> Scenario:
 
 
 def as_path(path: str | Path, name: str) -> Path:
-    """Return a caller's path.
-
-    Args:
-        path: of a file or a folder.
-        name: of the argument, for an error.
+    """Return the path that an argument of this name is.
 
     Raises:
         ScenarioError: it is not a path.

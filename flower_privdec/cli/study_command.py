@@ -56,13 +56,8 @@ def run_study(
     """Run a study's missing cells and publish its tables, figures and verdicts.
 
     Args:
-        name: a study's name, or its file.
-        size: one of the study's; by default its first, if it has any.
-        out: the folder to publish to; by default results/NAME-SIZE, or results/NAME.
         jobs: processes, each of one thread; 0 runs nothing and publishes the finished cells.
         only: parts to run; others are published where all their cells are finished already.
-        settings: laid over every cell, as data.root=/data.
-        cache: the folder of the cells' folders.
 
     Returns:
         The published parts.

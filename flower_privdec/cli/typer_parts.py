@@ -79,10 +79,9 @@ def starting() -> Iterator[None]:
 
 @contextmanager
 def saying_when_interrupted(*remedies: str, chosen: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Turn Ctrl-C into an error with a remedy.
+    """Turn Ctrl-C into an error with one of some remedies.
 
     Args:
-        remedies: one or several.
         chosen: returns the index of the remedy, when it happens.
 
     Raises:

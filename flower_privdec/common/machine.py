@@ -43,11 +43,7 @@ def available_cores() -> int:
 
 
 def check_room(needed: int, what: str, remedy: str) -> None:
-    """Refuse what does not fit into this machine's free memory.
-
-    Args:
-        needed: in bytes.
-        what: takes them, beginning with the key that decides it.
+    """Refuse what does not fit, in bytes, into free memory; `what` begins with the key that decides it.
 
     Raises:
         ScenarioError: naming what is needed and what is free.

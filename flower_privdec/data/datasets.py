@@ -38,7 +38,6 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
 
     Args:
         labels: classes of the training examples, integers [N]; iid and sizes take targets of any kind, [N, ...].
-        n_peers: number of peers.
         kind: a key of PARTITIONS.
         seed: the scenario's seed; the same seed gives the same partition.
         options: `alpha` > 0 for dirichlet, which also takes `min_size`; `shards_per_peer` for shards;
@@ -283,8 +282,6 @@ def open_dataset(section: DataSection, root: str | None, targets: Targets, key: 
     Args:
         section: names one of DATASETS, or a user's own function, see `read_own`.
         root: the folder that torchvision's layout is in, or the .npz file; the embedded datasets need none.
-        targets: what the task's loss takes.
-        key: of the scenario, that gives `root`.
 
     Raises:
         ScenarioError: the name, or the root, is wrong, or it has other targets or no tokens; with the remedy.
@@ -314,8 +311,6 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
 
     Args:
         section: the scenario's; `validation`, and `test_samples` of the rest, are chosen by generators keyed by `seed`.
-        seed: the scenario's seed.
-        targets: what the task's loss takes.
 
     Returns:
         Features scaled by public constants only.
@@ -368,11 +363,8 @@ def read_examples(
 
     Args:
         section: the scenario's; `samples` and the partition are drawn by generators keyed by `seed`.
-        seed: the scenario's seed.
-        n_peers: of the whole network.
         peers: global ids, ascending.
         root: where to read in place of the scenario's root.
-        targets: what the task's loss takes.
 
     Raises:
         ScenarioError: the name, a path or a number is wrong; the message has the remedy.

@@ -70,13 +70,7 @@ class Scattering2D:
     """
 
     def __init__(self, shape: tuple[int, int], scales: int, angles: int, order: int) -> None:
-        """Make the filters.
-
-        Args:
-            shape: height and width, at least 2^J each.
-            scales: J.
-            angles: L.
-            order: 1 or 2.
+        """Make the filters for images of a shape, at least 2^J each way, with J scales, L angles, and order 1 or 2.
 
         Raises:
             ScenarioError: kymatio is not installed.

@@ -223,8 +223,6 @@ def draw_poisson(generator: np.random.Generator, steps: int, count: int, rate: f
     geometric gaps gives exactly this distribution, at the cost of the hits instead of the trials.
 
     Args:
-        generator: where the gaps come from.
-        steps: how many steps.
         count: examples, J.
         rate: the chance of each, in (0, 1].
 
@@ -250,8 +248,6 @@ def draw_distinct(generator: np.random.Generator, steps: int, size: int, count: 
     that was taken before. A step without such a clash is its draws as they are; only the others take a loop.
 
     Args:
-        generator: where the draws come from.
-        steps: how many steps.
         size: positions a step.
         count: examples, J, at least `size`.
 
@@ -334,14 +330,7 @@ class PeerData:
     """
 
     def __init__(self, examples: Examples, sampler: Sampler, device: torch.device | str, dtype: torch.dtype) -> None:
-        """Move the training examples to the device, once.
-
-        Args:
-            examples: of the peers hosted here.
-            sampler: built for as many.
-            device: where batches are wanted.
-            dtype: of features and weights.
-        """
+        """Move the training examples of the peers hosted here to the device, once."""
         sizes = examples.sizes
         if not np.array_equal(sizes, sampler.partition_sizes):
             raise ValueError(f"the sampler is for peers of {sampler.partition_sizes} examples, not {sizes}")
@@ -364,11 +353,7 @@ class PeerData:
         return values.to(self.device, self.dtype if values.is_floating_point() else values.dtype)
 
     def batch(self, step: int, rows: Sequence[int] | np.ndarray) -> Batch:
-        """Return the examples that some peers use in a step, as `Sampler.batch` chooses them.
-
-        Args:
-            step: its number in the run.
-            rows: which peers, [r], in any order.
+        """Return the examples that some peers, [r] in any order, use in a step, as `Sampler.batch` chooses them.
 
         Returns:
             The batch, to be read only: with sampling `full` the same tensors come back every step.

@@ -232,11 +232,7 @@ class ConvexObjective:
 
     @staticmethod
     def of(agreement: Agreement, own: OwnParts) -> ConvexObjective:
-        """Return what the peers of a run minimise together.
-
-        Args:
-            own: of all peers.
-        """
+        """Return what the peers of a run, whose own parts are all here, minimise together."""
         layer, parts = agreement.kernel.layers[0], own.examples.parts  # type: ignore[attr-defined]
         rows = np.concatenate(parts)
         weights = np.concatenate([np.full(len(part), 1 / (len(parts) * len(part))) for part in parts])

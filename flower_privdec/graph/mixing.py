@@ -586,7 +586,6 @@ class Mixing:
     Topology server always has the weights `server`: the active peers alone decide them.
 
     Args:
-        topology: the graph.
         weights: see `mixing_matrix`.
         participation: the active peers; all by default.
 
@@ -689,10 +688,6 @@ class PartlyHeard(Mixing):
     """A mixing in which neighbours that a peer did not hear have no weight: it goes to the peer itself.
 
     Where all were heard it is the mixing itself, to the last bit. Where some were not, it has rows of that peer alone.
-
-    Args:
-        whole: the run's mixing.
-        peer: its global id.
     """
 
     def __init__(self, whole: Mixing, peer: int) -> None:
@@ -757,7 +752,6 @@ def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:
     direction is removed and the rest rescaled in every round, so that long products do not underflow.
 
     Args:
-        mixing: the matrices.
         horizon: rounds of a random graph or participation to multiply; 128 when not given.
 
     Returns:

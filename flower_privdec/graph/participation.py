@@ -99,8 +99,6 @@ def build_participation(kind: str, n_peers: int, seed: int = 0, fraction: float 
 
     Args:
         kind: all or uniform; for edges see `sample_edges`.
-        n_peers: how many peers there are, at least 1.
-        seed: keys the draws.
         fraction: the share of peers active in a round, in (0, 1]; `uniform` alone takes it.
 
     Returns:

@@ -224,7 +224,6 @@ def joint_connectivity(topology: Topology, horizon: int = 64) -> int | None:
     """Find the smallest B such that the union of any B consecutive rounds is strongly connected.
 
     Args:
-        topology: the graph.
         horizon: how many rounds of a graph drawn at random are looked at; a periodic graph needs none.
 
     Returns:
@@ -294,7 +293,6 @@ def build_topology(name: str, n_peers: int, *, seed: int = 0, **options: Any) ->
     Args:
         name: one of `TOPOLOGIES`, or `package.module:name` of a user's own function, see `build_own_topology`.
         n_peers: how many peers it joins, at least 2.
-        seed: keys the random graphs.
         options: what `topology_options(name)` lists; for a user's own, `arguments` by name.
 
     Returns:
@@ -478,11 +476,7 @@ def sample_edges(
     source: str = "participation.kind=edges",
     key: str = "participation.count",
 ) -> RandomEdges:
-    """Return a graph of some edges of another one, drawn again each round.
-
-    Args:
-        source: the setting that names the other graph, for errors.
-        key: the setting that gives `count`.
+    """Return a graph of some edges of another one, drawn again each round; `source` and `key` name settings in errors.
 
     Raises:
         ScenarioError: the other graph is directed, changes from round to round, or has fewer edges.
@@ -530,7 +524,6 @@ def build_own_topology(target: str, n_peers: int, seed: int, arguments: Mapping[
     Args:
         target: where the function lies, `package.module:name`.
         seed: given to a parameter of this name, unless the arguments have one.
-        arguments: by name.
 
     Returns:
         The graph: a networkx graph or digraph on the nodes 0 to n_peers - 1, for each peer those it

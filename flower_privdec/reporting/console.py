@@ -268,7 +268,6 @@ def adjacency_picture(n_peers: int, rounds: Sequence[Sequence[Sequence[int]]], w
     Args:
         n_peers: at most `plots.LARGEST_LISTED`, or the picture is too wide for a terminal.
         rounds: the edges (sender, receiver) of each round.
-        width: of the terminal, in characters.
     """
     digits, blocks = len(str(n_peers - 1)), []
     for k, edges in enumerate(rounds):

@@ -42,7 +42,6 @@ def write_report(runs: Sequence[Path], out: Path) -> list[dict[str, Any]]:
 
     Args:
         runs: folders that `privdec run` wrote, finished or under way.
-        out: the page to write.
 
     Returns:
         A summary for each group, with its label on the page.

@@ -216,12 +216,7 @@ def _draw_group(axes: Axes, curve: Curve, group: RunGroup, index: int, *, seeds:
 
 
 def to_svg(figure: Figure, label: str) -> str:
-    """Return a figure as inline SVG: without a size, its colours variables of the page.
-
-    Args:
-        figure: drawn within `drawing`.
-        label: its text alternative, for screen readers.
-    """
+    """Return a figure as inline SVG with a text alternative: without a size, its colours variables of the page."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = file.getvalue()

@@ -75,11 +75,7 @@ def key_of(sentence: str) -> Location:
 
 @contextmanager
 def located(places: Places, root: type[BaseModel]) -> Iterator[None]:
-    """Add file and line to errors that are raised inside about a scenario.
-
-    Args:
-        root: the scenario's class: an error that begins with one of its keys is about that key.
-    """
+    """Add file and line to errors raised inside that begin with a key of a scenario's class."""
     try:
         yield
     except ScenarioError as error:

@@ -184,11 +184,7 @@ APP_SCENARIO = "a scenario for an app is a mapping of sections (name, n_peers, r
 
 
 def read_yaml(text: str, where: str, form: str = SCENARIO) -> tuple[dict[str, Any], dict[Location, int]]:
-    """Read YAML into plain data and the line on which every key stands.
-
-    Args:
-        where: what to call the text in an error.
-        form: what to say to a text that is not a mapping.
+    """Read a YAML mapping into plain data and the line of every key; errors say where, and of what form it must be.
 
     Raises:
         ScenarioError: see `read_plain`; or it is no mapping.
@@ -221,12 +217,7 @@ def put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 def parse_model(root: type[Model], text: str, *, form: str, where: str, overrides: Iterable[str] = ()) -> Model:
-    """Read a strict model from YAML text; see `parse_scenario`.
-
-    Args:
-        root: what the text describes.
-        form: what to say to a text that is not a mapping.
-    """
+    """Read a strict model from YAML text; see `parse_scenario`. `form` is said to a text that is no mapping."""
     data, lines = read_yaml(text, where, form)
     return validated(root, data, where, lines, {_override(data, setting): "--set" for setting in overrides})
 

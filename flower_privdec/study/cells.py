@@ -209,9 +209,7 @@ def run_cells(cells: Sequence[Cell], cache: Path, jobs: int, on_cell: OnCell) ->
 
     Args:
         cells: distinct ones; see `missing_cells`.
-        cache: the folder of the cells' folders.
         jobs: processes; 1 runs them in this one.
-        on_cell: called after each.
     """
     failed = []
     runs = [(cell, to_yaml(cell.scenario), folder_of(cache, cell.key)) for cell in cells]

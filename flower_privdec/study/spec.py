@@ -534,9 +534,6 @@ def kinds_of(scenarios: Iterable[Scenario]) -> dict[str, MetricKind]:
 def metric(name: str, kinds: Mapping[str, MetricKind]) -> Reading:
     """Return a metric by its name: one of a task, as late-accuracy, or a key of metrics.jsonl, as accuracy.peer_max.
 
-    Args:
-        kinds: the metrics of the task.
-
     Raises:
         ScenarioError: no metric has that name; the message lists those that exist.
     """

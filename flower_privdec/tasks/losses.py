@@ -156,8 +156,6 @@ def own_loss(target: str, targets: Targets, outputs: int | None = None) -> Loss:
     from one example to a later one: such a function is not private.
 
     Args:
-        target: where it lies, `package.module:name`.
-        targets: what it takes.
         outputs: how many the model must have, where that is not what the targets say.
 
     Raises:
