@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Annotated, Any, Literal, ParamSpec, Self, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -38,6 +38,14 @@ class Section(BaseModel):
     """One mapping of the scenario file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        self._check()
+        return self
+
+    def _check(self) -> None:
+        """Raise ValueError where a section's values do not fit each other."""
 
 
 def check_keys(section: Section, kind: str, keys_of: Mapping[str, Sequence[str]]) -> None:
@@ -163,13 +171,11 @@ class PartitionSection(Section):
     classes_per_peer: Count | None = None
     sizes: list[Positive] | None = None
 
-    @model_validator(mode="after")
-    def _needs_its_option(self) -> PartitionSection:
+    def _check(self) -> None:
         options = {"dirichlet": "alpha", "shards": "shards_per_peer", "pathological": "classes_per_peer"}
         check_keys(self, self.kind, {kind: [option] for kind, option in (options | {"sizes": "sizes"}).items()})
         if self.min_size is not None and self.kind != "dirichlet":
             raise ValueError(f"min_size belongs to kind dirichlet, not to {self.kind}: remove it")
-        return self
 
 
 class BatchSection(Section):
@@ -192,8 +198,7 @@ class BatchSection(Section):
     rate: Annotated[float, Field(ge=1e-9, le=1, allow_inf_nan=False)] | None = None
     small_peers: Literal["refused", "full"] = "refused"
 
-    @model_validator(mode="after")
-    def _size_or_rate(self) -> BatchSection:
+    def _check(self) -> None:
         if self.rate is not None and self.sampling != "poisson":
             raise ValueError(
                 f"rate belongs to sampling poisson, not to {self.sampling}: "
@@ -208,7 +213,6 @@ class BatchSection(Section):
             raise ValueError(f"sampling {self.sampling} needs {either}: add it")
         if self.small_peers == "full" and self.size is None:
             raise ValueError("small_peers is for peers that hold fewer than size, and there is no size: remove it")
-        return self
 
 
 def _public(value: Any) -> Any:
@@ -268,8 +272,7 @@ class DataSection(Section):
         """Whether each peer has a file of its own, so that nothing is dealt out."""
         return self.root is not None and PEER in self.root
 
-    @model_validator(mode="after")
-    def _keys_of_the_data(self) -> DataSection:
+    def _check(self) -> None:
         is_object = not isinstance(self.dataset, str) and is_given(self.dataset.module)
         if self.source is not None and not is_object:
             raise ValueError("source is for data that are given in Python, and these have a name: remove it")
@@ -278,13 +281,12 @@ class DataSection(Section):
         if self.dataset == "svmlight" and self.test is None:
             raise ValueError("test is missing: dataset svmlight needs the file of the public test set beside root")
         if not self.each_its_own:
-            return self
+            return
         if self.test is None:
             raise ValueError(f"test is missing: where root has {PEER}, name the test set that all peers share")
         for key in ("samples", "partition"):
             if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} is for one dataset that is dealt out, and root has {PEER}: remove one of them")
-        return self
 
 
 class FeaturesSection(Section):
@@ -357,8 +359,7 @@ class ModelSection(Section):
     module: str | None = None
     arguments: dict[str, Any] = Field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _options_of_the_model(self) -> ModelSection:
+    def _check(self) -> None:
         if (self.name is None) == (self.module is None):
             raise ValueError("give either a model's name, or module: package.module:factory")
         if self.module is not None and ":" not in self.module:
@@ -369,7 +370,6 @@ class ModelSection(Section):
         for key in sorted(keys - set(own)):
             takers = ", ".join(name for name, options in MODEL_OPTIONS.items() if key in options)
             raise ValueError(f"{key} belongs to {takers}, not to {self.name or self.module}: remove it")
-        return self
 
     def _given(self) -> dict[str, Any]:
         every = {option for options in MODEL_OPTIONS.values() for option in options}
@@ -460,8 +460,7 @@ class TaskSection(Section):
         targets = kinds.targets if kinds else loss.get("targets") if isinstance(loss, dict) else None
         return {**data, "metrics": list(USUAL_METRICS.get(targets or "classes", ("accuracy",)))}
 
-    @model_validator(mode="after")
-    def _metrics_of_the_task(self) -> TaskSection:
+    def _check(self) -> None:
         names = list(self.kinds())
         for metric in self.metrics:
             if isinstance(metric, OwnMetricSection):
@@ -475,7 +474,6 @@ class TaskSection(Section):
                 raise ValueError(f"{metric} {wrong}")
         if len(names) < len(self.metrics):
             raise ValueError(f"metrics names one of {', '.join(names)} twice: keep one")
-        return self
 
     def kinds(self) -> dict[str, MetricKind]:
         """Return what is known of each metric, by its name."""
@@ -556,12 +554,10 @@ class RegularizerSection(Section):
     upper: Finite | None = None
     radius: Positive | None = None
 
-    @model_validator(mode="after")
-    def _keys_of_the_kind(self) -> RegularizerSection:
+    def _check(self) -> None:
         check_keys(self, self.kind, REGULARIZER_KEYS)
         if self.lower is not None and self.upper is not None and self.lower > self.upper:
             raise ValueError(f"lower={self.lower:g} must be <= upper={self.upper:g}")
-        return self
 
     @property
     def strongly_convex(self) -> bool:
@@ -588,8 +584,7 @@ class DualAveragingSection(Section):
     schedule: Annotated[str, catalogue.DUAL_SCHEDULES] = "strongly-convex"
     gamma: NonNegative = 20.0
 
-    @model_validator(mode="after")
-    def _schedule_of_the_regularizer(self) -> DualAveragingSection:
+    def _check(self) -> None:
         if self.schedule == "strongly-convex" and not self.regularizer.strongly_convex:
             raise ValueError(
                 f"schedule strongly-convex must have a strongly convex regularizer, and {self.regularizer.kind} is "
@@ -597,7 +592,6 @@ class DualAveragingSection(Section):
             )
         if self.schedule == "convex" and not self.gamma > 0:
             raise ValueError("gamma=0.0 must be > 0 for schedule convex, whose steps nothing else bounds")
-        return self
 
 
 class DescentSection(Section):
@@ -839,14 +833,12 @@ class FedDeperSection(GradientSection):
     mixing_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     any_mixing_rate: bool = False
 
-    @model_validator(mode="after")
-    def _mixing_rate_of_the_paper(self) -> FedDeperSection:
+    def _check(self) -> None:
         if self.mixing_rate < 0.5 and not self.any_mixing_rate:
             raise ValueError(
                 f"mixing_rate={self.mixing_rate} must be in [1/2, 1], for which FedDeper is analysed; "
                 "set any_mixing_rate: true to try another"
             )
-        return self
 
 
 class CrossGradientSection(GradientSection):
@@ -881,14 +873,12 @@ class PDSLSection(GradientSection):
     truncation: Annotated[float, Field(ge=0, le=1)] | None = None
     validation_subsample: Count | None = None
 
-    @model_validator(mode="after")
-    def _options_of_monte_carlo(self) -> PDSLSection:
+    def _check(self) -> None:
         if self.shapley == "monte-carlo" and self.permutations is None:
             raise ValueError("shapley monte-carlo needs permutations, how many to draw: add it")
         for key in ("permutations", "truncation"):
             if self.shapley == "exact" and getattr(self, key) is not None:
                 raise ValueError(f"{key} belongs to shapley monte-carlo, not to exact: remove it")
-        return self
 
 
 DynSection = DynD2PSection | DynCSection | DynMuSection | ConstSection
@@ -1012,12 +1002,10 @@ class ScheduleSection(Section):
     clip_norms: list[Positive] | None = None
     noise: list[Positive] | None = None
 
-    @model_validator(mode="after")
-    def _one_form(self) -> ScheduleSection:
+    def _check(self) -> None:
         lists = self.clip_norms is not None or self.noise is not None
         if lists and (self.rho_c, self.rho_mu) != (1.0, 1.0):
             raise ValueError("give rho_c and rho_mu, or the lists clip_norms and noise, not both")
-        return self
 
 
 class PrivacySection(Section):
@@ -1056,8 +1044,7 @@ class PrivacySection(Section):
     ledger: PathText | None = None
     hardened: bool | None = None
 
-    @model_validator(mode="after")
-    def _budget_or_noise(self) -> PrivacySection:
+    def _check(self) -> None:
         if self.epsilon is None and self.noise_multiplier is None:
             raise ValueError("give epsilon (a budget the noise is solved for), noise_multiplier, or both")
         if self.calibration == "paper" and (self.epsilon is None or self.noise_multiplier is not None):
@@ -1067,7 +1054,6 @@ class PrivacySection(Section):
                 "noise.module changes the noise that calibration paper and hardened are proved for: use calibration "
                 "rigorous without hardened, or leave noise out"
             )
-        return self
 
 
 def _below_one(value: Any) -> Any:
@@ -1166,8 +1152,7 @@ class NetworkSection(Section):
         """Return whether peers leave their models for others to read."""
         return self.peers is None if self.hand_in is None else self.hand_in
 
-    @model_validator(mode="after")
-    def _one_each(self) -> NetworkSection:
+    def _check(self) -> None:
         peers = self.peers or []
         for what, values in {
             "address": [peer.address for peer in peers],
@@ -1176,7 +1161,6 @@ class NetworkSection(Section):
             twice = sorted({value for value in values if values.count(value) > 1})
             if twice:
                 raise ValueError(f"{what} {twice[0]!r} is that of two peers: give each its own")
-        return self
 
     def identities(self, name: str, n_peers: int) -> list[str]:
         """Return the identity of every peer of a scenario of this name."""
@@ -1187,7 +1171,6 @@ class NetworkSection(Section):
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-AnyScenario = TypeVar("AnyScenario", "Scenario", "AppScenario")
 MOST_PEERS, MOST_ROUNDS = 1_000_000, 1_000_000_000
 
 
@@ -1205,10 +1188,8 @@ class ParticipationSection(Section):
     fraction: Fraction | None = None
     count: Count | None = None
 
-    @model_validator(mode="after")
-    def _keys_of_the_kind(self) -> ParticipationSection:
+    def _check(self) -> None:
         check_keys(self, self.kind, {"uniform": ["fraction"], "edges": ["count"]})
-        return self
 
 
 class EvaluationSection(Section):
@@ -1250,13 +1231,11 @@ class ComputeSection(Section):
     memory_mib: Annotated[int, Field(ge=16)] = 1024
     generator: Literal["comparable", "system"] | None = None
 
-    @model_validator(mode="after")
-    def _threads_or_workers(self) -> ComputeSection:
+    def _check(self) -> None:
         if self.workers != "auto" and self.workers > 1 and self.threads > 1:
             raise ValueError(
                 f"workers={self.workers} have one thread each, not threads={self.threads}: leave threads out"
             )
-        return self
 
 
 class PlanSection(Section):
@@ -1316,13 +1295,12 @@ class LocatedFile(Section):
         return located(self._places, type(self))
 
 
-def _an_address_a_peer(scenario: AnyScenario) -> AnyScenario:
+def _check_addresses(scenario: Scenario | AppScenario) -> None:
     peers = scenario.network.peers
     if peers is not None and len(peers) != scenario.n_peers:
         raise ValueError(
             f"network.peers lists {len(peers)} peers for n_peers={scenario.n_peers}: give each its address"
         )
-    return scenario
 
 
 class Scenario(LocatedFile):
@@ -1390,8 +1368,7 @@ class Scenario(LocatedFile):
         """The parts that were given as Python objects."""
         return self._given
 
-    @model_validator(mode="after")
-    def _privacy_fits(self) -> Scenario:
+    def _check(self) -> None:
         ledger = self.private is not None and self.private.ledger is not None
         dataset = self.data.dataset
         if ledger and self.data.source is None and not isinstance(dataset, str) and is_given(dataset.module):
@@ -1401,10 +1378,6 @@ class Scenario(LocatedFile):
             )
         if self.compute.generator == "system" and self.private is None:
             raise ValueError("compute.generator=system is for noise, and privacy is none: leave generator out")
-        return self
-
-    @model_validator(mode="after")
-    def _numbers_of_peers(self) -> Scenario:
         clips = ("learning_rate", "initial_clip", "clip_norm")
         lists = {f"algorithm.{key}": getattr(self.algorithm, key, None) for key in clips}
         if isinstance(self.privacy, PrivacySection):
@@ -1418,12 +1391,7 @@ class Scenario(LocatedFile):
             raise ValueError(
                 f"compute.workers={workers} must be at most n_peers={self.n_peers}: a worker hosts peers; use auto"
             )
-        return self
-
-    _addresses = model_validator(mode="after")(_an_address_a_peer)
-
-    @model_validator(mode="after")
-    def _algorithm_fits(self) -> Scenario:
+        _check_addresses(self)
         private = self.private
         if private is not None and private.schedule is not None and isinstance(self.algorithm, DynSection):
             raise ValueError(f"privacy.schedule: {self.algorithm.name} has a schedule of its own; use privsgp with it")
@@ -1448,7 +1416,6 @@ class Scenario(LocatedFile):
                 f"n_peers=1 must be >= 2 on the graph {self.topology.name}: "
                 "one peer has no neighbor to exchange with; use algorithm local, or more peers"
             )
-        return self
 
     def seed_of(self, draws: Literal["data", "model", "run"]) -> int:
         """Return the seed of one kind of draws."""
@@ -1482,11 +1449,9 @@ class AppPrivacySection(Section):
     delta: Annotated[float, Field(gt=0, lt=1)]
     ledger: PathText | None = None
 
-    @model_validator(mode="after")
-    def _budget_or_noise(self) -> AppPrivacySection:
+    def _check(self) -> None:
         if self.epsilon is None and self.noise_multiplier is None:
             raise ValueError("give epsilon (a budget the noise is solved for), noise_multiplier, or both")
-        return self
 
 
 AppPrivacyChoice = Annotated[
@@ -1550,7 +1515,8 @@ class AppScenario(LocatedFile):
     initial: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
     network: NetworkSection = NetworkSection()
 
-    _addresses = model_validator(mode="after")(_an_address_a_peer)
+    def _check(self) -> None:
+        _check_addresses(self)
 
     def seed_of(self, draws: str) -> int:
         """Return the seed, which is that of all draws."""

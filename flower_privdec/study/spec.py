@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from flower_privdec.common.formatting import did_you_mean, setting
 from flower_privdec.errors import ScenarioError
@@ -51,14 +51,12 @@ class Axis(Section):
     values: list[Any] | None = None
     points: list[Point] | None = None
 
-    @model_validator(mode="after")
-    def _one_form(self) -> Axis:
+    def _check(self) -> None:
         if (self.points is None) == (self.values is None) or (self.values is None) != (self.key is None):
             raise ValueError("give an axis either key and values, or points (label and settings): one of the two")
         labels = self.labels()
         if not labels or len(set(labels)) < len(labels):
             raise ValueError(f"an axis needs points whose labels differ, not {labels}")
-        return self
 
     def all_points(self) -> list[Point]:
         """Return the points in order; a number of `values` is its own label and position."""
@@ -290,8 +288,7 @@ class Part(TitledSection):
     fields: Lines
     checks: Annotated[list[Check], Field(default_factory=list)]
 
-    @model_validator(mode="after")
-    def _axes_exist(self) -> Part:
+    def _check(self) -> None:
         named = [(f"sizes.{size}.axes", list(changes.axes)) for size, changes in self.sizes.items()]
         named += [(f"figures.{i}", figure.axes()) for i, figure in enumerate(self.figures)]
         named += [("pivot", [self.pivot.rows, self.pivot.columns])] if self.pivot else []
@@ -306,10 +303,6 @@ class Part(TitledSection):
         for name in self.best_over:
             if name in used:
                 raise ValueError(f"best_over: axis '{name}' is chosen from; figures and checks cannot name it")
-        return self
-
-    @model_validator(mode="after")
-    def _labels_exist(self) -> Part:
         for axes in map(self.axes_at, (None, *self.sizes)):
             for i, figure in enumerate(self.figures):
                 _check_labels(f"figures.{i}", figure.where.items(), axes)
@@ -326,7 +319,6 @@ class Part(TitledSection):
                 _check_labels(key, labels, axes)
                 if isinstance(check, Speedup) and any((p.value or 0) <= 0 for p in axes[check.axis].all_points()):
                     raise ValueError(f"{key}: speedup needs a value > 0 (n) at every point of axis {check.axis}")
-        return self
 
     def all_metrics(self) -> dict[str, str]:
         """Return every metric that it names, by the key that names it."""
@@ -371,8 +363,7 @@ class Study(TitledSection):
     sizes: Annotated[dict[Name, Size], Field(default_factory=dict)]
     parts: Annotated[list[Part], Field(min_length=1)]
 
-    @model_validator(mode="after")
-    def _known_sizes(self) -> Study:
+    def _check(self) -> None:
         names = [part.name for part in self.parts]
         if len(set(names)) < len(names):
             raise ValueError(f"parts: their names must differ, not {names}")
@@ -381,7 +372,6 @@ class Study(TitledSection):
                 if size not in self.sizes:
                     sizes = ", ".join(self.sizes) or "none; give it some under sizes"
                     raise ValueError(f"parts.{i}.sizes.{size} must be one of the study's sizes ({sizes})")
-        return self
 
     def size(self, name: str | None) -> str | None:
         """Return a size's name, by default the first; None where the study has no sizes.
