@@ -64,28 +64,24 @@ class Arrays:
 
 
 def _pair(value: Any, key: str) -> Pair:
-    if isinstance(value, Dataset):
-        return _dataset_pair(value, key)
+    if isinstance(value, Dataset):  # every example once, in order
+        dataset: Any = value
+        try:
+            count = len(dataset)
+        except (TypeError, ValueError) as error:
+            raise _data_error(f"{key} is a dataset without a length: give one that has one, or arrays") from error
+        try:
+            pairs = [dataset[i] for i in range(count)]
+        except RAISED_BY_USERS as error:  # a user's own dataset may raise anything
+            raise _data_error(f"{key}: the dataset fails: {one_line(error)}") from error
+        if not pairs or not all(isinstance(example, tuple | list) and len(example) == 2 for example in pairs):
+            raise _data_error(f"{key}: the dataset must have examples, each of them a pair (x, y)")
+        x, y = zip(*pairs, strict=True)
+        return _stack(x, f"{key}: x"), _stack(y, f"{key}: y")
     if not isinstance(value, tuple) or len(value) != 2:
         kind = type(value).__name__
         raise _data_error(f"{key} is a {kind}: it must be a tuple (x, y) of arrays, or a torch dataset of such pairs")
     return _array(value[0], f"{key}: x"), _array(value[1], f"{key}: y")
-
-
-def _dataset_pair(dataset: Any, key: str) -> Pair:
-    """Read a torch dataset: every example once, in order."""
-    try:
-        count = len(dataset)
-    except (TypeError, ValueError) as error:
-        raise _data_error(f"{key} is a dataset without a length: give one that has one, or arrays") from error
-    try:
-        pairs = [dataset[i] for i in range(count)]
-    except RAISED_BY_USERS as error:  # a user's own dataset may raise anything
-        raise _data_error(f"{key}: the dataset fails: {one_line(error)}") from error
-    if not pairs or not all(isinstance(example, tuple | list) and len(example) == 2 for example in pairs):
-        raise _data_error(f"{key}: the dataset must have examples, each of them a pair (x, y)")
-    x, y = zip(*pairs, strict=True)
-    return _stack(x, f"{key}: x"), _stack(y, f"{key}: y")
 
 
 def _stack(values: Sequence[Any], key: str) -> np.ndarray:
@@ -176,9 +172,11 @@ class _Namer:
         if not callable(value):
             message = f"{key} is a {label}: it must be something to call, or its name"
             raise ScenarioError(message, code="api.not-callable")
-        name = _importable_name(value)
-        if name is not None:
-            return name
+        module, name = getattr(value, "__module__", None) or "", getattr(value, "__qualname__", "")
+        home = sys.modules.get(module)
+        importable = module != "__main__" and getattr(home, "__spec__", None) is not None
+        if importable and getattr(home, name, None) is value:
+            return f"{module}:{name}"
         try:
             content = object_hash(value)
         except ScenarioError as error:
@@ -229,31 +227,6 @@ class _Namer:
     def _register(self, part: Given) -> str:
         self.named.append(part)
         return part.target
-
-
-def _importable_name(value: Any) -> str | None:
-    """Return a class's or function's `package.module:name`; None where it cannot be imported."""
-    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-    home = sys.modules.get(module or "")
-    if module == "__main__" or getattr(home, "__spec__", None) is None or getattr(home, name, None) is not value:
-        return None
-    return f"{module}:{name}"
-
-
-def check_given(scenario: Scenario) -> None:
-    """Raise unless a list of data has one entry for each peer.
-
-    Raises:
-        ScenarioError: naming both numbers.
-    """
-    for part in scenario.given:
-        arrays = part.value
-        if isinstance(arrays, Arrays) and arrays.per_peer and len(arrays.train) != scenario.n_peers:
-            raise ScenarioError(
-                f"data.train lists data of {len(arrays.train)} peers for n_peers={scenario.n_peers}: give one of each, "
-                "or one pair (x, y) to partition",
-                code="api.data-per-peer",
-            )
 
 
 def check_everywhere(scenario: Scenario, why: str) -> None:
@@ -377,7 +350,14 @@ def _checked(
         overrides[path] = "settings"
     named = name_objects(data)
     scenario = validated(Scenario, plain(data), where, lines, overrides)
-    check_given(scenario)
+    for part in scenario.given:
+        arrays = part.value
+        if isinstance(arrays, Arrays) and arrays.per_peer and len(arrays.train) != scenario.n_peers:
+            raise ScenarioError(
+                f"data.train lists data of {len(arrays.train)} peers for n_peers={scenario.n_peers}: give one of each, "
+                "or one pair (x, y) to partition",
+                code="api.data-per-peer",
+            )
     del named  # it kept the registered objects alive until the scenario refers to them
     return scenario
 

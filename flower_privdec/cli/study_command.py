@@ -14,10 +14,11 @@ from rich.table import Table
 from flower_privdec.common.formatting import duration
 from flower_privdec.errors import RunError
 from flower_privdec.reporting.progress import counting_bar, error_console
+from flower_privdec.scenario.loading import shipped
 from flower_privdec.study.cells import CACHE, Cell, OnCell, Outcome, expand, missing_cells, run_cells
 from flower_privdec.study.publish import columns, make_folder, publish, row
 from flower_privdec.study.results import PartResult, collect, criterion, judge
-from flower_privdec.study.spec import load_study, study_files
+from flower_privdec.study.spec import load_study
 
 
 @contextmanager
@@ -111,7 +112,7 @@ def print_verdicts(results: Sequence[PartResult], out: Path, console: Console | 
 def print_studies() -> None:
     """List the studies and their parts."""
     table = Table("study", "part", "question", box=None, pad_edge=False)
-    for name in study_files():
+    for name in shipped("studies"):
         study, _ = load_study(name)
         table.add_row(name, "", study.heading)
         for part in study.parts:

@@ -222,12 +222,8 @@ def read_groups(folders: Sequence[Path]) -> list[RunGroup]:
         else:
             runs_by_key.append((key, [result]))
     groups = [RunGroup("", tuple(sorted(runs, key=seeds))) for _, runs in runs_by_key]
-    return _labelled(sorted(groups, key=lambda group: group.budget))
-
-
-def _labelled(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    """Label each group by its name; where names repeat, with its budget; where these repeat, by its folder."""
-    namings: list[Callable[[RunGroup], str]] = [
+    groups.sort(key=lambda group: group.budget)
+    namings: list[Callable[[RunGroup], str]] = [  # the first by which all labels differ
         _name,
         lambda group: f"{_name(group)}, {budget_name(group.budget)}",
         lambda group: group.runs[0].folder.resolve().name,

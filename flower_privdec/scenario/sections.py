@@ -6,7 +6,6 @@ import ipaddress
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Annotated, Any, Literal, ParamSpec, Self, TypeVar, get_args
 
@@ -1290,10 +1289,6 @@ class LocatedFile(Section):
         """Remember the lines of the values."""
         self._places = places
 
-    def located(self) -> AbstractContextManager[None]:
-        """Return a context in which an error that begins with a key of the file gets that key's line."""
-        return located(self._places, type(self))
-
 
 def _check_addresses(scenario: Scenario | AppScenario) -> None:
     peers = scenario.network.peers
@@ -1547,7 +1542,7 @@ def placed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         first: Any = args[0]
         scenario: LocatedFile = first if isinstance(first, LocatedFile) else first.scenario
-        with scenario.located():
+        with located(scenario._places, type(scenario)):
             try:
                 return function(*args, **kwargs)
             except PrivdecError:

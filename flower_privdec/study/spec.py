@@ -404,11 +404,6 @@ class Study(TitledSection):
         return [part for part in self.parts if not requested or part.name in requested]
 
 
-def study_files() -> dict[str, Path]:
-    """Return the studies by name: those under scenarios/studies, here or with the package."""
-    return shipped("studies")
-
-
 def load_study(name: str) -> tuple[Study, Path]:
     """Read a study by its name, or from a file.
 
@@ -418,7 +413,7 @@ def load_study(name: str) -> tuple[Study, Path]:
     Raises:
         ScenarioError: with the line, the value, the rule and the remedy.
     """
-    files = study_files()
+    files = shipped("studies")
     if not re.search(r"\.ya?ml$", name) and name not in files:
         raise ScenarioError(
             f"study '{name}' must be one of {', '.join(files) or 'none (no scenarios/studies here)'}, "

@@ -28,7 +28,8 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.reporting.console import parts
 from flower_privdec.scenario import Scenario, load_scenario, parse_scenario
-from flower_privdec.study.spec import Axis, Study, load_study, study_files
+from flower_privdec.scenario.loading import shipped
+from flower_privdec.study.spec import Axis, Study, load_study
 from tools.docs import house, made
 from tools.rooms import FLOOR_OF, MODULES, PACKAGE, imported, room_of
 
@@ -131,7 +132,7 @@ def _check_privdec(words: list[str], output: list[str]) -> None:
     """Run a command that names what a reader has made by now; check any other against the repository."""
     given = _parse(get_command(app), words)
     files = [Path(name) for name in (given.get("scenario"), *(given.get("runs") or ())) if name is not None]
-    if words[0] == "study" and given["name"] is not None and given["name"] not in study_files():
+    if words[0] == "study" and given["name"] is not None and given["name"] not in shipped("studies"):
         files = [Path(given["name"])]
     made_by_now = bool(files) and all(path.exists() for path in files)
     if made_by_now or output:

@@ -24,10 +24,11 @@ from flower_privdec.common.formatting import epsilon_text
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.reporting.plots import new_figure
 from flower_privdec.scenario import to_yaml
+from flower_privdec.scenario.loading import shipped
 from flower_privdec.study.cells import Cell, expand, folder_of, missing_cells, run_cells
 from flower_privdec.study.publish import _draw_panel, budgets_text, columns, publish, row, to_csv
 from flower_privdec.study.results import Estimate, PartResult, Verdict, collect, judge
-from flower_privdec.study.spec import Part, load_study, study_files
+from flower_privdec.study.spec import Part, load_study
 
 BASE = """
 name: base
@@ -120,12 +121,12 @@ def verdicts(result: PartResult) -> list[Verdict]:
 # --- definitions
 
 
-SIZES = [(name, size) for name in sorted(study_files()) for size in load_study(name)[0].sizes or [None]]
+SIZES = [(name, size) for name in sorted(shipped("studies")) for size in load_study(name)[0].sizes or [None]]
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
 def test_every_published_study_is_sound_in_each_of_its_sizes(name: str, size: str | None) -> None:
-    cells = cells_of(study_files()[name], size)
+    cells = cells_of(shipped("studies")[name], size)
     main = [cell for cell in cells if cell.part == cells[0].part]
     assert len({cell.seed for cell in main}) >= 3
     assert {cell.scenario.name for cell in cells} == {name}
