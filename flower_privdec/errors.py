@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
 
 class PrivdecError(Exception):
     """Something the user can mend; the command line prints it as one line and exits with status 2.
@@ -33,3 +37,28 @@ class StoppedError(PrivdecError):
 
 
 RAISED_BY_USERS = (Exception, SystemExit)  # what a user's own code may raise: anything, sys.exit too, but not Ctrl-C
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown word: `; did you mean 'x'?`, or nothing where none is near it."""
+    near = nearest(str(word), list(known))
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """Return which of some words another stands for: by its beginning or initials, as part of it, or by its spelling.
+
+    Examples:
+        >>> nearest("p", ["name", "probability"]), nearest("lr", ["name", "learning_rate"]), nearest("zzz", ["name"])
+        ('probability', 'learning_rate', None)
+    """
+    plain = {candidate: re.sub("[-_ ]", "", candidate).lower() for candidate in known}
+    typed, parts = re.sub("[-_ ]", "", word).lower()[:80], set(re.split("[-_ .]", word.lower()))
+    begins = [candidate for candidate in known if typed and plain[candidate].startswith(typed)]
+    short = [
+        candidate for candidate in known if typed == "".join(part[:1] for part in re.split("[-_ ]", candidate.lower()))
+    ]
+    spelt = difflib.get_close_matches(typed, list(plain.values()), n=1, cutoff=0.6)
+    alike = [candidate for candidate in known if plain[candidate] in spelt]
+    inside = [candidate for candidate in known if candidate.lower() in parts]
+    return next(iter([*begins, *short, *alike, *inside]), None)

@@ -26,12 +26,12 @@ from torch import Tensor
 from flower_privdec.core import Exchange
 from flower_privdec.core.cohort import Cohort, Estimate, PrivateStep
 from flower_privdec.data import Batch, LocalBatch, PeerData
-from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.engine.engine import Engine
 from flower_privdec.engine.run import run
 from flower_privdec.experiment import Experiment
 from flower_privdec.experiment.own_parts import drawings_of
 from flower_privdec.privacy.noise import NoiseSource
+from flower_privdec.rows.sparse_rows import Features, SparseRows
 
 TIMES = ("seconds", "wall_seconds", "peer_steps_per_second", "coalition_seconds", "coalition_share_of_wall_time")
 

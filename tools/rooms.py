@@ -11,23 +11,18 @@ PACKAGE = ROOT / "flower_privdec"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # Rooms of one floor do not import from each other; each imports from the floors below alone.
 FLOORS = [
-    ("errors",),
-    ("common", "rows"),
-    ("catalogue",),
-    ("tasks",),
+    ("errors", "rows"),
+    ("common", "catalogue"),
+    ("graph", "models", "tasks"),
     ("scenario",),
-    ("graph", "data", "models"),
-    ("gradients", "privacy"),
+    ("data", "gradients", "privacy"),
     ("training_loop", "core"),
     ("algorithms",),
     ("experiment",),
     ("engine", "pushsum"),
-    ("network",),
-    ("reporting",),
-    ("planner", "flower"),
-    ("study",),
-    ("api", "testing"),
-    ("cli",),
+    ("network", "reporting", "testing"),
+    ("flower", "planner", "study"),
+    ("api", "cli"),
     ("__main__",),
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -112,7 +112,8 @@ def up(
     ] = None,
 ) -> None:
     """Run all peers of a scenario as processes on this machine, over TLS, as they would run on devices."""
-    from flower_privdec.reporting import console, progress
+    from flower_privdec.cli.peers_table import network_progress
+    from flower_privdec.reporting import console
     from flower_privdec.reporting.plots import save_run_plots
     from flower_privdec.scenario import load_scenario
 
@@ -123,7 +124,7 @@ def up(
     with (
         network.losing(loss) as proxy,
         saying_when_interrupted(f"the same command with --resume continues from {folder}"),
-        progress.network_progress(loaded, folder) as (on_metrics, on_status),
+        network_progress(loaded, folder) as (on_metrics, on_status),
     ):
         due = network.injected_kills(kill or (), restart or (), loaded.n_peers, loaded.rounds)
         options = {"resume": resume, "insecure_seeds": insecure_seeds, "proxy": proxy, "kills": due}

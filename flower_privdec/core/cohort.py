@@ -23,7 +23,7 @@ from flower_privdec.privacy.noise import INDEPENDENT, STATE_PREFIX, NoisedSum, N
 if TYPE_CHECKING:
     from flower_privdec.core.algorithm import Algorithm
     from flower_privdec.data import PublicSet
-    from flower_privdec.data.sparse_rows import Features
+    from flower_privdec.rows.sparse_rows import Features
     from flower_privdec.tasks.losses import Loss
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from flower_privdec.catalogue import SAMPLINGS
 from flower_privdec.data.datasets import Examples
-from flower_privdec.data.sparse_rows import SparseRows
 from flower_privdec.errors import ScenarioError
 from flower_privdec.rows.keys import Secret, keyed_generator
+from flower_privdec.rows.sparse_rows import SparseRows
 
 # A generator is keyed for a block of steps, because keying costs more than one small batch. The block's
 # length depends on the scenario's batch size alone, so that the numbers do not depend on the cohort.

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from flower_privdec.common.formatting import memory
 from flower_privdec.common.machine import HEADROOM, available_bytes, check_room
-from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients.protocol import inputs_like
 from flower_privdec.privacy.noise import noise_mechanism
+from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import steps_per_round
 

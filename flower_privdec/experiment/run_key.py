@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from flower_privdec import __version__
 from flower_privdec.common.user_code import Given
 from flower_privdec.data import Examples, PublicSet
-from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.errors import RAISED_BY_USERS, ScenarioError
 from flower_privdec.privacy.noise import has_triton
+from flower_privdec.rows.sparse_rows import Features, SparseRows
 
 KEY_BYTES = 32
 SEEDED = "fast"  # names the noise stream of simulations in their keys: another name would draw other numbers

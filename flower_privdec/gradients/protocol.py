@@ -33,8 +33,8 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.data.sparse_rows import Features, SparseRows
 from flower_privdec.errors import RAISED_BY_USERS, RunError, ScenarioError
+from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.tasks.losses import Loss
 
 LONGEST, BLOCK = 4096, 1024  # numbers summed at once, and in each block of a longer vector

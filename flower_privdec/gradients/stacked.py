@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flower_privdec.data.sparse_rows import SparseRows
 from flower_privdec.gradients.protocol import (
     Clipping,
     GradientKernel,
@@ -31,6 +30,7 @@ from flower_privdec.gradients.protocol import (
     row_chunks,
     slack,
 )
+from flower_privdec.rows.sparse_rows import SparseRows
 from flower_privdec.tasks.losses import Loss
 
 SHARED_EXAMPLES, SHARED_COLUMNS = 1024, 1024  # of a product over inputs that rows share: its parts stay in cache

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import scipy
 
 from flower_privdec.catalogue import TOPOLOGIES
-from flower_privdec.common.formatting import did_you_mean, one_line, shown
+from flower_privdec.common.formatting import one_line, shown
 from flower_privdec.common.user_code import load_own
-from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
+from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError, did_you_mean
 from flower_privdec.rows.keys import keyed_generator
 
 EdgeArray: TypeAlias = npt.NDArray[np.int64]

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from flower_privdec.common.formatting import duration, epsilon_text, number, peer_ranges, setting
 from flower_privdec.data import Sampler, partition
-from flower_privdec.data.sparse_rows import SparseRows
 from flower_privdec.engine.recorder import count_evaluations
 from flower_privdec.engine.spent import budget_note, json_number, shortfall
 from flower_privdec.engine.workers import deal, start_engine
@@ -45,6 +44,7 @@ from flower_privdec.privacy.mechanism.paper import optimal_rounds
 from flower_privdec.privacy.mechanism.protection import breaches, build_schedule
 from flower_privdec.reporting.plots import connectivity
 from flower_privdec.rows.keys import keyed_generator
+from flower_privdec.rows.sparse_rows import SparseRows
 from flower_privdec.scenario.sections import PlanSection, dynamic
 from flower_privdec.tasks.losses import Loss
 

@@ -1,4 +1,4 @@
-"""Progress of a run in the terminal: a bar or plain lines, TensorBoard, and a live table of a network's peers."""
+"""Progress of a run in the terminal: a bar or plain lines, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group, RichCast
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
-from flower_privdec.common.formatting import duration, epsilon_text, memory, number
+from flower_privdec.common.formatting import duration, epsilon_text, number
 from flower_privdec.errors import ScenarioError
-from flower_privdec.network.peer.status import is_insecure, neighbours_text, spent_text
 from flower_privdec.reporting.wording import main_value, measured
 from flower_privdec.scenario import Scenario
 
 Metrics = dict[str, Any]
 OnMetrics = Callable[[Metrics], None]
-OnStatus = Callable[[int, dict[str, Any] | None, str], None]
 PLAIN_LINES = 10
 NARROW_BAR = 80  # columns
 
@@ -199,58 +195,3 @@ def scalars(metrics: Metrics) -> dict[str, float]:
     flat = {f"{name}/{key}": value for name, values in nested.items() for key, value in values.items()}
     flat |= {key: metrics[key] for key in ("consensus_distance", "epsilon", "seconds")}
     return {key: float(value) for key, value in flat.items() if value is not None and float(value) < float("inf")}
-
-
-HEADINGS = ("peer", "round", "loss", "ε spent", "neighbours", "sent", "received", "")
-
-
-class PeersTable:
-    """Each peer's last status, as a table that is redrawn whenever it is shown."""
-
-    def __init__(self, n_peers: int) -> None:
-        """Start with peers that have sent no status."""
-        self._statuses: dict[int, dict[str, Any]] = {}
-        self._notes = dict.fromkeys(range(n_peers), "starting")
-        self._lock = Lock()
-
-    def update(self, peer: int, status: dict[str, Any] | None, note: str) -> None:
-        """Record a peer's status, or None where it does not answer and its last one stays, and a note beside it."""
-        with self._lock:
-            self._notes[peer] = note
-            if status is not None:
-                self._statuses[peer] = status
-
-    def __rich__(self) -> Table:
-        """Return the current table."""
-        with self._lock:
-            statuses, notes = dict(self._statuses), dict(self._notes)
-        insecure = any(is_insecure(status) for status in statuses.values())
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption="INSECURE seeds: for tests" if insecure else None)
-        for heading in HEADINGS:
-            table.add_column(heading, justify="left" if heading in ("neighbours", "") else "right", no_wrap=True)
-        for peer, note in notes.items():
-            cells = [""] * 6
-            if peer in statuses:
-                status = statuses[peer]
-                counts = memory(status["bytes_sent"]), memory(status["bytes_received"])
-                neighbours = neighbours_text(status).replace(" neighbours", "")
-                cells = [f"{status['round']}/{status['rounds']}", number(status["loss"]), spent_text(status)]
-                cells += [neighbours, *counts]
-            table.add_row(str(peer), *cells, note)
-        return table
-
-
-@contextmanager
-def network_progress(
-    scenario: Scenario, folder: Path, *, console: Console | None = None
-) -> Iterator[tuple[OnMetrics, OnStatus | None]]:
-    """Show a network's progress on stderr while the context lasts: on a terminal with a table of its peers.
-
-    Yields:
-        A function to call with each evaluation's metrics, and one to call with each peer's status; None in its place
-        where no table is shown.
-    """
-    console = console or error_console()
-    table = PeersTable(scenario.n_peers) if console.is_terminal else None
-    with progress(scenario, folder, console=console, below=[] if table is None else [table]) as on_metrics:
-        yield on_metrics, None if table is None else table.update

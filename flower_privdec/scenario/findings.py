@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from flower_privdec.catalogue import Choice
-from flower_privdec.common.formatting import did_you_mean, shown
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.formatting import shown
+from flower_privdec.errors import ScenarioError, did_you_mean
 
 Location = tuple[int | str, ...]
 SECTION, QUOTE = "a section, as {key: value}", "'"

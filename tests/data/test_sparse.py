@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from flower_privdec import testing
 from flower_privdec.data import readers
-from flower_privdec.data.sparse_rows import SparseRows
 from flower_privdec.engine.run import run
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
@@ -25,6 +24,7 @@ from flower_privdec.experiment.minimum import ConvexObjective, solve
 from flower_privdec.gradients import build_kernel
 from flower_privdec.planner.plan import make_plan
 from flower_privdec.reporting.console import plan_text
+from flower_privdec.rows.sparse_rows import SparseRows
 
 SYNTHETIC = [
     "data={dataset: synthetic-sparse, samples: 240, test_samples: 60, batch: {sampling: poisson, size: 6}}",

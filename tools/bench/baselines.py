@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from flower_privdec.data.sparse_rows import SparseRows
+from flower_privdec.rows.sparse_rows import SparseRows
 from tools.bench.workloads import CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, Setup
 
 Draw = Callable[[int], tuple[Tensor, Tensor]]
