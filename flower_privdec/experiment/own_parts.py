@@ -181,19 +181,13 @@ def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> li
     Privacy: a peer that takes all its examples in every step draws none, whatever its sampling is called.
     """
     rates, sizes = sampler.sampling_rate.tolist(), sampler.partition_sizes.tolist()
-    facts = zip(rates, sizes, sampler.normalizer.tolist(), _answered(agreement, peers), strict=True)
+    answered: list[tuple[int, ...]] = [()] * len(peers)  # neighbours in each round, where the algorithm sends replies
+    if agreement.mixing is not None and any(isinstance(item, Reply) for item in agreement.algorithm.program):
+        answered = [tuple(c) for c in agreement.mixing.heard(agreement.scenario.rounds)[:, peers].T.tolist()]
+    facts = zip(rates, sizes, sampler.normalizer.tolist(), answered, strict=True)
     return [
         Drawing(sampler.kind if rate < 1 else "full", rate, size, batch, counts) for rate, size, batch, counts in facts
     ]
-
-
-def _answered(agreement: Agreement, peers: np.ndarray) -> list[tuple[int, ...]]:
-    """Return how many neighbours some peers answer in each round; nothing where the algorithm sends no replies."""
-    replies = any(isinstance(item, Reply) for item in agreement.algorithm.program)
-    if agreement.mixing is None or not replies:
-        return [()] * len(peers)
-    counts = agreement.mixing.heard(agreement.scenario.rounds)[:, peers]
-    return [tuple(column) for column in counts.T.tolist()]
 
 
 MOST_INFLATION = 0.1  # by how much noise may be larger; beyond, the numbers are too short for such sums
@@ -216,7 +210,13 @@ def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int
     """
     largest = 0.0
     for drawing in dict.fromkeys(drawings):
-        size, remembers = _most_drawn(drawing), any(part.idle for part in algorithm.released(0, drawing) or ())
+        size = drawing.size  # the most examples of a step
+        if drawing.sampling == "poisson":  # by Bernstein's inequality
+            mean, rare = drawing.size * drawing.rate, -math.log(RARE)
+            size = min(size, math.ceil(mean + rare / 3 + math.sqrt(rare**2 / 9 + 2 * mean * rare)))
+        elif drawing.sampling != "full":
+            size = min(size, -int(-drawing.batch // 1))
+        remembers = any(part.idle for part in algorithm.released(0, drawing) or ())
         unit = torch.finfo(dtype).eps / 2
         more = size * unit / (1 - min(size * unit, 0.5)) * 2 * size
         more += 4 * size * (steps * size + drawing.size) * unit if remembers else 0.0
@@ -228,14 +228,6 @@ def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int
             )
         largest = max(largest, more)
     return largest + OTHER
-
-
-def _most_drawn(drawing: Drawing) -> int:
-    """Return how many examples a step has at most."""
-    if drawing.sampling != "poisson":
-        return drawing.size if drawing.sampling == "full" else min(drawing.size, -int(-drawing.batch // 1))
-    mean, rare = drawing.size * drawing.rate, -math.log(RARE)
-    return min(drawing.size, math.ceil(mean + rare / 3 + math.sqrt(rare**2 / 9 + 2 * mean * rare)))  # Bernstein
 
 
 LEAST_FACTOR, MOST_FACTOR = 1e-15, 1e30  # see `gradients.bounds`; 2^-126 to 2^128 is what float32 holds

@@ -130,7 +130,7 @@ def installed_version(package: str) -> str:
 
 
 def code_of(parts: Iterable[object]) -> Iterator[bytes]:
-    """Yield the source files of classes and functions by name: theirs, their bases', and all that these import.
+    """Return the source files of classes and functions by name: theirs, their bases', and all that these import.
 
     Of what is installed the version stands for the code, and of what was compiled or typed in the name. What a file
     imports by a computed name is not seen.
@@ -140,7 +140,11 @@ def code_of(parts: Iterable[object]) -> Iterator[bytes]:
     """
     written = [part if inspect.isclass(part) or inspect.isroutine(part) else type(part) for part in parts]
     bases = [base for part in written for base in (inspect.getmro(part) if inspect.isclass(part) else (part,))]
-    waiting = {str(base.__module__) for base in bases}
+    return _sources({str(base.__module__) for base in bases})
+
+
+def _sources(waiting: set[str]) -> Iterator[bytes]:
+    """Yield the source of each of some modules and of all they import; of what is installed the version."""
     visited = set(waiting)
     while waiting:
         name = min(waiting)
@@ -271,7 +275,10 @@ class _ObjectHash:
         elif isinstance(value, np.ndarray) and value.dtype != object:
             self.update("array", value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes())
         elif isinstance(value, torch.Tensor):
-            self._add_tensor(value)
+            if value.layout is not torch.strided:
+                raise _unhashable(value)
+            data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            self.update("tensor", value.dtype, tuple(value.shape), value.requires_grad, data)
         elif type(value) in (tuple, list):
             self.update(type(value).__name__, len(value))
             self._add_all(value)
@@ -290,23 +297,18 @@ class _ObjectHash:
         for value in values:
             self.add(value)
 
-    def _add_tensor(self, value: torch.Tensor) -> None:
-        if value.layout is not torch.strided:
-            raise _unhashable(value)
-        data = value.detach().cpu().contiguous().reshape(-1)
-        self.update(
-            "tensor", value.dtype, tuple(value.shape), value.requires_grad, data.view(torch.uint8).numpy().tobytes()
-        )
-
     def _add_code(self, value: Any) -> None:
         if isinstance(value, types.FunctionType):
             self._add_function(value)
         elif isinstance(value, type):
             self._add_class(value)
         elif isinstance(value, types.ModuleType):
-            self.update("module", value.__name__, *_module_code(value.__name__))
+            self.update("module", value.__name__, *_sources({value.__name__}))
         elif isinstance(value, types.CodeType):
-            self._add_byte_code(value)
+            counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
+            self.update("code", *counts, value.co_code, value.co_exceptiontable)
+            self._add_all((value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars))
+            self._add_all(value.co_consts)
         elif isinstance(value, types.MethodType):
             self.update("method")
             self._add_all((value.__self__, value.__func__))
@@ -334,18 +336,13 @@ class _ObjectHash:
                 self.add(cell.cell_contents)
             except ValueError:  # not bound yet
                 self.update("empty")
-        for name in sorted(set(_looked_up(value.__code__))):
+        steps = list(_instructions(value.__code__))
+        for name in sorted({step.argval for step in steps if step.opname in _LOOKED_UP}):
             self.update(name)
             if name in value.__globals__:
                 self.add(value.__globals__[name])
-        for name in sorted(set(_byte_code_imports(value.__code__))):
-            self.update("import", name, *_module_code(name))
-
-    def _add_byte_code(self, code: types.CodeType) -> None:
-        counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-        self.update("code", *counts, code.co_code, code.co_exceptiontable)
-        self._add_all((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars))
-        self._add_all(code.co_consts)
+        for name in sorted({step.argval for step in steps if step.opname == "IMPORT_NAME" and step.argval}):
+            self.update("import", name, *_sources({name}))
 
     def _add_class(self, value: type) -> None:
         if self._is_installed(value):
@@ -365,7 +362,7 @@ class _ObjectHash:
             there = getattr(there, name, None)
         if there is not value or not is_installed(module):
             return False
-        self.update("installed", module, value.__qualname__, *_module_code(module))
+        self.update("installed", module, value.__qualname__, *_sources({module}))
         return True
 
     def _add_object(self, value: Any) -> None:
@@ -387,25 +384,9 @@ def _unhashable(value: object) -> ScenarioError:
     return ScenarioError(f"it holds an object of type {kind}, whose content cannot be hashed")
 
 
-def _module_code(name: str) -> Iterator[bytes]:
-    """Yield the source of a module and of all it imports; of what is installed the version."""
-    stand_in = type("_StandIn", (), {"__module__": name})
-    return code_of([stand_in])
-
-
-def _looked_up(code: types.CodeType) -> Iterator[str]:
-    """Yield the names of the globals that a code, or one inside it, looks up."""
-    for inner in _codes(code):
-        yield from (step.argval for step in dis.get_instructions(inner) if step.opname in _LOOKED_UP)
-
-
-def _byte_code_imports(code: types.CodeType) -> Iterator[str]:
-    for inner in _codes(code):
-        yield from (step.argval for step in dis.get_instructions(inner) if step.opname == "IMPORT_NAME" and step.argval)
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
+def _instructions(code: types.CodeType) -> Iterator[dis.Instruction]:
+    """Yield the instructions of a code and of all codes inside it."""
+    yield from dis.get_instructions(code)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from _instructions(constant)

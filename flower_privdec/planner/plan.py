@@ -540,18 +540,12 @@ def make_plan(experiment: Experiment) -> dict[str, Any]:
     """Plan a run: compute its noise and ε, time a few rounds in memory; charge no ledger and write nothing.
 
     Returns:
-        peers: for each, sigma (noise std on its averaged gradient at rounds 0, K/2 and K-1),
-            noise_multiplier (at round 0), epsilon, epsilon_after_quarters (of this run alone),
-            epsilon_of_replies_to_one (of the replies to one neighbour alone, which are not all that it receives; None
-            where all neighbours receive the same), delta, active_rounds and expected_rounds (None where all peers are
-            active in all rounds), and the values of a paper's formulas (claimed_epsilon, claimed_after_quarters,
-            mu_total, mu_0, mu_bar; None where there is none);
-        ledger: where the scenario names one, its folder, the largest ε of any peer before and after this run;
-        optimal_rounds and the other values of `optimum`;
+        what the attributes of `flower_privdec.api.running.Plan` describe; of each peer also active_rounds and
+            expected_rounds (None where all peers are active in all rounds) and claimed_after_quarters;
+        the other values of `optimum`;
         gradients: which kernel computes them, and why that one;
-        memory_bytes, memory (its parts), tables (bytes of each kind, for privsgp-vr) and table (the one used);
-        workers (how many processes here), seconds (None where the run does not fit into memory), topology (None when
-            nothing is exchanged), warnings; infinite ε is the string "inf".
+        memory (its parts), tables (bytes of each kind, for privsgp-vr), table (the one used) and workers (how many
+            processes here); infinite ε is the string "inf".
     """
     scenario = experiment.scenario
     dealing, missing = deal(experiment), shortage(experiment)
