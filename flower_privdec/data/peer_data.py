@@ -47,7 +47,6 @@ class Sampler:
     """Draws local positions.
 
     Attributes:
-        kind, size, partition_sizes, keys, peers, rate, small_peers: as given.
         sizes: int64 [m], examples in each peer's batch, expected for poisson; 0 where rate decides, and for full.
         normalizer: float64 [m], the expected batch size, by which a sum of clipped gradients is
             divided; fixed, for the size that was drawn is private. With a rate q it is q J_i, no whole number.
@@ -325,8 +324,6 @@ class PeerData:
 
     Attributes:
         sampler: what decides which examples a step uses.
-        device, dtype: of the batches.
-        input_shape: of one example.
     """
 
     def __init__(self, examples: Examples, sampler: Sampler, device: torch.device | str, dtype: torch.dtype) -> None:

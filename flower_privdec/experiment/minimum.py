@@ -217,9 +217,6 @@ class ConvexObjective:
         features: [N, D], of all peers' examples, with a last column of ones where there is a bias.
         targets: [N, ...].
         weights: [N], 1 / (n q_i) of each example; they sum to 1.
-        loss: of an example.
-        outputs: k.
-        bias: whether there is one.
     """
 
     features: scipy.sparse.csr_matrix

@@ -61,8 +61,6 @@ class Curve:
     """One quantity over the rounds.
 
     Attributes:
-        name: of its file.
-        title: of the picture.
         value: reads it from a line of metrics.jsonl of a run of an algorithm, or None.
         band: reads the least and the most over the peers, where they are known.
         spread: what the band of a single run shows; "" where it has none.

@@ -33,7 +33,6 @@ class Result:
     """The contents of a run's folder.
 
     Attributes:
-        folder: its path.
         scenario: with every default resolved.
         metrics: the lines of metrics.jsonl, in order of the rounds.
         summary: summary.json; of an unfinished run, the same keys as far as they are known, with

@@ -38,10 +38,7 @@ class Cell:
     """One run of a study.
 
     Attributes:
-        part: the name of its part.
         labels: one label for each axis, in the order of the axes.
-        seed: its repetition.
-        scenario: its scenario.
         key: the scenario's hash: cells that share it share one run.
     """
 

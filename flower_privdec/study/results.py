@@ -44,7 +44,6 @@ class Group:
     """The runs of one point of a part's grid, over the seeds.
 
     Attributes:
-        labels: one for each axis.
         runs: the finished runs, in the order of the seeds.
         missing: how many runs are not finished.
         kinds: the metrics of the whole part, some of which these runs may not have.
@@ -114,7 +113,6 @@ class PartResult:
     """A part with the runs of its grid.
 
     Attributes:
-        part: its definition.
         axes: at the study's size, without those in `best_over`.
         chosen: the axes in `best_over`.
         groups: one for each combination of labels, in order.

@@ -24,8 +24,6 @@ class Metric:
     """A metric.
 
     Attributes:
-        name: its name in a scenario.
-        kind: what it is called, and whether more is better.
         measure: (loss, outputs [..., N, k], targets [N] or [N, k]) -> values [...]; the loss says what outputs predict.
     """
 
