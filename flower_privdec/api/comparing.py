@@ -101,7 +101,20 @@ def compare(
     Privacy: every run is charged alone, in its own ledger; the note has the cost of all of them together. So
         `privacy.ledger` must be left out.
     """
-    variants = _variants(scenario, algorithms)
+    if isinstance(scenario, Mapping):
+        if algorithms is not None or not scenario:
+            raise _argument_error("compare takes one scenario with algorithms, or a mapping of scenarios alone")
+        variants = {label: as_scenario(choice) for label, choice in scenario.items()}
+    elif algorithms is None:
+        variants = {as_scenario(scenario).algorithm.name: as_scenario(scenario)}
+    else:
+        base = as_scenario(scenario)
+        given = algorithms if isinstance(algorithms, Mapping) else [(_label(choice), choice) for choice in algorithms]
+        named = list(given.items()) if isinstance(given, Mapping) else given
+        labels = [label for label, _ in named]
+        if not labels or len(set(labels)) < len(labels):
+            raise _argument_error(f"algorithms must be at least one, and have labels that differ, not {labels}")
+        variants = {label: make_scenario(base, algorithm=_section(base, choice)) for label, choice in named}
     if not isinstance(seeds, Collection) or not seeds or len(set(seeds)) < len(seeds):
         raise _argument_error(f"seeds={shown(seeds)} must be at least one, each once, in a list")
     cells = [_cell(label, variant, seed) for label, variant in variants.items() for seed in seeds]
@@ -141,27 +154,6 @@ def compare(
         row = {"label": group.labels[0], "runs": len(group.runs), "epsilon": largest}
         rows.append(row | {name: estimate and asdict(estimate) for name, estimate in estimates.items()})
     return Comparison(rows, readings, tuple(seeds), failures, note)
-
-
-def _variants(
-    scenario: Scenario | str | Path | Mapping[str, Scenario],
-    algorithms: Iterable[str | type[Algorithm]] | Mapping[str, AlgorithmChoice] | None,
-) -> dict[str, Scenario]:
-    """Return the scenarios to compare, by label."""
-    if isinstance(scenario, Mapping):
-        if algorithms is not None or not scenario:
-            raise _argument_error("compare takes one scenario with algorithms, or a mapping of scenarios alone")
-        return {label: as_scenario(choice) for label, choice in scenario.items()}
-    base = as_scenario(scenario)
-    if algorithms is None:
-        return {base.algorithm.name: base}
-    named = (
-        algorithms.items() if isinstance(algorithms, Mapping) else [(_label(choice), choice) for choice in algorithms]
-    )
-    labels = [label for label, _ in named]
-    if not labels or len(set(labels)) < len(labels):
-        raise _argument_error(f"algorithms must be at least one, and have labels that differ, not {labels}")
-    return {label: make_scenario(base, algorithm=_section(base, choice)) for label, choice in named}
 
 
 def _label(algorithm: AlgorithmChoice) -> str:

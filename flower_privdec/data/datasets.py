@@ -339,11 +339,24 @@ def read_public(section: DataSection, seed: int, targets: Targets = "classes") -
             )
     source_of_count = where if section.classes is None else f"data.classes={section.classes}"
     _check_labels(split.labels, n_classes, f"{source_of_count}: the test set")
-    held, rows = _held_out(len(split.labels), section, seed)
+    total, count, name = len(split.labels), section.validation, name_of(section)
+    rows, held = _chosen(total, section.test_samples, seed, "test_samples", name), None
+    if count is not None:
+        room = total - (section.test_samples or 1)
+        if count > room:
+            tested = f"data.test_samples={section.test_samples} are" if section.test_samples else "one at least is"
+            most = f"must be at most {room}" if room else "leaves no room"
+            raise ScenarioError(
+                f"data.validation={count} {most}: {name} has {total} public test examples, of which {tested} for "
+                "testing; take fewer of either"
+            )
+        held = np.asarray(np.arange(total)[_chosen(total, count, seed, "validation", name)])
+        rest = np.setdiff1d(np.arange(total), held)
+        rows = rest[_chosen(len(rest), section.test_samples, seed, "test_samples", name)]
 
     def part(rows: Rows, validation: PublicSet | None = None) -> PublicSet:
         y = torch.from_numpy(split.labels[rows])
-        return PublicSet(name_of(section), split.read(rows), y, n_classes, source.n_tokens, validation)
+        return PublicSet(name, split.read(rows), y, n_classes, source.n_tokens, validation)
 
     return part(rows, None if held is None else part(held))
 
@@ -421,25 +434,6 @@ def _chosen(total: int, count: int | None, seed: int, key: str, name: str) -> Ro
     if not 1 <= count <= total:
         raise ScenarioError(f"data.{key}={count} must be 1 to {total}, what {name} has: change it or leave it out")
     return np.sort(keyed_generator(seed, f"data.{key}").choice(total, count, replace=False, shuffle=False))
-
-
-def _held_out(total: int, section: DataSection, seed: int) -> tuple[Rows | None, Rows]:
-    """Return which rows of the test set are for validation, or None, and which are for testing: others."""
-    name, count = name_of(section), section.validation
-    if count is None:
-        return None, _chosen(total, section.test_samples, seed, "test_samples", name)
-    _chosen(total, section.test_samples, seed, "test_samples", name)
-    room = total - (section.test_samples or 1)
-    if count > room:
-        tested = f"data.test_samples={section.test_samples} are" if section.test_samples else "one at least is"
-        most = f"must be at most {room}" if room else "leaves no room"
-        raise ScenarioError(
-            f"data.validation={count} {most}: {name} has {total} public test examples, of which {tested} for testing; "
-            "take fewer of either"
-        )
-    held = np.asarray(np.arange(total)[_chosen(total, count, seed, "validation", name)])
-    rest = np.setdiff1d(np.arange(total), held)
-    return held, rest[_chosen(len(rest), section.test_samples, seed, "test_samples", name)]
 
 
 def _check_labels(labels: np.ndarray, n_classes: int, what: str) -> None:

@@ -430,7 +430,18 @@ def _read_half(root: str, part: str, wanted: Wanted) -> Split:
         return from_arrays(arrays[f"x_{part}"], arrays[f"y_{part}"], part, where, wanted)
     if wanted.n_tokens is not None or wanted.targets != "classes":
         raise ScenarioError(f"{where} holds JPEG images with classes: they are no tokens, and need a loss of classes")
-    return _jpeg_split(arrays, part, where)
+    stream, offset = arrays[f"{part}_jpeg"], arrays[f"{part}_offset"]
+    labels = class_labels(arrays[f"{part}_label"], f"{where}: {part}_label", minimum=-1)
+    right = stream.dtype == np.uint8 and stream.ndim == 1 and offset.dtype.kind in "ui" and offset.ndim == 1
+    if not right or len(offset) != len(labels) + 1:
+        raise ScenarioError(
+            f"{where}: {part}_jpeg must be one row of bytes (uint8) with {len(labels) + 1} offsets for its "
+            f"{len(labels)} labels: got {stream.dtype} {list(stream.shape)} and {len(offset)} offsets"
+        )
+    offset = offset.astype(np.int64)
+    if offset[0] < 0 or offset[-1] > len(stream) or bool((np.diff(offset) <= 0).any()):
+        raise ScenarioError(f"{where}: {part}_offset must increase from >= 0 to <= {len(stream)}: mend the file")
+    return Split(binary_labels(labels, where), lambda rows: _decode(stream, offset, rows, f"{where}: {part}_jpeg"))
 
 
 def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wanted) -> Split:
@@ -457,21 +468,6 @@ def _finite(x: np.ndarray, name: str) -> Tensor:
     if not bool(torch.isfinite(tensor).all()):
         raise ScenarioError(f"{name} holds NaN or infinity in float32: every feature must be finite; mend it")
     return tensor
-
-
-def _jpeg_split(arrays: dict[str, np.ndarray], part: str, where: str) -> Split:
-    stream, offset = arrays[f"{part}_jpeg"], arrays[f"{part}_offset"]
-    labels = class_labels(arrays[f"{part}_label"], f"{where}: {part}_label", minimum=-1)
-    right = stream.dtype == np.uint8 and stream.ndim == 1 and offset.dtype.kind in "ui" and offset.ndim == 1
-    if not right or len(offset) != len(labels) + 1:
-        raise ScenarioError(
-            f"{where}: {part}_jpeg must be one row of bytes (uint8) with {len(labels) + 1} offsets for its "
-            f"{len(labels)} labels: got {stream.dtype} {list(stream.shape)} and {len(offset)} offsets"
-        )
-    offset = offset.astype(np.int64)
-    if offset[0] < 0 or offset[-1] > len(stream) or bool((np.diff(offset) <= 0).any()):
-        raise ScenarioError(f"{where}: {part}_offset must increase from >= 0 to <= {len(stream)}: mend the file")
-    return Split(binary_labels(labels, where), lambda rows: _decode(stream, offset, rows, f"{where}: {part}_jpeg"))
 
 
 def _decode(stream: np.ndarray, offset: np.ndarray, rows: Rows, name: str) -> Tensor:

@@ -83,7 +83,16 @@ class OwnParts:
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
         from_system = secret is not None or scenario.compute.generator == "system"
         keys, run = _name_run(agreement, examples, peers, secret, from_system)
-        sampler = _build_sampler(agreement, examples, keys, peers)
+        batch, seeds = scenario.data.batch, dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
+        sampler = Sampler(  # keyed by the run where there is privacy; else by the seed, whatever is run with it
+            batch.sampling,
+            batch.size,
+            examples.sizes,
+            seeds if scenario.private is None else keys,
+            peers,
+            rate=batch.rate,
+            small_peers=batch.small_peers,
+        )
         protection, larger = None, None
         if scenario.private is not None:
             drawings = drawings_of(agreement, peers, sampler)
@@ -157,22 +166,6 @@ def public_name(agreement: Agreement, source: str = SEEDED) -> RunName:
     """Return the name of a run as a process without its keys computes it."""
     decided = numbers_hash(agreement.scenario)
     return RunName(decided[:32], decided, environment(source, agreement.device))
-
-
-def _build_sampler(agreement: Agreement, examples: Examples, keys: Mapping[int, bytes], peers: np.ndarray) -> Sampler:
-    """Return the sampler, keyed by the run where there is privacy; else by the seed, whatever is run with it."""
-    scenario = agreement.scenario
-    seeds = dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
-    batch = scenario.data.batch
-    return Sampler(
-        batch.sampling,
-        batch.size,
-        examples.sizes,
-        seeds if scenario.private is None else keys,
-        peers,
-        rate=batch.rate,
-        small_peers=batch.small_peers,
-    )
 
 
 def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> list[Drawing]:

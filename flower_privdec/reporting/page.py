@@ -10,7 +10,6 @@ from typing import Any
 from flower_privdec import __version__
 from flower_privdec.common.formatting import duration, epsilon_text, number, setting
 from flower_privdec.errors import ScenarioError
-from flower_privdec.graph.topology import Topology
 from flower_privdec.reporting import wording
 from flower_privdec.reporting.console import comparison_row, complete_yaml, graph_facts
 from flower_privdec.reporting.plots import (
@@ -28,7 +27,6 @@ from flower_privdec.reporting.plots import (
     to_svg,
 )
 from flower_privdec.reporting.run_folder import RunGroup, budget_name, read_groups
-from flower_privdec.scenario import Scenario
 
 PAGES = (".html", ".htm")
 LARGEST_GRAPH = 200  # peers; a larger circle shows nothing
@@ -193,9 +191,19 @@ def _graphs(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
     shown_with: dict[str, str] = {}
     graphs: list[dict[str, Any]] = []
     for group in groups:
-        facts, topology = _graph_facts(group.runs[0].scenario)
-        graphs.append({"facts": facts, "svg": None, "panels": 0})
-        if topology is None:
+        scenario = group.runs[0].scenario
+        graphs.append({"facts": NO_GRAPH.format(scenario.algorithm.name), "svg": None, "panels": 0})
+        try:
+            mixing = build_graph(scenario)
+        except ScenarioError as error:  # an edge list that has moved since
+            graphs[-1]["facts"] = f"cannot be built here: {error}"
+            continue
+        if mixing is None:
+            continue
+        topology = mixing.topology
+        graphs[-1]["facts"] = f"{topology.name}, {mixing.weights} weights, {graph_facts(connectivity(mixing))}"
+        if topology.n_peers > LARGEST_GRAPH or len(topology.edges(0)) > MOST_EDGES:
+            graphs[-1]["facts"] += " (too large to draw)"
             continue
         rounds = rounds_shown(topology)
         key = repr([topology.edges(k).tolist() for k in range(rounds)])
@@ -206,18 +214,3 @@ def _graphs(groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
         with drawing(salt=f"graph-{len(graphs)}"):
             graphs[-1] |= {"svg": to_svg(draw_topology(topology), f"the graph {topology.name}"), "panels": rounds}
     return graphs
-
-
-def _graph_facts(scenario: Scenario) -> tuple[str, Topology | None]:
-    """Describe a run's graph, and return it where it can be drawn."""
-    try:
-        mixing = build_graph(scenario)
-    except ScenarioError as error:  # an edge list that has moved since
-        return f"cannot be built here: {error}", None
-    if mixing is None:
-        return NO_GRAPH.format(scenario.algorithm.name), None
-    topology = mixing.topology
-    facts = f"{topology.name}, {mixing.weights} weights, {graph_facts(connectivity(mixing))}"
-    if topology.n_peers > LARGEST_GRAPH or len(topology.edges(0)) > MOST_EDGES:
-        return f"{facts} (too large to draw)", None
-    return facts, topology

@@ -76,48 +76,45 @@ def expand(
         ScenarioError: naming the cell whose scenario breaks a rule, or a part of too many cells.
     """
     text = read_text(base)
-    return [cell for part in parts for cell in _expand_part(study, size, part, text, base, settings)]
-
-
-def _expand_part(
-    study: Study, size: str | None, part: Part, text: str, base: Path, settings: Sequence[str]
-) -> list[Cell]:
-    layers = [study, study.sizes.get(size or ""), part, part.sizes.get(size or "")]
-    common = [line for layer in layers if layer is not None for line in layer.settings]
-    seeds = next((layer.seeds for layer in reversed(layers) if isinstance(layer, Study | Size) and layer.seeds), None)
-    repetitions = [[f"seed={seed}"] for seed in seeds] if seeds else [[]]
-    points = [axis.all_points() for axis in part.axes_at(size).values()]
-    count = math.prod(map(len, points)) * len(repetitions)
-    if count > MOST_CELLS:
-        raise ScenarioError(
-            f"part {part.name}: {count:,} cells must be at most {MOST_CELLS:,}; use fewer points, axes or seeds",
-            code="study.too-many-cells",
-        )
-    common_after = [*settings, f"name={json.dumps(study.name)}"]
-    cells = []
-    for combination in itertools.product(*points):
-        own = [line for point in combination for line in point.settings]
-        for seed in repetitions:
-            cells.append(_cell(part, combination, text, base, [*common, *own, *common_after, *seed]))
-    if len({cell.key for cell in cells[: len(repetitions)]}) < len(repetitions):
-        raise ScenarioError(
-            f"part {part.name}: seeds data, model and run are all given in the scenario, so that another seed changes "
-            "nothing; leave out those that the study's seeds should vary",
-            code="study.seeds-fixed",
-        )
-    for i, path in enumerate(part.fields):
-        if not any(_has_field(cell.scenario, path) for cell in cells):
+    all_cells = []
+    for part in parts:
+        layers = [study, study.sizes.get(size or ""), part, part.sizes.get(size or "")]
+        common = [line for layer in layers if layer is not None for line in layer.settings]
+        seeds = [layer.seeds for layer in layers if isinstance(layer, Study | Size) and layer.seeds]
+        repetitions = [[f"seed={seed}"] for seed in seeds[-1]] if seeds else [[]]
+        points = [axis.all_points() for axis in part.axes_at(size).values()]
+        count = math.prod(map(len, points)) * len(repetitions)
+        if count > MOST_CELLS:
             raise ScenarioError(
-                f"part {part.name}: fields.{i}={path!r} must be a key of a scenario, as algorithm.learning_rate",
-                code="study.unknown-field",
+                f"part {part.name}: {count:,} cells must be at most {MOST_CELLS:,}; use fewer points, axes or seeds",
+                code="study.too-many-cells",
             )
-    kinds = kinds_of(cell.scenario for cell in cells)
-    for key, name in part.all_metrics().items():
-        try:
-            metric(name, kinds)
-        except ScenarioError as error:
-            raise ScenarioError(f"part {part.name}, {key}: {error}", code=error.code) from error
-    return cells
+        common_after = [*settings, f"name={json.dumps(study.name)}"]
+        cells: list[Cell] = []
+        for combination in itertools.product(*points):
+            own = [line for point in combination for line in point.settings]
+            for seed in repetitions:
+                cells.append(_cell(part, combination, text, base, [*common, *own, *common_after, *seed]))
+        if len({cell.key for cell in cells[: len(repetitions)]}) < len(repetitions):
+            raise ScenarioError(
+                f"part {part.name}: seeds data, model and run are all given in the scenario, so that another seed "
+                "changes nothing; leave out those that the study's seeds should vary",
+                code="study.seeds-fixed",
+            )
+        for i, path in enumerate(part.fields):
+            if not any(_has_field(cell.scenario, path) for cell in cells):
+                raise ScenarioError(
+                    f"part {part.name}: fields.{i}={path!r} must be a key of a scenario, as algorithm.learning_rate",
+                    code="study.unknown-field",
+                )
+        kinds = kinds_of(cell.scenario for cell in cells)
+        for key, name in part.all_metrics().items():
+            try:
+                metric(name, kinds)
+            except ScenarioError as error:
+                raise ScenarioError(f"part {part.name}, {key}: {error}", code=error.code) from error
+        all_cells += cells
+    return all_cells
 
 
 def _cell(part: Part, combination: Sequence[Point], text: str, base: Path, settings: list[str]) -> Cell:

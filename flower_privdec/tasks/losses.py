@@ -162,7 +162,7 @@ def own_loss(target: str, targets: Targets, outputs: int | None = None) -> Loss:
         ScenarioError: the function cannot be had.
     """
     one = _of_one(target)
-    value, derivative = (_withheld(target, _each(part)) for part in (one, grad(one)))
+    value, derivative = (_of_each(target, part) for part in (one, grad(one)))
     return Loss(target, value, derivative, targets, outputs=outputs)
 
 
@@ -177,36 +177,29 @@ def _of_one(target: str) -> Callable[[Tensor, Tensor], Tensor]:
     return one
 
 
-def _each(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Call a function of one example's outputs and target for every example [...] by itself."""
+def _of_each(target: str, function: OutputFunction) -> OutputFunction:
+    """Call a function of one example for every example [...] by itself.
+
+    The messages of its errors, which may reveal examples, are withheld.
+    """
 
     def call(outputs: Tensor, targets: Tensor) -> Tensor:
         lead, wide = outputs.shape[:-1], targets.shape[outputs.ndim - 1 :]
         flat = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1, *wide)
         if len(flat[0]) == 0:
             return torch.zeros_like(outputs)
-        values: Tensor = vmap(function)(*flat)
-        return values.reshape(*lead, *values.shape[1:])
-
-    return call
-
-
-def _withheld(target: str, call: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Withhold the messages of errors, which may reveal examples."""
-
-    def guarded(outputs: Tensor, targets: Tensor) -> Tensor:
-        value, failure = outputs, None
+        values, failure = outputs, None
         try:
-            value = call(outputs, targets)
+            values = vmap(function)(*flat)
         except RAISED_BY_USERS as error:  # a user's own function may raise anything
             failure = type(error).__name__
         if failure is not None:  # raised here, an error that does not carry the other one along
             raise RunError(
                 f"task.loss.module={target!r} raised {failure}: its message is withheld, for it may reveal data"
             )
-        return value
+        return values.reshape(*lead, *values.shape[1:])
 
-    return guarded
+    return call
 
 
 def try_loss(loss: Loss, outputs: int) -> None:

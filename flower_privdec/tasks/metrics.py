@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,17 +132,13 @@ def own_metric(target: str, name: str, kind: MetricKind) -> Metric:
 
     def measure(_loss: Loss, outputs: Tensor, targets: Tensor) -> Tensor:
         models = outputs.reshape(-1, *outputs.shape[-2:])
-        values = [_number(function, target, model, targets) for model in models]
+        try:
+            values = [float(function(model.clone(), targets.clone())) for model in models]
+        except RAISED_BY_USERS as error:  # a user's own function may raise anything
+            raise RunError(f"task.metrics.module={target!r} fails on the public test set: {one_line(error)}") from error
         return torch.tensor(values, dtype=torch.float64).reshape(outputs.shape[:-2])
 
     return Metric(name, kind, measure)
-
-
-def _number(function: Callable[..., Any], target: str, outputs: Tensor, targets: Tensor) -> float:
-    try:
-        return float(function(outputs.clone(), targets.clone()))
-    except RAISED_BY_USERS as error:  # a user's own function may raise anything
-        raise RunError(f"task.metrics.module={target!r} fails on the public test set: {one_line(error)}") from error
 
 
 def try_metric(metric: Metric, loss: Loss, outputs: int, targets: Tensor) -> None:
