@@ -52,6 +52,7 @@ class PeerSettings:
         address: HOST:PORT at which other peers can reach it; empty where they cannot.
         certificates: the folder with its certificate, as `privdec certs` makes it; None where it has none.
         mean_peers: the fewest peers of a masked sum that this one enters; 0 in a simulation, for any two.
+        charge_witnessed: whether to charge what the ledger lacks and neighbours have counted, and continue.
     """
 
     peer: int
@@ -64,6 +65,7 @@ class PeerSettings:
     address: str = ""
     certificates: Path | None = None
     mean_peers: int = 0
+    charge_witnessed: bool = False
 
     @classmethod
     def of(cls, context: Context, addressed: int, run_folder: str, folder: Path | None) -> PeerSettings:
@@ -90,6 +92,9 @@ class PeerSettings:
         mean_peers = _whole(config, "mean-peers", START) if "mean-peers" in config else 0 if simulated else total
         if "mean-peers" in config and not 2 <= mean_peers <= total:
             raise RunError(f"mean-peers={mean_peers} must be 2 to num-partitions={total}; {START}", code="node.peers")
+        charge = config.get("charge-witnessed", False)
+        if not isinstance(charge, bool):
+            raise RunError(f"charge-witnessed={charge!r} must be true or false; {START}", code="node.charge")
         return cls(
             peer,
             total,
@@ -100,6 +105,7 @@ class PeerSettings:
             "" if certificates is None else str(config.get("address", "")),
             None if certificates is None else Path(str(certificates)).expanduser(),
             mean_peers,
+            charge,
         )
 
 

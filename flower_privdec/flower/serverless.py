@@ -42,6 +42,7 @@ from flower_privdec.flower.mods.peer_state import (
     APP_SPENT,
     LEAST_WEIGHT,
     UNPROTECTED,
+    WITNESSED,
     Layout,
     PeerLedger,
     PeerPrivacy,
@@ -507,7 +508,7 @@ class AppTrainer:
     def result(self, state: State) -> PeerState:
         """Return the mass as it is now, and the arrays that are not mixed."""
         mass = self._mass(state)
-        mass.round_index, mass.paid = state.round_index, 0 if self.ledger is None else self.ledger.n_entries
+        mass.round_index = state.round_index
         return mass
 
     def evaluate(self, state: State) -> None:
@@ -703,16 +704,24 @@ def run_mesh(
         )
     folder = settings.folder / f"mesh-{run}"
     credentials = credentials_of(agreed, settings.certificates, settings.peer)
-    device = PeerDevice(settings.peer, folder, credentials, tuple(peer.address for peer in agreed.network.peers))
+    addresses = tuple(peer.address for peer in agreed.network.peers)
+    device = PeerDevice(settings.peer, folder, credentials, addresses, witnessed=settings.folder / WITNESSED)
     resume = any(folder.glob("checkpoint-?"))
-    running = app_peer(agreed, device, initial, train, private=private, resume=resume)
-    try:
-        running.open()
-        running.run()
-        assert isinstance(running.trainer, AppTrainer)
-        return running.trainer.result(running.state)
-    finally:
-        running.close()
+    for charges in [True, False] if settings.charge_witnessed else [False]:
+        running = app_peer(agreed, device, initial, train, private=private, resume=resume)
+        try:
+            running.open(begin=not charges)
+            if charges:
+                log.warning(
+                    "peer %s charged %s lines that its ledger lacked", settings.peer, running.charge_witnessed()
+                )
+                continue
+            running.run()
+            assert isinstance(running.trainer, AppTrainer)
+            return running.trainer.result(running.state)
+        finally:
+            running.close()
+    raise AssertionError
 
 
 def _checked_scenario(run: str, text: str, settings: PeerSettings) -> AppScenario:

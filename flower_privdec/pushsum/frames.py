@@ -16,8 +16,8 @@ All numbers are little-endian. Names are not sent: the run defines which rows co
 encoding: whatever decodes is encoded to the same bytes again, so zeros must be zeros and nothing may follow. Decoded
 rows are views of the frame's own bytes, and nothing is ever run or unpickled.
 
-The body of a share may be encrypted (`Seal`): the header, which is then authenticated, names sender, receiver, their
-incarnations, number, round and run.
+The body of a share or a ledger report may be encrypted (`Seal`): the header, which is then authenticated, names sender,
+receiver, their incarnations, number, round and run.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class BufferList:
 
 
 class Seal(Protocol):
-    """Encrypts what shares hold, end to end.
+    """Encrypts what shares and ledger reports hold, end to end.
 
     Attributes:
         overhead: bytes that encryption adds.
@@ -227,7 +227,7 @@ class FrameCodec:
         run: bytes that are the same at all peers of a run, and at no other's, such as the hash of the scenario.
         shares: the rows of a share; None where there are no shares.
         exchanges: the rows of each exchange that sends such, by its index in the algorithm's program.
-        seal: encrypts the shares; None leaves them in plain text.
+        seal: encrypts shares and ledger reports; None leaves them in plain text.
 
     Attributes:
         cap: bytes of the largest frame.
@@ -273,6 +273,9 @@ class FrameCodec:
             body = LEDGER_REPORT.pack(message.challenge, message.answers, *message.previous)
             body += b"".join(LINES.pack(*counted) for counted in message.seen)
             kind = FrameKind.LEDGER_REPORT
+            if self._seal is not None:
+                header = self._header(message, kind, HEADER.size + len(body) + self._overhead, flags=SEALED)
+                return BufferList((header, self._seal.encrypt(message.receiver, header, body)))
         else:
             body, kind = b"", FrameKind.PROGRESS
         return BufferList((self._header(message, kind, HEADER.size + len(body)), body))
@@ -319,7 +322,7 @@ class FrameCodec:
         if header.kind not in set(FrameKind):
             raise RefusedError(f"{frame} is of kind {header.kind}, which must be one of 1 to {len(FrameKind)}")
         if cap is None:
-            cap = REPORT if header.kind == FrameKind.LEDGER_REPORT else self.cap
+            cap = REPORT + self._overhead if header.kind == FrameKind.LEDGER_REPORT else self.cap
         if not HEADER.size <= header.length <= cap:
             raise RefusedError(f"{frame} claims {header.length} bytes, which must be {HEADER.size} to {cap}")
         if header.round_index >= 2**63:
@@ -355,15 +358,23 @@ class FrameCodec:
             sides = (header.incarnation, header.addressed)
             message = Acknowledgement(*ends, *sides, header.boot, header.number, share_boot)
         elif header.kind == FrameKind.LEDGER_REPORT:
-            fixed = HEADER.size + LEDGER_REPORT.size
-            if header.length < fixed or (header.length - fixed) % LINES.size:
+            head, body = bytes(view[: HEADER.size]), bytes(view[HEADER.size :])
+            if self._seal is not None:
+                if not header.flags & SEALED:
+                    raise RefusedError(f"a report of peer {header.sender} is not sealed; seal at all peers, or at none")
+                body = self._seal.decrypt(header.sender, head, body)
+            if len(body) < LEDGER_REPORT.size or (len(body) - LEDGER_REPORT.size) % LINES.size:
                 raise RefusedError(f"a report of peer {header.sender} has {header.length} bytes, which none has")
-            challenge, answers, *before = LEDGER_REPORT.unpack_from(view, HEADER.size)
-            seen = tuple(LINES.iter_unpack(view[fixed:]))
+            challenge, answers, *before = LEDGER_REPORT.unpack_from(body)
+            seen = tuple(LINES.iter_unpack(body[LEDGER_REPORT.size :]))
             if any(boot <= last for (last, _), (boot, _) in pairwise(seen)):
                 raise RefusedError(f"a report of peer {header.sender} has boots that are not in ascending order")
             previous = before[0], before[1]
             message = LedgerReport(*ends, header.boot, challenge, answers, header.number, previous, seen)
+            if self._seal is not None:  # what is encoded again has another salt
+                if self._header(message, FrameKind.LEDGER_REPORT, header.length, flags=SEALED) != head:
+                    raise _unused(header)
+                return message
         else:
             self._body(header, view, struct.Struct(""))
             message = Progress(*ends, header.number)

@@ -81,6 +81,8 @@ class LedgerWitness:
         ledger: its own; None where no noise depends on it.
         seen: the lines of each neighbour that it has counted before, by boot.
         remember: called with a neighbour, a boot and its lines before anything follows from them.
+        draw: returns a challenge. One that is drawn once for a boot that several processes share tells no two of them
+            apart; it is for peers that a directory keeps from running twice.
 
     Attributes:
         seen: the most lines of each neighbour's boots.
@@ -95,13 +97,15 @@ class LedgerWitness:
         ledger: WitnessedLedger | None = None,
         seen: Mapping[int, Mapping[int, int]] | None = None,
         remember: Callable[[int, int, int], None] = lambda neighbor, boot, lines: None,
+        draw: Callable[[], int] | None = None,
     ) -> None:
         self.peer, self.boot, self._ledger, self._remember = peer, boot, ledger, remember
         self.neighbors = frozenset(neighbors) - {peer}
         self.seen: dict[int, dict[int, int]] = {j: dict((seen or {}).get(j, {})) for j in self.neighbors}
         self.problem: BudgetError | None = None
         self._reported: dict[int, dict[int, int]] = {}  # by neighbour: the lines of this peer's boots that it counted
-        self._challenges = {j: _draw() for j in self.neighbors}
+        self._draw = draw or draw_boot
+        self._challenges = {j: self._draw() for j in self.neighbors}
         self._received: dict[int, int] = {}  # the last challenge of each neighbour
         self._boots: dict[int, int] = {}  # of each neighbour, once it has answered a challenge
         self._replaced: dict[int, set[int]] = {j: set() for j in self.neighbors}
@@ -135,7 +139,7 @@ class LedgerWitness:
                 elif j in self._boots:  # both were stopped, and one was started
                     self._twice.discard(j)
                 self._replaced[j] |= {self._boots[j]} if j in self._boots else set()
-                self._boots[j], self._challenges[j] = report.boot, _draw()
+                self._boots[j], self._challenges[j] = report.boot, self._draw()
             is_known = report.boot in {self._boots.get(j), *self._replaced[j]}
             if j in self._twice and is_known:
                 raise RefusedError(
@@ -177,5 +181,6 @@ class LedgerWitness:
         return neighbor in self._boots
 
 
-def _draw() -> int:
+def draw_boot() -> int:
+    """Return a random number from 1 to 2^64 - 1."""
     return 1 + secrets.randbelow(LAST)

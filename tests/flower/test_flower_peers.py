@@ -239,7 +239,7 @@ def test_a_peer_that_lost_its_disk_begins_anew_with_nothing_and_others_do_not_wa
         np.testing.assert_allclose(first(arrays), mean_of(4), rtol=1e-9)
 
 
-def test_an_old_copy_of_a_state_is_found_out(tmp_path):
+def test_an_old_copy_of_a_state_is_found_out_and_begins_again_without_a_model(tmp_path, caplog):
     def start(rounds):
         PushSum(name="old", fraction_evaluate=0.0).start(
             LocalGrid(client(sets_its_values_once), 2, folder=tmp_path), zeros(), rounds
@@ -252,8 +252,10 @@ def test_an_old_copy_of_a_state_is_found_out(tmp_path):
     path.write_bytes(copy)
     strategy = PushSum(name="old", fraction_evaluate=0.0)
     strategy.start(LocalGrid(client(sets_its_values_once), 2, folder=tmp_path), zeros(), 9)
-    assert "peer 0 acknowledged share 6" in strategy.network.train_errors[1]
-    assert f"the state of peer 1 is an old copy; delete {path}" in strategy.network.train_errors[1]
+    assert "peer 1 begins again without a model: peer 0 acknowledged share 6" in caplog.text
+    assert "round 6/9] 0 of 2 peers trained (peer 1: it holds 0 of the mass" in caplog.text.lower()
+    assert sum(state.w for state in states(tmp_path, 2, "old")) < 2
+    assert strategy.reports[1].trained or strategy.reports[1].round_index == 9
 
 
 # What the app sees.

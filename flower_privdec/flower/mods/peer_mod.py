@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from flower_privdec.flower.launch.error_formatting import CLIENT_APP_RAISED, USE
 from flower_privdec.flower.mods.peer_state import (
     APP_SPENT,
     LEAST_WEIGHT,
+    WITNESSED,
     Identity,
     KnownPeers,
     Layout,
@@ -33,6 +34,7 @@ from flower_privdec.flower.mods.peer_state import (
     UnfitAnswerError,
     alone_in,
     bare_words,
+    boot_of,
     check_shares,
     keep_metrics,
     load_state,
@@ -44,20 +46,33 @@ from flower_privdec.flower.mods.peer_state import (
     spent_so_far,
     state_path,
     take_step,
+    witnesses_of,
     working_in,
 )
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless import InitialArrays, run_mesh
 from flower_privdec.flower.strategies.masking import check_set, masked
+from flower_privdec.network.peer.peer import WitnessFile
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
+from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
 
 log = logging.getLogger("flwr.privdec")
 
 SAYS, INITIAL, MODEL, INBOX, OUTBOX, MASS = (
     f"privdec.{name}" for name in ("says", "initial", "model", "inbox", "outbox", "mass")
 )
-INTRODUCE, JOIN, ROUND, DELIVER, EVALUATE, MESH = "introduce", "join", "round", "deliver", "evaluate", "mesh"
+INTRODUCE, JOIN, GREET, ROUND, DELIVER, EVALUATE, MESH = (
+    "introduce",
+    "join",
+    "greet",
+    "round",
+    "deliver",
+    "evaluate",
+    "mesh",
+)
+LEDGER = "ledger of "  # before the name of a sender or receiver: a report, among the shares
+UNWITNESSED = "no neighbour answered its report of its ledger, before which it takes no private step"
 
 
 class _Record:
@@ -102,7 +117,7 @@ class PeerRequest(_Record):
     """What the strategy asks of a peer. It names no key, no ledger and, outside a simulation, no path.
 
     Attributes:
-        kind: introduce, join, round, deliver, evaluate or mesh.
+        kind: introduce, join, greet (reports of ledgers alone), round, deliver, evaluate or mesh.
         run: the run's name.
         peer: the receiver.
         folder: where a simulation's peers keep what is theirs.
@@ -227,6 +242,17 @@ class RequestHandler:
         self.records: dict[str, ArrayRecord] = {}
         self._refused: dict[str, str] = {}
         self._spent: PeerSpent | None = None
+        self._boot = boot_of(place.folder, request.kind == INTRODUCE)
+        self._counts = WitnessFile(place.folder / WITNESSED)
+        self._ledger: PeerLedger | None = None
+        self._witness: LedgerWitness | None = None
+        self._reporters: set[int] = set()
+
+    def close(self) -> None:
+        """Release the ledger and the counts of others'."""
+        self._counts.close()
+        if self._ledger is not None:
+            self._ledger.close()
 
     def join(self, content: RecordDict) -> None:
         """Begin a state from the initial arrays, unless there is one.
@@ -248,28 +274,75 @@ class RequestHandler:
         save_state(self.path, state, durable=not self.place.simulated)
 
     def take_mail(self, content: RecordDict) -> PeerState:
-        """Forget the shares that were acknowledged, absorb those that came, and return the state.
+        """Hear reports of ledgers, forget shares that were acknowledged, absorb those that came, and return the state.
+
+        A state that is an old copy begins again without mass.
 
         Raises:
-            RunError: there is no state of this run, or it is an old copy.
+            RunError: there is no state of this run.
+            BudgetError: the ledger lacks lines, and the node's owner does not charge them.
         """
         state, request = self.state, self.request
         if state is None:
             raise RunError(f"peer {self.place.peer} has no state of run {request.run!r}: its folder is not what it was")
         introduced = dict(zip(request.neighbors, request.keys, strict=True))
         self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.place.n_peers})
-        neighbors = [
-            pair for pair in zip(request.neighbors, request.incarnations, strict=True) if pair[0] != state.peer
-        ]
-        for neighbor, incarnation in neighbors:
-            with self._refusing(f"peer {neighbor}"):
-                state.shares.introduce(neighbor, incarnation)
-        frames = run_frames(state.run, state.layout, self._seal)
-        inbox = unpack_bytes(content.array_records.get(INBOX))
-        for name, frame in [*(("acknowledgement", frame) for frame in request.acknowledgements), *inbox]:
-            with self._refusing(name):
-                self._receive(state, frames.decode(frame))
+        frames, inbox = run_frames(state.run, state.layout, self._seal), unpack_bytes(content.array_records.get(INBOX))
+        self._hear(state, frames, [(name, frame) for name, frame in inbox if name.startswith(LEDGER)])
+        self._introduce(state)
+        shares = [(name, frame) for name, frame in inbox if not name.startswith(LEDGER)]
+        try:
+            for name, frame in [*(("acknowledgement", frame) for frame in request.acknowledgements), *shares]:
+                with self._refusing(name):
+                    self._receive(state, frames.decode(frame))
+        except StaleStateError as error:
+            log.warning("peer %s begins again without a model: %s", state.peer, error)
+            state.shares.reset()
+            self._introduce(state)
         return state
+
+    def _introduce(self, state: PeerState) -> None:
+        for neighbor, incarnation in zip(self.request.neighbors, self.request.incarnations, strict=True):
+            if neighbor != state.peer:
+                with self._refusing(f"peer {neighbor}"):
+                    state.shares.introduce(neighbor, incarnation)
+
+    def _hear(self, state: PeerState, frames: FrameCodec, reports: Iterable[tuple[str, bytes]]) -> None:
+        """Take in what neighbours report, and check or charge what they and the state have seen of the ledger."""
+        place, request = self.place, self.request
+        if self.privacy.on:
+            budget, delta = self._budget
+            self._ledger = PeerLedger(place.folder, request.run, state.shares.incarnation, state.peer, delta, budget)
+            self._ledger.ledger.name_lines(self._boot)
+        ledger, neighbors = self._ledger, witnesses_of(place.peer, place.n_peers)
+        self._witness = witness = LedgerWitness(
+            place.peer,
+            neighbors,
+            self._boot,
+            None if ledger is None else ledger.ledger,
+            self._counts.read(),
+            self._counts.write,
+            lambda: self._boot,
+        )
+        for name, frame in reports:
+            with self._refusing(name):
+                report = frames.decode(frame)
+                if not isinstance(report, LedgerReport) or report.receiver != place.peer:
+                    raise RefusedError("it is no report for this peer")
+                witness.receive(report)
+                self._reporters.add(report.sender)
+        if ledger is None:
+            return
+        if not place.charge_witnessed:
+            ledger.ledger.check_witnessed(state.paid)
+            if witness.problem is not None:
+                raise witness.problem
+            return
+        seen = witness.reported
+        counted = {boot: max(lines, seen.get(boot, 0)) for boot, lines in (seen | state.paid).items()}
+        if charged := ledger.charge_witnessed(counted, self.privacy.noise(place, request.rounds)):
+            log.warning("peer %s charged %s lines that its ledger lacked", place.peer, charged)
+            self._spent, witness.problem = ledger.spent, None
 
     @contextmanager
     def _refusing(self, name: str) -> Iterator[None]:
@@ -282,12 +355,7 @@ class RequestHandler:
 
     def _receive(self, state: PeerState, message: object) -> None:
         if isinstance(message, Acknowledgement):
-            try:
-                state.shares.acknowledge(message)
-            except StaleStateError as error:
-                raise RunError(
-                    f"{error}; delete {self.path}, and the peer begins again without a model", code="flower.stale-state"
-                ) from error
+            state.shares.acknowledge(message)
         elif not isinstance(message, FrozenShare):
             raise RefusedError("it is no share")
         elif state.shares.receive(message) and not state.shares.absorb():
@@ -344,17 +412,18 @@ class RequestHandler:
         """Let the app train from z, and add what it moved by, w · (clipped and noised), to x."""
         request, privacy, noise = self.request, self.privacy, 0.0
         if privacy.on:
+            assert self._ledger is not None
+            assert self._witness is not None
+            if not self._witness.is_witnessed:
+                self.facts["stopped"] = UNWITNESSED
+                return False
             noise = privacy.noise(self.place, request.rounds)
-            budget, delta = self._budget
-            with PeerLedger(
-                self.place.folder, request.run, state.shares.incarnation, state.peer, delta, budget
-            ) as ledger:
-                ledger.check_entries(state.paid)
+            with self._ledger as ledger:
                 charged = ledger.charge(request.round_index, noise)
-                self._spent, state.paid = ledger.spent, ledger.n_entries
+                self._spent, state.paid = ledger.spent, dict(ledger.ledger.lines)
             if not charged:
                 self.facts["stopped"] = (
-                    f"its next update would exceed epsilon = {budget:g}; it trains no more, and goes on relaying"
+                    f"its next update would exceed epsilon = {ledger.budget:g}; it trains no more, and goes on relaying"
                 )
                 self.facts["exhausted"] = True
                 return False
@@ -411,15 +480,23 @@ class RequestHandler:
             held = set(zip(self.request.held_by, self.request.held, strict=True))
             due = [share for share in shares.shares_to_send() if (share.receiver, share.number) not in held]
             self.records[OUTBOX] = self._packed(frames, due)
+            self._counts.sync()
         acknowledgements = [bytes(frames.encode(ack)) for ack in shares.acknowledgements()]
         return {SAYS: self._tell(state, acknowledgements).record(), **self.records}
 
     def _packed(self, frames: FrameCodec, shares: Iterable[FrozenShare[Tensor]]) -> ArrayRecord:
-        """Return the frames of shares, but of those whose receiver's key cannot be trusted any more."""
+        """Return the frames of shares and ledger reports, but of those whose receiver's key cannot be trusted."""
         packed = {}
         for share in shares:
             with self._refusing(f"to {share.receiver}"):
                 packed[f"{share.receiver}.{share.number}"] = bytes(frames.encode(share))
+        witness = self._witness
+        if witness is None:
+            return pack_bytes(packed)
+        for neighbor in sorted(witness.neighbors & set(self.request.neighbors)):
+            if self.privacy.on or neighbor in self._reporters:
+                with self._refusing(f"to {neighbor}"):
+                    packed[f"{LEDGER}{neighbor}"] = bytes(frames.encode(witness.report(neighbor)))
         return pack_bytes(packed)
 
     def _tell(self, state: PeerState | None, acknowledgements: list[bytes]) -> PeerReport:
@@ -526,9 +603,10 @@ class PeerMod:
         request = PeerRequest.of(message.content, NO_STRATEGY)
         place = PeerSettings.of(context, request.peer, request.folder, self.folder)
         with alone_in(place.folder):
-            peer = RequestHandler(request, place, self.privacy, not place.simulated if self.seal is None else self.seal)
-            theirs = self._work(peer, message, context, app)
-            return Message(RecordDict({**theirs, **peer.answer()}), reply_to=message)
+            seals = not place.simulated if self.seal is None else self.seal
+            with closing(RequestHandler(request, place, self.privacy, seals)) as peer:
+                theirs = self._work(peer, message, context, app)
+                return Message(RecordDict({**theirs, **peer.answer()}), reply_to=message)
 
     def _work(self, peer: RequestHandler, message: Message, context: Context, app: App) -> dict[str, MetricRecord]:
         """Handle a request, and return what of the app's own answer is sent along."""

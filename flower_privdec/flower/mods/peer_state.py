@@ -52,6 +52,7 @@ from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.noise.deployed import SystemNoise
 from flower_privdec.pushsum.exactly_once import LAST, PushSumProtocol, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, TensorArithmetic, pack, unpack
+from flower_privdec.pushsum.witness import draw_boot
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -198,7 +199,7 @@ class PeerState:
         round_index: the last round it took part in; 0 before the first.
         orphaned: how many shares went to states that were lost, before this start.
         handed: what it handed in for masked means.
-        paid: how many payments the peer's ledger held when it last paid; one with fewer is not the same.
+        paid: how many lines of each boot the peer's ledger held when it last paid; one that lacks some is not the same.
         bare: how many updates of its own are in it without protection.
         idle: over a server, whether it took no step in its last round, and so has no part in that round's mean.
         local_arrays: of the record that never leaves the peer (`PeerRequest.local_record`); empty where there is none.
@@ -212,7 +213,7 @@ class PeerState:
     round_index: int = 0
     orphaned: int = 0
     handed: Handed = field(default_factory=Handed)
-    paid: int = 0
+    paid: dict[int, int] = field(default_factory=dict)
     bare: int = 0
     idle: bool = False
     local_arrays: dict[str, np.ndarray] = field(default_factory=dict)
@@ -295,7 +296,28 @@ def check_shares(weights: Mapping[int, float], others: set[int]) -> None:
         raise RefusedError(f"shares for peers {sorted(weights.keys() - others)} must be for others that are there")
 
 
-FORMAT = "flower-privdec-peer-3"
+FORMAT = "flower-privdec-peer-4"
+BOOT, WITNESSED = "boot", "witnessed"  # files of a peer's folder
+WITNESSES = 4  # on either side, in the order of peers' numbers
+
+
+def boot_of(folder: Path, renew: bool) -> int:
+    """Return the boot of a relayed peer, whose processes answer one message each; see `LedgerWitness`.
+
+    Args:
+        folder: the peer's.
+        renew: whether to draw another one, as each introduction to a ServerApp does: after it a folder that was
+            restored or copied writes lines of its own.
+    """
+    path = folder / BOOT
+    if renew or not path.exists():
+        write_atomically(path, str(draw_boot()).encode())
+    return int(path.read_text())
+
+
+def witnesses_of(peer: int, n_peers: int) -> set[int]:
+    """Return the neighbours of a relayed peer's ledger: the nearest numbers around it, whatever the graph is."""
+    return {(peer + step) % n_peers for step in range(-WITNESSES, WITNESSES + 1)} - {peer}
 
 
 @contextmanager
@@ -340,7 +362,7 @@ def save_state(path: Path, state: PeerState, *, durable: bool = True) -> None:
         "exchange": exchange,
         "orphaned": state.orphaned + state.shares.orphaned.total(),
         "handed": asdict(state.handed),
-        "paid": state.paid,
+        "paid": {str(boot): lines for boot, lines in state.paid.items()},
         "bare": state.bare,
         "idle": state.idle,
     }
@@ -388,7 +410,7 @@ def _state(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> PeerState:
         round_index=durable.round_index,
         orphaned=int(facts["orphaned"]),
         handed=Handed(**facts["handed"]),
-        paid=int(facts["paid"]),
+        paid={int(boot): int(lines) for boot, lines in facts["paid"].items()},
         bare=int(facts["bare"]),
         idle=bool(facts["idle"]),
         local_arrays=apart["local"],
@@ -510,19 +532,6 @@ class PeerLedger:
             charge = Charge((self.peer,), ((((0, missing),), update_release(noise).times(missing)),))
             self.ledger.append(run, 0, missing, [charge], witnessed=witnessed)
         return missing
-
-    def check_entries(self, n_entries: int) -> None:
-        """Check that the ledger holds at least the charges that the peer's state knows of.
-
-        Raises:
-            BudgetError: it was deleted, or is an older copy.
-        """
-        if self.n_entries < n_entries:
-            raise BudgetError(
-                f"{self.ledger.path} holds {self.n_entries} charges, and peer {self.peer} has made {n_entries}: it "
-                "was deleted, or is an old copy; restore it",
-                code="ledger.stale",
-            )
 
     def allows(self, noise: float) -> bool:
         """Return whether the budget allows one more update of a noise multiplier."""
@@ -972,7 +981,8 @@ class PeerSeal:
     """Seals shares end to end: X25519 between two peers' keys, HKDF, ChaCha20-Poly1305; see `pushsum.frames.Seal`.
 
     What it is against: the relay (the ServerApp, the SuperLink, who reads their disks or the line) neither reads a
-    share nor changes it, nor passes one off as another's, another edge's, another run's or another number's: all of
+    share or a ledger report nor changes it, nor passes one off as another's, another edge's, another run's or another
+    number's: all of
     these are in the header, which is authenticated. Every sealed frame has a salt, and so a key, of its own, so no
     nonce is used twice.
 

@@ -15,10 +15,12 @@ from flwr.serverapp import Grid
 from flower_privdec.errors import RunError
 from flower_privdec.flower.launch.error_formatting import reason
 from flower_privdec.flower.mods.peer_mod import (
+    GREET,
     INBOX,
     INITIAL,
     INTRODUCE,
     JOIN,
+    LEDGER,
     MASS,
     OUTBOX,
     SAYS,
@@ -50,12 +52,14 @@ class RelayStore:
         held: the shares for each receiver, by label.
         acknowledged: the last acknowledgement for each sender of shares, by the peer that absorbed them.
         incarnations: of each peer's state.
+        ledger_reports: the last report of each sender, for each receiver.
     """
 
     frames: FrameCodec
     held: dict[int, dict[Label, bytes]] = field(default_factory=dict)
     acknowledged: dict[int, dict[int, bytes]] = field(default_factory=dict)
     incarnations: dict[int, int] = field(default_factory=dict)
+    ledger_reports: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
     def receive(self, report: PeerReport, outbox: ArrayRecord | None) -> None:
         """Take in what a peer acknowledges, what it refused, and what it sends.
@@ -71,7 +75,9 @@ class RelayStore:
             del waiting[label]  # its sender hands it in again
         for frame in [*report.acknowledgements, *(share for _, share in unpack_bytes(outbox))]:
             header = self.frames.read_header(frame, len(frame))
-            if (header.sender, header.incarnation) != (report.peer, report.incarnation) or header.length != len(frame):
+            is_ledgers = header.kind == FrameKind.LEDGER_REPORT
+            sender = (report.peer, 0 if is_ledgers else report.incarnation)
+            if (header.sender, header.incarnation) != sender or header.length != len(frame):
                 raise RefusedError(
                     f"a frame of peer {header.sender} of {header.length} bytes is no whole one of its own"
                 )
@@ -80,6 +86,8 @@ class RelayStore:
                 self.held.setdefault(header.receiver, {})[label] = frame
             elif header.kind == FrameKind.ACKNOWLEDGEMENT:
                 self._acknowledge(header, frame, waiting)
+            elif is_ledgers:
+                self.ledger_reports.setdefault(header.receiver, {})[report.peer] = frame
 
     def _acknowledge(self, header: FrameHeader, frame: bytes, waiting: dict[Label, bytes]) -> None:
         sender = (header.receiver, header.addressed)  # of the shares
@@ -99,8 +107,10 @@ class RelayStore:
             acknowledgements.pop(peer, None)
 
     def inbox(self, receiver: int) -> ArrayRecord:
-        """Return what waits for a peer, each sender's in their order."""
-        return pack_bytes({_name(label): share for label, share in sorted(self.held.get(receiver, {}).items())})
+        """Return the last ledger reports to a peer, and the shares that wait for it, each sender's in their order."""
+        reports = {f"{LEDGER}{sender}": frame for sender, frame in self.ledger_reports.get(receiver, {}).items()}
+        shares = {_name(label): share for label, share in sorted(self.held.get(receiver, {}).items())}
+        return pack_bytes(reports | shares)
 
     def share_status(self, sender: int) -> dict[str, Any]:
         """Return what a peer learns of its own shares: which are held here, and which were absorbed."""
@@ -269,6 +279,7 @@ class PeerNetwork:
         reports: the last of each peer.
         train_errors: peers whose last answer was a failure, and its reason.
         eval_errors: peers whose app could not evaluate, and why; no peer stops training for it.
+        has_new: whether a peer was introduced since the last `greet`.
     """
 
     grid: Grid
@@ -279,6 +290,7 @@ class PeerNetwork:
     reports: dict[int, PeerReport] = field(default_factory=dict)
     train_errors: dict[int, str] = field(default_factory=dict)
     eval_errors: dict[int, str] = field(default_factory=dict)
+    has_new: bool = False
 
     def find(self, patience: float) -> None:
         """Meet all peers, or at least two of them within some seconds.
@@ -308,7 +320,7 @@ class PeerNetwork:
         self.registry.update(self.grid, PeerRequest(INTRODUCE, **self.common), patience, self._note)
 
     def _note(self, report: PeerReport) -> None:
-        self.reports[report.peer] = report
+        self.reports[report.peer], self.has_new = report, True
         if report.incarnation:
             self._relay(report, None)
 
@@ -330,6 +342,18 @@ class PeerNetwork:
             contents = {peer: RecordDict({INITIAL: initial}) for peer in new}
             self.ask([self.message(peer, "train", JOIN, contents[peer], founding=founding) for peer in new])
             self.raise_if_all_fail(new)
+
+    def greet(self) -> None:
+        """Let private peers report their ledgers, and answer the reports, once some were introduced.
+
+        Raises:
+            RunError: all of them fail.
+        """
+        peers = self.members() if self.has_new and any(report.spent for report in self.reports.values()) else []
+        for _ in range(2 if peers else 0):
+            self.ask([self.message(peer, "train", GREET, RecordDict()) for peer in peers])
+            self.raise_if_all_fail(peers)
+        self.has_new = False
 
     @property
     def sealed(self) -> bool:

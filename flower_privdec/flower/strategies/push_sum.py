@@ -318,6 +318,7 @@ class Routed(Strategy):
         network, arrays = self.network, self._initial
         network.update_members(network.timeout)
         network.join(arrays, founding=False)
+        network.greet()
         trained = network.ask(self.configure_train(server_round, arrays, train_config, network.grid))
         mean, metrics = self.aggregate_train(server_round, trained.values())
         if metrics:

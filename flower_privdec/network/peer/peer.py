@@ -47,7 +47,7 @@ from flower_privdec.network.transport.transport import Transport
 from flower_privdec.privacy.ledger.ledger import CohortLedger, Head, Ledger, RunName
 from flower_privdec.pushsum.frames import RowFormats, TensorArithmetic, formats_of, wire_codec
 from flower_privdec.pushsum.lockstep import Timetable, network_mixing
-from flower_privdec.pushsum.witness import LedgerWitness
+from flower_privdec.pushsum.witness import LedgerWitness, draw_boot
 from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_yaml
 from flower_privdec.scenario.sections import AppScenario
 
@@ -70,6 +70,7 @@ class PeerDevice:
         data: where its data lie, in place of the scenario's `data.root`; None where the scenario is right.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
         transport: in place of gRPC over TLS, which needs credentials and addresses.
+        witnessed: the file of what it has counted of its neighbours' ledgers; `witnessed` in its folder when None.
     """
 
     peer: int
@@ -79,6 +80,7 @@ class PeerDevice:
     data: str | None = None
     insecure_seeds: bool = False
     transport: Transport | None = None
+    witnessed: Path | None = None
 
 
 class RunningPeer(ABC):
@@ -136,10 +138,13 @@ class RunningPeer(ABC):
         state = (None, 0, None) if last is None else (last.state, last.transport["paid"], last.head)
         self.state = trainer.open(*state)
         try:
-            peer, boot, ledger = self.device.peer, 1 + secrets.randbelow(2**63), trainer.witnessed_ledger
+            peer, boot, ledger = self.device.peer, draw_boot(), trainer.witnessed_ledger
             if ledger is not None:
                 ledger.name_lines(boot)
-            self._counts, neighbors = WitnessFile(folder / "witnessed"), self.timetable.neighbours(peer)
+            self._counts, neighbors = (
+                WitnessFile(self.device.witnessed or folder / "witnessed"),
+                self.timetable.neighbours(peer),
+            )
             self.witness = LedgerWitness(peer, neighbors, boot, ledger, self._counts.read(), self._counts.write)
             session = self._make_session(checkpoints)
             self.connections = Connections(session, self.status, self.network.retry, self.network.deadline / 2)

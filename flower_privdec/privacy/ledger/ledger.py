@@ -258,7 +258,7 @@ class Ledger:
     def name_lines(self, boot: int) -> None:
         """Name a boot in each line that is written from now on, which neighbours witness."""
         self.boot = boot
-        before = next((entry.boot for entry in reversed(self.entries) if entry.boot), 0)
+        before = next((entry.boot for entry in reversed(self.entries) if entry.boot not in (0, boot)), 0)
         self.previous = before, self.lines.get(before, 0)
 
     def lacks(self, witnessed: Mapping[int, int]) -> int:
@@ -279,7 +279,7 @@ class Ledger:
             raise BudgetError(
                 f"{self.path} lacks {missing} lines that a neighbour has seen: it is an old copy or a new ledger, or a "
                 "copy was continued beside it, so its ε is too small; put the newest copy back, or charge the missing "
-                "lines by --charge-witnessed",
+                "lines by --charge-witnessed (of a SuperNode: charge-witnessed=true in its node-config)",
                 code="ledger.witnessed",
             )
 
