@@ -335,7 +335,7 @@ def test_a_ledger_that_forgot_what_was_paid_is_not_gone_on_from(fate: str, tmp_p
     whole = [ledger.read_bytes() for ledger in ledgers]
     for ledger, content in zip(ledgers, old, strict=True):
         ledger.unlink() if fate == "deleted" else ledger.write_bytes(content)
-    with pytest.raises(RunError, match=r"charges, and peer 0 has made 3: it was deleted, or is an old copy; restore"):
+    with pytest.raises(RunError, match=rf"peer-0/peer-updates.jsonl lacks {3 if fate == 'deleted' else 2} lines"):
         start(tmp_path, 5, app)
     for ledger, content in zip(ledgers, whole, strict=True):
         ledger.write_bytes(content)
@@ -348,8 +348,9 @@ def test_a_full_disk_releases_nothing_and_is_named(fate: str, tmp_path: Path, mo
     start(tmp_path, 1, app)
     before = load_state(state_path(tmp_path / "peer-0", "run"))
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def full(*given: Any, **_: Any) -> None:
+        if fate == "ledger" or given[1].round_index > before.round_index:
+            raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         no_space = SimpleNamespace(**{**vars(os), "write": full})

@@ -119,7 +119,7 @@ def test_a_backup_or_an_empty_folder_takes_no_step_and_can_be_charged_once(fault
     assert peers.count[1] == 4
     assert peers.count[0] == 6  # the others go on
     missing = {"restored": 2, "lost": 4, "ledger deleted": 4}[fault]
-    assert f"lacks {missing} lines that a neighbour has seen" in why
+    assert f"lacks {missing} lines that a neighbour" in why
     assert "charge-witnessed=true in its node-config" in why
     peers.run(10, charge=True)
     assert peers.payments() == peers.count[1] > 4

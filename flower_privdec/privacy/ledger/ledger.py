@@ -277,9 +277,10 @@ class Ledger:
         """
         if missing := self.lacks(witnessed):
             raise BudgetError(
-                f"{self.path} lacks {missing} lines that a neighbour has seen: it is an old copy or a new ledger, or a "
-                "copy was continued beside it, so its ε is too small; put the newest copy back, or charge the missing "
-                "lines by --charge-witnessed (of a SuperNode: charge-witnessed=true in its node-config)",
+                f"{self.path} lacks {missing} lines that a neighbour (or its own state) has seen: it is an old copy or "
+                "a new ledger, or a copy was continued beside it, so its ε is too small; put the newest copy back, or "
+                "charge the missing lines by --charge-witnessed (of a SuperNode: charge-witnessed=true in its "
+                "node-config)",
                 code="ledger.witnessed",
             )
 
