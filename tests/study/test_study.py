@@ -380,7 +380,7 @@ def test_above_compares_every_place_with_the_baseline(study_at: Callable[..., Pa
         "ε 1, algorithm no privacy": True,
         "ε 3, algorithm no privacy": True,
     }
-    assert "70.0 %" in first.detail
+    assert "70.0 ± 1.4 %" in first.detail
     assert [case.holds for case in second.cases] == [False]
 
 
