@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from flower_privdec.api.comparing import Comparison, compare
-    from flower_privdec.api.running import OnEvaluation, Plan, RunResult, load_run, plan, run
+    from flower_privdec.api.running import Comparison, OnEvaluation, Plan, RunResult, compare, load_run, plan, run
     from flower_privdec.api.scenarios import load_scenario, make_scenario
     from flower_privdec.errors import BudgetError, PrivdecError, RunError, ScenarioError
     from flower_privdec.scenario import Scenario
@@ -34,7 +33,7 @@ else:
 
     _HOMES = {
         "BudgetError": "errors",
-        "Comparison": "api.comparing",
+        "Comparison": "api.running",
         "OnEvaluation": "api.running",
         "Plan": "api.running",
         "PrivdecError": "errors",
@@ -42,7 +41,7 @@ else:
         "RunResult": "api.running",
         "Scenario": "scenario",
         "ScenarioError": "errors",
-        "compare": "api.comparing",
+        "compare": "api.running",
         "load_run": "api.running",
         "load_scenario": "api.scenarios",
         "make_scenario": "api.scenarios",

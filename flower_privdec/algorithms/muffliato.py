@@ -13,8 +13,7 @@ from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import Exchange, Mix, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import MOST_MEASURED, Mixing, spectral_gap
-from flower_privdec.graph.participation import Participation
-from flower_privdec.graph.topology import Topology
+from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import one_sum
 from flower_privdec.scenario.sections import MuffliatoSection
 

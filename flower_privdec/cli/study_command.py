@@ -120,13 +120,13 @@ def print_studies() -> None:
     Console(highlight=False, markup=False, emoji=False).print(table)
 
 
-def print_cells(name: str, size: str | None, only: Sequence[str], settings: Sequence[str], cache: Path = CACHE) -> None:
+def print_cells(name: str, size: str | None, only: Sequence[str], settings: Sequence[str]) -> None:
     """Print how many cells each part has and how many are still to run; run nothing."""
     study, base = load_study(name)
     cells: list[Cell] = expand(study, base, study.size(size), study.chosen(only), settings)
     table = Table("part", "cells", "to run", box=None, pad_edge=False)
     for part in study.chosen(only):
         mine = [cell for cell in cells if cell.part == part.name]
-        table.add_row(part.name, str(len(mine)), str(len(missing_cells(mine, cache))))
-    table.add_row("together", str(len(cells)), str(len(missing_cells(cells, cache))))
+        table.add_row(part.name, str(len(mine)), str(len(missing_cells(mine, CACHE))))
+    table.add_row("together", str(len(cells)), str(len(missing_cells(cells, CACHE))))
     Console(highlight=False, markup=False, emoji=False).print(table)

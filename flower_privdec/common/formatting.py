@@ -90,10 +90,10 @@ def shown(value: object, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
 
 
-def printable(text: str, longest: int = 2000) -> str:
-    """Return text as one line that a terminal takes for nothing else, cut where it is long."""
-    plain = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text[:longest])
-    return plain if len(text) <= longest else f"{plain} ..."
+def printable(text: str) -> str:
+    """Return text as one line that a terminal takes for nothing else, cut at 2,000 characters."""
+    plain = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text[:2000])
+    return plain if len(text) <= 2000 else f"{plain} ..."
 
 
 def one_line(error: BaseException) -> str:

@@ -58,19 +58,6 @@ class Given:
     content: bytes
     tell: Callable[[], bytes] | None
 
-    def unchanged(self, where: str) -> Any:
-        """Return the object.
-
-        Raises:
-            ScenarioError: it does something else than when it was given.
-        """
-        if self.tell is not None and self.tell() != self.content:
-            raise ScenarioError(
-                f"{where}: what was given has changed since (a global or a value that it uses, perhaps): "
-                "make the scenario again"
-            )
-        return self.value
-
 
 _given: WeakValueDictionary[str, Given] = WeakValueDictionary()
 
@@ -129,7 +116,12 @@ def load_own(
                 f"{where}: it was given as a Python object, which is not here: give it again, or put it into a module "
                 "and name that, as package.module:name"
             )
-        part = given.unchanged(where)
+        if given.tell is not None and given.tell() != given.content:
+            raise ScenarioError(
+                f"{where}: what was given has changed since (a global or a value that it uses, perhaps): "
+                "make the scenario again"
+            )
+        part = given.value
     else:
         module = _import(path, where)
         if not hasattr(module, name):

@@ -13,8 +13,7 @@ from flower_privdec.core.cohort import Cohort, LearningRate
 from flower_privdec.core.exchange import Exchange, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.participation import Participation
-from flower_privdec.graph.topology import Topology
+from flower_privdec.graph.topology import Participation, Topology
 from flower_privdec.privacy.mechanism.declared import Declaration, Drawing, PaperNoise
 from flower_privdec.scenario.sections import AlgorithmSection, OwnAlgorithmSection, steps_per_round
 

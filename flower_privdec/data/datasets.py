@@ -72,8 +72,7 @@ def partition(labels: np.ndarray, n_peers: int, kind: str, seed: int, **options:
         raise ScenarioError(
             f"data.partition.kind={kind} deals out classes, and the task's targets are none: use iid or sizes"
         )
-    if not 1 <= _whole("n_peers", n_peers) <= len(labels):
-        raise ScenarioError(f"n_peers={n_peers} must be 1 to {len(labels)}, the number of training examples: lower it")
+    _check_count("n_peers", n_peers, len(labels), "the number of training examples: lower it")
     parts = _KINDS[kind](labels, n_peers, seed, **options)
     if empty := [peer for peer, part in enumerate(parts) if len(part) == 0]:
         more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
@@ -112,11 +111,9 @@ def _dirichlet(
 ) -> list[np.ndarray]:
     if not _is_number(alpha) or alpha <= 0:
         raise ScenarioError(f"data.partition.alpha={alpha} must be > 0: 100 is near iid, 0.1 is skewed")
-    most = len(labels) // n_peers
-    if min_size is not None and not 1 <= _whole("data.partition.min_size", min_size) <= most:
-        raise ScenarioError(
-            f"data.partition.min_size={min_size} must be 1 to {most}, what a peer gets on average: lower it"
-        )
+    if min_size is not None:
+        average = "what a peer gets on average: lower it"
+        _check_count("data.partition.min_size", min_size, len(labels) // n_peers, average)
     parts = _by_flwr("DirichletPartitioner", labels, n_peers, seed, alpha=float(alpha), min_partition_size=0)
     if min_size is None:
         return parts
@@ -135,20 +132,13 @@ def _dirichlet(
 
 def _shards(labels: np.ndarray, n_peers: int, seed: int, shards_per_peer: int) -> list[np.ndarray]:
     most = len(labels) // n_peers
-    if not 1 <= _whole("data.partition.shards_per_peer", shards_per_peer) <= most:
-        raise ScenarioError(
-            f"data.partition.shards_per_peer={shards_per_peer} must be 1 to {most}, what a peer gets at most: change it"
-        )
+    _check_count("data.partition.shards_per_peer", shards_per_peer, most, "what a peer gets at most: change it")
     return _by_flwr("ShardPartitioner", labels, n_peers, seed, num_shards_per_partition=int(shards_per_peer))
 
 
 def _pathological(labels: np.ndarray, n_peers: int, seed: int, classes_per_peer: int) -> list[np.ndarray]:
     n_classes = len(np.unique(labels))
-    if not 1 <= _whole("data.partition.classes_per_peer", classes_per_peer) <= n_classes:
-        raise ScenarioError(
-            f"data.partition.classes_per_peer={classes_per_peer} must be 1 to {n_classes}, the number "
-            f"of classes: change it"
-        )
+    _check_count("data.partition.classes_per_peer", classes_per_peer, n_classes, "the number of classes: change it")
     return _by_flwr(
         "PathologicalPartitioner",
         labels,
@@ -200,10 +190,11 @@ def _is_number(value: Any) -> bool:
     return number and math.isfinite(value)
 
 
-def _whole(name: str, value: Any) -> int:
+def _check_count(name: str, value: Any, most: int, what: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ScenarioError(f"{name}={value} must be a whole number")
-    return int(value)
+    if not 1 <= int(value) <= most:
+        raise ScenarioError(f"{name}={value} must be 1 to {most}, {what}")
 
 
 _READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(

@@ -100,16 +100,12 @@ class Scattering2D:
             u1 = _modulus(torch.fft.ifft2(_filter(spectrum, self._first[j1])))  # [n, L, ...]
             outputs.append(self._average(u1, j1))
             if self.order == 2 and j1 + 1 < self.scales:
-                second.append(self._second_order(torch.fft.fft2(u1), j1))
+                spectrum_1, paths = torch.fft.fft2(u1), []
+                for j2 in range(j1 + 1, self.scales):
+                    u2 = _modulus(torch.fft.ifft2(_filter(spectrum_1, self._second[j1, j2])))  # [n, L, L, ...]
+                    paths.append(self._average(u2, j2))
+                second.append(torch.cat(paths, 2).flatten(1, 2))  # in kymatio's order
         return torch.cat(outputs + second, 1)
-
-    def _second_order(self, spectrum: Tensor, j1: int) -> Tensor:
-        """Return all paths that begin at scale j1, [n, L L (J - 1 - j1), ...], in kymatio's order."""
-        paths = []
-        for j2 in range(j1 + 1, self.scales):
-            u2 = _modulus(torch.fft.ifft2(_filter(spectrum, self._second[j1, j2])))  # [n, L, L, ...]
-            paths.append(self._average(u2, j2))
-        return torch.cat(paths, 2).flatten(1, 2)
 
     def _average(self, u: Tensor, j: int) -> Tensor:
         rows, columns = self._low[j]
@@ -256,9 +252,7 @@ def _unit(z: Tensor) -> Tensor:
     return z / norms.clamp_min(TINY)
 
 
-@lru_cache(maxsize=1)  # the test set's is the training set's
-def _extractor(section: FeaturesSection, shape: tuple[int, ...]) -> Extractor:
-    return Extractor(section, shape)
+_extractor = lru_cache(maxsize=1)(Extractor)  # the test set's is the training set's
 
 
 def _compute(section: FeaturesSection, x: Tensor) -> Tensor:

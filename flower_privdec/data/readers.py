@@ -387,22 +387,6 @@ def read_targets(y: np.ndarray, targets: Targets, name: str) -> np.ndarray:
     return values
 
 
-def read_tokens(x: np.ndarray, n_tokens: int, name: str) -> Tensor:
-    """Return tokens, int64.
-
-    Raises:
-        ScenarioError: they are no whole numbers of 0..n_tokens-1.
-    """
-    if x.dtype.kind not in "ui":
-        raise ScenarioError(f"{name} is {x.dtype}: with data.vocabulary it must be whole numbers 0..{n_tokens - 1}")
-    if len(x) and (int(x.min()) < 0 or int(x.max()) >= n_tokens):
-        raise ScenarioError(
-            f"{name} holds tokens from {x.min()} to {x.max()}: they must be 0..{n_tokens - 1}; mend the file, or raise "
-            "data.vocabulary"
-        )
-    return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64))
-
-
 _ARRAYS, _JPEG = ("x", "y"), ("jpeg", "offset", "label")
 
 
@@ -454,7 +438,15 @@ def from_arrays(x: np.ndarray, y: np.ndarray, part: str, where: str, wanted: Wan
     if wanted.targets == "classes":
         labels = binary_labels(labels, where)
     if wanted.n_tokens is not None:
-        tokens = read_tokens(x, wanted.n_tokens, name)
+        most = wanted.n_tokens - 1
+        if x.dtype.kind not in "ui":
+            raise ScenarioError(f"{name} is {x.dtype}: with data.vocabulary it must be whole numbers 0..{most}")
+        if len(x) and (int(x.min()) < 0 or int(x.max()) > most):
+            raise ScenarioError(
+                f"{name} holds tokens from {x.min()} to {x.max()}: they must be 0..{most}; mend the file, or raise "
+                "data.vocabulary"
+            )
+        tokens = torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64))
         return Split(labels, lambda rows: tokens[rows])
     if x.dtype == np.uint8 and (x.ndim == 3 or (x.ndim == 4 and x.shape[-1] in (1, 3))):
         images = channels_first(torch.from_numpy(x))

@@ -27,7 +27,7 @@ from flower_privdec.experiment import Agreement, OwnParts
 from flower_privdec.experiment.agreement import module_facts
 from flower_privdec.experiment.evaluation import Trial, evaluate, finite, shows_private
 from flower_privdec.experiment.minimum import ConvexObjective, Minimum, find_minimum
-from flower_privdec.experiment.own_parts import noise_facts, public_name
+from flower_privdec.experiment.view import noise_facts, public_name
 from flower_privdec.models import unflatten
 from flower_privdec.privacy.ledger.ledger import Head
 from flower_privdec.privacy.mechanism.protection import breaches

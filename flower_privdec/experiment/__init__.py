@@ -1,7 +1,6 @@
 """A scenario made concrete: what all peers know, what is one's own, and how models are tried."""
 
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.own_parts import OwnParts
-from flower_privdec.experiment.view import Experiment
+from flower_privdec.experiment.view import Experiment, OwnParts
 
 __all__ = ["Agreement", "Experiment", "OwnParts"]

@@ -17,8 +17,13 @@ from flower_privdec.data.features import apply_features
 from flower_privdec.errors import ScenarioError
 from flower_privdec.gradients import GradientKernel, build_kernel
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.participation import EdgeParticipation, Participation, build_participation
-from flower_privdec.graph.topology import build_topology, sample_edges
+from flower_privdec.graph.topology import (
+    EdgeParticipation,
+    Participation,
+    build_participation,
+    build_topology,
+    sample_edges,
+)
 from flower_privdec.models import build_model, flatten
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario, FeaturesSection, TaskSection, placed

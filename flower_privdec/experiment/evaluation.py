@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flower_privdec.errors import RunError
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.own_parts import OwnParts
+from flower_privdec.experiment.view import OwnParts
 from flower_privdec.gradients.protocol import inputs_like, row_chunks
 from flower_privdec.rows.keys import keyed_generator
 from flower_privdec.scenario import Scenario
@@ -215,7 +215,15 @@ def try_on_shards(
     if models is None:
         return accuracies
     wanted = np.ones_like(held) if last else held
-    personal = np.stack([_hits(agreement, *pair) for pair in zip(models, wanted, strict=True)])
+    labels, hits_of_peers = agreement.public.y, []
+    for model, wanted_labels in zip(models, wanted, strict=True):
+        chosen = torch.from_numpy(wanted_labels)[labels]
+        x, hit = inputs_like(agreement.public.x[chosen], model), torch.zeros(len(labels), dtype=torch.bool)
+        if len(x):
+            outputs = agreement.kernel.logits(model.unsqueeze(0), x)[0].cpu()
+            hit[chosen] = agreement.loss.predict(outputs) == labels[chosen]
+        hits_of_peers.append(_per_label(agreement, hit))
+    personal = np.stack(hits_of_peers)
     accuracies["personal_models"] = _accuracy(held, personal, counts)
     if last:
         seed = agreement.scenario.seed_of("data")
@@ -231,18 +239,6 @@ def try_on_shards(
             for name, hits in (("personal_models", personal), ("global_model", common))
         }
     return accuracies
-
-
-def _hits(agreement: Agreement, model: Tensor, wanted: np.ndarray) -> np.ndarray:
-    """Return how many test examples of each wanted label a model gets right, [n_classes]; 0 of the others."""
-    labels = agreement.public.y
-    chosen = torch.from_numpy(wanted)[labels]
-    x = inputs_like(agreement.public.x[chosen], model)
-    right = torch.zeros(len(labels), dtype=torch.bool)
-    if len(x):
-        outputs = agreement.kernel.logits(model.unsqueeze(0), x)[0].cpu()
-        right[chosen] = agreement.loss.predict(outputs) == labels[chosen]
-    return _per_label(agreement, right)
 
 
 def _per_label(agreement: Agreement, right: Tensor) -> np.ndarray:

@@ -1,25 +1,267 @@
-"""One process's view of a run: what all know, and the own parts of the peers that it hosts."""
+"""One process's view of a run: what all know, and the own parts of the peers that it hosts: examples, draws, noise."""
 
 from __future__ import annotations
 
+import math
 import secrets
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from flower_privdec.core import State
-from flower_privdec.core.cohort import Cohort, Validation
-from flower_privdec.data import PeerData
+from flower_privdec.core import Reply, State
+from flower_privdec.core.cohort import Cohort, LearningRate, Validation
+from flower_privdec.data import Examples, PeerData, Sampler, read_examples
+from flower_privdec.data.datasets import check_fit
+from flower_privdec.data.features import apply_features
+from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.memory import check_memory
-from flower_privdec.experiment.own_parts import OwnParts
-from flower_privdec.experiment.run_key import KEY_BYTES
-from flower_privdec.privacy.ledger.ledger import CohortLedger
+from flower_privdec.experiment.memory import check_memory, check_steps
+from flower_privdec.experiment.run_key import KEY_BYTES, SEEDED, environment, own_keys, run_id, shared_secret
+from flower_privdec.privacy.ledger.ledger import CohortLedger, RunName
+from flower_privdec.privacy.mechanism.declared import Declares, Drawing
+from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
-from flower_privdec.scenario import Scenario
+from flower_privdec.scenario import Scenario, numbers_hash, own_parts
 from flower_privdec.scenario.sections import placed
+
+
+@dataclass(frozen=True)
+class OwnParts:
+    """The own parts of the peers that one process hosts, and of no other; row i is peer `peers[i]`.
+
+    Attributes:
+        peers: global ids, int64 [m], ascending.
+        examples: theirs alone.
+        keys: what each peer's noise and batches are drawn from, by global id, see `run_key`.
+        run: what ledgers and checkpoints call their run.
+        protection: their clipping, noise and accounts; None without privacy.
+        noise_inflation: by how much hardened noise is larger, see `hardening`; None where it is not asked for.
+        from_system: whether batches and noise are the operating system's, and never the same twice.
+    """
+
+    peers: np.ndarray
+    examples: Examples
+    sampler: Sampler
+    keys: Mapping[int, bytes]
+    run: RunName
+    protection: Protection | None
+    from_system: bool = False
+    noise_inflation: float | None = None
+
+    @property
+    def source(self) -> str:
+        """Return where the noise comes from, as `run_key.environment` names it."""
+        return noise_source(self.from_system, self.noise_inflation is not None)
+
+    @staticmethod
+    @placed
+    def of(
+        agreement: Agreement, peers: np.ndarray | None = None, secret: bytes | None = None, root: str | None = None
+    ) -> OwnParts:
+        """Read, name and protect what is some peers' own.
+
+        Args:
+            peers: global ids; by default all.
+            secret: of a deployed peer, known to no other: its run's name follows from it, and its batches and
+                noise come from the operating system. None is a simulation, whose numbers can be drawn again unless the
+                scenario has `compute.generator: system`.
+            root: where their data lie, in place of the scenario's `data.root`.
+
+        Raises:
+            ScenarioError: when their data cannot be had or do not fit, or a budget cannot be kept.
+        """
+        scenario = agreement.scenario
+        peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
+        check_steps(scenario, len(peers))
+        examples = read_examples(
+            scenario.data, scenario.seed_of("data"), scenario.n_peers, peers, root, agreement.loss.targets
+        )
+        if scenario.features is not None:
+            examples = replace(examples, x=apply_features(examples.x, scenario.features))
+        check_fit(examples, agreement.public, scenario.data.root if root is None else root)
+        from_system = secret is not None or scenario.compute.generator == "system"
+        keys, run = _name_run(agreement, examples, peers, secret, from_system)
+        batch, seeds = scenario.data.batch, dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
+        sampler = Sampler(  # keyed by the run where there is privacy; else by the seed, whatever is run with it
+            batch.sampling,
+            batch.size,
+            examples.sizes,
+            seeds if scenario.private is None else keys,
+            peers,
+            rate=batch.rate,
+            small_peers=batch.small_peers,
+        )
+        protection, larger = None, None
+        if scenario.private is not None:
+            drawings = drawings_of(agreement, peers, sampler)
+            algorithm, mixing = agreement.algorithm, agreement.mixing
+            factor = 1.0 if mixing is None else algorithm.weight_factor(mixing, scenario.rounds)
+            protection = build_protection(
+                scenario,
+                scenario.private,
+                algorithm,
+                drawings,
+                agreement.participation,
+                peers,
+                factor,
+                noise_mechanism(scenario.private.noise).released,
+            )
+            if scenario.private.hardened:
+                steps = scenario.rounds * algorithm.steps_per_round
+                larger = noise_inflation(algorithm, drawings, steps, agreement.initial.dtype)
+            rates = agreement.learning_rate.base[peers]
+            check_number_range(
+                protection, replace(agreement.learning_rate, base=rates), examples.sizes, sampler.normalizer
+            )
+        return OwnParts(peers, examples, sampler, keys, run, protection, from_system, larger)
+
+
+def _name_run(
+    agreement: Agreement, examples: Examples, peers: np.ndarray, secret: bytes | None, from_system: bool
+) -> tuple[dict[int, bytes], RunName]:
+    """Return every peer's key, and what ledgers call the run; without privacy there is nothing to keep apart."""
+    private = agreement.scenario.private
+    hardened = private is not None and bool(private.hardened)
+    name = public_name(agreement, noise_source(from_system, hardened))
+    if private is None:
+        return {}, name
+    shared = shared_secret(
+        name.scenario,
+        name.environment,
+        agreement.public,
+        agreement.initial,
+        agreement.module,
+        own_parts(agreement.scenario),
+    )
+    keys = own_keys(shared + (secret or b""), examples, peers)
+    return keys, replace(name, id=run_id(keys))
+
+
+def noise_source(from_system: bool, hardened: bool) -> str:
+    """Return where noise comes from, as `run_key.environment` names it."""
+    return ("exact" if hardened else "system") if from_system else SEEDED
+
+
+MAY, MUST_NOT = "models may be published under this ε", "models must not be published under this ε"
+NOISE = {
+    SEEDED: f"drawn from keys, which anyone who knows the data can derive: {MUST_NOT}",
+    "system": f"of the operating system's generator: {MAY}",
+    "exact": f"of the operating system's generator, hardened (rounded exactly): {MAY}",
+}
+
+
+def noise_facts(sources: Collection[str]) -> dict[str, Any]:
+    """Return what a summary states about the noise of peers, and whether their models may be published under their ε.
+
+    Args:
+        sources: the sources of all peers' noise, see `noise_source`.
+    """
+    texts = "; some peers': ".join(NOISE[source] for source in sorted(set(sources)))
+    return {"noise": texts, "publishable": bool(sources) and SEEDED not in sources}
+
+
+def public_name(agreement: Agreement, source: str = SEEDED) -> RunName:
+    """Return the name of a run as a process without its keys computes it."""
+    decided = numbers_hash(agreement.scenario)
+    return RunName(decided[:32], decided, environment(source, agreement.device))
+
+
+def drawings_of(agreement: Agreement, peers: np.ndarray, sampler: Sampler) -> list[Drawing]:
+    """Return how some peers draw their examples, and how many neighbours they answer: what their releases depend on.
+
+    Privacy: a peer that takes all its examples in every step draws none, whatever its sampling is called.
+    """
+    rates, sizes = sampler.sampling_rate.tolist(), sampler.partition_sizes.tolist()
+    answered: list[tuple[int, ...]] = [()] * len(peers)  # neighbours in each round, where the algorithm sends replies
+    if agreement.mixing is not None and any(isinstance(item, Reply) for item in agreement.algorithm.program):
+        answered = [tuple(c) for c in agreement.mixing.heard(agreement.scenario.rounds)[:, peers].T.tolist()]
+    facts = zip(rates, sizes, sampler.normalizer.tolist(), answered, strict=True)
+    return [
+        Drawing(sampler.kind if rate < 1 else "full", rate, size, batch, counts) for rate, size, batch, counts in facts
+    ]
+
+
+MOST_INFLATION = 0.1  # by how much noise may be larger; beyond, the numbers are too short for such sums
+OTHER = 2.0**-20  # for the rounding of the noise's scale itself
+RARE = 2.0**-64  # the chance that a step draws more examples than are counted on
+
+
+def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int, dtype: torch.dtype) -> float:
+    """Return by how much hardened noise has to be larger, the most of some peers.
+
+    Args:
+        drawings: how each of these peers draws its examples.
+        steps: of the run.
+        dtype: in which sums are made.
+
+    Raises:
+        ScenarioError: the rounding of a sum may be as large as a tenth of what one example adds to it.
+
+    Privacy: a Poisson batch has more examples than are counted on with a chance of 2^-64 a step, which adds to δ.
+    """
+    largest = 0.0
+    for drawing in dict.fromkeys(drawings):
+        size = drawing.size  # the most examples of a step
+        if drawing.sampling == "poisson":  # by Bernstein's inequality
+            mean, rare = drawing.size * drawing.rate, -math.log(RARE)
+            size = min(size, math.ceil(mean + rare / 3 + math.sqrt(rare**2 / 9 + 2 * mean * rare)))
+        elif drawing.sampling != "full":
+            size = min(size, -int(-drawing.batch // 1))
+        remembers = any(part.idle for part in algorithm.released(0, drawing) or ())
+        unit = torch.finfo(dtype).eps / 2
+        more = size * unit / (1 - min(size * unit, 0.5)) * 2 * size
+        more += 4 * size * (steps * size + drawing.size) * unit if remembers else 0.0
+        if more > MOST_INFLATION:
+            raise ScenarioError(
+                f"privacy.hardened: a sum of {size} examples in {str(dtype).removeprefix('torch.')} may be wrong by "
+                f"{more:.2g} times what one of them adds, which must be <= {MOST_INFLATION:g}; set "
+                "compute.dtype=float64"
+            )
+        largest = max(largest, more)
+    return largest + OTHER
+
+
+LEAST_FACTOR, MOST_FACTOR = 1e-15, 1e30  # see `gradients.bounds`; 2^-126 to 2^128 is what float32 holds
+
+
+def check_number_range(plan: Protection, learning_rate: LearningRate, sizes: np.ndarray, batches: np.ndarray) -> None:
+    """Check what every step multiplies clipped gradients and noise by.
+
+    Args:
+        sizes: examples of each peer, int64 [n_peers].
+        batches: the expected batch size of each, float64 [n_peers].
+
+    Raises:
+        ScenarioError: naming the first quantity that is out of range.
+    """
+    rounds = len(plan.clip_norms) // plan.steps_per_round
+    rates = np.stack([learning_rate.at(k) for k in range(rounds)]).repeat(plan.steps_per_round, axis=0)
+    with np.errstate(over="ignore"):
+        one = rates / batches * plan.clip_norms
+        _check("privacy.clip_norm", plan.clip_norms)
+        _check("algorithm.learning_rate, over the batch size, times privacy.clip_norm", one)
+        _check("algorithm.learning_rate", rates)
+        _check("the learning rate, times the clip norm, of all a peer's examples", one * sizes)
+        noises = [one * plan.noise_multipliers]
+        if plan.receivers:  # what goes to each neighbour is not multiplied by the learning rate
+            noises.append(plan.clip_norms / batches * plan.noise_multipliers)
+        for noise in noises:
+            _check("the noise of a step", noise[noise > 0])
+
+
+def _check(what: str, values: np.ndarray) -> None:
+    wrong = values[~((values >= LEAST_FACTOR) & (values <= MOST_FACTOR))]
+    if wrong.size:
+        raise ScenarioError(
+            f"{what} is {wrong.flat[0]:g} in some step and must be between {LEAST_FACTOR:g} and {MOST_FACTOR:g}, "
+            "beyond which numbers overflow or vanish and noise covers nothing; change algorithm.learning_rate or "
+            "privacy.clip_norm"
+        )
+
 
 Budget = tuple[float, float]  # ε and δ
 

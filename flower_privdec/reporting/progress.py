@@ -114,13 +114,13 @@ def counting_bar(console: Console) -> Progress:
 
 
 @contextmanager
-def rounds(name: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+def rounds(name: str) -> Iterator[Callable[[int, int], None]]:
     """Show the round of a run on stderr: a bar on a terminal, a few lines elsewhere.
 
     Yields:
         A function to call with the round and the number of rounds.
     """
-    console = console or error_console()
+    console = error_console()
     tenths_shown = 0
     with counting_bar(console) as bar:
         task = bar.add_task(name, total=None, left="starting")

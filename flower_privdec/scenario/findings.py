@@ -132,14 +132,6 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
     return [model for inner in getattr(annotation, "__args__", ()) for model in _sections_of(inner)]
 
 
-def _belongs(loc: Location, root: type[BaseModel]) -> str:
-    """Return the end of an error about a key that other forms of its section have."""
-    field = root.model_fields.get(str(loc[0]))
-    forms = _sections_of(field.annotation) if field and len(loc) > 2 else []
-    takers = [str(tag) for form in forms if loc[-1] in form.model_fields for tag in _tags(form)]
-    return f"; it belongs to {', '.join(takers)}" if takers else ""
-
-
 def _elsewhere(key: str, root: type[BaseModel], path: str = "") -> str:
     """Return the end of an error about a key of another section."""
     for name, info in root.model_fields.items():
@@ -157,7 +149,12 @@ def _sentence(error: Any, loc: Location, root: type[BaseModel], data: Any) -> st
     kind, context = error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         names = list(_model_at(error["loc"][:-1], root, data).model_fields)
-        hint = did_you_mean(loc[-1], names) or _belongs(error["loc"], root) or _elsewhere(str(loc[-1]), root)
+        where = error["loc"]
+        section = root.model_fields.get(str(where[0]))
+        forms = _sections_of(section.annotation) if section and len(where) > 2 else []
+        takers = [str(tag) for form in forms if where[-1] in form.model_fields for tag in _tags(form)]
+        elsewhere = f"; it belongs to {', '.join(takers)}" if takers else _elsewhere(str(loc[-1]), root)
+        hint = did_you_mean(loc[-1], names) or elsewhere
         return f"unknown key '{shown(name)[1:-1]}'{hint} (valid keys: {', '.join(names)})"
     if kind == "union_tag_invalid":
         tags = re.findall(r"'([^']+)'", context["expected_tags"])

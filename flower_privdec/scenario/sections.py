@@ -505,8 +505,6 @@ class TaskSection(Section):
 
 LocalSteps = Annotated[int, Field(ge=1, le=1_000_000)]
 Growth = Annotated[float, Field(ge=1, allow_inf_nan=False)]
-Momentum = Annotated[float, Field(ge=0, lt=1)]
-Weighting = Literal["examples", "uniform"]
 
 
 def dynamic(section: AlgorithmSection) -> tuple[PerPeer | None, float, float] | None:
@@ -799,20 +797,18 @@ class FedAvgSection(LocalStepsSection):
     """
 
     name: Annotated[str, catalogue.ALGORITHMS.some("fedavg")]
-    weighting: Weighting = "examples"
+    weighting: Literal["examples", "uniform"] = "examples"
 
 
-class FedProxSection(LocalStepsSection):
+class FedProxSection(FedAvgSection):
     """FedAvg with a proximal term.
 
     Attributes:
         proximal: μ, by which half the squared distance to the round's first model is added to the loss.
-        weighting: a peer counts by its number of examples, as in the paper, or all count alike.
     """
 
     name: Annotated[str, catalogue.ALGORITHMS.some("fedprox")]
     proximal: NonNegative = 0.01
-    weighting: Weighting = "examples"
 
 
 class FedDeperSection(GradientSection):

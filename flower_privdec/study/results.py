@@ -15,6 +15,7 @@ import numpy as np
 
 from flower_privdec.common.formatting import NOTHING, number
 from flower_privdec.reporting.run_folder import Result, read_result
+from flower_privdec.reporting.wording import measured
 from flower_privdec.scenario.sections import steps_per_round
 from flower_privdec.study.cells import Cell, Labels, folder_of, is_finished
 from flower_privdec.study.spec import Above, Axis, Best, Check, Ordered, Part, Reading, Slope, Speedup, kinds_of, metric
@@ -257,14 +258,10 @@ def criterion(check: Check, result: PartResult) -> str:
 
 
 def value_text(reading: Reading, estimate: Estimate | None, spread: bool = False) -> str:
-    """Return a metric's mean as text, a fraction in percent, with its standard deviation where `spread` is true."""
+    """Return a metric's mean as text, with its standard deviation where `spread` is true; see `wording.measured`."""
     if estimate is None:
         return NOTHING
-    if reading.share:
-        text, std = f"{100 * estimate.mean:.1f} %", f"{100 * (estimate.std or 0):.1f}"
-    else:
-        text, std = number(estimate.mean), number(estimate.std)
-    return f"{text} ± {std}" if spread and estimate.std is not None else text
+    return measured(estimate.mean, {"share": reading.share}, estimate.std if spread else None)
 
 
 def _finals(

@@ -20,8 +20,7 @@ from flower_privdec.engine.engine import Engine
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.participation import EdgeParticipation, build_participation
-from flower_privdec.graph.topology import build_topology, sample_edges
+from flower_privdec.graph.topology import EdgeParticipation, build_participation, build_topology, sample_edges
 from flower_privdec.scenario import Scenario, to_yaml
 
 CANCER = ["data={dataset: breast-cancer, samples: 200, batch: {sampling: poisson, size: 10}}", "model={name: linear}"]
@@ -240,7 +239,7 @@ def test_the_loss_may_stand_in_the_section_and_is_the_task_s(tiny: Callable[...,
         ([L2, ONE_EDGE, "topology={name: random-edges}"], "on topology random-edges must draw from a graph that is"),
         ([L2, "participation={kind: edges, count: 5}", "topology={name: ring}"], "participation.count=5 must be <= 4"),
         ([L2, "participation={kind: edges}"], "kind edges needs count"),
-        ([L2, "participation={kind: all, count: 1}"], "kind edges needs count, the other kinds take none"),
+        ([L2, "participation={kind: all, count: 1}"], "count belongs to kind edges, not to all"),
         ([L2, "participation={kind: uniform, fraction: 0.25}", COMPLETE], "leaves 1 peer of 4 active, so no peer ever"),
         (["algorithm={name: local, learning_rate: 0.1}", ONE_EDGE], "participation.kind=edges needs a graph"),
         (["algorithm={name: dda}", "model={name: softmax}", ONE_EDGE, COMPLETE], "edges must be all for dda"),

@@ -23,8 +23,7 @@ from flower_privdec.engine.checkpoint import Checkpoint, load_checkpoint, save_c
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Experiment
 from flower_privdec.graph.mixing import Mixing
-from flower_privdec.graph.participation import build_participation
-from flower_privdec.graph.topology import build_topology
+from flower_privdec.graph.topology import build_participation, build_topology
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.mechanism.protection import Protection
 

@@ -23,9 +23,9 @@ from flower_privdec.graph.mixing import (
     mixing_matrix,
     spectral_gap,
 )
-from flower_privdec.graph.participation import build_participation
 from flower_privdec.graph.topology import (
     StaticTopology,
+    build_participation,
     build_topology,
     edge_array,
     in_neighbors,

@@ -21,7 +21,7 @@ pytest.importorskip("cryptography.hazmat.primitives.ciphers")
 from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment import Experiment, OwnParts
 from flower_privdec.experiment.agreement import Agreement
-from flower_privdec.experiment.own_parts import noise_inflation
+from flower_privdec.experiment.view import noise_inflation
 from flower_privdec.privacy.mechanism.declared import Drawing
 from flower_privdec.privacy.noise import ExactNoise, deployed
 from flower_privdec.privacy.noise.deployed import SystemNormals

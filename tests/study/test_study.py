@@ -366,7 +366,7 @@ def test_best_allows_neighbours_within_reach_and_knows_that_less_loss_is_better(
     axes = {"rounds": {"key": "rounds", "values": [1, 2, 3, 4]}}
     result = made_up(study_at(axes=axes, checks=checks, figures=[], pivot=None), tmp_path, by_place(values))
     assert [verdict.cases[0].holds for verdict in verdicts(result)] == [True, False, True, True]
-    assert verdicts(result)[0].cases[0].numbers.startswith("best first: 2 50.0 % ± 1.4, 3 40.0 %")
+    assert verdicts(result)[0].cases[0].numbers.startswith("best first: 2 50.0 ± 1.4 %, 3 40.0")
 
 
 def test_above_compares_every_place_with_the_baseline(study_at: Callable[..., Path], tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_above_compares_every_place_with_the_baseline(study_at: Callable[..., Pa
         "ε 1, algorithm no privacy": True,
         "ε 3, algorithm no privacy": True,
     }
-    assert "70.0 %" in first.detail
+    assert "70.0 ± 1.4 %" in first.detail
     assert [case.holds for case in second.cases] == [False]
 
 
@@ -477,7 +477,7 @@ def test_tables_show_mean_spread_seeds_and_both_epsilons(study_at: Callable[...,
         "Each run's ε stands alone",
         "Criterion: test accuracy in the order 1 < 3. **The claim shows in 1 of 2 cells",
         "| ε | algorithm | rounds | learning rate | test accuracy | test loss | ε (claimed) | ε (exact) | δ | seeds |",
-        "| 1 | push-sum | 4 | 0.5 | 50.0 % ± 1.4 | 0.500 ± 0.0141 | 1 | 2.50 | 0.001 | 2 |",
+        "| 1 | push-sum | 4 | 0.5 | 50.0 ± 1.4 % | 0.500 ± 0.0141 | 1 | 2.50 | 0.001 | 2 |",
         "| algorithm | ε 1 | ε 3 |",
         "![Curves](main-2.svg)",
     ):

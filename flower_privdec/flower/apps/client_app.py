@@ -33,7 +33,7 @@ from flower_privdec.engine.shards.shard_engine import ShardEngine
 from flower_privdec.engine.spent import epsilons
 from flower_privdec.errors import RunError
 from flower_privdec.experiment import Agreement, Experiment
-from flower_privdec.experiment.own_parts import public_name
+from flower_privdec.experiment.view import public_name
 from flower_privdec.flower.apps.records import (
     METRICS,
     PARTITION,

@@ -31,7 +31,7 @@ from flower_privdec.engine.shards.process_group import LOST
 from flower_privdec.engine.spent import Spent
 from flower_privdec.errors import RunError, ScenarioError, did_you_mean
 from flower_privdec.experiment import Agreement
-from flower_privdec.experiment.own_parts import noise_facts
+from flower_privdec.experiment.view import noise_facts
 from flower_privdec.flower.apps.records import (
     METRICS,
     PARTITION,

@@ -31,8 +31,7 @@ from flower_privdec.flower.strategies.peer_network import (
     total_mass,
 )
 from flower_privdec.graph.mixing import UNDIRECTED, Mixing
-from flower_privdec.graph.participation import build_participation
-from flower_privdec.graph.topology import Topology, build_topology
+from flower_privdec.graph.topology import Topology, build_participation, build_topology
 from flower_privdec.rows.keys import keyed_generator
 
 log = logging.getLogger("flwr.privdec")

@@ -22,7 +22,7 @@ from flower_privdec.engine.recorder import OnMetrics, Recorder, evaluation_round
 from flower_privdec.engine.spent import Spent
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.experiment import Agreement
-from flower_privdec.experiment.own_parts import noise_facts
+from flower_privdec.experiment.view import noise_facts
 from flower_privdec.network.local.fault_proxy import FaultProxy, Faults
 from flower_privdec.network.local.peer_processes import OnStatus, PeerProcesses, Watch, on_this_machine
 from flower_privdec.network.peer.peer import INSECURE, rows_path

@@ -38,7 +38,7 @@ from flower_privdec.engine.spent import Spent, check_budget, epsilons, json_numb
 from flower_privdec.errors import RunError, ScenarioError, StoppedError
 from flower_privdec.experiment import Agreement, Experiment, OwnParts
 from flower_privdec.experiment.evaluation import public_losses
-from flower_privdec.experiment.own_parts import NOISE
+from flower_privdec.experiment.view import NOISE
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.network.peer.connections import Connections, ReportSession, Session
 from flower_privdec.network.transport.grpc_transport import GrpcTransport

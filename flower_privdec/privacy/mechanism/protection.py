@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flower_privdec.errors import ScenarioError
-from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Participation
 from flower_privdec.privacy.accountant.accounting import epsilon, last_that_fits
 from flower_privdec.privacy.accountant.calibration import scale_for_budget
 from flower_privdec.privacy.ledger.ledger import Account

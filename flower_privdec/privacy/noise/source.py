@@ -13,7 +13,7 @@ from torch import Tensor
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import load_own
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
-from flower_privdec.graph.participation import Participation
+from flower_privdec.graph.topology import Participation
 from flower_privdec.privacy.mechanism.declared import Declaration
 from flower_privdec.rows.keys import digest
 from flower_privdec.scenario.sections import OwnSection
