@@ -21,7 +21,7 @@ from together_grid import TogetherGrid
 from flower_privdec.errors import RunError
 from flower_privdec.flower import Gossip, LocalGrid, Mesh, PushSum
 from flower_privdec.flower.mods.peer_mod import INBOX, LEDGER, UNWITNESSED, PeerReport, pack_bytes, unpack_bytes
-from flower_privdec.flower.mods.peer_state import Layout, run_frames
+from flower_privdec.flower.mods.peer_state import Layout, load_state, run_frames, save_state, state_path
 from flower_privdec.network.transport.tls import make_certificates
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.frames import FrameHeader
@@ -53,6 +53,11 @@ class ForgingGrid(LocalGrid):
                 changed = [(name, self.forge(to, name, f) if name.startswith(LEDGER) else f) for name, f in inbox]
                 message.content[INBOX] = pack_bytes({name: frame for name, frame in changed if frame is not None})
         return super().push_messages(sent)
+
+
+def dies() -> None:
+    """End the ServerApp before it has relayed what peers answered."""
+    raise KeyboardInterrupt
 
 
 class Peers:
@@ -136,6 +141,30 @@ def test_a_folder_that_is_restored_between_two_rounds_takes_no_step(strategy, tm
     assert peers.count[1] == 4
 
 
+def test_a_check_of_the_ledger_comes_before_the_step(tmp_path):
+    """The state has its mass and was not told of the ledger, so that nothing else stops the peer."""
+    peers = Peers(tmp_path, PushSum)
+    peers.run(2)
+    path = state_path(peers.one, "law")
+    state = load_state(path)
+    state.paid.clear()
+    save_state(path, state)
+    (peers.one / "peer-updates.jsonl").unlink()
+    assert "lacks 2 lines" in peers.run(4)
+    assert peers.count[1] == 2
+
+
+def test_a_state_misses_a_line_that_no_neighbour_has_counted(tmp_path):
+    peers = Peers(tmp_path, PushSum)
+    peers.run(2)
+    peers.before[2, 3] = dies
+    with pytest.raises(KeyboardInterrupt):
+        peers.run(3)
+    (peers.one / "peer-updates.jsonl").unlink()
+    assert "lacks 3 lines" in peers.run(5)
+    assert peers.count[1] == 3
+
+
 @pytest.mark.parametrize("strategy", RELAYS)
 def test_a_peer_that_lost_its_key_too_takes_no_step(strategy, tmp_path):
     peers = Peers(tmp_path, strategy)
@@ -151,9 +180,6 @@ def test_of_two_copies_none_goes_on_without_the_others_lines(strategy, tmp_path)
     peers = Peers(tmp_path, strategy)
     peers.run(2)
     copy = peers.copy("copy")
-
-    def dies() -> None:
-        raise KeyboardInterrupt
 
     peers.before[2, 3] = dies
     with pytest.raises(KeyboardInterrupt):
