@@ -404,7 +404,7 @@ class PushSumProtocol(Generic[V]):
         if agreed and number >= agreed.sent:
             boot = agreed.sent_boot if number == agreed.sent else agreed.boot
             if share.boot != boot:
-                raise RefusedError(f"peer {share.sender} sent share {number} of a boot that it has forgotten")
+                raise RefusedError(f"peer {share.sender} sent share {number} of a boot that its hello does not name")
         if number <= edge.received:
             self._unacknowledged.add(share.sender)
             return False

@@ -203,7 +203,7 @@ OF_SHARES: dict[str, tuple[Says, str]] = {
     ),
     "a share of another incarnation": (lambda h: [h.share(incarnation=FIRST + 2**32)], "from incarnation 0x"),
     "a share for another incarnation": (lambda h: [h.share(addressed=FIRST + 2**32)], "to 0x200000000"),
-    "a share of another life": (lambda h: [h.share(boot=h.own.protocol.boot + 1)], "of a boot that it does not"),
+    "a share of another life": (lambda h: [h.share(boot=h.own.protocol.boot + 1)], "of a boot that its hello"),
     "a share before the first": (lambda h: [h.share(number=0)], "sent share 0 of a boot"),
 }
 OF_ROWS: dict[str, tuple[Says, str]] = {
