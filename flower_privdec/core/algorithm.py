@@ -104,6 +104,14 @@ class Algorithm:
         """Return the mixing over a graph and who is active, as the scenario sets them unless an algorithm differs."""
         return Mixing(topology, weights, participation), participation
 
+    def conserved_weights(self, sizes: np.ndarray) -> np.ndarray:
+        """Return how often a row of each peer counts in the sum that mixing conserves: once, by default, [n_peers].
+
+        Args:
+            sizes: how many examples each peer has, int64 [n_peers].
+        """
+        return np.ones(len(sizes))
+
     def weight_factor(self, mixing: Mixing, rounds: int) -> float:
         """Return what the mixing weights of a run add to its paper's formula for the noise: nothing, by default."""
         return 1.0

@@ -1003,6 +1003,37 @@ class ScheduleSection(Section):
             raise ValueError("give rho_c and rho_mu, or the lists clip_norms and noise, not both")
 
 
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class CancellingSection(Section):
+    """Noise that pairs of peers add with opposite signs, on top of less noise of their own; it is gone from the mean.
+
+    Attributes:
+        kind: cancelling.
+        colluding: how many peers may collude with whoever sees all messages; ε holds against them. There is no default:
+            what all other peers together would learn stands beside ε in every summary.
+        secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options.
+        strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need
+            by itself; auto takes what `privdec plan` finds best for the graph.
+    """
+
+    kind: Literal["cancelling"]
+    colluding: Annotated[int, Field(ge=0)]
+    secrets: Annotated[TopologySection, BeforeValidator(_named)] = TopologySection(name="complete")
+    strength: Literal["auto"] | Positive = "auto"
+
+    def _check(self) -> None:
+        if self.secrets.name in ("server", "random-edges"):
+            raise ValueError(f"secrets={self.secrets.name} is no graph that stays the same: take complete, for example")
+
+
+NoiseChoice = Annotated[
+    Annotated[CancellingSection, Tag("named")] | Annotated[OwnSection, Tag("own")], OWN_OR_NAMED
+]
+
+
 class PrivacySection(Section):
     """Each peer's budget, clipping and noise; `privacy: none` trains without any.
 
@@ -1018,8 +1049,9 @@ class PrivacySection(Section):
         c_2: the constant of PrivSGP-VR's eq. 11, for calibration paper, and of eq. 12, for `privdec plan`.
         phi_min: φ̂_min of PDSL's eq. 27, the smallest share that any neighbour's weight ever has, for calibration paper
             with pdsl, which needs it. The paper's own normalisation makes it 0, and the noise infinite.
-        noise: a noise mechanism of a user's own, a subclass of `flower_privdec.privacy.noise.NoiseMechanism`; left out,
-            every sum gets independent Gaussian noise. Its ε is what it declares, else ∞.
+        noise: left out, every sum gets independent Gaussian noise; `kind: cancelling` adds noise that cancels between
+            peers; a subclass of `flower_privdec.privacy.noise.NoiseMechanism` of your own has the ε that it declares,
+            else ∞.
         ledger: a folder of ledgers that several runs share, so that ε counts all of them; left out, the ledger lies in
             the run's own folder and counts this run alone.
         hardened: whether deployed peers draw and round their noise exactly, so that its digits show nothing of the sum
@@ -1035,7 +1067,7 @@ class PrivacySection(Section):
     calibration: Literal["rigorous", "paper"] = "rigorous"
     c_2: Positive = 1.0
     phi_min: Annotated[float, Field(gt=0, le=1)] | None = None
-    noise: OwnSection | None = None
+    noise: NoiseChoice | None = None
     ledger: PathText | None = None
     hardened: bool | None = None
 
@@ -1046,8 +1078,8 @@ class PrivacySection(Section):
             raise ValueError("calibration paper computes the noise from epsilon: give epsilon, and no noise_multiplier")
         if self.noise is not None and (self.calibration == "paper" or self.hardened):
             raise ValueError(
-                "noise.module changes the noise that calibration paper and hardened are proved for: use calibration "
-                "rigorous without hardened, or leave noise out"
+                "noise changes the noise that calibration paper and hardened are proved for: use calibration rigorous "
+                "without hardened, or leave noise out"
             )
 
 
