@@ -210,7 +210,7 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
     delta = None if private is None else np.broadcast_to(private.delta, (n_peers,))
     partial = participation.kind != "all"
     active = np.sum([participation.active(k) for k in range(rounds)], axis=0)
-    replies = [] if plan is None else plan.reply_epsilons(rounds)
+    replies, larger = ([], []) if plan is None else (plan.reply_epsilons(rounds), plan.collusion_epsilons(rounds))
     dynamics = private is not None and (dynamic(experiment.scenario.algorithm) or private.schedule) is not None
     exponential = build_schedule(experiment.scenario).exponential if dynamics else None
 
@@ -239,6 +239,7 @@ def peer_rows(experiment: Experiment) -> list[dict[str, Any]]:
             "epsilon": json_number(float(spent[-1][peer])),
             "epsilon_after_quarters": [json_number(float(values[peer])) for values in spent],
             "epsilon_of_replies_to_one": json_number(replies[peer]) if replies else None,
+            "epsilon_if_all_collude": json_number(larger[peer]) if larger else None,
             "delta": None if delta is None else float(delta[peer]),
             "active_rounds": int(active[peer]) if partial else None,
             "expected_rounds": rounds * float(participation.chances[peer]) if partial else None,

@@ -342,6 +342,7 @@ OPTIONAL: dict[str, tuple[str, Callable[[Any], str]]] = {
     "active_rounds": ("active rounds", number),
     "expected_rounds": ("expected", number),
     "epsilon_of_replies_to_one": ("ε of the replies to one neighbour alone", epsilon_text),
+    "epsilon_if_all_collude": ("ε if all other peers collude", epsilon_text),
     "claimed_epsilon": ("claimed ε", setting),
     "claimed_after_quarters": ("claimed ε after each quarter", lambda values: ", ".join(map(epsilon_text, values))),
     "mu_total": ("μ_tot", number),

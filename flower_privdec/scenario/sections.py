@@ -918,6 +918,7 @@ AlgorithmSection = Annotated[
 
 
 Weights = Annotated[str, catalogue.WEIGHTS]
+MixingSteps = Annotated[int, Field(ge=1, le=1000)]
 
 
 class TopologySection(Section):
@@ -927,6 +928,7 @@ class TopologySection(Section):
         name: of the graph; `privdec list` describes each, `server` is an average over the active peers.
         weights: auto is what the algorithm's theory needs: column-stochastic for push-sum; for gossip metropolis on an
             undirected graph, doubly-stochastic on a directed one.
+        mixing_steps: how often peers exchange after the steps of a round, on as many graphs of the sequence.
         degree: neighbours of each peer, of random-regular and small-world.
         probability: of each edge, of erdos-renyi.
         rewire: the chance that an edge is moved, of small-world.
@@ -940,6 +942,7 @@ class TopologySection(Section):
 
     name: Annotated[str, catalogue.TOPOLOGIES] = "directed-exponential"
     weights: Weights = "auto"
+    mixing_steps: MixingSteps = 1
     degree: Count | None = None
     probability: Fraction | None = None
     rewire: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -952,7 +955,7 @@ class TopologySection(Section):
 
     def options(self) -> dict[str, Any]:
         """Return the options given for the graph itself."""
-        return self.model_dump(exclude={"name", "weights"}, exclude_none=True)
+        return self.model_dump(exclude={"name", "weights", "mixing_steps"}, exclude_none=True)
 
 
 class OwnTopologySection(OwnSection):
@@ -963,10 +966,11 @@ class OwnTopologySection(OwnSection):
     list of those it sends to, or a `flower_privdec.graph.topology.Topology`.
 
     Attributes:
-        weights: as for a named graph.
+        weights, mixing_steps: as for a named graph.
     """
 
     weights: Weights = "auto"
+    mixing_steps: MixingSteps = 1
 
     def options(self) -> dict[str, Any]:
         """Return what the graph is built with."""
