@@ -96,7 +96,9 @@ class Algorithm:
                 f"{where}, which does not mix exactly once a round, must be 1", code="topology.mixing-steps"
             )
         if topology == "server":
-            raise ScenarioError(f"{where} on topology server must be 1: one step averages", code="topology.mixing-steps")
+            raise ScenarioError(
+                f"{where} on topology server must be 1: one step averages", code="topology.mixing-steps"
+            )
         at = self.program.index(exchanges[0])
         mixes = tuple(replace(exchanges[0], mixing_step=step) for step in range(steps))
         self.program, self.mixing_steps = (*self.program[:at], *mixes, *self.program[at + 1 :]), steps

@@ -22,9 +22,10 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.experiment.agreement import Agreement
 from flower_privdec.experiment.memory import check_memory, check_steps
 from flower_privdec.experiment.run_key import KEY_BYTES, SEEDED, environment, own_keys, run_id, shared_secret
+from flower_privdec.graph.mixing import disagreement_left
 from flower_privdec.graph.topology import build_topology
 from flower_privdec.privacy.ledger.ledger import CohortLedger, RunName
-from flower_privdec.privacy.mechanism.cancelling import PairPlan
+from flower_privdec.privacy.mechanism.cancelling import PairPlan, Trade, trades
 from flower_privdec.privacy.mechanism.declared import Declares, Drawing
 from flower_privdec.privacy.mechanism.protection import Protection, build_protection
 from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deployed_noise, build_noise, noise_mechanism
@@ -211,28 +212,41 @@ def pair_plan(agreement: Agreement, peers: np.ndarray, sampler: Sampler, needed:
     assert isinstance(scenario.private.noise, CancellingSection)
     section, where = scenario.private.noise, f"privacy.noise.kind=cancelling with algorithm.name={algorithm.name}"
     exchanges = [item for item in algorithm.program if isinstance(item, Exchange)]
-    answered = any(part.to == "neighbour" for part in algorithm.released(0, drawings_of(agreement, peers, sampler)[0]) or ())
+    answered = any(
+        part.to == "neighbour" for part in algorithm.released(0, drawings_of(agreement, peers, sampler)[0]) or ()
+    )
     if not exchanges or answered or not all(isinstance(exchange, Mix) for exchange in exchanges):
         why = "exchanges nothing" if not exchanges else "sends more than what is mixed, of which no sum is conserved"
-        raise ScenarioError(f"{where}, which {why}: leave privacy.noise out, or take privsgp", code="noise.cancelling-sum")
+        raise ScenarioError(
+            f"{where}, which {why}: leave privacy.noise out, or take privsgp", code="noise.cancelling-sum"
+        )
     if len(peers) < scenario.n_peers:
         raise ScenarioError(
             f"{where}: this process hosts {len(peers)} of {scenario.n_peers} peers, and pairs of peers need a process "
             "that hosts all: use the engine, or Flower's mode cohort",
             code="noise.cancelling-part",
         )
-    graph = build_topology(section.secrets.name, scenario.n_peers, seed=scenario.seed_of("run"), **section.secrets.options())
+    graph = build_topology(
+        section.secrets.name, scenario.n_peers, seed=scenario.seed_of("run"), **section.secrets.options()
+    )
     edges = np.unique(np.sort(graph.support(), axis=1), axis=0)
     steps, rounds = algorithm.steps_per_round, scenario.rounds
     rates = np.abs(np.stack([agreement.learning_rate.at(k) for k in range(rounds)])).repeat(steps, axis=0)
     weights = algorithm.conserved_weights(sampler.partition_sizes)
+    needed = needed * weights * rates / sampler.normalizer
+    choices: list[Trade] = []
+    if section.strength == "auto":
+        assert agreement.mixing is not None
+        first = needed[int(needed.any(axis=1).argmax())]
+        choices = trades(first, edges, section.colluding, disagreement_left(agreement.mixing))
     return PairPlan(
         edges=edges,
         colluding=section.colluding,
-        strength=float(section.strength),
-        needed=needed * weights * rates / sampler.normalizer,
+        strength=min(choices, key=lambda trade: trade.error).strength if choices else float(section.strength),
+        needed=needed,
         weights=weights,
         same_rates=bool(np.ptp(agreement.learning_rate.base) == 0),
+        trades=tuple(choices),
     )
 
 

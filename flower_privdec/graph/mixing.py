@@ -753,7 +753,37 @@ class PartlyHeard(Mixing):
 
 
 RANDOM_ROUNDS = 128
+MEASURED_PLACES, NEGLIGIBLE = 4096, 1e-4
 MOST_MEASURED = 1024  # peers: the eigenvalues of a matrix of as many rows
+
+
+def disagreement_left(mixing: Mixing) -> float:
+    """Return how much of the variance of noise that sums to 0 is in the peers' models before each round's steps.
+
+    Every round adds such noise of variance 1; that of j rounds ago was mixed j times as often as a round mixes. With
+    P_j the product of these matrices, each row divided by its push-sum weight, this is the sum over j of
+    |P_j - mean row|² / n. It is 0 where a round reaches the mean.
+
+    Raises:
+        ScenarioError: there are too many peers to multiply matrices of as many rows.
+    """
+    n, total = mixing.n_peers, 0.0
+    if n > MOST_MEASURED:
+        raise ScenarioError(
+            f"n_peers={n} must be <= {MOST_MEASURED} to measure how fast noise mixes: give privacy.noise.strength",
+            code="noise.strength",
+        )
+    product = torch.eye(n, dtype=torch.float64)
+    for place in range(MEASURED_PLACES):
+        product = mixing.matrix(place).apply(product)
+        if (place + 1) % mixing.steps:
+            continue
+        rows = product / product.sum(1, keepdim=True)
+        left = float((rows - rows.mean(0)).square().sum()) / n
+        total += left
+        if left <= NEGLIGIBLE * total:
+            break
+    return total
 
 
 def spectral_gap(mixing: Mixing, horizon: int | None = None) -> float:

@@ -384,7 +384,7 @@ def _plan(plan: dict[str, Any]) -> Iterator[tuple[RenderableType, str | None]]:
         before, after = (epsilon_text(plan["ledger"][key]) for key in ("epsilon_before", "epsilon_after"))
         ledger = f"{plan['ledger']['folder']}: ε = {before} before this run, {after} after it"
     connected = None if graph is None else graph_facts(graph)
-    yield _facts([("graph", connected), ("ledger", ledger), *_optimum(plan), *_cost(plan)]), None
+    yield _facts([("graph", connected), ("ledger", ledger), *_pairs(plan), *_optimum(plan), *_cost(plan)]), None
     if plan["warnings"]:
         yield "", None
         table = Table.grid(padding=(0, 1))
@@ -416,6 +416,29 @@ def _peers(plan: dict[str, Any]) -> Table:
     for texts in wording.alike(peers, cells):
         table.add_row(*texts)
     return table
+
+
+def _pairs(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+    """Yield the strength of noise that cancels between peers, and what others would give."""
+    pairs = plan["pairs"]
+    if pairs is None:
+        return
+    least, most = pairs["secrets_of_a_peer"]
+    others = f"{least}" if least == most else f"{least} to {most}"
+    yield (
+        "pairs",
+        f"strength {number(pairs['strength'])}, secrets with {others} peers each, of which {pairs['colluding']} may "
+        f"collude: {percent(pairs['mean_noise'])} of independent noise is left in the mean "
+        f"(a trusted server: {percent(pairs['trusted_server'])})",
+    )
+    if pairs["trades"]:
+        table = Table.grid(padding=(0, 2))
+        for _ in range(len(pairs["trades"]) + 1):
+            table.add_column(justify="right", no_wrap=True)
+        table.add_row("strength", *(number(one["strength"]) for one in pairs["trades"]))
+        table.add_row("in the mean", *(percent(one["mean_noise"]) for one in pairs["trades"]))
+        table.add_row("in models", *(percent(one["models_noise"]) for one in pairs["trades"]))
+        yield "", table
 
 
 def _optimum(plan: dict[str, Any]) -> Iterator[tuple[str, RenderableType | None]]:

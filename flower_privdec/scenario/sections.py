@@ -1033,9 +1033,7 @@ class CancellingSection(Section):
             raise ValueError(f"secrets={self.secrets.name} is no graph that stays the same: take complete, for example")
 
 
-NoiseChoice = Annotated[
-    Annotated[CancellingSection, Tag("named")] | Annotated[OwnSection, Tag("own")], OWN_OR_NAMED
-]
+NoiseChoice = Annotated[Annotated[CancellingSection, Tag("named")] | Annotated[OwnSection, Tag("own")], OWN_OR_NAMED]
 
 
 class PrivacySection(Section):
