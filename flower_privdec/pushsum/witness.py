@@ -14,7 +14,7 @@ From it follow three rules, without clock or socket:
    present challenge, which is drawn again for each new boot. Where a boot does so that another one has replaced, both
    are alive; a message that was late in the network cannot. Even what a refused report counts is kept.
 
-What this cannot see: releases to neighbours that have all lost their folders since, or that all lie. A neighbour that lies
+What this cannot see: releases to neighbours that have all lost their folders since, or that all lie. One that lies
 about more lines can stop a peer, which then names it.
 """
 
