@@ -5,7 +5,7 @@ In a step each active peer i releases, in the units of the rows that are exchang
     s_i Σ_b clip(∇f_i, C_i) + D_i ξ_i + Σ_j ± c_ij ζ_ij                 (+ for i < j, - for i > j)
 
 with normals ξ_i of its own and ζ_ij that both ends of a pair draw from a secret that only they have. Every exchange
-that conserves Σ_i x_i then leaves the own noise alone in the sum. Pairs exist between peers that are active in the step.
+that conserves Σ_i x_i then leaves the own noise alone in the sum. Peers that are active in a step have pairs in it.
 
 Privacy. An observer sees all messages and has all secrets of up to q colluding peers. It can subtract what colluders
 drew, so from the honest peers H of a step it learns, coordinate by coordinate, their sums plus normals of covariance
@@ -239,7 +239,7 @@ class PairPlan:
         wanted = scales.mean() if self.same_rates else 1.0
         if (np.abs(scales - wanted) > SAME_SCALE * wanted).any():
             raise RunError(
-                f"step {step}: the noise of peers {peers[:3].tolist()} is {scales[:3].tolist()} times what was planned, "
+                f"step {step}: the noise of peers {peers[:3].tolist()} is {scales[:3].tolist()} times the planned one, "
                 "which must be the same for all peers: give them one learning rate, or leave privacy.noise out",
                 code="noise.pair-scale",
             )
