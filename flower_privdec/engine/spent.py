@@ -64,7 +64,8 @@ class Spent:
         note = None if cohort.ledger is None else budget_note(cohort.ledger.spending, cohort.steps_per_round)
         claimed = [claim.epsilon if claim else None for claim in protection.claims]
         deltas, replies = [account.delta for account in accounts], protection.reply_epsilons(rounds)
-        larger, colluding = protection.collusion_epsilons(rounds), protection.pairs and protection.pairs.colluding
+        larger = protection.collusion_epsilons(rounds)
+        colluding = None if protection.pairs is None else protection.pairs.colluding
         return cls(epsilons(cohort, rounds), deltas, claimed, ran, note, replies, larger, colluding)
 
 

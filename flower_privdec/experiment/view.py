@@ -411,7 +411,9 @@ class Experiment(Agreement):
             mixing=self.mixing,
             participation=self.participation,
             noise=build_deployed_noise(hardened=hardened) if own.from_system else build_noise(own.keys, self.device),
-            mechanism=noise_mechanism(private.noise if private else None, own.protection and own.protection.pairs),
+            mechanism=noise_mechanism(
+                private.noise if private else None, None if own.protection is None else own.protection.pairs
+            ),
             secrets=PairSecrets(pairs),
             learning_rate=self.learning_rate,
             steps_per_round=self.algorithm.steps_per_round,

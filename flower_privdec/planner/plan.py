@@ -539,7 +539,8 @@ def _timed(experiment: Experiment, work: Callable[[], object]) -> float:
 
 def pair_facts(experiment: Experiment) -> dict[str, Any] | None:
     """Return what noise that cancels between peers gives, of which `make_plan` tells; None without."""
-    pairs = experiment.own.protection and experiment.own.protection.pairs
+    protection = experiment.own.protection
+    pairs = None if protection is None else protection.pairs
     if pairs is None:
         return None
     degrees = np.bincount(pairs.edges.ravel(), minlength=experiment.scenario.n_peers)

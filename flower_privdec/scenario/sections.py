@@ -1016,7 +1016,7 @@ class CancellingSection(Section):
 
     Attributes:
         kind: cancelling.
-        colluding: how many peers may collude with whoever sees all messages; ε holds against them. There is no default:
+        colluding: with how many peers an adversary who sees all messages may collude; ε holds against that. No default:
             what all other peers together would learn stands beside ε in every summary.
         secrets: the graph whose pairs share a secret: a name of `topology.name`, or a section with its options.
         strength: standard deviation of all the noise that a peer shares with others, over the noise that it would need

@@ -211,7 +211,7 @@ class PairPlan:
     def own(self) -> np.ndarray:
         """Return D_i / V_i of every step, float64 [steps, n_peers]."""
         profile_of, profiles = self._solved
-        return np.stack([profile.own for profile in profiles])[profile_of]
+        return np.asarray(np.stack([profile.own for profile in profiles])[profile_of])
 
     @cached_property
     def _solved(self) -> tuple[np.ndarray, list[PairNoise]]:
