@@ -287,7 +287,7 @@ def test_reading_needs_no_lock_and_shows_every_payment(written):
 
 def test_a_payment_says_this_and_no_more(written):
     header, line, again, *_ = map(json.loads, written.read_text().splitlines())
-    assert header.keys() == {"index", "format", "source", "segment", "previous", "lines", "boots", "charged", "hash"}
+    assert header.keys() == {"index", "format", "source", "segment", "previous", "lines", "charged", "hash"}
     assert line.keys() == {"index", "run", "scenario", "environment", "from_step", "to_step", "charges", "hash"}
     assert line["charges"][0].keys() == {"peers", "releases"}
     assert again.keys() == {"index", "from_step", "hash"}  # it has all else of the line before
@@ -684,7 +684,6 @@ def assert_adds_up(path, entries: list, heads=()) -> None:
     lines: dict[int, int] = {}
     for entry in entries:
         lines |= {entry.boot: lines.get(entry.boot, 0) + 1} if entry.boot else entry.witnessed
-    boots = [entry.boot for entry in entries if entry.boot]
     if path.stat().st_size:
         assert read_chain(path) == (DATA, entries)
     with Ledger(path.parent, DATA) as file:
@@ -694,10 +693,6 @@ def assert_adds_up(path, entries: list, heads=()) -> None:
             assert charged_until(file.entries, run) == max(e.to_step for e in entries if e.run.id == run)
             assert charged_by_peer(file.entries, run) == charged_by_peer(entries, run)
         assert (file.lines, file.n_entries) == (lines, len(entries))
-        for boot in (0, *boots[-1:], 5):
-            file.name_lines(boot)
-            before = next((other for other in reversed(boots) if other != boot), 0)
-            assert file.previous == (before, lines.get(before, 0))
         for length, digest in heads:
             file.check_head((length, digest))
             with raises(BudgetError, "ledger.stale"):

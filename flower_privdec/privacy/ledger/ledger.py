@@ -11,7 +11,7 @@ and costs nothing more. Anything else over the same data adds up; a run that dra
 A ledger is a sequence of segments: SOURCE.000000.sealed, SOURCE.000001.sealed, ..., and SOURCE.jsonl, the last one, to
 which lines are appended. Each is one JSON object a line. `hash` ends a line; it is the SHA-256 of the hash before it
 and of the line's object without it. Line 1 of a segment is its header, which sums up all segments before it:
-    {"index", "format", "source", "segment", "previous", "lines", "boots", "charged": [ENTRY, ...], "hash"}
+    {"index", "format", "source", "segment", "previous", "lines", "charged": [ENTRY, ...], "hash"}
 `charged` has one entry for each run, in which costs are added up by peers and mechanism: integers, so nothing is
 rounded. So the last segment alone gives every ε, and opening a ledger reads and verifies that one; `read_chain` and
 `verify` go through all. Each later line is one entry of a run, for all peers that one process hosts:
@@ -201,14 +201,12 @@ class Totals:
     Attributes:
         entries: oldest first; those of one run may be one, see `merged`.
         lines: of each boot, those of processes whose ledger was lost included once they are charged.
-        boots: the last two different ones that wrote a line, the last first; 0 where there was none.
     """
 
     def __init__(self) -> None:
         """Begin with nothing."""
         self.entries: list[Entry] = []
         self.lines: dict[int, int] = {}
-        self.boots = (0, 0)
         self._most = MERGED
 
     def count(self, entries: Sequence[Entry]) -> None:
@@ -216,8 +214,6 @@ class Totals:
         for entry in entries:
             if entry.boot:
                 self.lines[entry.boot] = self.lines.get(entry.boot, 0) + 1
-                if entry.boot != self.boots[0]:
-                    self.boots = entry.boot, self.boots[0]
             self.lines |= entry.witnessed
         self.entries += entries
         if len(self.entries) > self._most:
@@ -227,15 +223,14 @@ class Totals:
     def to_json(self) -> Body:
         """Return the totals as a JSON object."""
         charged = [entry.to_json() for entry in merged(self.entries)]
-        return {"lines": [list(pair) for pair in self.lines.items()], "boots": list(self.boots), "charged": charged}
+        return {"lines": [list(pair) for pair in self.lines.items()], "charged": charged}
 
     @classmethod
     def from_json(cls, body: Body) -> Totals:
         """Return the totals of a JSON object; raises as `Entry.from_json`."""
-        totals, (last, earlier) = Totals(), body["boots"]
+        totals = Totals()
         totals.count([Entry.from_json(entry) for entry in body["charged"]])
         totals.lines = {int(boot): int(lines) for boot, lines in body["lines"]}
-        totals.boots = int(last), int(earlier)
         return totals
 
 
@@ -283,11 +278,9 @@ class Ledger(Totals):
     Attributes:
         path: the file of the last segment.
         boot: of the process, which its lines then name; 0 where no neighbours witness the ledger.
-        previous: the last boot before it that wrote a line, and how many it wrote; zeros where none did.
     """
 
     boot = 0
-    previous = (0, 0)
 
     def __init__(self, directory: Path | str, source: str) -> None:
         """Open DIRECTORY/SOURCE.jsonl, created if missing.
@@ -318,7 +311,7 @@ class Ledger(Totals):
             self.close()
             raise
         self._segment, before = segment, segment.before
-        self.entries, self.lines, self.boots = before.entries, before.lines, before.boots
+        self.entries, self.lines = before.entries, before.lines
         self.count(entries)
 
     @property
@@ -360,9 +353,6 @@ class Ledger(Totals):
     def name_lines(self, boot: int) -> None:
         """Name a boot in each line that is written from now on, which neighbours witness."""
         self.boot = boot
-        last, earlier = self.boots
-        before = earlier if last == boot else last
-        self.previous = before, self.lines.get(before, 0)
 
     def lacks(self, witnessed: Mapping[int, int]) -> int:
         """Return how many lines of those that neighbours have seen are not in the ledger.
