@@ -22,7 +22,7 @@ from flower_privdec.graph.topology import topology_options
 from flower_privdec.models import model_options
 from flower_privdec.reporting import wording
 from flower_privdec.scenario import Scenario
-from flower_privdec.scenario.sections import ModelSection, Section, TopologySection, algorithm_options
+from flower_privdec.scenario.sections import GraphSection, ModelSection, Section, algorithm_options
 
 LEFT_OUT = re.compile(r"^    (\w+): (?:(?!^    \w).)*?left out,\s+(.*?)[;.](?:\s|$)", re.MULTILINE | re.DOTALL)
 
@@ -45,7 +45,7 @@ def _yaml_lines(section: Section, data: dict[str, Any], indent: str) -> Iterator
         else:
             yield indent + _yaml_line(key, value)
     values, described = _options(section), _described_defaults(section)
-    if isinstance(section, ModelSection | TopologySection):  # whose keys are those of all models or graphs
+    if isinstance(section, ModelSection | GraphSection):  # whose keys are those of all models or graphs
         described = {key: text for key, text in described.items() if key in values}
     comments = {key: f"{key}: left out, {text}" for key, text in described.items()}
     comments |= {key: _yaml_line(key, value) for key, value in values.items() if value is not None}
@@ -61,7 +61,7 @@ def _options(section: Section) -> dict[str, Any]:
     """Return the options of a named model or graph, with their defaults; None where these follow from others."""
     if isinstance(section, ModelSection) and section.name is not None:
         return model_options(section.name)
-    if isinstance(section, TopologySection):
+    if isinstance(section, GraphSection):
         options = topology_options(section.name)
         drawn_from = section.supergraph or options.get("supergraph")
         return options | (topology_options(drawn_from) if drawn_from else {})

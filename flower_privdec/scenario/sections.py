@@ -921,14 +921,11 @@ Weights = Annotated[str, catalogue.WEIGHTS]
 MixingSteps = Annotated[int, Field(ge=1, le=1000)]
 
 
-class TopologySection(Section):
-    """The communication graph and its mixing weights.
+class GraphSection(Section):
+    """A graph on the peers.
 
     Attributes:
         name: of the graph; `privdec list` describes each, `server` is an average over the active peers.
-        weights: auto is what the algorithm's theory needs: column-stochastic for push-sum; for gossip metropolis on an
-            undirected graph, doubly-stochastic on a directed one.
-        mixing_steps: how often peers exchange after the steps of a round, on as many graphs of the sequence.
         degree: neighbours of each peer, of random-regular and small-world.
         probability: of each edge, of erdos-renyi.
         rewire: the chance that an edge is moved, of small-world.
@@ -941,8 +938,6 @@ class TopologySection(Section):
     """
 
     name: Annotated[str, catalogue.TOPOLOGIES] = "directed-exponential"
-    weights: Weights = "auto"
-    mixing_steps: MixingSteps = 1
     degree: Count | None = None
     probability: Fraction | None = None
     rewire: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -958,6 +953,19 @@ class TopologySection(Section):
         return self.model_dump(exclude={"name", "weights", "mixing_steps"}, exclude_none=True)
 
 
+class TopologySection(GraphSection):
+    """The graph over which peers exchange, and with which weights.
+
+    Attributes:
+        weights: auto is what the algorithm's theory needs: column-stochastic for push-sum; for gossip metropolis on an
+            undirected graph, doubly-stochastic on a directed one.
+        mixing_steps: how often peers exchange after the steps of a round, on as many graphs of the sequence.
+    """
+
+    weights: Weights = "auto"
+    mixing_steps: MixingSteps = 1
+
+
 class OwnTopologySection(OwnSection):
     """A graph of a user's own, and with which weights it is mixed.
 
@@ -966,7 +974,8 @@ class OwnTopologySection(OwnSection):
     list of those it sends to, or a `flower_privdec.graph.topology.Topology`.
 
     Attributes:
-        weights, mixing_steps: as for a named graph.
+        weights: as for a named graph.
+        mixing_steps: as for a named graph.
     """
 
     weights: Weights = "auto"
@@ -1025,7 +1034,7 @@ class CancellingSection(Section):
 
     kind: Literal["cancelling"]
     colluding: Annotated[int, Field(ge=0)]
-    secrets: Annotated[TopologySection, BeforeValidator(_named)] = TopologySection(name="complete")
+    secrets: Annotated[GraphSection, BeforeValidator(_named)] = GraphSection(name="complete")
     strength: Literal["auto"] | Positive = "auto"
 
     def _check(self) -> None:
