@@ -13,8 +13,8 @@ from flower_privdec.common.formatting import one_line
 from flower_privdec.common.user_code import load_own
 from flower_privdec.errors import RAISED_BY_USERS, PrivdecError, ScenarioError
 from flower_privdec.privacy.mechanism.cancelling import PairPlan
-from flower_privdec.privacy.noise.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.deployed import ExactNoise, SystemNoise
+from flower_privdec.privacy.noise.pair_noise import CancellingNoise
 from flower_privdec.privacy.noise.source import (
     INDEPENDENT,
     STATE_PREFIX,
