@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+import flower_privdec.network  # noqa: F401 (it silences gRPC, before Flower imports that)
 from flower_privdec.cli.typer_parts import (
     Json,
     ScenarioFile,

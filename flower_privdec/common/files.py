@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from flower_privdec.errors import ScenarioError
+
+DESCRIPTOR_SECONDS = 20.0  # until a descriptor must be free: a server closes what strangers took of them by then
+
+
+def open_file(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file as `os.open` does; wait for a descriptor where the process, or the machine, has none left.
+
+    Raises:
+        OSError: as `os.open`; for want of a descriptor only after DESCRIPTOR_SECONDS.
+    """
+    until = time.monotonic() + DESCRIPTOR_SECONDS
+    while True:
+        try:
+            return os.open(path, flags | os.O_CLOEXEC, mode)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() > until:
+                raise
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -24,7 +44,7 @@ def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Ite
         durable: whether that holds when the machine stops too, and not only the process; it takes a few milliseconds.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666))
+    os.close(open_file(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666))
     try:
         yield part
         if private:
@@ -42,13 +62,16 @@ def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Ite
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
     """Write a file atomically; see `replacing`."""
-    with replacing(path, private=private, durable=durable) as part:
-        part.write_bytes(content)
+    with (
+        replacing(path, private=private, durable=durable) as part,
+        os.fdopen(open_file(part, os.O_WRONLY), "wb") as file,
+    ):
+        file.write(content)
 
 
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = open_file(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -93,7 +116,7 @@ class FolderLock:
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+            file = os.fdopen(open_file(self._path, os.O_RDWR | os.O_CREAT), "r+b")
         except OSError as error:
             folder = self._path.parent
             raise ScenarioError(f"{folder}: cannot be written to ({error.strerror}); give another --out") from error

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from flower_privdec.common.files import FolderLock, write_atomically
+from flower_privdec.common.files import FolderLock, open_file, write_atomically
 from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.engine.checkpoint import (
     BESIDE,
@@ -397,7 +397,7 @@ class WitnessFile:
             OSError: the disk is full.
         """
         if self._file < 0:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
         slot = self._slots.setdefault((neighbor, boot), len(self._slots))
         record = SLOT.pack(neighbor, boot, lines, 0)[:-4]
         record += crc32(record).to_bytes(4, "little")

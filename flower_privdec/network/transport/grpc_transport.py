@@ -26,6 +26,7 @@ import grpc
 import numpy as np
 
 from flower_privdec.errors import RunError
+from flower_privdec.network.transport.admission import HANDSHAKE_SECONDS, Admission, most_connections
 from flower_privdec.network.transport.tls import Credentials, identities_of, time_problem, validity_of
 from flower_privdec.network.transport.transport import Answer, Content, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
@@ -35,9 +36,10 @@ PIECE = 1 << 20
 ROOM = 1 << 16  # of a message beside its piece
 _log = logging.getLogger(__name__)
 
-SPARE_THREADS = 4  # of the server, beside those for callers
+SPARE_THREADS, MOST_THREADS = 4, 1024  # of the server, created as calls come
 METHOD = "/flower_privdec.Peer/Call"
 CALLS_EACH = 4  # of one caller at a time; an honest peer has one, and one that it gave up
+STREAMS_EACH = 8  # of one connection; the others wait at the caller
 CALL_SECONDS = 120.0  # until all of a call must have come
 LOOKS = 8  # checks of the clock while a limit lasts
 REFUSALS = 100  # different ones that are logged
@@ -57,6 +59,8 @@ SERVING = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_connection_age_ms", CONNECTION_SECONDS * 1_000),
     ("grpc.max_connection_age_grace_ms", 60_000),
+    ("grpc.max_concurrent_streams", STREAMS_EACH),
+    ("grpc.server_handshake_timeout_ms", int(1_000 * HANDSHAKE_SECONDS)),
 ]
 CALLING = [
     *ALIVE,
@@ -121,9 +125,7 @@ class GrpcTransport:
             RunError: the address cannot be listened on.
         """
         members = {identity: peer for peer, identity in enumerate(self._identities)}
-        self._server = GrpcServer(
-            self._addresses[self._peer], self._credentials, members, answer, cap, callers + SPARE_THREADS
-        )
+        self._server = GrpcServer(self._addresses[self._peer], self._credentials, members, answer, cap)
         return self._server.port
 
     def connect(self, peer: int, cap: int) -> GrpcConnection:
@@ -145,9 +147,10 @@ class GrpcServer:
         members: the number of every peer by its identity.
         answer: called in a thread of its own with the caller's number; the caller gets its `RefusedError`.
         cap: bytes of a call at most.
-        threads: callers at a time.
         clock: returns the time, by which certificates expire.
         patience: seconds until all of a call must have arrived; a slower stream is cancelled.
+        connections: that it holds at most; by default as many as leave descriptors for files.
+        handshake: seconds until a connection must have made a member's call.
 
     Raises:
         RunError: the address cannot be had.
@@ -160,17 +163,20 @@ class GrpcServer:
         members: Mapping[str, int],
         answer: Answer,
         cap: int,
-        threads: int,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         patience: float = CALL_SECONDS,
+        connections: int | None = None,
+        handshake: float = HANDSHAKE_SECONDS,
     ) -> None:
         self._members, self._answer, self._cap, self._clock = members, answer, cap, clock
         self._limit, self._guard = TimeLimit(patience), Lock()
         self._under_way: Counter[int] = Counter()
         self._refusals: set[str] = set()
-        most = CALLS_EACH * threads
-        pool = ThreadPoolExecutor(most, "peer-call")
-        self._server = grpc.server(pool, options=SERVING, maximum_concurrent_rpcs=2 * most)
+        most = most_connections(len(members)) if connections is None else connections
+        options = [*SERVING, ("grpc.max_allowed_incoming_connections", most)]
+        # a thread for each call that may be under way: what one member takes of them is lost to no other
+        pool = ThreadPoolExecutor(min(MOST_THREADS, CALLS_EACH * len(members) + SPARE_THREADS), "peer-call")
+        self._server = grpc.server(pool, options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._call)
         service, _, method = METHOD.strip("/").partition("/")
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
@@ -180,11 +186,13 @@ class GrpcServer:
             self.port = int(self._server.add_secure_port(address, shown))
         except RuntimeError as error:
             raise RunError(f"{address} cannot be listened on; is another peer running there?") from error
+        self._admission = Admission(self.port, most, handshake)
         self._server.start()
 
     def _call(self, parts: Iterator[bytes], context: Any) -> Iterator[bytes]:
         try:
             caller = self._caller(context)
+            self._admission.admit(context.peer(), caller)
             with self._counted(caller):
                 reply = self._answer(caller, self._received(parts, caller, context))
         except RefusedError as error:
@@ -244,6 +252,7 @@ class GrpcServer:
     def close(self, grace: float = 0.2) -> None:
         """Accept no more calls; cancel those under way after `grace` seconds."""
         self._server.stop(grace).wait()
+        self._admission.close()
         self._limit.close()
 
 

@@ -43,7 +43,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from flower_privdec.common.files import sync
+from flower_privdec.common.files import open_file, sync
 from flower_privdec.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon, epsilon_of_runs, last_that_fits
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical
@@ -420,7 +420,7 @@ def _open_locked(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         sync(path.parent.parent)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:
         message = f"{error.filename or path} cannot be created ({error.strerror}); give another ledger folder"
         raise BudgetError(message, code="ledger.folder") from error
