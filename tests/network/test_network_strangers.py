@@ -391,7 +391,7 @@ def test_strangers_fill_no_log() -> None:
         for _ in range(40):
             with socket.create_connection(("127.0.0.1", port)) as plain:
                 plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                wait_until(lambda: is_hung_up(plain))  # noqa: B023
+                wait_until(lambda: is_hung_up(plain))
         with socket.create_connection(("127.0.0.1", port)) as silent:
             wait_until(lambda: is_hung_up(silent))
         _, log = server.communicate(timeout=LONG)
