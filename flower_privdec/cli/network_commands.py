@@ -61,7 +61,6 @@ def peer(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="With --app: of this device. Repeatable.")
     ] = None,
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")] = False,
     insecure_seeds: InsecureSeeds = False,
     charge_witnessed: Annotated[
         bool,
@@ -71,7 +70,10 @@ def peer(
     ] = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
-    """Run one peer of a scenario on this device, which trains with the other peers and no server."""
+    """Run one peer of a scenario on this device, with the other peers and no server.
+
+    It begins, or goes on where its folder holds the run.
+    """
     from flower_privdec.scenario import Scenario, load_scenario
     from flower_privdec.scenario.loading import load_app_scenario
     from flower_privdec.scenario.sections import AppScenario
@@ -93,8 +95,8 @@ def peer(
             loaded = load_scenario(scenario, settings or ())
         run = partial(network.run_peer, data=data, insecure_seeds=insecure_seeds)
     folder = out or Path("peers") / f"{loaded.name}-{number}"
-    options = {"resume": resume, "with_parent": with_parent, "charge_witnessed": charge_witnessed}
-    with saying_when_interrupted(f"the same command with --resume continues from {folder}"):
+    options = {"with_parent": with_parent, "charge_witnessed": charge_witnessed}
+    with saying_when_interrupted(f"the same command continues from {folder}"):
         run(loaded, number, folder, certificates, **options)
 
 

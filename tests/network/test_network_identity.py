@@ -140,13 +140,13 @@ def test_nobody_is_there(authority: Authority) -> None:
     link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)
     with pytest.raises(UnreachableError, match=r"peer-0\.tiny at 127.0.0.1"):
         link.call(b"hello", 0.5)
-    assert link.diagnosis(LONG).endswith("Connection refused")
+    assert "Connection refused" in link.diagnosis(LONG)
     link.close()
 
 
 def test_an_address_is_listened_on_once(authority: Authority) -> None:
     with served(authority.issue("peer-0.tiny")) as server, pytest.raises(RunError, match="cannot be listened on"):
-        GrpcServer(f"127.0.0.1:{server.port}", authority.issue("peer-1.tiny"), MEMBERS, lambda *_: b"", 10, 1)
+        GrpcServer(f"127.0.0.1:{server.port}", authority.issue("peer-1.tiny"), MEMBERS, lambda *_: b"", 10)
 
 
 def test_files_are_read_and_checked(authority: Authority, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_what_is_wrong_with_a_certificate_is_named(authority: Authority, strange
     shown = STRANGERS[stranger](authority)
     problem = certificate_problem(shown.certificate, authority.pem, "peer-1.tiny")
     assert problem is not None
-    assert cause in problem
+    assert cause in str(problem)
     assert certificate_problem(authority.issue("peer-1.tiny").certificate, authority.pem, "peer-1.tiny") is None
 
 

@@ -40,7 +40,7 @@ from flower_privdec.network.transport.grpc_transport import (
     RefusedError,
     UnreachableError,
 )
-from flower_privdec.network.transport.tls import NO_USAGE, Authority, Credentials, certificate_problem
+from flower_privdec.network.transport.tls import NO_USAGE, Authority, Credentials, certificate_problem, context_of
 
 NOW = datetime.now(UTC)
 MEMBERS = {f"peer-{peer}.tiny": peer for peer in range(4)}
@@ -257,7 +257,7 @@ def half_a_greeting(plain: socket.socket) -> None:
 
 def handshake_alone(authority: Authority) -> Callable[[socket.socket], object]:
     """Return what finishes a handshake with a member's certificate, and makes no call."""
-    context = grpc_transport._context(authority.issue("peer-1.tiny"))
+    context = context_of(authority.issue("peer-1.tiny"))
     return lambda plain: context.wrap_socket(plain, server_hostname="peer-0.tiny")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,16 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import count
-from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
 import grpc
 import numpy as np
 
+from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import RunError
 from flower_privdec.network.transport.admission import HANDSHAKE_SECONDS, Admission, most_connections
-from flower_privdec.network.transport.tls import Credentials, identities_of, time_problem, validity_of
+from flower_privdec.network.transport.failures import address_of, calling_error, listening_error
+from flower_privdec.network.transport.tls import Credentials, context_of, identities_of, time_problem, validity_of
 from flower_privdec.network.transport.transport import Answer, Content, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import BufferList
@@ -185,7 +185,8 @@ class GrpcServer:
         try:
             self.port = int(self._server.add_secure_port(address, shown))
         except RuntimeError as error:
-            raise RunError(f"{address} cannot be listened on; is another peer running there?") from error
+            self._limit.close()
+            raise listening_error(address) from error
         self._admission = Admission(self.port, most, handshake)
         self._server.start()
 
@@ -313,28 +314,8 @@ class GrpcConnection:
 
     def diagnosis(self, seconds: float = 1.0) -> str:
         """Return why a connection cannot be made, by trying a TLS handshake, whose errors are exact."""
-        host, _, port = self.address.rpartition(":")
-        try:
-            with (
-                socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as plain,
-                _context(self._credentials).wrap_socket(plain, server_hostname=self.identity) as secured,
-            ):
-                secured.settimeout(seconds)
-                taken = secured.recv(1)  # in TLS 1.3 it is now that one's own certificate is looked at
-        except ssl.SSLCertVerificationError as error:
-            return f"{self.identity} at {self.address}: its certificate is refused here: {error.verify_message}"
-        except (ssl.SSLError, ConnectionResetError):
-            taken = b""
-        except TimeoutError:
-            return f"{self.identity} at {self.address} does not answer"
-        except OSError as error:
-            return f"{self.identity} at {self.address}: {error.strerror or error}"
-        if not taken:
-            return (
-                f"{self.identity} at {self.address} refuses this peer's certificate; it has to be of an authority that "
-                "is trusted there, for clients and servers, and valid by the clock there"
-            )
-        return f"{self.identity} at {self.address} can be reached"
+        error = calling_error(self.address, self.identity, self._credentials, seconds)
+        return f"{self.identity} at {self.address} can be reached" if error is None else str(error)
 
     def close(self) -> None:
         """Close the connection."""
@@ -390,29 +371,21 @@ def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) ->
     Raises:
         RunError: no peer listens there, or one of another authority.
     """
-    host, _, port = address.rpartition(":")
-    context = _context(credentials)
+    context = context_of(credentials)
     context.check_hostname = False
     try:
         with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as plain,
+            socket.create_connection(address_of(address), timeout=seconds) as plain,
             context.wrap_socket(plain) as secured,
         ):
             shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
-    except (OSError, ValueError) as error:
-        raise RunError(f"{address}: {' '.join(str(error).split())}; is a peer running there?") from error
+    except ValueError as error:
+        raise RunError(f"{address}: must be HOST:PORT ({one_line(error)})", code="call.address") from error
+    except OSError as error:
+        raise calling_error(address, None, credentials, seconds) or RunError(
+            f"{address}: {one_line(error)}; is a peer running there?", code="call.failed"
+        ) from error
     names = identities_of(shown.encode())
     if not names:
         raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer")
     return names[0]
-
-
-def _context(credentials: Credentials) -> ssl.SSLContext:
-    context = ssl.create_default_context(cadata=credentials.authority.decode())
-    context.set_alpn_protocols(["h2"])
-    with tempfile.TemporaryDirectory() as folder:  # mode 0700; ssl.load_cert_chain reads files alone
-        certificate, key = Path(folder) / "certificate", Path(folder) / "key"
-        certificate.write_bytes(credentials.certificate)
-        key.write_bytes(credentials.key)
-        context.load_cert_chain(certificate, key)
-    return context

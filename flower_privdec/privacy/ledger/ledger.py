@@ -43,7 +43,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from flower_privdec.common.files import open_file, sync
+from flower_privdec.common.files import disk_error, open_file, sync
 from flower_privdec.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon, epsilon_of_runs, last_that_fits
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical
@@ -345,10 +345,8 @@ class Ledger:
             action(self._descriptor)
         except OSError as error:
             self.close()
-            raise BudgetError(
-                f"{self.path} could not be written ({error.strerror}), no step was taken; make room, resume",
-                code="ledger.disk",
-            ) from error
+            error.filename = error.filename or str(self.path)
+            raise BudgetError(f"{disk_error(error)}; no step was taken", code="ledger.disk") from error
 
     def close(self, *, unlock: bool = True) -> None:
         """Close the file and release its lock, unless this process was forked from its holder, which keeps it."""
