@@ -50,7 +50,7 @@ def peer(
     number: Annotated[int, typer.Option("--id", min=0, metavar="I", help="Which peer this is.")],
     out: Annotated[Path | None, typer.Option(help="This peer's folder.", show_default="peers/NAME-I")] = None,
     certificates: Annotated[Path, typer.Option("--certs", help="Folder of `privdec certs`.")] = Path("certs"),
-    data: Annotated[str | None, typer.Option(help="Where this peer's data lie.", show_default="data.root")] = None,
+    data: Annotated[str | None, typer.Option(help="This peer's own data, whole.", show_default="data.root")] = None,
     app: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A Flower app whose unmodified ClientApp trains.")
     ] = None,

@@ -60,7 +60,12 @@ class OwnParts:
     @staticmethod
     @placed
     def of(
-        agreement: Agreement, peers: np.ndarray | None = None, secret: bytes | None = None, root: str | None = None
+        agreement: Agreement,
+        peers: np.ndarray | None = None,
+        secret: bytes | None = None,
+        root: str | None = None,
+        *,
+        whole: bool = False,
     ) -> OwnParts:
         """Read, name and protect what is some peers' own.
 
@@ -70,6 +75,7 @@ class OwnParts:
                 noise come from the operating system. None is a simulation, whose numbers can be drawn again unless the
                 scenario has `compute.generator: system`.
             root: where their data lie, in place of the scenario's `data.root`.
+            whole: whether all data there are the one peer's own, so that nothing is partitioned.
 
         Raises:
             ScenarioError: when their data cannot be had or do not fit, or a budget cannot be kept.
@@ -77,9 +83,8 @@ class OwnParts:
         scenario = agreement.scenario
         peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
         check_steps(scenario, len(peers))
-        examples = read_examples(
-            scenario.data, scenario.seed_of("data"), scenario.n_peers, peers, root, agreement.loss.targets
-        )
+        seed, targets = scenario.seed_of("data"), agreement.loss.targets
+        examples = read_examples(scenario.data, seed, scenario.n_peers, peers, root, targets, whole=whole)
         if scenario.features is not None:
             examples = replace(examples, x=apply_features(examples.x, scenario.features))
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)

@@ -238,7 +238,8 @@ class DataSection(Section):
             y_train, x_test and y_test. A function of your own is called with "train" or "test", its arguments, and root
             where that is given; it returns x and y.
         root: the folder in which the data lie, or the .npz file, from where the command runs; nothing is downloaded.
-            With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out.
+            With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out; so
+            has a device that names its own by `privdec peer --data`.
         test: where the public test set lies, in place of root; needed where root has `{peer}`, and for svmlight.
         source: of data that are given in Python, the name under which a ledger counts them.
         n_features: of svmlight, which needs it: how many features there are; indices are 1 to n_features.

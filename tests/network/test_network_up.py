@@ -89,6 +89,7 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(
         "peers",
     }
     assert not peers_of(tmp_path / "up")
+    assert len([*(tmp_path / "up" / "peers" / "1").glob("rows-*")]) == 1  # the last that it handed in
 
 
 def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_and_each_peer_is_watched(

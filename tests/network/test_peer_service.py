@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("grpc")
@@ -14,12 +15,14 @@ pytest.importorskip("grpc")
 from command_line import privdec
 from networked import LONG, devices, finish, running, wait_until
 from ports import own_addresses
+from raising import raises
 from tiny_scenario import Tiny
 
-from flower_privdec.errors import StoppedError
+from flower_privdec.errors import ScenarioError, StoppedError
 from flower_privdec.network.peer import asynchronous, foreground, synchronous
 from flower_privdec.network.peer import peer as peer_module
 from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
+from flower_privdec.network.peer.peer import ScenarioTrainer
 
 MODES = ["asynchronous", "synchronous"]
 
@@ -90,3 +93,25 @@ def test_it_says_from_the_first_second_what_it_waits_for_and_why(
     assert lines[0].startswith("peer 0 waits for its neighbours")
     assert "peer-1.tiny at 127.0.0.1:" in lines[-1]
     assert len(lines) <= 2
+
+
+# --- its own data
+
+
+def archive(path: Path, examples: int) -> Path:
+    x, y = np.random.default_rng(3).normal(size=(examples, 4)).astype(np.float32), np.arange(examples) % 3
+    np.savez(path, x_train=x, y_train=y, x_test=x[:30], y_test=y[:30])
+    return path
+
+
+def test_a_devices_own_file_is_taken_whole(tiny: Tiny, tmp_path: Path) -> None:
+    """Where the scenario's root is one dataset for all peers too, of which each has a part."""
+    shared, own = archive(tmp_path / "shared.npz", 400), archive(tmp_path / "own.npz", 90)
+    scenario = tiny(f"data={{dataset: npz, root: {shared}, batch: {{size: 12}}}}")
+    trainers = [ScenarioTrainer(scenario, 1, tmp_path / "1", data) for data in (None, str(own))]
+    assert [trainer.experiment.own.examples.sizes.tolist() for trainer in trainers] == [[100], [90]]
+
+
+def test_own_data_of_a_dataset_that_reads_no_file_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    with raises(ScenarioError, "data.embedded", names="digits"):
+        ScenarioTrainer(tiny(), 1, tmp_path, str(tmp_path / "own.npz"))

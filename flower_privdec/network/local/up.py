@@ -187,6 +187,10 @@ class Up:
         rows, self._spent = self._rows(round_index), self._reported(round_index)
         metrics = self.recorder.record(rows, round_index, self._spent.epsilons)
         self.recorder.save(State(np.arange(self.scenario.n_peers), round_index, rows=rows), None)
+        every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
+        for before in [number for number in every if number < round_index][-1:]:  # recorded, and not read again
+            for peer in self._alive():
+                self._path(peer, before).unlink(missing_ok=True)
         return metrics
 
     def _path(self, peer: int, round_index: int) -> Path:

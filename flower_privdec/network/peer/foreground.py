@@ -60,7 +60,7 @@ def run_peer(
     Args:
         folder: its own.
         certificates: a folder with its certificate, its key and the authority's certificate.
-        data: where its data lie, in place of the scenario's.
+        data: its own data, taken whole, in place of its part of the scenario's `data.root`.
         insecure_seeds: draw noise and batches from the scenario's seed.
         with_parent: stop when stdin ends, as it does when the parent process ends.
         charge_witnessed: charge what the ledger lacks and neighbours have seen, and stop.

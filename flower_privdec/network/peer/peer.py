@@ -67,7 +67,7 @@ class PeerDevice:
         folder: where its checkpoints, its ledger and its secret lie.
         credentials: by which others know it.
         addresses: HOST:PORT of every peer.
-        data: where its data lie, in place of the scenario's `data.root`; None where the scenario is right.
+        data: its own data, taken whole, in place of its part of the scenario's `data.root`; None where there are none.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
         transport: in place of gRPC over TLS, which needs credentials and addresses.
         witnessed: the file of what it has counted of its neighbours' ledgers; `witnessed` in its folder when None.
@@ -583,7 +583,7 @@ class ScenarioTrainer:
         scenario: the run's.
         peer: its number.
         folder: the peer's own.
-        data: where its data lie, in place of the scenario's `data.root`.
+        data: its own data, taken whole, in place of its part of the scenario's `data.root`.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
 
     Raises:
@@ -606,7 +606,8 @@ class ScenarioTrainer:
                 code="peer.insecure-system",
             )
         secret = None if insecure_seeds else _secret(folder)
-        self.experiment = Experiment.joined(agreement, OwnParts.of(agreement, np.array([peer]), secret, root=data))
+        own = OwnParts.of(agreement, np.array([peer]), secret, root=data, whole=data is not None)
+        self.experiment = Experiment.joined(agreement, own)
         self.run, self.device = self.experiment.own.run, self.experiment.device
         self.ledger_folder = ledger_folder(scenario, folder)
         self._loss: float | None = None

@@ -68,7 +68,7 @@ class Admission:
     A connection is *pending* until a member's call has come over it. One is shut down that is pending for `seconds`, or
     is one too many: the oldest pending ones of an address (of a network of 64 bits, where it has IPv6) beyond
     PENDING_EACH, the oldest pending ones of all beyond half of what the server may hold, and the oldest ones of a
-    member beyond CONNECTIONS_EACH. So a newcomer has the time of a handshake, whoever else calls.
+    member beyond CONNECTIONS_EACH. So a newcomer has the time of a handshake, whatever others do.
 
     Args:
         port: that is listened on.
