@@ -95,12 +95,12 @@ def test_a_stranger_is_not_answered(authority: Authority, stranger: str) -> None
 @pytest.mark.parametrize("stranger", ["another authority", "expired", "not yet valid"])
 def test_who_is_called_has_to_show_a_certificate_too(authority: Authority, stranger: str) -> None:
     shown = replace(STRANGERS[stranger](authority), authority=authority.pem)
-    causes = {"another authority": "signed|issuer", "expired": "expired", "not yet valid": "not yet valid"}
+    causes = {"another authority": "signed", "expired": "expired", "not yet valid": "is valid from"}
     with served(shown) as server, linked(server, authority.issue("peer-0.tiny"), "peer-1.tiny") as link:
         with pytest.raises(UnreachableError):
             link.call(b"hello", 2)
         assert "its certificate is refused here" in link.diagnosis(LONG)
-        assert any(cause in link.diagnosis(LONG) for cause in causes[stranger].split("|"))
+        assert causes[stranger] in link.diagnosis(LONG)
 
 
 def test_an_address_with_another_peer_behind_it_is_not_talked_to(authority: Authority) -> None:

@@ -606,7 +606,7 @@ class ScenarioTrainer:
                 code="peer.insecure-system",
             )
         secret = None if insecure_seeds else _secret(folder)
-        own = OwnParts.of(agreement, np.array([peer]), secret, root=data, whole=data is not None)
+        own = OwnParts.of(agreement, np.array([peer]), secret, data, "network", whole=data is not None)
         self.experiment = Experiment.joined(agreement, own)
         self.run, self.device = self.experiment.own.run, self.experiment.device
         self.ledger_folder = ledger_folder(scenario, folder)
