@@ -156,7 +156,9 @@ class FolderLock:
             file = os.fdopen(open_file(self._path, os.O_RDWR | os.O_CREAT), "r+b")
         except OSError as error:
             folder = self._path.parent
-            raise ScenarioError(f"{folder}: cannot be written to ({error.strerror}); give another --out") from error
+            raise ScenarioError(
+                f"{folder}: cannot be written to ({error.strerror}); give another --out", code="run.unwritable"
+            ) from error
         try:
             self._lock(file)
             file.truncate(0)
@@ -180,5 +182,6 @@ class FolderLock:
             holder = file.read(20).decode(errors="replace")
             raise ScenarioError(
                 f"{self._path.parent}: another run writes to it (process {holder or 'unknown'}); wait for its end, or "
-                "give another --out"
+                "give another --out",
+                code="run.in-use",
             ) from error
