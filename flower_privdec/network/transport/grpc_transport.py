@@ -28,8 +28,8 @@ import numpy as np
 from flower_privdec.errors import RunError
 from flower_privdec.network.transport.tls import Credentials, identities_of, time_problem, validity_of
 from flower_privdec.network.transport.transport import Answer, Content, UnreachableError
+from flower_privdec.pushsum.buffers import BufferList
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.pushsum.frames import BufferList
 
 PIECE = 1 << 20
 ROOM = 1 << 16  # of a message beside its piece
