@@ -94,7 +94,7 @@ def test_it_leaves_what_a_run_leaves_with_the_same_numbers(
 def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_and_each_peer_is_watched(
     tiny: Callable[..., Scenario], tmp_path: Path
 ) -> None:
-    scenario = tiny(*SETTINGS, LONGER, "evaluation.every=4")
+    scenario = tiny(*SETTINGS, "rounds=20", "evaluation.every=4")
     said: dict[int, list[tuple[Any, str]]] = {peer: [] for peer in range(3)}
     with FaultProxy(1, Faults(cut=0.01)) as proxy:
 
@@ -102,7 +102,7 @@ def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_an
             for name in proxy.names:
                 proxy.cut(name)
 
-        due = injected_kills([], ["1@4"], 3, 60)
+        due = injected_kills([], ["1@4"], 3, 20)
         network = Up(scenario, tmp_path / "up", insecure_seeds=True, proxy=proxy, kills=due)
         found = network.run(cut, lambda peer, status, word: said[peer].append((status, word)))
         assert len(proxy.names) == 6
@@ -114,7 +114,7 @@ def test_behind_a_proxy_that_cuts_and_with_a_restart_the_numbers_are_the_same_an
     for peer, each in said.items():
         assert each[0] == (None, "starting")
         status, word = each[-1]
-        assert (status["peer"], status["round"], word) == (peer, 60, "done")
+        assert (status["peer"], status["round"], word) == (peer, 20, "done")
         assert status["loss"] > 0
 
 
@@ -131,10 +131,10 @@ def test_a_loss_that_is_no_share_is_refused(
 
 def test_a_peer_that_is_gone_ends_nobody_elses_run_and_is_named(tiny: Callable[..., Scenario], tmp_path: Path) -> None:
     quick = "network={retry: 0.2, start: 200.0, deadline: 1.0}"
-    scenario = tiny("n_peers=3", "rounds=200", "evaluation.every=20", "topology.name=complete", quick)
-    found = Up(scenario, tmp_path / "up", kills=injected_kills(["2@20"], [], 3, 200)).run()
+    scenario = tiny("n_peers=3", "rounds=80", "evaluation.every=20", "topology.name=complete", quick)
+    found = Up(scenario, tmp_path / "up", kills=injected_kills(["2@20"], [], 3, 80)).run()
     assert re.fullmatch(r"peer 2 after round \d+: its last model is among those above", found["gone"])
-    assert json.loads((tmp_path / "up" / "peers" / "1" / "summary.json").read_text())["round"] == 200
+    assert json.loads((tmp_path / "up" / "peers" / "1" / "summary.json").read_text())["round"] == 80
     assert not peers_of(tmp_path / "up")
 
 
