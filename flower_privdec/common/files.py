@@ -62,6 +62,7 @@ def cache_folder() -> Path:
 
 
 LOCK = ".lock"
+CHECKPOINTS = "checkpoints"  # of a peer of a network
 
 
 class FolderLock:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
-from flower_privdec.common.files import write_atomically
+from flower_privdec.common.files import CHECKPOINTS, write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.core import Algorithm, Exchange, Mix, State
 from flower_privdec.core.algorithm import Step
@@ -399,6 +399,9 @@ class AppTrainer:
         """See Trainer."""
         return None if self.ledger is None else self.ledger.ledger
 
+    def reserve(self) -> None:
+        """See Trainer; an app's step is charged as it begins, beside which its disk takes no time."""
+
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """See Trainer."""
         return 0 if self.ledger is None else self.ledger.charge_witnessed(witnessed, self._noise)
@@ -706,7 +709,7 @@ def run_mesh(
     credentials = credentials_of(agreed, settings.certificates, settings.peer)
     addresses = tuple(peer.address for peer in agreed.network.peers)
     device = PeerDevice(settings.peer, folder, credentials, addresses, witnessed=settings.folder / WITNESSED)
-    resume = any(folder.glob("checkpoint-?"))
+    resume = (folder / CHECKPOINTS).exists()
     for charges in [True, False] if settings.charge_witnessed else [False]:
         running = app_peer(agreed, device, initial, train, private=private, resume=resume)
         try:

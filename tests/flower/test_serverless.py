@@ -151,7 +151,7 @@ def run_through_deaths(scenario, places, step, initial=None) -> list[RunningPeer
                 finish(peer)
                 return peer
             except Killed:
-                resume = (place.folder / "checkpoint-0").exists()
+                resume = (place.folder / "checkpoints").exists()
 
     with ThreadPoolExecutor(len(places)) as pool:
         return list(pool.map(live, places))

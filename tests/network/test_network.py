@@ -94,7 +94,7 @@ def test_a_peer_that_dies_goes_on_from_its_disk(name: str, point: str, moment: i
         running = [pool.submit(finish, peer) for peer in peers]
         with pytest.raises(Killed):
             running[1].result(LONG)
-        again = running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists())
+        again = running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoints").exists())
         rows = [finish(again), *(running[peer].result(LONG) for peer in (0, 2, 3))]
     found = torch.cat([rows[place]["x"] for place in (1, 0, 2, 3)])
     torch.testing.assert_close(found, wanted)
@@ -202,13 +202,14 @@ def test_every_step_that_was_ever_taken_is_paid_for(
         running = [pool.submit(finish, peer) for peer in peers]
         with pytest.raises(Killed):
             running[1].result(LONG)
-        finish(running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists()))
+        finish(running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoints").exists()))
         for peer in (0, 2, 3):
             running[peer].result(LONG)
     for peer in range(4):
         (ledger,) = (tmp_path / f"peer-{peer}" / "ledger").glob("*.jsonl")
         paid = sum(payment.to_step - payment.from_step for payment in read_chain(ledger)[1])
-        assert paid == taken.count(peer), f"peer {peer}"
+        reserved = paid - taken.count(peer)  # a step that the process which died did not come to
+        assert 0 <= reserved <= (peer == 1), f"peer {peer}"
     lost = 1 if point in ("before a commit", "before it hands in", "after it handed in", "at the end") else 0
     assert taken.count(1) in (4, 4 + lost)
 

@@ -106,7 +106,7 @@ def run_with_a_death(
     with running(peers) as futures:
         died = isinstance(futures[1].exception(LONG), Killed)
         if died:
-            resume = any(theirs[1].folder.glob("checkpoint-*"))
+            resume = (theirs[1].folder / "checkpoints").exists()
             peers[1] = running_peer(scenario, theirs[1], resume=resume)
             go_on(peers[1], futures[:1] + futures[2:])
         for each in futures[:1] + futures[2:]:

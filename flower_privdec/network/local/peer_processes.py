@@ -18,7 +18,7 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import Any, Self
 
-from flower_privdec.common.files import write_atomically
+from flower_privdec.common.files import CHECKPOINTS, write_atomically
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.network.local.fault_proxy import FaultProxy
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
@@ -149,7 +149,7 @@ class PeerProcesses:
         """
         command = [*self._program(peer), "peer", str(self._file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
-        command += ["--resume"] * (resume and any(self.folder(peer).glob("checkpoint-?")))
+        command += ["--resume"] * (resume and (self.folder(peer) / CHECKPOINTS).exists())
         command += ["--insecure-seeds"] * self._insecure + ["--charge-witnessed"] * charge_witnessed
         with self.log(peer).open("ab") as log:
             # A process group of its own gets no Ctrl-C; a peer that is paused when this process is killed ends with it.

@@ -35,6 +35,7 @@ import stat
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -238,7 +239,8 @@ class Ledger:
     @property
     def head(self) -> Head:
         """Return the number of lines and the last line's hash, which a checkpoint names."""
-        return len(self._hashes), self._hashes[-1] if self._hashes else EMPTY_HASH
+        length = len(self._hashes)  # another thread may append a line
+        return length, self._hashes[length - 1] if length else EMPTY_HASH
 
     def check_head(self, head: Sequence[int | str] | None) -> None:
         """Check that the ledger still holds all lines that a checkpoint saw; it may have grown since.
@@ -344,7 +346,7 @@ class Ledger:
         try:
             action(self._descriptor)
         except OSError as error:
-            self.close()
+            Ledger.close(self)  # no more: a subclass waits for the thread that this may be
             raise BudgetError(
                 f"{self.path} could not be written ({error.strerror}), no step was taken; make room, resume",
                 code="ledger.disk",
@@ -673,6 +675,8 @@ class CohortLedger(Ledger):
                 self._planned[spend.from_step : spend.to_step, number] = True
         self._allowed = (-1, np.zeros(len(accounts), dtype=bool))  # a step, and which peers may take it
         self._last_write: tuple[int, float, float] | None = None  # its step, its end, its duration in seconds
+        self._reserved: tuple[int, Future[None]] | None = None  # a step that another thread charges
+        self._reserving: ThreadPoolExecutor | None = None
 
     def allowed(self, step: int) -> np.ndarray:
         """Return which peers may take a step, bool [m]: in their plan, and within their budget."""
@@ -696,6 +700,12 @@ class CohortLedger(Ledger):
             raise BudgetError(message, code="ledger.not-allowed")
         if step < self.charged:
             return
+        if self._reserved is not None:
+            (reserved, done), self._reserved = self._reserved, None
+            done.result()
+            if reserved == step:
+                self.charged = step + 1
+                return
         if self._fresh:
             self.charged = step  # earlier steps belong to another run
         started, length = time.perf_counter(), self._block
@@ -709,6 +719,26 @@ class CohortLedger(Ledger):
         self.append(self._run, self.charged, stop, self._charges(self.charged, stop))
         self.charged, ended = stop, time.perf_counter()
         self._last_write = (step, ended, ended - started)
+
+    def reserve(self) -> None:
+        """Charge the step after the last one that was charged in another thread; `charge` waits for the disk.
+
+        A step that is then not taken stays charged: one at most for each process. So nothing is reserved before the
+        process has charged a first step, nor where entries cover several steps or a step may not be taken.
+        """
+        step = self.charged
+        if self._block != 1 or not self._last_write or self._reserved is not None or not self.allowed(step).all():
+            return
+        if self._reserving is None:
+            self._reserving = ThreadPoolExecutor(1, "ledger")
+        charges = tuple(self._charges(step, step + 1))
+        self._reserved = step, self._reserving.submit(self.append, self._run, step, step + 1, charges)
+
+    def close(self, *, unlock: bool = True) -> None:
+        """See Ledger; what is being reserved is written first."""
+        if (reserving := getattr(self, "_reserving", None)) is not None and unlock:
+            reserving.shutdown()
+        super().close(unlock=unlock)
 
     def _charges(self, start: int, stop: int) -> Iterable[Charge]:
         """Yield the charge to each group of equal peers for the steps [start, stop).
