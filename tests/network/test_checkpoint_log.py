@@ -40,8 +40,12 @@ class MachineStopped(BaseException):
 
 
 def checkpoint(number: int, **carried: torch.Tensor) -> Checkpoint:
-    """Return a checkpoint with a row of some pages and a small one."""
-    rows = {"x": torch.randn(1, 3000 + 500 * (number % 3)), "w": torch.tensor([float(number)])}
+    """Return a checkpoint with a row of some pages and two small ones."""
+    rows = {
+        "x": torch.randn(1, 3000 + 500 * (number % 3)),
+        "w": torch.tensor([float(number)]),
+        "small": torch.randn(1, 900),
+    }
     return Checkpoint(State(np.array([3]), number, 0, rows), "hash", RUN, transport={"place": number}, carried=carried)
 
 
@@ -101,11 +105,15 @@ def test_wherever_a_machine_stops_the_last_checkpoint_is_whole_or_the_one_that_w
     log, number, stops = CheckpointLog(path, kept), 1, 0
     log.write(checkpoint(1))
     durable[0] = path.read_bytes()  # it was synced by another name
-    committed, at = [contents(read_checkpoints(path)[-1])], 0
+    committed = [contents(read_checkpoints(path)[-1])]
     while stops < 40:
-        number, at = number + 1, at + 1
-        new = checkpoint(number, share=share) if number % 2 else checkpoint(number, share=share, other=torch.ones(2000))
-        calls["left"] = at % 8
+        number += 1
+        new = (
+            checkpoint(number, share=share)
+            if random.random() < 0.5
+            else checkpoint(number, share=share, other=torch.ones(2000))
+        )
+        calls["left"] = random.randint(1, 9)
         try:
             log.write(new)
         except MachineStopped:
