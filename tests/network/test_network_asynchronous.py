@@ -58,7 +58,9 @@ def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
     for peer in range(4):
         (ledger,) = (tmp_path / f"peer-{peer}" / "ledger").glob("*.jsonl")
         paid = sum(payment.to_step - payment.from_step for payment in read_chain(ledger)[1])
-        assert paid == taken.count(peer) >= 6, f"peer {peer}"
+        reserved = paid - taken.count(peer)  # a step that the process which died did not come to
+        assert paid >= 6, f"peer {peer}"
+        assert 0 <= reserved <= (peer == 1), f"peer {peer}"
 
 
 @pytest.mark.parametrize("name", ["privsgp", "d-psgd", "pdsl", "dp-dda"])

@@ -96,7 +96,7 @@ class CheckpointLog:
         facts, tensors = described(checkpoint)
         used = [extent for extents in self._used for extent in extents]
         places: dict[str, Any] = {}
-        inline, end, own, written = list[memoryview](), 0, list[Extent](), dict(self._constant)
+        inline, end, own, places_of = list[memoryview](), 0, list[Extent](), dict(self._constant)
         for name, tensor in tensors.items():
             if tensor.nbytes <= SMALL:
                 places[name] = [end, tensor.nbytes]
@@ -104,10 +104,10 @@ class CheckpointLog:
                 end += tensor.nbytes
                 continue
             key = tensor.data_ptr(), tensor.nbytes
-            if key not in written:
+            if key not in places_of:
                 numbers = numbers_of(tensor)
-                written[key] = tensor, (self._place(numbers, used + own), tensor.nbytes, page_check(numbers))
-            own.append(written[key][1])
+                places_of[key] = tensor, (self._place(numbers, used + own), tensor.nbytes, page_check(numbers))
+            own.append(places_of[key][1])
             places[name] = own[-1]
         text = json.dumps({**facts, "places": places}, separators=(",", ":")).encode()
         record = b"".join((len(text).to_bytes(8, "little"), text, *inline))
@@ -115,13 +115,13 @@ class CheckpointLog:
         offset = self._place(memoryview(record), used + own)
         own.append((offset, len(record), check))
         root = ROOT.pack(MAGIC, self._sequence + 1, offset, len(record), check)
-        at = (self._sequence + 1) % ROOTS * PAGE
-        self._write_at(memoryview(root + crc32(root).to_bytes(4, "little")), at)
+        page = (self._sequence + 1) % ROOTS * PAGE
+        self._write_at(memoryview(root + crc32(root).to_bytes(4, "little")), page)
         os.fdatasync(self._file)
         self._sequence += 1
         self._used.append(own)
         self._constant = {
-            (tensor.data_ptr(), tensor.nbytes): written[tensor.data_ptr(), tensor.nbytes]
+            (tensor.data_ptr(), tensor.nbytes): places_of[tensor.data_ptr(), tensor.nbytes]
             for name, tensor in tensors.items()
             if name.startswith(CARRIED) and tensor.nbytes > SMALL
         }
