@@ -42,12 +42,12 @@ class CheckpointLog:
 
     Args:
         path: of the file, made by the first checkpoint.
-        kept: how many of the last checkpoints remain readable, 1 or 2.
+        count: how many of the last checkpoints remain readable, 1 or 2.
     """
 
-    def __init__(self, path: Path, kept: int) -> None:
+    def __init__(self, path: Path, count: int) -> None:
         self._path, self._file, self._size, self._sequence = path, -1, 0, 0
-        self._used = deque[list[Extent]](maxlen=kept)
+        self._used = deque[list[Extent]](maxlen=count)
         self._constant: dict[tuple[int, int], tuple[Tensor, Extent]] = {}  # by address and size
 
     def read(self, device: torch.device) -> list[Checkpoint]:

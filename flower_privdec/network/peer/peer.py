@@ -591,9 +591,11 @@ class ScenarioTrainer:
         return None if self._insecure else self.cohort.ledger
 
     def reserve(self) -> None:
-        """See Trainer."""
-        if self.cohort.ledger is not None:
-            self.cohort.ledger.reserve()
+        """See Trainer; a round is taken with all its steps, or not at all."""
+        if (ledger := self.cohort.ledger) is not None:
+            following = ledger.charged // self.cohort.steps_per_round
+            if following < self.scenario.rounds and self.is_active(following):
+                ledger.reserve()
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """See Trainer."""
