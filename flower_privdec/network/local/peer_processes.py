@@ -18,7 +18,7 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import Any, Self
 
-from flower_privdec.common.files import CHECKPOINTS, write_atomically
+from flower_privdec.common.files import write_atomically
 from flower_privdec.errors import RunError, ScenarioError
 from flower_privdec.network.local.fault_proxy import FaultProxy
 from flower_privdec.network.local.fork_server import SERVER, Process, start_process
@@ -139,17 +139,15 @@ class PeerProcesses:
         there = [one.model_copy(update={"address": at}) for one, at in zip(network.peers, seen, strict=True)]
         return self.scenario.model_copy(update={"network": network.model_copy(update={"peers": there})})
 
-    def start(self, peer: int, *, resume: bool = False, charge_witnessed: bool = False) -> None:
+    def start(self, peer: int, *, charge_witnessed: bool = False) -> None:
         """Start a peer.
 
         Args:
             peer: which.
-            resume: continue from its checkpoint, where there is one.
             charge_witnessed: charge what its ledger lost, and stop.
         """
         command = [*self._program(peer), "peer", str(self._file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
-        command += ["--resume"] * (resume and (self.folder(peer) / CHECKPOINTS).exists())
         command += ["--insecure-seeds"] * self._insecure + ["--charge-witnessed"] * charge_witnessed
         with self.log(peer).open("ab") as log:
             # A process group of its own gets no Ctrl-C; a peer that is paused when this process is killed ends with it.

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flower_privdec.common.files import replacing
+from flower_privdec.common.files import naming, open_file, replacing
 from flower_privdec.common.formatting import one_line
 from flower_privdec.engine.checkpoint import CARRIED, DTYPES, Checkpoint, described, numbers_of, restored
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.errors import ScenarioError
 
 MAGIC = b"privdec1"
 PAGE = 4096
@@ -66,7 +66,7 @@ class CheckpointLog:
         return [checkpoint for _, _, checkpoint in records]
 
     def _open(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._file = open_file(path, os.O_RDWR)
         self._size = os.fstat(self._file).st_size
 
     def write(self, checkpoint: Checkpoint) -> None:
@@ -76,21 +76,15 @@ class CheckpointLog:
             checkpoint: its carried tensors never change.
 
         Raises:
-            RunError: the disk fails; the checkpoints before are whole.
+            OSError: the disk fails; the checkpoints before are whole.
         """
-        try:
+        with naming(self._path):
             if self._file < 0:
                 with replacing(self._path) as part:
                     self._open(part)
                     self._write(checkpoint)
             else:
                 self._write(checkpoint)
-        except OSError as error:
-            raise RunError(
-                f"{self._path.parent}: a checkpoint could not be written ({error.strerror}); the one before is whole: "
-                "make room, then run the same command with --resume",
-                code="peer.disk",
-            ) from error
 
     def _write(self, checkpoint: Checkpoint) -> None:
         facts, tensors = described(checkpoint)
