@@ -183,7 +183,7 @@ def test_nothing_lingers_when_it_is_killed(scenario: Path, tmp_path: Path) -> No
     out = tmp_path / "up"
     settings = [word for setting in (*SETTINGS, "rounds=100000", "privacy=none") for word in ("--set", setting)]
     started = subprocess.Popen([*PRIVDEC, "up", scenario, "--out", out, *settings], stderr=subprocess.DEVNULL)
-    wait_for(out / "peers" / "1" / "checkpoint-1")
+    wait_for(out / "peers" / "1" / "checkpoints")
     os.kill(peers_of(out)[0], signal.SIGSTOP)
     started.kill()
     started.wait(500)
@@ -218,7 +218,7 @@ def test_a_paused_peer_wakes_up_and_ends_when_its_parent_does(scenario: Path, tm
     peer = int(parent.stdout.readline())
     state = Path(f"/proc/{peer}/stat")
     try:
-        wait_for(processes.folder(0) / "checkpoint-0")
+        wait_for(processes.folder(0) / "checkpoints")
         os.kill(peer, signal.SIGSTOP)
         wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
         parent.kill()
