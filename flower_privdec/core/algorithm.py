@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flower_privdec.core.cohort import Cohort, LearningRate
-from flower_privdec.core.exchange import Exchange, State
+from flower_privdec.core.exchange import Exchange, Mix, State
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.mixing import Mixing
 from flower_privdec.graph.topology import Participation, Topology
@@ -71,6 +71,11 @@ class Algorithm:
     def name(self) -> str:
         """Return what the scenario calls it."""
         return self.section.name
+
+    @property
+    def final_exchange(self) -> Mix:
+        """Return the exchange that makes the peers' models agree: the last mixing of the program, or one of x."""
+        return next((item for item in reversed(self.program) if isinstance(item, Mix)), Mix(("x",)))
 
     def __init_subclass__(cls) -> None:
         """Drop an inherited declaration where a subclass changes what it was about."""
