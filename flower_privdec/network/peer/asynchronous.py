@@ -324,7 +324,7 @@ class AsynchronousSession(Session):
             elif isinstance(message, FrozenShare):
                 if self.protocol.receive(message):
                     self._meet(caller)
-                    self._is_at(caller, message.round_index)
+                    self._is_at(caller, message.round_index + 1)
             elif not isinstance(message, RowMessage) or not self.protocol.is_open(caller):
                 raise RefusedError(f"peer {caller} must greet peer {self.peer} first, which has started since")
             else:
@@ -545,7 +545,7 @@ class AsynchronousPeer(RunningPeer):
             "shares": facts,
             "replied": {str(neighbor): k for neighbor, k in self._replied.items()},
             "distances": {str(neighbor): part for neighbor, part in self.distances.items()},
-            "unit_weight": self._unit_weight,
+            "unit_weight": int(self._unit_weight),
         }
         self._save(self._commits, replace(self.state, rows=rows), transport, carried)
         with self.connections.changed:
@@ -717,6 +717,7 @@ class AsynchronousPeer(RunningPeer):
                 _log.warning("peer %s waits for %s", self.device.peer, self.waits_for)
             self._check_left()
             self._wait(lambda: has_news() or ready(), POLL)
+        self._relay(round_index, saved)  # before others wait for an acknowledgement while this peer works
         if logged:
             _log.warning("peer %s goes on", self.device.peer)
 
@@ -873,7 +874,7 @@ class AsynchronousPeer(RunningPeer):
         """
         until = time.monotonic() + self.policy.patience
         while True:
-            self._await(receivers, lambda j: self.protocol.is_ready(j) or j in self.protocol.waiting_rounds(), until)
+            self._await(receivers, lambda j: self.protocol.is_ready(j) or bool(self.protocol.waiting_rounds()), until)
             late = {j for j in receivers if not self.protocol.is_ready(j)}
             pays = any(self.protocol.is_open(j) and self.policy.is_awaited(j) for j in late)
             if not (pays and time.monotonic() < until and self.protocol.waiting_rounds()):
@@ -970,9 +971,8 @@ class AsynchronousPeer(RunningPeer):
     def _exchange_finally(self, exchange: Exchange) -> None:
         """Exchange in a round of final mixing, and wait for all neighbours that are up."""
         k, peer, at = self.state.round_index, self.device.peer, self.state.at
-        self.waits_for = f"final mixing, round {k - self.rounds + 1}"
-        if k == self.rounds + self.final - 1:
-            self.distances = {}  # from now on the models should agree
+        self.waits_for = f"its neighbours in round {k - self.rounds + 1} of final mixing"
+        before, self.distances = self.distances, {}
         place = self.timetable.place(k, at)
         senders, receivers = self.timetable.senders(peer, place), self.timetable.receivers(peer, place)
         if self.mixing.sends_shares:
@@ -992,6 +992,7 @@ class AsynchronousPeer(RunningPeer):
             has_come = self.session.senders
             self._await_finally(senders, lambda j: j in has_come(at, k) or self.session.rounds.get(j, 0) > k, k)
             self._mix(exchange, self.state, senders)
+        self.distances = self.distances or before  # of the last round in which there was something to compare
         agrees = bool(self.distances) and max(self.distances.values()) <= APART
         if k + 1 == self.end or (k + 1 >= self.rounds + self.final and agrees):
             self.state.round_index, self.waits_for = self.end - 1, ""
@@ -1079,7 +1080,6 @@ class AsynchronousPeer(RunningPeer):
         self._absorb()
         if behind:
             column = self.timetable.column(self.device.peer, min(waiting[j] for j in behind))
-            shares = {j: column[j] for j in self._behind(column, round_index)}
-            self._split(max(0, min(round_index, self.rounds) - 1), shares)
+            self._split(max(0, round_index - 1), {j: column[j] for j in self._behind(column, round_index)})
         self._commit(saved, self._neighbors)
         return True
