@@ -649,7 +649,8 @@ class AsynchronousPeer(RunningPeer):
                 return f"{needed} of its neighbours to exchange with it"
         rounds = {j: session.rounds.get(j, 0) for j in self._neighbors if self._is_up(j)}
         slowest = min(rounds, key=lambda j: rounds[j], default=None)
-        if slowest is not None and network.lead is not None and round_index - rounds[slowest] >= network.lead:
+        taken = 0 if self.mixing.sends_shares else 1  # rows of a round follow from its step, and a share ends its round
+        if slowest is not None and network.lead is not None and round_index - rounds[slowest] - taken >= network.lead:
             return f"peer {slowest}, which is in round {rounds[slowest]}"
         now = time.monotonic()
         if weight >= floor:
