@@ -647,10 +647,10 @@ class AsynchronousPeer(RunningPeer):
             exchanging = [step for step in session.met.values() if step > session.steps - self._span]
             if len(exchanging) < needed or max(exchanging) < session.steps:
                 return f"{needed} of its neighbours to exchange with it"
-        rounds = {j: session.rounds.get(j, 0) for j in self._neighbors if self._is_up(j)}
+        places, up = session.places, [*filter(self._is_up, self._neighbors)]  # who sent rows of a round is done with it
+        rounds = {j: max(session.rounds.get(j, 0), places.get(j, (-1, 0))[0] + 1) for j in up}
         slowest = min(rounds, key=lambda j: rounds[j], default=None)
-        taken = 0 if self.mixing.sends_shares else 1  # rows of a round follow from its step, and a share ends its round
-        if slowest is not None and network.lead is not None and round_index - rounds[slowest] - taken >= network.lead:
+        if slowest is not None and network.lead is not None and round_index - rounds[slowest] >= network.lead:
             return f"peer {slowest}, which is in round {rounds[slowest]}"
         now = time.monotonic()
         if weight >= floor:
@@ -750,7 +750,7 @@ class AsynchronousPeer(RunningPeer):
             return
         values = {name: self.state.rows[name][0].clone() for name in self.timetable.final_exchange.names}
         self._commit(round_index)
-        self._post(self.timetable.final_at, round_index, dict.fromkeys(receivers, values))
+        self._post(self.timetable.final_at, max(0, round_index - 1), dict.fromkeys(receivers, values))
 
     def _adopt(self, offered: Collection[int]) -> None:
         """Take over the newest rows that neighbours offer, before anything of this peer is sent.
@@ -1063,7 +1063,7 @@ class AsynchronousPeer(RunningPeer):
             if behind and isinstance(exchange, Mix):
                 state = replace(self.state, round_index=min(self.session.rounds[j] for j in behind), at=at)
                 sent = exchange.outgoing(state, self.timetable.mixing(state.round_index))
-                self._post(at, round_index, {j: rows for (_, j), rows in sent.items() if j in behind})
+                self._post(at, max(0, round_index - 1), {j: rows for (_, j), rows in sent.items() if j in behind})
                 self._mix(exchange, state, self.session.senders(at))
                 self.state.rows = state.rows
                 done = True
