@@ -15,6 +15,7 @@ import torch
 from asynchronous_network import QUICK, STILL, check_mass, initial
 from networked import LONG, Killed, devices, finish, go_on, mortal, running, wait_until
 from raising import raises
+from safetensors.torch import load_file
 from share_machines import commit, shake
 from tiny_scenario import Tiny
 from variants import VARIANTS, settings_for
@@ -68,7 +69,9 @@ def cut_off(peers: list[RunningPeer], peer: int, faults: Faults) -> None:
 
 
 def models_of(scenario: Scenario, peers: list[RunningPeer]) -> torch.Tensor:
-    rows = {name: torch.cat([peer.state.rows[name] for peer in peers]) for name in peers[0].state.rows}
+    """Return the models that peers leave when they agree; later they relay, and their rows move."""
+    handed_in = [load_file(final_path(peer.device.folder)) for peer in peers]
+    rows = {name: torch.cat([each[name] for each in handed_in]) for name in handed_in[0]}
     return Agreement.of(scenario).algorithm.debiased(rows)
 
 

@@ -35,7 +35,7 @@ from flower_privdec.engine.checkpoint import Checkpoint
 from flower_privdec.errors import NotAgreedError, RunError, ScenarioError
 from flower_privdec.graph.mixing import PartlyHeard
 from flower_privdec.network.peer.connections import Messages, Session
-from flower_privdec.network.peer.peer import APART, POLL, RunningPeer
+from flower_privdec.network.peer.peer import AGREE, POLL, RunningPeer
 from flower_privdec.network.transport.transport import UnreachableError
 from flower_privdec.pushsum.exactly_once import (
     FIRST,
@@ -950,7 +950,9 @@ class AsynchronousPeer(RunningPeer):
         """Perform an exchange with the rows that have come."""
         with self.connections.changed:
             messages = self.session.collect(state.at, wanted)
-        if isinstance(exchange, Reply):  # a reply belongs to the request of this round
+        if state.at == self.timetable.final_at:  # not what a neighbour sent while it waited
+            messages = {j: message for j, message in messages.items() if message.round_index >= self.rounds}
+        elif isinstance(exchange, Reply):  # a reply belongs to the request of this round
             messages = {j: message for j, message in messages.items() if message.round_index == state.round_index}
         else:
             self._replied.update({j: message.round_index for j, message in messages.items()})
@@ -973,7 +975,6 @@ class AsynchronousPeer(RunningPeer):
         """Exchange in a round of final mixing, and wait for all neighbours that are up."""
         k, peer, at = self.state.round_index, self.device.peer, self.state.at
         self.waits_for = f"its neighbours in round {k - self.rounds + 1} of final mixing"
-        before, self.distances = self.distances, {}
         place = self.timetable.place(k, at)
         senders, receivers = self.timetable.senders(peer, place), self.timetable.receivers(peer, place)
         if self.mixing.sends_shares:
@@ -993,8 +994,7 @@ class AsynchronousPeer(RunningPeer):
             has_come = self.session.senders
             self._await_finally(senders, lambda j: j in has_come(at, k) or self.session.rounds.get(j, 0) > k, k)
             self._mix(exchange, self.state, senders)
-        self.distances = self.distances or before  # of the last round in which there was something to compare
-        agrees = bool(self.distances) and max(self.distances.values()) <= APART
+        agrees = bool(self.distances) and max(self.distances.values()) <= AGREE
         if k + 1 == self.end or (k + 1 >= self.rounds + self.final and agrees):
             self.state.round_index, self.waits_for = self.end - 1, ""
 
@@ -1059,7 +1059,8 @@ class AsynchronousPeer(RunningPeer):
         if round_index >= self.end:
             exchanges[self.timetable.final_at] = self.timetable.final_exchange
         for at, exchange in exchanges.items():
-            behind = self._behind(self.session.senders(at), round_index)
+            limit = round_index if at == self.timetable.final_at else min(round_index, self.rounds)
+            behind = self._behind(self.session.senders(at), limit)
             if behind and isinstance(exchange, Mix):
                 state = replace(self.state, round_index=min(self.session.rounds[j] for j in behind), at=at)
                 sent = exchange.outgoing(state, self.timetable.mixing(state.round_index))

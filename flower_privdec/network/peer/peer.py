@@ -52,7 +52,7 @@ from flower_privdec.scenario import Scenario, numbers_hash, scenario_hash, to_ya
 from flower_privdec.scenario.sections import AppScenario
 
 POLL = 0.2  # seconds between two looks at whether to stop
-APART = 0.02  # of the norm: models that are farther from each other after final mixing do not agree
+AGREE, APART = 0.005, 0.03  # of the norm: models as near need no more mixing; as far apart at the end, do not agree
 REPORT_SECONDS = 2.0  # for all neighbours to report, where one has
 SLOT = struct.Struct("<QQQI")  # neighbour, boot, lines, CRC-32
 LARGE = 2**20  # bytes of a share from which a file of its own costs less than to write it again
@@ -263,7 +263,9 @@ class RunningPeer(ABC):
     def _mix_finally(self) -> None:
         """Perform a round of final mixing."""
         self.state.at, self.state.waiting = self.timetable.final_at, True
+        before, self.distances = self.distances, {}
         self._exchange(self.timetable.final_exchange)
+        self.distances = self.distances or before  # of the last round in which there was something to compare
         self.state.at, self.state.round_index = 0, self.state.round_index + 1
 
     @staticmethod
