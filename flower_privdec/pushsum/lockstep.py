@@ -209,7 +209,9 @@ class Timetable:
         if not 0 <= place < self.places:
             return set()
         round_index = self.round_and_exchange(place)[0]
-        hosted = self.mixing(round_index).hosted(round_index, np.array([peer]))
+        mixing = self.mixing(round_index)
+        at = self.exchange(place).place(round_index, mixing)
+        hosted = mixing.hosted(at, np.array([peer]))
         if receives == isinstance(self.exchange(place), Reply):
             return {receiver for _, receiver, _ in hosted.sent}
         return {sender for sender, _ in hosted.heard}
@@ -236,8 +238,9 @@ FEWEST_AT_MOST = 256  # rounds of final mixing, also of a run with fewer rounds
 
 
 def everybody(mixing: Mixing) -> Mixing:
-    """Return the same graph and weights with all peers active in every round."""
-    return mixing if mixing.participation.kind == "all" else Mixing(mixing.topology, mixing.weights)
+    """Return the same graph and weights with all peers active in every round, which has one matrix."""
+    is_same = mixing.participation.kind == "all" and mixing.steps == 1
+    return mixing if is_same else Mixing(mixing.topology, mixing.weights)
 
 
 def final_rounds(mixing: Mixing, rounds: int, setting: int | str) -> tuple[int, float | None]:

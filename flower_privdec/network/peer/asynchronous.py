@@ -17,7 +17,6 @@ checkpoint is an old copy learns it from its neighbours, and is reset the same w
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -49,14 +48,11 @@ from flower_privdec.pushsum.exactly_once import (
 from flower_privdec.pushsum.frames import SMALL, FrameCodec, Message, RowMass, RowMessage, frame_size, pack, unpack
 from flower_privdec.pushsum.witness import LedgerWitness
 
-_log = logging.getLogger(__name__)
-
 MANY = 16  # frames in a call beside rows
 LOST = 4  # calls in a row that do not reach a neighbour, until it counts as lost
 LEAST = 0.4  # of the weight that it would have without delays: a peer keeps so much, for steps at x / w grow
 MEASURED = 128  # rounds of a random graph, in which that weight is computed
 KEPT = 0.5  # of its weight: what a peer keeps where it mixes while it waits
-SILENT = 3.0  # seconds until a peer that waits logs for what
 SPAN = 16  # rounds of a random graph in which a peer exchanges with all of its quorum
 PATIENCE = 3.0
 STRIKES = 2
@@ -570,15 +566,17 @@ class AsynchronousPeer(RunningPeer):
         """Greet the neighbours; a peer that finds them under way, and has nothing of the run, joins as they are.
 
         Raises:
-            RunError: none of them can be reached.
+            RunError: none of them could be reached within network.give_up.
         """
         since = time.monotonic()
         while True:
             self._wait(lambda: self._has_greeted(since), POLL)
             if self._has_greeted(since):
                 break
-            if time.monotonic() - since > self.network.start:
-                raise RunError(self._unreachable(self.network.start))
+            if time.monotonic() - since > self.network.give_up_seconds and not any(
+                map(self.protocol.is_open, self._neighbors)
+            ):
+                raise RunError(self._unreachable(self.network.give_up_seconds), code="network.unreachable")
         self.session.is_new = False
         self._joining = self.session.joins and not self.protocol.mass
         now, opened = time.monotonic(), [*filter(self.protocol.is_open, self._neighbors)]
@@ -597,7 +595,7 @@ class AsynchronousPeer(RunningPeer):
         why = "; ".join(self.connections.why(peer) for peer in self._neighbors)
         return (
             f"none of the peers {self._neighbors} could be greeted for {seconds:g} s ({why}); mend that, then run the "
-            "same command again, with --resume where it was used before, or raise network.start"
+            "same command again, or raise network.give_up, or leave it out"
         )
 
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
@@ -694,8 +692,7 @@ class AsynchronousPeer(RunningPeer):
                 process yet; None for never.
             saved: the round that is put on disk; this peer's when not given.
         """
-        began, logged = time.monotonic(), False
-        due = began + (every or 0.0) * bool(self.session.met)
+        due = time.monotonic() + (every or 0.0) * bool(self.session.met)
         mixes = [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Mix)]
 
         def has_news() -> bool:
@@ -713,14 +710,9 @@ class AsynchronousPeer(RunningPeer):
             if every is not None and now >= due:
                 self._mix_meanwhile(round_index)
                 due = now + every
-            if now - began > SILENT and not logged:
-                logged = True
-                _log.warning("peer %s waits for %s", self.device.peer, self.waits_for)
             self._check_left()
             self._wait(lambda: has_news() or ready(), POLL)
         self._relay(round_index, saved)  # before others wait for an acknowledgement while this peer works
-        if logged:
-            _log.warning("peer %s goes on", self.device.peer)
 
     def _waiting(self) -> dict[int, int]:
         """Return the round of each neighbour's share that may be added now: in final mixing none that is ahead."""
