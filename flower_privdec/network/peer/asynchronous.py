@@ -963,6 +963,21 @@ class AsynchronousPeer(RunningPeer):
         """See RunningPeer: as where some peers are gone, over the others alone the graph takes longer to agree."""
         return 2 * final + 8
 
+    def _mix_finally(self) -> None:
+        """See RunningPeer; the distances are those of the last round in which there was something to compare."""
+        before = self.distances
+        super()._mix_finally()
+        self.distances = self.distances or before
+
+    def shortcoming(self) -> str | None:
+        """See RunningPeer."""
+        if self.state.round_index >= self.end and self.final and not self.distances:
+            return (
+                "none of its neighbours took part in final mixing with it, so its model is its own; take that of "
+                "another device"
+            )
+        return super().shortcoming()
+
     def _exchange_finally(self, exchange: Exchange) -> None:
         """Exchange in a round of final mixing, and wait for all neighbours that are up."""
         k, peer, at = self.state.round_index, self.device.peer, self.state.at

@@ -255,9 +255,8 @@ class RunningPeer(ABC):
     def _mix_finally(self) -> None:
         """Perform a round of final mixing."""
         self.state.at, self.state.waiting = self.timetable.final_at, True
-        before, self.distances = self.distances, {}
+        self.distances = {}
         self._exchange(self.timetable.final_exchange)
-        self.distances = self.distances or before  # of the last round in which there was something to compare
         self.state.at, self.state.round_index = 0, self.state.round_index + 1
 
     @staticmethod
@@ -287,11 +286,6 @@ class RunningPeer(ABC):
         """Return in words why this peer's model, at the end, is not the one that its neighbours have; None if it is."""
         if self.state.round_index < self.end or not self.final:
             return None
-        if not self.distances:
-            return (
-                "none of its neighbours took part in final mixing with it, so its model is its own; start it again "
-                "with --resume while they run, or take the model of another device"
-            )
         apart = {j: distance for j, distance in self.distances.items() if distance > APART}
         if not apart:
             return None
