@@ -157,7 +157,7 @@ def test_a_peer_that_dies_in_final_mixing_loses_no_mass_takes_no_step_and_agrees
     with running(peers) as futures:
         with pytest.raises(Killed):
             futures[1].result(LONG)
-        again = running_peer(scenario, theirs[1], resume=True)
+        again = running_peer(scenario, theirs[1])
         go_on(again, [futures[peer] for peer in (0, 2, 3)])
     check_mass(tmp_path, initial(scenario))
     assert taken == dict.fromkeys(range(4), 4)
