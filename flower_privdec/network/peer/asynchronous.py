@@ -720,7 +720,7 @@ class AsynchronousPeer(RunningPeer):
         return waiting if k < self.rounds else {j: sent for j, sent in waiting.items() if sent <= k}
 
     def _check_left(self) -> None:
-        """Give up where nobody will come back."""
+        """Give up where all neighbours are done and gone."""
         session, protocol = self.session, self.protocol
         with self.connections.changed:
             left = [session.rounds.get(j, 0) >= self.end and not protocol.is_open(j) for j in self._neighbors]
