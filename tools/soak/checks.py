@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from flower_privdec.engine.checkpoint import Checkpoint, read_checkpoint
+from flower_privdec.common.files import CHECKPOINTS
+from flower_privdec.engine.checkpoint import Checkpoint
+from flower_privdec.network.peer.checkpoint_log import read_checkpoints
 from flower_privdec.network.peer.peer import APART, final_path
 from flower_privdec.privacy.ledger.ledger import read_chain
 from flower_privdec.pushsum.exactly_once import FIRST
@@ -135,8 +137,7 @@ def weight_on_disk(folders: Sequence[Path], at_the_end: bool) -> Weight | None:
 
 
 def _newest(folder: Path) -> Checkpoint | None:
-    checkpoints = [read_checkpoint(path) for path in folder.glob("checkpoint-?")]
-    return max(checkpoints, key=lambda checkpoint: checkpoint.transport["place"], default=None)
+    return read_checkpoints(folder / CHECKPOINTS)[-1] if (folder / CHECKPOINTS).exists() else None
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def last_models(folders: Sequence[Path]) -> Models | None:
 
 
 def isolated_problem(before: int, after: int) -> str | None:
-    """Return what is wrong with the steps of a peer that nobody could reach, or None.
+    """Return what is wrong with the steps of a peer that was cut off, or None.
 
     Args:
         before, after: how many steps it had taken when it was cut off, and when that ended. One was under way, and what
