@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
@@ -425,14 +424,13 @@ class PrivateModel(nn.Module):
         self.training = module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's outputs for a batch; buffers stay as they were, for they would leave with the model.
+        """Return the model's outputs for a batch, by a copy: what the model keeps of its inputs would leave with it.
 
         Raises:
             ScenarioError: where gradients are on and these are not one tensor.
         """
         if not torch.is_grad_enabled():
-            buffers = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            return functional_call(self.module, buffers, args, kwargs)
+            return copy.deepcopy(self.module)(*args, **kwargs)
         output = self._clipped_sum.outputs(args, kwargs)
         if not isinstance(output, Tensor):
             kind = type(output).__name__

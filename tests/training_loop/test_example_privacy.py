@@ -1070,6 +1070,27 @@ def test_no_buffer_carries_examples_out_of_a_pass_or_an_evaluation(assigned: boo
     assert not parts.model.state_dict()["seen"].any()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_nothing_that_a_forward_pass_keeps_leaves_with_the_model(grad: bool, tmp_path: Path) -> None:
+    class Keeping(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.kept: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept.append(x.mean(0).detach())
+            with torch.no_grad():
+                self.weight.add_(x.mean())
+            return super().forward(x)
+
+    parts = setup(tmp_path, model := Keeping())
+    before = model.weight.clone()
+    with torch.set_grad_enabled(grad):
+        parts.model(data()[:][0])
+    assert torch.equal(model.weight, before)
+    assert not model.kept
+
+
 @pytest.mark.parametrize(
     "norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm]
 )
