@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flower_privdec.common.files import replacing
+from flower_privdec.common.files import open_file, replacing
 from flower_privdec.common.formatting import one_line, peer_ranges, shown
 from flower_privdec.core import Edges, State
 from flower_privdec.errors import ScenarioError
@@ -100,18 +101,21 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
     if facts["scenario"] != scenario:
         raise ScenarioError(
             f"{path}: is a checkpoint of another scenario; resume with the scenario.yaml beside it, "
-            "or start again with another --out"
+            "or start again with another --out",
+            code="checkpoint.other-scenario",
         )
     made = RunName(**facts["run"])
     if made.environment != run.environment:
         raise ScenarioError(
             f"{path}: was made with {made.environment}, and here is {run.environment}, which draws other numbers; "
-            "resume where it was made, or start again with another --out"
+            "resume where it was made, or start again with another --out",
+            code="checkpoint.other-environment",
         )
     if made.id != run.id:
         raise ScenarioError(
             f"{path}: was made with other data, another version of the model's code or in another runtime; restore "
-            "them, or start again with another --out"
+            "them, or start again with another --out",
+            code="checkpoint.other-data",
         )
     return _checkpoint(facts, rows)
 
@@ -129,16 +133,21 @@ def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: 
         ScenarioError: naming what is wrong.
     """
     if missing := [name for name in rows if name not in state.rows]:
-        raise ScenarioError(f"{path}: lacks {missing}; restore it from a copy, or start again with another --out")
+        raise ScenarioError(
+            f"{path}: lacks {missing}; restore it from a copy, or start again with another --out",
+            code="checkpoint.incomplete",
+        )
     if not np.array_equal(state.peers, peers):
         raise ScenarioError(
             f"{path}: holds the peers {peer_ranges(state.peers.tolist())}, and here are {peer_ranges(peers.tolist())}; "
-            "resume where it was made, or start again with another --out"
+            "resume where it was made, or start again with another --out",
+            code="checkpoint.other-peers",
         )
     if state.round_index > rounds:
         raise ScenarioError(
             f"{path}: is of round {state.round_index} of rounds={rounds}; restore it from a copy, or start again with "
-            "another --out"
+            "another --out",
+            code="checkpoint.round",
         )
 
 
@@ -162,7 +171,8 @@ def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, T
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ScenarioError(
             f"{path}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or start again with "
-            "another --out"
+            "another --out",
+            code="checkpoint.unreadable",
         ) from error
     return facts, rows
 
@@ -271,7 +281,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
     rows = (
         tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for tensor in ordered.values()
     )
-    with replacing(path) as part, part.open("wb", buffering=0) as file:
+    with replacing(path) as part, os.fdopen(open_file(part, os.O_WRONLY), "wb", buffering=0) as file:
         for remaining in (memoryview(len(header).to_bytes(8, "little") + header), *rows):
             while remaining:
                 remaining = remaining[file.write(remaining) :]

@@ -69,6 +69,8 @@ class OwnParts:
         secret: bytes | None = None,
         root: str | None = None,
         runtime: str = ENGINE,
+        *,
+        whole: bool = False,
     ) -> OwnParts:
         """Read, name and protect what is some peers' own.
 
@@ -79,6 +81,7 @@ class OwnParts:
                 scenario has `compute.generator: system`.
             root: where their data lie, in place of the scenario's `data.root`.
             runtime: which processes of a simulation host which peers: it decides how sums are rounded, see `rounding`.
+            whole: whether all data there are the one peer's own, so that nothing is partitioned.
 
         Raises:
             ScenarioError: when their data cannot be had or do not fit, or a budget cannot be kept.
@@ -86,9 +89,8 @@ class OwnParts:
         scenario = agreement.scenario
         peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
         check_steps(scenario, len(peers))
-        examples = read_examples(
-            scenario.data, scenario.seed_of("data"), scenario.n_peers, peers, root, agreement.loss.targets
-        )
+        seed, targets = scenario.seed_of("data"), agreement.loss.targets
+        examples = read_examples(scenario.data, seed, scenario.n_peers, peers, root, targets, whole=whole)
         if scenario.features is not None:
             examples = replace(examples, x=apply_features(examples.x, scenario.features))
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
@@ -240,7 +242,8 @@ def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int
             raise ScenarioError(
                 f"privacy.hardened: a sum of {size} examples in {str(dtype).removeprefix('torch.')} may be wrong by "
                 f"{more:.2g} times what one of them adds, which must be <= {MOST_INFLATION:g}; set "
-                "compute.dtype=float64"
+                "compute.dtype=float64",
+                code="privacy.hardened",
             )
         largest = max(largest, more)
     return largest + OTHER
@@ -280,7 +283,8 @@ def _check(what: str, values: np.ndarray) -> None:
         raise ScenarioError(
             f"{what} is {wrong.flat[0]:g} in some step and must be between {LEAST_FACTOR:g} and {MOST_FACTOR:g}, "
             "beyond which numbers overflow or vanish and noise covers nothing; change algorithm.learning_rate or "
-            "privacy.clip_norm"
+            "privacy.clip_norm",
+            code="experiment.range",
         )
 
 

@@ -509,7 +509,7 @@ class PeerLedger:
     @property
     def n_entries(self) -> int:
         """Return how many charges the ledger holds."""
-        return len(self.ledger.entries)
+        return self.ledger.n_entries
 
     @property
     def head(self) -> Head:
