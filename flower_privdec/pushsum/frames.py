@@ -38,6 +38,7 @@ from torch import Tensor
 from flower_privdec.common.user_code import load_own
 from flower_privdec.core import State
 from flower_privdec.errors import ScenarioError
+from flower_privdec.pushsum.buffers import Buffer, BufferList
 from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.witness import MANY, LedgerReport
 
@@ -56,8 +57,6 @@ OPENED, SEALED = 1, 2  # flags
 WIRE_TYPES = {1: torch.float16, 2: torch.float32, 3: torch.float64, 4: torch.bfloat16, 5: torch.uint8}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes as a number
 CODES = {dtype: code for code, dtype in WIRE_TYPES.items()}
-
-Buffer = bytes | bytearray | memoryview
 
 
 class FrameKind(IntEnum):
@@ -171,33 +170,6 @@ def _offsets(formats: RowFormats) -> list[int]:
     for row in formats.values():
         offsets.append(-(-(offsets[-1] + row.nbytes) // ROW_AT) * ROW_AT)
     return offsets
-
-
-@dataclass(frozen=True)
-class BufferList:
-    """Bytes to send, in several buffers that are not joined before they leave and do not change until then."""
-
-    buffers: tuple[Buffer, ...]
-
-    def __len__(self) -> int:
-        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
-
-    def __bytes__(self) -> bytes:
-        return b"".join(self.buffers)
-
-    def pieces(self, size: int) -> Iterator[bytes]:
-        """Yield all in pieces of some bytes, a shorter one at the end, and one at least."""
-        piece, room = list[memoryview](), size
-        for buffer in self.buffers:
-            left = memoryview(buffer).cast("B")
-            while left:
-                piece.append(left[:room])
-                left, room = left[room:], room - len(piece[-1])
-                if not room:
-                    yield b"".join(piece)
-                    piece, room = [], size
-        if piece or not len(self):
-            yield b"".join(piece)
 
 
 class Seal(Protocol):

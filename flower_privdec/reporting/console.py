@@ -19,7 +19,6 @@ from rich.table import Table
 from flower_privdec import catalogue
 from flower_privdec.common.formatting import NOTHING, duration, epsilon_text, memory, number, percent, setting
 from flower_privdec.graph.topology import topology_options
-from flower_privdec.models import model_options
 from flower_privdec.reporting import wording
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import ModelSection, Section, TopologySection, algorithm_options
@@ -60,7 +59,7 @@ def _yaml_line(key: str, value: Any) -> str:
 def _options(section: Section) -> dict[str, Any]:
     """Return the options of a named model or graph, with their defaults; None where these follow from others."""
     if isinstance(section, ModelSection) and section.name is not None:
-        return model_options(section.name)
+        return dict(catalogue.MODEL_OPTIONS[section.name])
     if isinstance(section, TopologySection):
         options = topology_options(section.name)
         drawn_from = section.supergraph or options.get("supergraph")
@@ -299,7 +298,7 @@ def parts() -> dict[str, dict[str, str]]:
         "participations": dict(catalogue.PARTICIPATIONS.lines),
         "losses": dict(catalogue.LOSSES.lines),
         "metrics": dict(catalogue.METRICS.lines),
-        "models": _lines(catalogue.MODELS, model_options),
+        "models": _lines(catalogue.MODELS, catalogue.MODEL_OPTIONS.__getitem__),
         "activations": dict(catalogue.ACTIVATIONS.lines),
         "inits": dict(catalogue.INITS.lines),
         "datasets": dict(catalogue.DATASETS.lines),

@@ -316,17 +316,6 @@ class FeaturesSection(Section):
     norm: Positive = 4.0
 
 
-CNN_OPTIONS = ("channels", "kernel", "hidden", "activation", "pool")
-MODEL_OPTIONS = {
-    "linear": ("bias",),
-    "softmax": ("bias",),
-    "mlp": ("hidden", "activation"),
-    **dict.fromkeys((name for name in catalogue.MODELS if name.startswith("cnn")), CNN_OPTIONS),
-    "resnet18-gn": ("groups", "width"),
-    "text": ("width", "hidden", "activation"),
-}
-
-
 class ModelSection(Section):
     """The model every peer trains.
 
@@ -367,13 +356,13 @@ class ModelSection(Section):
             raise ValueError(f"module={self.module!r} must be 'package.module:factory'")
         if self.module is None and self.arguments:
             raise ValueError("arguments belong to a module of your own: remove them, or give module")
-        keys, own = set(self._given()), MODEL_OPTIONS.get(self.name or "", ())
+        keys, own = set(self._given()), catalogue.MODEL_OPTIONS.get(self.name or "", ())
         for key in sorted(keys - set(own)):
-            takers = ", ".join(name for name, options in MODEL_OPTIONS.items() if key in options)
+            takers = ", ".join(name for name, options in catalogue.MODEL_OPTIONS.items() if key in options)
             raise ValueError(f"{key} belongs to {takers}, not to {self.name or self.module}: remove it")
 
     def _given(self) -> dict[str, Any]:
-        every = {option for options in MODEL_OPTIONS.values() for option in options}
+        every = {option for options in catalogue.MODEL_OPTIONS.values() for option in options}
         return self.model_dump(include=every, exclude_none=True)
 
     def options(self) -> dict[str, Any]:
