@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+from contextlib import suppress
 
 import dp_accounting
 import numpy as np
@@ -39,6 +41,7 @@ from flower_privdec.flower.mods.peer_state import (
 )
 from flower_privdec.flower.strategies.masking import masked, unmasked_sum
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
+from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.privacy.noise.deployed import grid_steps
 from flower_privdec.pushsum.exactly_once import RefusedError
 
@@ -492,3 +495,22 @@ def test_an_update_is_noised_on_a_grid() -> None:
     released = protected(1.0, 1.5, np.full(4000, 1e-3) * np.pi)
     step = grid_steps(torch.tensor([1.5]).double()).item()
     assert not np.any(np.remainder(released, step))
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_an_app_does_not_train_where_its_charge_cannot_be_written(is_full, tmp_path, monkeypatch):
+    app, trained = ClientApp(mods=[PeerMod(clip_norm=1.0, noise_multiplier=1.0, delta=DELTA)]), []
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        trained.append(context.node_config["partition-id"])
+        return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
+
+    def full(fd: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if is_full:
+        monkeypatch.setattr(ledger_module.os, "write", full)
+    with suppress(RunError):
+        PushSum(name="e", fraction_evaluate=0.0).start(LocalGrid(app, 2, folder=tmp_path), zeros(), 2)
+    assert bool(trained) != is_full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.gradients.protocol import LARGEST
+from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.privacy.noise import ExactNoise
 from flower_privdec.training_loop import ExamplePrivacy, group_norm, private
 from flower_privdec.training_loop.clipped_sum import ClippedSum
@@ -1242,3 +1244,16 @@ def test_hardened_noise_of_batches_that_are_too_large_or_of_a_seed_is_refused(tm
         setup(tmp_path, loader=DataLoader(many, 2000), hardened=True)
     with raises(ScenarioError, "training-loop.argument", "insecure_seed"):
         setup(tmp_path, hardened=True, insecure_seed=1)
+
+
+def test_a_full_disk_draws_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, read = setup(tmp_path), list[int]()
+
+    def full(fd: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ledger_module.os, "write", full)
+    monkeypatch.setattr(TensorDataset, "__getitem__", lambda dataset, index: read.append(index))
+    with raises(BudgetError, "ledger.disk"):
+        loop(parts)
+    assert not read
