@@ -16,7 +16,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,8 +39,6 @@ from flower_privdec.experiment.view import NOISE
 from flower_privdec.flower.launch.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
 from flower_privdec.flower.mods.peer_state import (
-    APP_SPENT,
-    LEAST_WEIGHT,
     UNPROTECTED,
     WITNESSED,
     Layout,
@@ -53,7 +51,6 @@ from flower_privdec.flower.mods.peer_state import (
     mass_of,
     new_incarnation,
     numpy_arrays,
-    protected,
     protocol,
     returned_arrays,
     solved_noise,
@@ -397,7 +394,7 @@ class AppTrainer:
     @property
     def witnessed_ledger(self) -> Ledger | None:
         """See Trainer."""
-        return None if self.ledger is None else self.ledger.ledger
+        return self.ledger
 
     def charge_witnessed(self, witnessed: Mapping[int, int]) -> int:
         """See Trainer."""
@@ -468,31 +465,21 @@ class AppTrainer:
 
     def _train(self, state: State) -> None:
         """Take a round's step, where this peer is active, has some mass, and can pay for it."""
-        k, weight = state.round_index, float(state.rows["w"][0])
+        k, private = state.round_index, self._private
         if self._exhausted or not self.participation.active(k)[self._peer]:
-            return None
-        if weight < LEAST_WEIGHT:
-            self.idle = f"it holds {weight:.2g} of the mass, and waits for a share before it trains"
-            return None
-        self.idle, private, protect = "", self._private, None
-        if private is not None:
-            assert self.ledger is not None
-            if not self.ledger.charge(k + 1, self._noise):
-                budget = self.ledger.budget
-                why = f"its next update would exceed epsilon = {budget:g}; it trains no more, and goes on relaying"
-                return self._exhaust(k + 1, why)
-            protect = partial(protected, private.clip_norm, self._noise)
-        mass = self._mass(state)
-        if not take_step(mass, lambda arrays: self._train_app(arrays, k + 1), protect, k + 1):
-            return self._exhaust(k + 1, APP_SPENT)
+            return
+        mass, clip_norm = self._mass(state), None if private is None else private.clip_norm
+        noise = 0.0 if private is None else self._noise
+        hindrance = take_step(mass, lambda a: self._train_app(a, k + 1), k + 1, self.ledger, clip_norm, noise)
+        if hindrance is not None:
+            self.idle, self._exhausted = hindrance
+            if hindrance.for_good:
+                log.warning("peer %s, round %s: %s", self._peer, k + 1, hindrance.why)
+            return
+        self.idle = ""
         state.rows["x"][0].copy_(torch.from_numpy(mass.x))
         state.rows["unprotected"].fill_(mass.bare)
         state.rows.update(_unmixed_rows(mass.unmixed))
-        return None
-
-    def _exhaust(self, server_round: int, why: str) -> None:
-        self._exhausted, self.idle = True, why
-        log.warning("peer %s, round %s: %s", self._peer, server_round, why)
 
     def _mass(self, state: State) -> PeerState:
         """Return a copy of the mass and of the arrays that are not mixed."""

@@ -262,7 +262,7 @@ class Guard:
         """
         budget, delta = self._privacy.budget(place)
         with PeerLedger(place.folder, "guard", 0, place.peer, delta, budget) as ledger:
-            index = ledger.n_entries + 1
+            index = len(ledger.entries) + 1
             if not ledger.charge(index, self.policy.noise):
                 raise BudgetError(
                     f"the budget of this SuperNode's owner is spent: {ledger.spent}, of {budget:g}",

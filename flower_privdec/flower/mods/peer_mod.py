@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -19,8 +18,6 @@ from flower_privdec.common.arguments import check_kinds, check_paths
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError
 from flower_privdec.flower.launch.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, reason
 from flower_privdec.flower.mods.peer_state import (
-    APP_SPENT,
-    LEAST_WEIGHT,
     WITNESSED,
     Identity,
     KnownPeers,
@@ -39,7 +36,6 @@ from flower_privdec.flower.mods.peer_state import (
     keep_metrics,
     load_state,
     numpy_arrays,
-    protected,
     returned_arrays,
     run_frames,
     save_state,
@@ -313,13 +309,13 @@ class RequestHandler:
         if self.privacy.on:
             budget, delta = self._budget
             self._ledger = PeerLedger(place.folder, request.run, state.shares.incarnation, state.peer, delta, budget)
-            self._ledger.ledger.name_lines(self._boot)
+            self._ledger.name_lines(self._boot)
         ledger, neighbors = self._ledger, witnesses_of(place.peer, place.n_peers)
         self._witness = witness = LedgerWitness(
             place.peer,
             neighbors,
             self._boot,
-            None if ledger is None else ledger.ledger,
+            ledger,
             self._counts.read(),
             self._counts.write,
             lambda: self._boot,
@@ -334,7 +330,7 @@ class RequestHandler:
         if ledger is None:
             return
         if not place.charge_witnessed:
-            ledger.ledger.check_witnessed(state.paid)
+            ledger.check_witnessed(state.paid)
             if witness.problem is not None:
                 raise witness.problem
             return
@@ -371,7 +367,7 @@ class RequestHandler:
                 check_set(request.mean_of, state.peer, self.place.mean_peers, state.handed.served)
             state.adopt(numpy_arrays(content.array_records[MODEL]))
         weights = self._receivers()
-        self.facts["trained"] = self._may_train(state) and self._train(state, train)
+        self.facts["trained"] = self._train(state, train)
         state.idle = MODEL in content.array_records and not self.facts["trained"]
         state.round_index = request.round_index
         self._hand_in(state)
@@ -403,36 +399,21 @@ class RequestHandler:
                 del weights[receiver]
         return weights
 
-    def _may_train(self, state: PeerState) -> bool:
-        if state.w < LEAST_WEIGHT:
-            self.facts["stopped"] = f"it holds {state.w:.2g} of the mass, and waits for a share before it trains"
-        return state.w >= LEAST_WEIGHT
-
     def _train(self, state: PeerState, train: Train) -> bool:
         """Let the app train from z, and add what it moved by, w · (clipped and noised), to x."""
-        request, privacy, noise = self.request, self.privacy, 0.0
-        if privacy.on:
-            assert self._ledger is not None
+        request, privacy, noise, ledger = self.request, self.privacy, 0.0, self._ledger
+        if ledger is not None:
             assert self._witness is not None
             if not self._witness.is_witnessed:
                 self.facts["stopped"] = UNWITNESSED
                 return False
             noise = privacy.noise(self.place, request.rounds)
-            with self._ledger as ledger:
-                charged = ledger.charge(request.round_index, noise)
-                self._spent, state.paid = ledger.spent, dict(ledger.ledger.lines)
-            if not charged:
-                self.facts["stopped"] = (
-                    f"its next update would exceed epsilon = {ledger.budget:g}; it trains no more, and goes on relaying"
-                )
-                self.facts["exhausted"] = True
-                return False
-        protect = None if privacy.clip_norm is None else partial(protected, privacy.clip_norm, noise)
-        if not take_step(state, train, protect, request.round_index):
-            self.facts["stopped"] = APP_SPENT
-            self.facts["exhausted"] = True
-            return False
-        return True
+        hindrance = take_step(state, train, request.round_index, ledger, privacy.clip_norm, noise)
+        if ledger is not None:
+            self._spent, state.paid = ledger.spent, dict(ledger.lines)
+        if hindrance is not None:
+            self.facts |= {"stopped": hindrance.why, "exhausted": hindrance.for_good}
+        return hindrance is None
 
     def _hand_in(self, state: PeerState) -> None:
         """Put (x, w) into the answer: open, or masked so that only the sum over all says something."""

@@ -20,13 +20,13 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.strategies.masking import Handed
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
-from flower_privdec.privacy.ledger.ledger import Charge, Head, Ledger, RunName, read_entries, releases_in
+from flower_privdec.privacy.ledger.ledger import Charge, Ledger, RunName, read_entries, releases_in
 from flower_privdec.privacy.mechanism.events import Release
 from flower_privdec.privacy.noise.deployed import SystemNoise
 from flower_privdec.pushsum.exactly_once import LAST, PushSumProtocol, RefusedError
@@ -132,29 +132,17 @@ class Layout:
 
     def misfit(self, arrays: Arrays) -> str:
         """Return in words how arrays do not fit; empty where they do. Types of the same kind fit: they are cast."""
-        other = Layout(tuple((name, str(value.dtype), value.shape) for name, value in arrays.items()))
-        same = {name: kind for name, kind, _ in self.parts}
-        alike = tuple(
-            (name, same[name] if _same_kind(kind, same.get(name)) else kind, shape) for name, kind, shape in other.parts
-        )
-        return self.differs(Layout(alike))
-
-    def differs(self, other: Layout) -> str:
-        """Return in words how another layout differs from this one; empty where it does not."""
-        if self.parts == other.parts:
-            return ""
-        ours, theirs = ({name: part for name, *part in layout.parts} for layout in (self, other))
+        kinds = {name: kind for name, kind, _ in self.parts}
+        ours, theirs = {name: f"{kind} {shape}" for name, kind, shape in self.parts}, dict[str, str]()
+        for name, value in arrays.items():
+            is_cast = name in kinds and (np.dtype(kinds[name]).kind == "f") == (value.dtype.kind == "f")
+            theirs[name] = f"{kinds[name] if is_cast else value.dtype} {value.shape}"
         for name in [*ours, *theirs]:
             if ours.get(name) != theirs.get(name):
-                described = [
-                    " ".join(map(str, parts[name])) if name in parts else "missing" for parts in (theirs, ours)
-                ]
-                return f"array {name!r} is {described[0]} and must be {described[1]}"
-        return f"the arrays are in the order {list(theirs)} and must be in the order {list(ours)}"
-
-
-def _same_kind(one: str, other: str | None) -> bool:
-    return other is not None and (np.dtype(one).kind == "f") == (np.dtype(other).kind == "f")
+                return f"array {name!r} is {theirs.get(name, 'missing')} and must be {ours.get(name, 'missing')}"
+        if list(ours) != list(theirs):
+            return f"the arrays are in the order {list(theirs)} and must be in the order {list(ours)}"
+        return ""
 
 
 def numpy_arrays(record: ArrayRecord) -> dict[str, np.ndarray]:
@@ -472,53 +460,37 @@ class PeerSpent:
         )
 
 
-class PeerLedger:
-    """The open ledger of one peer's updates; a context manager.
+class PeerLedger(Ledger):
+    """The open ledger of one peer's updates.
 
     Each round draws fresh noise, so each charge counts, that of a round begun twice as well.
 
-    Args:
-        folder: of the ledger's file.
-        run: the run's name.
-        incarnation: of the peer in that run.
+    Attributes:
         peer: its id.
         delta: δ at which ε is reported.
         budget: the ε that all runs together may not exceed, or ∞.
-
-    Attributes:
-        spent: the total over all runs.
-
-    Raises:
-        BudgetError: the ledger is in use or fails verification.
     """
-
-    charged = 0  # no entry of this run covers steps ahead
 
     def __init__(
         self, folder: Path, run: str, incarnation: int, peer: int, delta: float, budget: float = math.inf
     ) -> None:
+        """Open the ledger in a folder.
+
+        Args:
+            run: the run's name.
+            incarnation: of the peer in that run.
+
+        Raises:
+            BudgetError: the ledger is in use or fails verification.
+        """
+        super().__init__(folder, SOURCE)
         self.peer, self.delta, self.budget = peer, delta, budget
         self._run = RunName(f"{run}-{incarnation}", run, "system entropy")
-        self.ledger = Ledger(folder, SOURCE)
 
     @property
     def spent(self) -> PeerSpent:
-        """Return the total of all charges."""
-        return PeerSpent(releases_in(self.ledger.entries), self.delta)
-
-    @property
-    def n_entries(self) -> int:
-        """Return how many charges the ledger holds."""
-        return len(self.ledger.entries)
-
-    @property
-    def head(self) -> Head:
-        """Return what a checkpoint names."""
-        return self.ledger.head
-
-    def check_head(self, head: Sequence[int | str] | None) -> None:
-        """Check that the ledger still holds everything that a checkpoint saw; raises BudgetError."""
-        self.ledger.check_head(head)
+        """Return the total of all charges of all runs."""
+        return PeerSpent(releases_in(self.entries), self.delta)
 
     def charge_witnessed(self, witnessed: Mapping[int, int], noise: float) -> int:
         """Charge the lines that the ledger lacks, each as an update of a noise multiplier; return how many there are.
@@ -526,16 +498,16 @@ class PeerLedger:
         Args:
             witnessed: see `Ledger.lacks`.
         """
-        missing = self.ledger.lacks(witnessed)
+        missing = self.lacks(witnessed)
         if missing:
-            run = replace(self._run, id=f"{self._run.id}-witnessed-{self.n_entries}")
+            run = replace(self._run, id=f"{self._run.id}-witnessed-{len(self.entries)}")
             charge = Charge((self.peer,), ((((0, missing),), update_release(noise).times(missing)),))
-            self.ledger.append(run, 0, missing, [charge], witnessed=witnessed)
+            self.append(run, 0, missing, [charge], witnessed=witnessed)
         return missing
 
     def allows(self, noise: float) -> bool:
         """Return whether the budget allows one more update of a noise multiplier."""
-        return self.ledger.fits(Charge((self.peer,), (((), update_release(noise)),)), self.budget, self.delta)
+        return self.fits(Charge((self.peer,), (((), update_release(noise)),)), self.budget, self.delta)
 
     def charge(self, round_index: int, noise: float) -> bool:
         """Charge one round's update, on disk before it is computed, and return True; False where the budget is spent.
@@ -550,7 +522,7 @@ class PeerLedger:
         if not self.allows(noise):
             return False
         steps = (round_index - 1, round_index)
-        self.ledger.append(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
+        self.append(self._run, *steps, [Charge((self.peer,), (((steps,), update_release(noise)),))])
         return True
 
     def check_budget(self, noise: float) -> None:
@@ -561,21 +533,10 @@ class PeerLedger:
         """
         if not self.allows(noise):
             raise BudgetError(
-                f"{self.ledger.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon="
-                f"{self.budget:g} allows this run no update of noise multiplier {noise:.4g}; raise the budget or the "
-                "noise",
+                f"{self.path}: epsilon = {self.spent.epsilon:.4g} is spent, and privacy.epsilon={self.budget:g} allows "
+                f"this run no update of noise multiplier {noise:.4g}; raise the budget or the noise",
                 code="ledger.budget-spent",
             )
-
-    def close(self) -> None:
-        """Release the lock."""
-        self.ledger.close()
-
-    def __enter__(self) -> PeerLedger:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def spent_so_far(folder: Path, delta: float) -> PeerSpent:
@@ -771,33 +732,57 @@ class PeerPrivacy:
 LEAST_WEIGHT = 1e-6  # with less of the mass a peer waits for some before it trains again
 APP_SPENT = "its app's own budget allows no more training; it goes on relaying"
 Train = Callable[[ArrayRecord], ArrayRecord]
-Protect = Callable[[np.ndarray], np.ndarray]
 
 
-def take_step(state: PeerState, train: Train, protect: Protect | None, round_index: int) -> bool:
-    """Let an app train, and add w · protect(u) to x, with u what it moved z by.
+class NoStep(NamedTuple):
+    """Why a peer took no step.
+
+    Attributes:
+        why: in words.
+        for_good: whether it takes none in later rounds either, a budget being spent.
+    """
+
+    why: str
+    for_good: bool
+
+
+def take_step(
+    state: PeerState, train: Train, round_index: int, ledger: PeerLedger | None, clip_norm: float | None, noise: float
+) -> NoStep | None:
+    """Charge one update, let the app train, and add w · (u · min(1, C / ‖u‖) + N(0, σ² C² I)) to x.
+
+    u is what the app moved z by.
 
     Args:
-        state: which has some mass; its x, and the arrays that are not mixed, are put in place.
+        state: its x, and the arrays that are not mixed, are put in place.
         train: returns arrays of the state's layout, as `returned_arrays` has them.
-        protect: returns u · min(1, C / ‖u‖) + N(0, σ² C² I) of a finite u, float64 [d]; None for no protection.
-        round_index: from 1, for the log.
+        round_index: from 1.
+        ledger: None for no protection.
+        clip_norm: C; None where there is no ledger.
+        noise: σ, noise std over C.
 
     Returns:
-        Whether the app trained; False where its own ledger, as `private` has one, allows no more: the state is as it
-        was, and the words of that ledger stay in the app's log.
+        None where a step was taken. Where the app's own ledger, as `private` has one, allows no more, the state is as
+        it was, and the words of that ledger stay in the app's log.
 
-    Privacy: one Gaussian release of the whole update, which has to be paid for before. Without protection the state
-    counts the update in `bare`.
+    Privacy: one Gaussian release of the whole update, charged before the app runs. Without protection the state counts
+    the update in `bare`.
     """
+    if state.w < LEAST_WEIGHT:
+        return NoStep(f"it holds {state.w:.2g} of the mass, and waits for a share before it trains", for_good=False)
+    if ledger is not None and not ledger.charge(round_index, noise):
+        why = f"its next update would exceed epsilon = {ledger.budget:g}; it trains no more, and goes on relaying"
+        return NoStep(why, for_good=True)
     given = state.layout.record(state.model(), state.unmixed)
     try:
         returned = train(given)
     except BudgetError:
-        return False
+        return NoStep(APP_SPENT, for_good=True)
     update = _update(state, given, returned, round_index)
-    _move(state, update if protect is None else protect(update), protect is None, round_index)
-    return True
+    if clip_norm is not None:
+        update = protected(clip_norm, noise, update)
+    _move(state, update, clip_norm is None, round_index)
+    return None
 
 
 def _update(state: PeerState, given: ArrayRecord, returned: ArrayRecord, round_index: int) -> np.ndarray:
