@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -97,12 +97,12 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
         ScenarioError: when the file is no whole checkpoint, or the run could not go on from it with the same numbers.
     """
     facts, rows = _read(path, device)
-    if facts["scenario"] != scenario:
+    if facts.scenario != scenario:
         raise ScenarioError(
             f"{path}: is a checkpoint of another scenario; resume with the scenario.yaml beside it, "
             "or start again with another --out"
         )
-    made = RunName(**facts["run"])
+    made = facts.run
     if made.environment != run.environment:
         raise ScenarioError(
             f"{path}: was made with {made.environment}, and here is {run.environment}, which draws other numbers; "
@@ -151,14 +151,35 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return _checkpoint(*_read(path, torch.device("cpu")))
 
 
-def _read(path: Path, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Facts(BaseModel):
+    """What a checkpoint has beside its tensors; see `save_checkpoint`."""
+
+    model_config = ConfigDict(strict=True)
+
+    scenario: str
+    run: RunName
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    head: tuple[Count, str] | None
+    transport: dict[str, Count | dict[str, Any]]
+    round_index: Count
+    at: Count
+    peers: list[Count]
+    edges: dict[str, tuple[list[Count], list[Count]]]
+    tensors: dict[str, list[Any]]
+    beside: dict[str, Place]
+
+
+def _read(path: Path, device: torch.device) -> tuple[_Facts, dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            facts = json.loads(file.metadata()["privdec"])
+            facts = _Facts.model_validate_json(file.metadata()["privdec"])
             rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        for name, place in facts["beside"].items():
-            rows[name] = _beside(path.parent, place, device).reshape(facts["tensors"][name][1:])
-        _check_facts(facts, rows)
+        for name, place in facts.beside.items():
+            rows[name] = _beside(path.parent, place, device).reshape(facts.tensors[name][1:])
+        _check_fit(facts, rows)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ScenarioError(
             f"{path}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or start again with "
@@ -177,63 +198,27 @@ def _beside(folder: Path, place: Place, device: torch.device) -> Tensor:
         return tensor
 
 
-def _check_facts(facts: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse what `save_checkpoint` never writes.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: saying what.
-    """
-    for name, rule in _RULES.items():
-        if not rule(facts[name]):
-            raise ValueError(f"its {name} is {shown(facts[name], 40)}")
-    RunName(**facts["run"])
-    if facts["tensors"] != _layout(tensors):
+def _check_fit(facts: _Facts, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse facts that are not those of the tensors; raises ValueError."""
+    if facts.tensors != _layout(tensors):
         raise ValueError("its tensors are not those that were written")
-    peers = facts["peers"]
     rows = [tensor for name, tensor in tensors.items() if not name.startswith((EDGE, CARRIED))]
-    if sorted(set(peers)) != peers or any(len(row) != len(peers) for row in rows):
-        raise ValueError(f"its peers are {shown(peers, 40)}, or have rows of another number")
-    if {EDGE + name for name in facts["edges"]} != {name for name in tensors if name.startswith(EDGE)}:
+    if sorted(set(facts.peers)) != facts.peers or any(len(row) != len(facts.peers) for row in rows):
+        raise ValueError(f"its peers are {shown(facts.peers, 40)}, or have rows of another number")
+    if {EDGE + name for name in facts.edges} != {name for name in tensors if name.startswith(EDGE)}:
         raise ValueError("its edges are not those of its tensors")
-    if any(not len(own) == len(other) == len(tensors[EDGE + name]) for name, (own, other) in facts["edges"].items()):
+    if any(not len(own) == len(other) == len(tensors[EDGE + name]) for name, (own, other) in facts.edges.items()):
         raise ValueError("its edges are not as many as their values")
 
 
-def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_count, value))
-
-
-_RULES: dict[str, Callable[[Any], bool]] = {
-    "scenario": lambda value: isinstance(value, str),
-    "run": lambda value: isinstance(value, dict) and all(isinstance(part, str) for part in value.values()),
-    "seconds": lambda value: isinstance(value, int | float) and 0 <= value < math.inf,
-    "head": lambda value: value is None or (len(value) == 2 and _count(value[0]) and isinstance(value[1], str)),
-    "transport": lambda value: all(_count(part) or isinstance(part, dict) for part in value.values()),
-    "round_index": _count,
-    "at": _count,
-    "peers": _counts,
-    "edges": lambda value: all(len(pair) == 2 and all(map(_counts, pair)) for pair in value.values()),
-    "tensors": lambda value: isinstance(value, dict),
-}
-
-
-def _checkpoint(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+def _checkpoint(facts: _Facts, tensors: dict[str, Tensor]) -> Checkpoint:
     carried = {name.removeprefix(CARRIED): tensors.pop(name) for name in list(tensors) if name.startswith(CARRIED)}
-    run, head = RunName(**facts["run"]), facts["head"]
-    state = _state(facts, tensors)
-    return Checkpoint(state, facts["scenario"], run, facts["seconds"], head, facts["transport"], carried)
-
-
-def _state(facts: dict[str, Any], rows: dict[str, Tensor]) -> State:
     edges = {
-        name: Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), rows.pop(EDGE + name))
-        for name, (own, other) in facts["edges"].items()
+        name: Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), tensors.pop(EDGE + name))
+        for name, (own, other) in facts.edges.items()
     }
-    return State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows, edges)
+    state = State(np.asarray(facts.peers, dtype=np.int64), facts.round_index, facts.at, tensors, edges)
+    return Checkpoint(state, facts.scenario, facts.run, facts.seconds, facts.head, facts.transport, carried)
 
 
 NAMES = {

@@ -43,7 +43,7 @@ class OwnParts:
         keys: what each peer's noise and batches are drawn from, by global id, see `run_key`.
         run: what ledgers and checkpoints call their run.
         protection: their clipping, noise and accounts; None without privacy.
-        noise_inflation: by how much hardened noise is larger, see `hardening`; None where it is not asked for.
+        noise_inflation: by how much hardened noise is larger; None where it is not asked for.
         from_system: whether batches and noise are the operating system's, and never the same twice.
     """
 
@@ -229,7 +229,7 @@ def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int
     return largest + OTHER
 
 
-LEAST_FACTOR, MOST_FACTOR = 1e-15, 1e30  # see `gradients.bounds`; 2^-126 to 2^128 is what float32 holds
+LEAST_FACTOR, MOST_FACTOR = 1e-15, 1e30  # see `gradients.protocol`; 2^-126 to 2^128 is what float32 holds
 
 
 def check_number_range(plan: Protection, learning_rate: LearningRate, sizes: np.ndarray, batches: np.ndarray) -> None:

@@ -43,17 +43,16 @@ from flower_privdec.flower.mods.peer_state import (
     WITNESSED,
     Layout,
     PeerLedger,
-    PeerPrivacy,
     PeerState,
     UnfitAnswerError,
     bare_words,
     keep_metrics,
     mass_of,
     new_incarnation,
+    noise_for,
     numpy_arrays,
     protocol,
     returned_arrays,
-    solved_noise,
     take_step,
     working_in,
 )
@@ -444,13 +443,10 @@ class AppTrainer:
         """Return the noise multiplier: the scenario's, or the least that keeps the budget over this peer's rounds."""
         scenario, private = self.scenario, self._private
         assert private is not None
-        if private.noise_multiplier is not None:
-            return private.noise_multiplier
-        assert private.epsilon is not None
         active = self.participation.active
         takes_all = scenario.participation.kind == "all"
         rounds = scenario.rounds if takes_all else sum(bool(active(k)[self._peer]) for k in range(scenario.rounds))
-        return solved_noise(private.epsilon, private.delta, max(1, rounds))
+        return noise_for(private, rounds)
 
     def advance(self, state: State) -> Exchange | None:
         """See Trainer."""
@@ -659,7 +655,12 @@ def node_config_of(pairs: Sequence[str]) -> Mapping[str, Any]:
 
 
 def run_mesh(
-    run: str, scenario: str, initial: InitialArrays, settings: PeerSettings, privacy: PeerPrivacy, train: TrainApp
+    run: str,
+    scenario: str,
+    initial: InitialArrays,
+    settings: PeerSettings,
+    privacy: AppPrivacySection | None,
+    train: TrainApp,
 ) -> PeerState:
     """Run a SuperNode's peer over direct connections, from its start or its last checkpoint, and return its mass.
 
@@ -670,6 +671,7 @@ def run_mesh(
     Args:
         run: the run's name.
         scenario: of the train message, as YAML.
+        privacy: held to the budget of the node's owner.
 
     Raises:
         RunError: the run could not go on, or the scenario asks for more than a server may decide.
@@ -679,16 +681,7 @@ def run_mesh(
     agreed = _checked_scenario(run, scenario, settings)
     assert agreed.network.peers is not None
     assert settings.certificates is not None
-    epsilon, delta = privacy.budget(settings)  # raises where the owner's budget cannot be kept
-    private = None
-    if privacy.clip_norm is not None:
-        private = AppPrivacySection(
-            clip_norm=privacy.clip_norm,
-            noise_multiplier=privacy.noise_multiplier,
-            epsilon=epsilon if math.isfinite(epsilon) else None,
-            delta=delta,
-            ledger=str(settings.folder),
-        )
+    private = None if privacy is None else privacy.model_copy(update={"ledger": str(settings.folder)})
     folder = settings.folder / f"mesh-{run}"
     credentials = credentials_of(agreed, settings.certificates, settings.peer)
     addresses = tuple(peer.address for peer in agreed.network.peers)

@@ -1,7 +1,7 @@
 """Direct connections between shards: torch.distributed's gloo, with rows in flat buffers and nothing pickled.
 
 What gloo is: TCP between every two shards, without encryption and without authentication. A process that reaches the
-ports can read rows, take a shard's place or send it any rows; see `meeting` for where they listen. What comes in is
+ports can read rows, take a shard's place or send it any rows; see `rendezvous` for where they listen. What comes in is
 checked all the same: that it is of this place of the run, and that it is finite. A shard that is gone is known by its
 closed connections, at once, and one whose machine is gone by its silence, after PATIENCE.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -23,18 +24,20 @@ from flower_privdec.flower.mods.peer_state import (
     KnownPeers,
     Layout,
     PeerLedger,
-    PeerPrivacy,
     PeerSeal,
     PeerSpent,
     PeerState,
     Train,
     UnfitAnswerError,
     alone_in,
+    app_privacy,
     bare_words,
     boot_of,
     check_shares,
+    held_privacy,
     keep_metrics,
     load_state,
+    noise_for,
     numpy_arrays,
     returned_arrays,
     run_frames,
@@ -52,6 +55,7 @@ from flower_privdec.network.peer.peer import WitnessFile
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec
 from flower_privdec.pushsum.witness import LedgerReport, LedgerWitness
+from flower_privdec.scenario.sections import AppPrivacySection
 
 log = logging.getLogger("flwr.privdec")
 
@@ -226,14 +230,16 @@ class RequestHandler:
         seal: whether it seals what it sends, and takes sealed shares alone.
     """
 
-    def __init__(self, request: PeerRequest, place: PeerSettings, privacy: PeerPrivacy, seal: bool) -> None:
-        self.request, self.place, self.privacy, self.seals = request, place, privacy, seal
+    def __init__(
+        self, request: PeerRequest, place: PeerSettings, privacy: AppPrivacySection | None, seal: bool
+    ) -> None:
+        self.request, self.place, self.seals = request, place, seal
+        self.privacy = held_privacy(privacy, place)
         self.path = state_path(place.folder, request.run)
         self.identity = Identity(place.folder)
         self.known = KnownPeers(place.folder, place.known_peers)
         self.state = load_state(self.path)
         self._seal = PeerSeal(self.identity, self.known) if seal else None
-        self._budget = privacy.budget(place)
         self.facts: dict[str, Any] = {}
         self.records: dict[str, ArrayRecord] = {}
         self._refused: dict[str, str] = {}
@@ -306,9 +312,9 @@ class RequestHandler:
     def _hear(self, state: PeerState, frames: FrameCodec, reports: Iterable[tuple[str, bytes]]) -> None:
         """Take in what neighbours report, and check or charge what they and the state have seen of the ledger."""
         place, request = self.place, self.request
-        if self.privacy.on:
-            budget, delta = self._budget
-            self._ledger = PeerLedger(place.folder, request.run, state.shares.incarnation, state.peer, delta, budget)
+        if (privacy := self.privacy) is not None:
+            budget, incarnation = privacy.epsilon or math.inf, state.shares.incarnation
+            self._ledger = PeerLedger(place.folder, request.run, incarnation, state.peer, privacy.delta, budget)
             self._ledger.name_lines(self._boot)
         ledger, neighbors = self._ledger, witnesses_of(place.peer, place.n_peers)
         self._witness = witness = LedgerWitness(
@@ -327,7 +333,7 @@ class RequestHandler:
                     raise RefusedError("it is no report for this peer")
                 witness.receive(report)
                 self._reporters.add(report.sender)
-        if ledger is None:
+        if ledger is None or self.privacy is None:
             return
         if not place.charge_witnessed:
             ledger.check_witnessed(state.paid)
@@ -336,7 +342,7 @@ class RequestHandler:
             return
         seen = witness.reported
         counted = {boot: max(lines, seen.get(boot, 0)) for boot, lines in (seen | state.paid).items()}
-        if charged := ledger.charge_witnessed(counted, self.privacy.noise(place, request.rounds)):
+        if charged := ledger.charge_witnessed(counted, noise_for(self.privacy, request.rounds)):
             log.warning("peer %s charged %s lines that its ledger lacked", place.peer, charged)
             self._spent, witness.problem = ledger.spent, None
 
@@ -401,14 +407,15 @@ class RequestHandler:
 
     def _train(self, state: PeerState, train: Train) -> bool:
         """Let the app train from z, and add what it moved by, w · (clipped and noised), to x."""
-        request, privacy, noise, ledger = self.request, self.privacy, 0.0, self._ledger
-        if ledger is not None:
+        request, privacy, ledger, noise, clip_norm = self.request, self.privacy, self._ledger, 0.0, None
+        if privacy is not None:
+            assert ledger is not None
             assert self._witness is not None
             if not self._witness.is_witnessed:
                 self.facts["stopped"] = UNWITNESSED
                 return False
-            noise = privacy.noise(self.place, request.rounds)
-        hindrance = take_step(state, train, request.round_index, ledger, privacy.clip_norm, noise)
+            noise, clip_norm = noise_for(privacy, request.rounds), privacy.clip_norm
+        hindrance = take_step(state, train, request.round_index, ledger, clip_norm, noise)
         if ledger is not None:
             self._spent, state.paid = ledger.spent, dict(ledger.lines)
         if hindrance is not None:
@@ -475,13 +482,15 @@ class RequestHandler:
         if witness is None:
             return pack_bytes(packed)
         for neighbor in sorted(witness.neighbors & set(self.request.neighbors)):
-            if self.privacy.on or neighbor in self._reporters:
+            if self.privacy is not None or neighbor in self._reporters:
                 with self._refusing(f"to {neighbor}"):
                     packed[f"{LEDGER}{neighbor}"] = bytes(frames.encode(witness.report(neighbor)))
         return pack_bytes(packed)
 
     def _tell(self, state: PeerState | None, acknowledgements: list[bytes]) -> PeerReport:
-        spent = self._spent or (spent_so_far(self.place.folder, self._budget[1]) if self.privacy.on else None)
+        spent = self._spent
+        if spent is None and self.privacy is not None:
+            spent = spent_so_far(self.place.folder, self.privacy.delta)
         bare = 0 if state is None else state.bare
         return PeerReport(
             self.place.peer,
@@ -567,11 +576,11 @@ class PeerMod:
     ) -> None:
         check_paths({"folder": folder})
         check_kinds({"seal": seal, "share_metrics": share_metrics}, (bool,), "True, False or None")
-        self.privacy = PeerPrivacy(clip_norm, noise_multiplier, epsilon, delta)
+        self.privacy = app_privacy(clip_norm, noise_multiplier, epsilon, delta)
         self.folder = None if folder is None else Path(folder)
         self.seal = seal
-        self.keeps_metrics = self.privacy.on if share_metrics is None else not share_metrics
-        self.withholds = self.privacy.on or self.keeps_metrics
+        self.keeps_metrics = self.privacy is not None if share_metrics is None else not share_metrics
+        self.withholds = self.privacy is not None or self.keeps_metrics
 
     def __call__(self, message: Message, context: Context, app: App) -> Message:
         """Answer a message in the app's place, and let it answer what is its own."""
@@ -646,7 +655,7 @@ class PeerMod:
             return self._trained(peer, answer, layout)
 
         initial = InitialArrays(numpy_arrays(content.array_records[INITIAL]), request.arrays)
-        peer.state = run_mesh(request.run, request.scenario, initial, peer.place, self.privacy, train)
+        peer.state = run_mesh(request.run, request.scenario, initial, peer.place, peer.privacy, train)
 
     def _call(
         self, peer: RequestHandler, arrays: ArrayRecord, message: Message, context: Context, app: App

@@ -53,6 +53,8 @@ from flower_privdec.privacy.noise.deployed import SystemNoise
 from flower_privdec.pushsum.exactly_once import LAST, PushSumProtocol, RefusedError
 from flower_privdec.pushsum.frames import FrameCodec, RowFormat, Seal, TensorArithmetic, pack, unpack
 from flower_privdec.pushsum.witness import draw_boot
+from flower_privdec.scenario.loading import validated
+from flower_privdec.scenario.sections import AppPrivacySection
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -548,20 +550,6 @@ def spent_so_far(folder: Path, delta: float) -> PeerSpent:
     return PeerSpent(releases_in(read_entries(folder, SOURCE)), delta)
 
 
-def check_budget(budget: float, delta: float, noise: float | None, where: str) -> None:
-    """Refuse a budget that is none, or that no noise keeps.
-
-    Raises:
-        BudgetError: naming it.
-    """
-    if not budget > 0 or not 0 < delta < 1:
-        raise BudgetError(f"epsilon={budget} must be > 0 and delta={delta} in (0, 1); set {where}")
-    if math.isfinite(budget) and noise is None:
-        raise BudgetError(
-            f"epsilon={budget} of {where} needs clip_norm and noise: say PeerMod(clip_norm=..., epsilon=...)"
-        )
-
-
 _folder: ContextVar[Path] = ContextVar("folder")
 
 
@@ -673,60 +661,45 @@ def unsound(update: np.ndarray) -> str:
     return f"{infinite} of its {update.size} numbers are infinite" if infinite else ""
 
 
-@dataclass(frozen=True)
-class PeerPrivacy:
-    """What an app asks for.
+def app_privacy(
+    clip_norm: float | None, noise_multiplier: float | None, epsilon: float | None, delta: float
+) -> AppPrivacySection | None:
+    """Return what an app asks for: None where it gives no clip norm, noise or budget.
 
-    Attributes:
-        clip_norm: the most that a round's update may move the model, in Euclidean norm; None for no protection.
-        noise_multiplier: noise std over the clip norm; None to solve it from epsilon.
-        epsilon: the budget over all rounds and runs of this peer; None for no limit.
-        delta: δ.
+    Raises:
+        ScenarioError: a value of the wrong kind or out of its range, or a clip norm without noise, or noise without a
+            clip norm.
     """
+    given = {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier, "epsilon": epsilon}
+    check_numbers({**given, "delta": delta})
+    numbers = {name: float(value) for name, value in given.items() if value is not None}
+    return validated(AppPrivacySection, {**numbers, "delta": delta}, "PeerMod") if numbers else None
 
-    clip_norm: float | None
-    noise_multiplier: float | None
-    epsilon: float | None
-    delta: float
 
-    def __post_init__(self) -> None:
-        check_numbers(asdict(self))
-        for name, value in (("clip_norm", self.clip_norm), ("epsilon", self.epsilon)):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ScenarioError(f"{name}={value} must be finite and > 0; leave it out for none")
-        noise = self.noise_multiplier
-        if noise is not None and not (noise > 0 and math.isfinite(noise)):
-            raise ScenarioError(f"noise_multiplier={noise} must be finite and > 0; leave it out to have no noise")
-        if self.delta is None or not 0 < self.delta < 1:
-            raise ScenarioError(f"delta={self.delta} must be in (0, 1); well below one over the number of peers")
-        if (self.clip_norm is None) != (noise is None and self.epsilon is None):
-            raise ScenarioError(
-                f"clip_norm={self.clip_norm}, noise_multiplier={noise}, epsilon={self.epsilon}: a peer is protected by "
-                "clip_norm together with noise_multiplier, or with the epsilon from which the noise is solved; give "
-                "both, or neither"
+def held_privacy(privacy: AppPrivacySection | None, place: PeerSettings) -> AppPrivacySection | None:
+    """Return what an app asks for, with the stricter of its budget and that of the peer's owner.
+
+    Raises:
+        BudgetError: the owner has a budget and nothing is protected.
+    """
+    if privacy is None:
+        if math.isfinite(place.epsilon):
+            raise BudgetError(
+                f"epsilon={place.epsilon} of the node-config needs clip_norm and noise: say PeerMod(clip_norm=..., "
+                "epsilon=...)"
             )
+        return None
+    epsilon = min(place.epsilon, privacy.epsilon or math.inf)
+    delta = privacy.delta if place.delta is None else min(privacy.delta, place.delta)
+    return privacy.model_copy(update={"epsilon": epsilon if math.isfinite(epsilon) else None, "delta": delta})
 
-    @property
-    def on(self) -> bool:
-        """Return whether anything is protected."""
-        return self.clip_norm is not None
 
-    def budget(self, place: PeerSettings) -> tuple[float, float]:
-        """Return ε and δ to which a peer is held: the stricter of the app's and its owner's.
-
-        Raises:
-            BudgetError: the owner's budget cannot be kept.
-        """
-        delta = self.delta if place.delta is None else min(self.delta, place.delta)
-        check_budget(place.epsilon, delta, self.clip_norm, "the node-config")
-        return min(place.epsilon, self.epsilon or math.inf), delta
-
-    def noise(self, place: PeerSettings, rounds: int) -> float:
-        """Return the noise multiplier of a run of so many rounds."""
-        if self.noise_multiplier is not None:
-            return self.noise_multiplier
-        epsilon, delta = self.budget(place)
-        return solved_noise(epsilon, delta, max(1, rounds))
+def noise_for(privacy: AppPrivacySection, rounds: int) -> float:
+    """Return the noise multiplier: the given one, or the least with which so many rounds keep the budget."""
+    if privacy.noise_multiplier is not None:
+        return privacy.noise_multiplier
+    assert privacy.epsilon is not None
+    return solved_noise(privacy.epsilon, privacy.delta, max(1, rounds))
 
 
 LEAST_WEIGHT = 1e-6  # with less of the mass a peer waits for some before it trains again

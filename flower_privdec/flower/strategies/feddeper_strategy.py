@@ -103,7 +103,7 @@ class FedDeperStrategy(PushSum):
         """Return the round to go on with; over a server, after restoring x from the peers that took part last."""
         if not self._over_server:
             return super()._first_round()
-        last = max(self.reports[peer].round_index for peer in self.network.registry.there)
+        last = max(self.reports[peer].round_index for peer in self.network.there)
         if last:
             peers = [peer for peer in self.network.responsive_peers() if self.reports[peer].round_index == last]
             summed = [peer for peer in peers if not self.reports[peer].idle]
@@ -126,7 +126,7 @@ class FedDeperStrategy(PushSum):
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
         if not self._over_server:
             return super()._links(round_index)
-        return {peer: [] for peer in range(self.network.registry.n_peers)}
+        return {peer: [] for peer in range(self.network.n_peers)}
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

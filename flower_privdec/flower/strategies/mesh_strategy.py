@@ -90,9 +90,7 @@ class Mesh(PushSum):
     ) -> Result:
         """Let the peers run all rounds among themselves; relay them where a peer cannot be reached."""
         network, reports = self.network, self.reports
-        unreachable = [
-            peer for peer in range(network.registry.n_peers) if peer not in reports or not reports[peer].address
-        ]
+        unreachable = [peer for peer in range(network.n_peers) if peer not in reports or not reports[peer].address]
         if unreachable:
             log.info("Peers %s have no address: all rounds are relayed by this ServerApp", unreachable)
             return super()._run(num_rounds, train_config, evaluate_config, evaluate_fn)

@@ -79,7 +79,7 @@ def check_strategy(given: Mapping[str, Any]) -> None:
     """Refuse options of the wrong kind or out of their range.
 
     Args:
-        given: those of `Routed`, by name.
+        given: those of `PushSum`, by name.
 
     Raises:
         ScenarioError: naming the value and the rule.
@@ -134,8 +134,13 @@ Aggregate = Callable[[list[RecordDict], str], MetricRecord]
 EvaluateMean = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
-class Routed(Strategy):
-    """A strategy that finds its peers, sends each in every round its receivers, and relays its shares to them.
+class PushSum(Strategy):
+    """Let every peer train its own model and average them over a directed graph by push-sum.
+
+        (x_i, w_i) ← Σ_j W_ij (x_j, w_j),  z_i = x_i / w_i,  W_ij = 1 / (out_j + 1) of the round's active peers
+
+    It takes the place of one of Flower's: `PushSum(topology="directed-exponential").start(grid, arrays, ...)`. It finds
+    the peers, sends each in every round its receivers, and relays the shares to them, of which it combines none.
 
     No global model exists. The network's mean Σ x / Σ w is computed for `evaluate_fn` alone, and is what
     `result.arrays` holds at the end; `peer_arrays` then has each peer's own model, where peers do not seal what they
@@ -165,9 +170,11 @@ class Routed(Strategy):
 
     Raises:
         ScenarioError: an option of the wrong kind or out of its range, or a graph without such weights.
+
+    Source: Kempe et al. 2003; Assran et al. 2019, Stochastic Gradient Push, Algorithm 1.
     """
 
-    weights: ClassVar[str]
+    weights: ClassVar[str] = "column-stochastic"
     local_record: ClassVar[str] = ""  # see `PeerRequest`
 
     def __init__(
@@ -275,7 +282,7 @@ class Routed(Strategy):
         self.network = PeerNetwork(grid, common, timeout, RelayStore(run_frames(run, self._layout)))
         self.network.find(self.patience)
         self._sealed = self.network.sealed
-        self._build_graph(self.network.registry.n_peers)
+        self._build_graph(self.network.n_peers)
         self.summary()
 
     @property
@@ -294,12 +301,12 @@ class Routed(Strategy):
 
     def _first_round(self) -> int:
         """Return the round to go on with: again the last, where a peer missed it, for none takes part twice."""
-        rounds = [self.reports[peer].round_index for peer in self.network.registry.there]
+        rounds = [self.reports[peer].round_index for peer in self.network.there]
         return max(rounds) + (min(rounds) == max(rounds) or max(rounds) == 0)
 
     def summary(self) -> None:
         """Log who takes part and how."""
-        n_peers, common = self.network.registry.n_peers, self.network.common
+        n_peers, common = self.network.n_peers, self.network.common
         log.info("%s on %s: %s peers, %s rounds", type(self).__name__, self._graph.name, n_peers, self._rounds)
         log.info("Run %r; a simulation's peers keep state and ledgers in %s", common["run"], common["folder"])
         log.info("Shares are %s", "sealed between the peers" if self._sealed else "open to this ServerApp")
@@ -358,7 +365,7 @@ class Routed(Strategy):
 
     def _links(self, round_index: int) -> dict[int, list[tuple[int, float]]]:
         """Return the receivers of each peer's shares in a round, with weights: responsive peers alone."""
-        present = np.zeros(self.network.registry.n_peers, dtype=bool)
+        present = np.zeros(self.network.n_peers, dtype=bool)
         present[self._counted] = True
         links: dict[int, list[tuple[int, float]]] = {peer: [] for peer in range(len(present))}
         if present.sum() < 2:
@@ -373,7 +380,7 @@ class Routed(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the mean over the peers that took part, for evaluation alone, and the metrics that came."""
         self.network.raise_if_all_fail(self._asked)
-        answers = {self.network.registry.peer_at(reply.metadata.src_node_id): reply for reply in replies}
+        answers = {self.network.peer_at(reply.metadata.src_node_id): reply for reply in replies}
         trained = sum(self.reports[peer].trained for peer in answers)
         self._exhausted |= {peer: self.reports[peer].stopped for peer in answers if self.reports[peer].exhausted}
         troubles = self.network.troubles()
@@ -382,7 +389,7 @@ class Routed(Strategy):
             server_round,
             self._rounds,
             trained,
-            self.network.registry.n_peers,
+            self.network.n_peers,
             f" ({troubles})" if troubles else "",
         )
         mean = self._mean(answers, self._counted) if self._wants_mean else None
@@ -467,27 +474,13 @@ class Routed(Strategy):
         return self._layout.record(mass[:-1] / mass[-1], self._unmixed)
 
 
-class PushSum(Routed):
-    """Let every peer train its own model and average them over a directed graph by push-sum.
-
-        (x_i, w_i) ← Σ_j W_ij (x_j, w_j),  z_i = x_i / w_i,  W_ij = 1 / (out_j + 1) of the round's active peers
-
-    It takes the place of one of Flower's: `PushSum(topology="directed-exponential").start(grid, arrays, ...)`. It
-    carries what peers send to each other and combines none of it; see `Routed` for its arguments.
-
-    Source: Kempe et al. 2003; Assran et al. 2019, Stochastic Gradient Push, Algorithm 1.
-    """
-
-    weights = "column-stochastic"
-
-
-class Gossip(Routed):
+class Gossip(PushSum):
     """Let every peer train its own model and average them over an undirected graph, with doubly stochastic weights.
 
         x_i ← Σ_j W_ij x_j,  W_ij = 1 / (1 + max(deg_i, deg_j)) of the round's active peers, the rest to itself
 
     The weight w of push-sum goes along: it is 1, and leaves it only where a message is late, whose part is then not
-    missed. See `Routed` for the arguments.
+    missed. The arguments are those of PushSum.
 
     Raises:
         ScenarioError: the graph is directed.
