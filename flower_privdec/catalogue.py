@@ -28,15 +28,15 @@ class Choice:
     lines: Mapping[str, str]
 
     def __iter__(self) -> Iterator[str]:
-        """Go through the names."""
+        """Iterate over the names."""
         return iter(self.lines)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether something is one of the names."""
+        """Return whether a name is in the catalogue."""
         return name in self.lines
 
     def check(self, name: str, key: str) -> None:
-        """Refuse what is none of the names.
+        """Refuse a name that is not in the catalogue.
 
         Raises:
             ScenarioError: naming the key of the scenario, all names, and the nearest.

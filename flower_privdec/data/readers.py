@@ -316,7 +316,7 @@ MOST_CLASSES = 10**9
 
 @dataclass(frozen=True)
 class Wanted:
-    """How a user's own arrays are to be read.
+    """Options for reading a user's own arrays.
 
     Attributes:
         targets: the kind of y.

@@ -161,7 +161,7 @@ class Pending:
                 raise lost(self.shards.name(shard), self.here, error) from error
 
     def forget(self) -> None:
-        """Let go of all that holds connections open."""
+        """Release all that holds connections open."""
         self.arriving.clear()
         self.leaving.clear()
 
