@@ -673,7 +673,9 @@ def app_privacy(
     given = {"clip_norm": clip_norm, "noise_multiplier": noise_multiplier, "epsilon": epsilon}
     check_numbers({**given, "delta": delta})
     numbers = {name: float(value) for name, value in given.items() if value is not None}
-    return validated(AppPrivacySection, {**numbers, "delta": delta}, "PeerMod") if numbers else None
+    checked = numbers or {"clip_norm": 1.0, "noise_multiplier": 1.0}  # where nothing is asked for, δ is checked alone
+    section = validated(AppPrivacySection, {**checked, "delta": delta}, "PeerMod")
+    return section if numbers else None
 
 
 def held_privacy(privacy: AppPrivacySection | None, place: PeerSettings) -> AppPrivacySection | None:
