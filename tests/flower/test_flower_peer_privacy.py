@@ -144,7 +144,7 @@ def test_a_budget_that_is_reached_stops_training_and_the_peer_goes_on_relaying(t
     assert sum(edge.sent for edge in state.shares.edges.values()) == 6  # it went on sending
     assert state.round_index == 6
     assert "3 of 4 peers trained (peer 2: its next update would exceed epsilon" in caplog.text
-    assert "it trains no more, and goes on relaying" in caplog.text
+    assert "it stops training and only exchanges" in caplog.text
 
 
 def test_training_ends_when_every_budget_is_reached(tmp_path, caplog):

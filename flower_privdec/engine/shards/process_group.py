@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -207,7 +207,7 @@ class ProcessGroup:
             group = ProcessGroupGloo(store, shard, len(shards), options)
         except RuntimeError as error:
             raise lost("the other shards", "their meeting", error) from error
-        return cls(cast(ShardGroup, group), shard, shards)
+        return cls(group, shard, shards)
 
     @property
     def group(self) -> ShardGroup:

@@ -705,7 +705,7 @@ def noise_for(privacy: AppPrivacySection, rounds: int) -> float:
 
 
 LEAST_WEIGHT = 1e-6  # with less of the mass a peer waits for some before it trains again
-APP_SPENT = "its app's own budget allows no more training; it goes on relaying"
+APP_SPENT = "its app's own budget allows no more training; it only exchanges"
 Train = Callable[[ArrayRecord], ArrayRecord]
 
 
@@ -746,7 +746,7 @@ def take_step(
     if state.w < LEAST_WEIGHT:
         return NoStep(f"it holds {state.w:.2g} of the mass, and waits for a share before it trains", for_good=False)
     if ledger is not None and not ledger.charge(round_index, noise):
-        why = f"its next update would exceed epsilon = {ledger.budget:g}; it trains no more, and goes on relaying"
+        why = f"its next update would exceed epsilon = {ledger.budget:g}; it stops training and only exchanges"
         return NoStep(why, for_good=True)
     given = state.layout.record(state.model(), state.unmixed)
     try:

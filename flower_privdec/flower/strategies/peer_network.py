@@ -387,7 +387,7 @@ class PeerNetwork:
             self._relay(report, reply.content.array_records.get(OUTBOX))
 
     def troubles(self) -> str:
-        """Return what is worth a word: who is silent, fails, refuses a share, or trains no more."""
+        """Return the problems to log: peers that are silent, fail, refuse a share, or have stopped training."""
         troubles = {peer: report.stopped for peer, report in self.reports.items() if report.stopped}
         troubles |= {peer: f"cannot evaluate: {why}" for peer, why in self.eval_errors.items()}
         for peer, report in self.reports.items():
