@@ -36,7 +36,7 @@ from flower_privdec.engine.spent import json_number
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
 from flower_privdec.experiment.agreement import build_exchange
 from flower_privdec.experiment.view import NOISE
-from flower_privdec.flower.launch.error_formatting import reason
+from flower_privdec.flower.error_formatting import reason
 from flower_privdec.flower.launch.local_grid import LocalGrid, OpenedApp, opened_app, with_id
 from flower_privdec.flower.mods.peer_state import (
     UNPROTECTED,

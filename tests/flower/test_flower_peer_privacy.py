@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
 from flower_privdec.flower import LocalGrid, PeerMod, PushSum, peer_folder, private, public_key
+from flower_privdec.flower.mods.masking import masked, unmasked_sum
 from flower_privdec.flower.mods.peer_mod import PeerRequest
 from flower_privdec.flower.mods.peer_state import (
     Identity,
@@ -36,7 +37,6 @@ from flower_privdec.flower.mods.peer_state import (
     spent_so_far,
     state_path,
 )
-from flower_privdec.flower.strategies.masking import masked, unmasked_sum
 from flower_privdec.flower.strategies.peer_network import PeerNetwork
 from flower_privdec.pushsum.exactly_once import RefusedError
 

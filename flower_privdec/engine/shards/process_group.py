@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -204,7 +204,7 @@ class ProcessGroup:
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=patience)
         try:
-            group = ProcessGroupGloo(store, shard, len(shards), options)
+            group: Any = ProcessGroupGloo(store, shard, len(shards), options)  # whose stubs have no send
         except RuntimeError as error:
             raise lost("the other shards", "their meeting", error) from error
         return cls(group, shard, shards)

@@ -52,7 +52,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from flower_privdec.common.files import write_atomically
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError, ScenarioError
-from flower_privdec.flower.launch.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line
+from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line
 from flower_privdec.flower.mods.peer_mod import SAYS, PeerMod
 from flower_privdec.flower.mods.peer_state import (
     ADJACENCY,

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from flower_privdec.common.arguments import check_kinds, check_paths
 from flower_privdec.errors import RAISED_BY_USERS, BudgetError, RunError
-from flower_privdec.flower.launch.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, reason
+from flower_privdec.flower.error_formatting import CLIENT_APP_RAISED, USER_ERRORS, error_line, reason
+from flower_privdec.flower.mods.masking import check_set, masked
 from flower_privdec.flower.mods.peer_state import (
     WITNESSED,
     Identity,
@@ -50,7 +51,6 @@ from flower_privdec.flower.mods.peer_state import (
 )
 from flower_privdec.flower.node_settings import PeerSettings
 from flower_privdec.flower.serverless import InitialArrays, run_mesh
-from flower_privdec.flower.strategies.masking import check_set, masked
 from flower_privdec.network.peer.peer import WitnessFile
 from flower_privdec.pushsum.exactly_once import Acknowledgement, FrozenShare, RefusedError, StaleStateError
 from flower_privdec.pushsum.frames import FrameCodec

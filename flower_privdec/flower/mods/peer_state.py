@@ -43,8 +43,8 @@ from flower_privdec.common.arguments import check_numbers, check_paths
 from flower_privdec.common.files import write_atomically
 from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import BudgetError, RunError, ScenarioError
+from flower_privdec.flower.mods.masking import Handed
 from flower_privdec.flower.node_settings import PeerSettings
-from flower_privdec.flower.strategies.masking import Handed
 from flower_privdec.privacy.accountant.accounting import epsilon
 from flower_privdec.privacy.accountant.calibration import noise_multiplier
 from flower_privdec.privacy.ledger.ledger import Charge, Ledger, RunName, read_entries, releases_in

@@ -13,7 +13,8 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from flower_privdec.errors import RunError
-from flower_privdec.flower.launch.error_formatting import reason
+from flower_privdec.flower.error_formatting import reason
+from flower_privdec.flower.mods.masking import unmasked_sum
 from flower_privdec.flower.mods.peer_mod import (
     GREET,
     INBOX,
@@ -30,7 +31,6 @@ from flower_privdec.flower.mods.peer_mod import (
     unpack_bytes,
 )
 from flower_privdec.flower.mods.peer_state import UNPROTECTED
-from flower_privdec.flower.strategies.masking import unmasked_sum
 from flower_privdec.graph.mixing import MixingMatrix, average_matrix, mixing_matrix
 from flower_privdec.graph.topology import CompleteTopology, Topology
 from flower_privdec.pushsum.exactly_once import RefusedError
