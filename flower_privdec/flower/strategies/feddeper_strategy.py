@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -19,7 +18,7 @@ from flower_privdec.errors import RunError
 from flower_privdec.flower.mods.peer_mod import MODEL
 from flower_privdec.flower.mods.peer_state import numpy_arrays
 from flower_privdec.flower.strategies.peer_network import log_privacy
-from flower_privdec.flower.strategies.push_sum import EvaluateMean, PushSum
+from flower_privdec.flower.strategies.push_sum import PushSum
 from flower_privdec.graph.topology import Topology
 from flower_privdec.scenario.loading import validated
 from flower_privdec.scenario.sections import FedDeperSection
@@ -88,16 +87,10 @@ class FedDeperStrategy(PushSum):
         super().__init__(topology, **options)
         self._over_server = topology == "server"
 
-    def _run(
-        self,
-        num_rounds: int,
-        train_config: ConfigRecord,
-        evaluate_config: ConfigRecord,
-        evaluate_fn: EvaluateMean | None,
-    ) -> Result:
+    def _run(self) -> ArrayRecord | None:
         self._model = self._initial
         self._wants_mean |= self._over_server
-        return super()._run(num_rounds, train_config, evaluate_config, evaluate_fn)
+        return super()._run()
 
     def _first_round(self) -> int:
         """Return the round to go on with; over a server, after restoring x from the peers that took part last."""

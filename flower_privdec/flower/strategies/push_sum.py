@@ -245,30 +245,24 @@ class PushSum(Strategy):
         """
         given = {"train_config": train_config, "evaluate_config": evaluate_config}
         check_start(grid, initial_arrays, num_rounds, timeout, given, evaluate_fn)
-        configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        self._wants_mean = evaluate_fn is not None
+        self._train_config, self._evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        self._evaluate_fn, self._wants_mean, self._result = evaluate_fn, evaluate_fn is not None, Result()
         with one_line_failure():
             self._begin(grid, initial_arrays, num_rounds, timeout)
-            return self._run(num_rounds, *configs, evaluate_fn)
+            self._result.arrays = self._run() or ArrayRecord()
+        return self._result
 
-    def _run(
-        self,
-        num_rounds: int,
-        train_config: ConfigRecord,
-        evaluate_config: ConfigRecord,
-        evaluate_fn: EvaluateMean | None,
-    ) -> Result:
-        """Relay all rounds, once the peers are found."""
+    def _run(self) -> ArrayRecord | None:
+        """Relay all rounds, once the peers are found, and return the peers' mean."""
         self.network.join(self._initial, founding=all(report.incarnation == 0 for report in self.reports.values()))
-        result, first = Result(), self._first_round()
+        first = self._first_round()
         if first == 1:
-            self._evaluate_mean(0, self._initial, evaluate_fn, result)
-        for server_round in range(first, num_rounds + 1):
-            self._round(server_round, train_config, evaluate_config, evaluate_fn, result)
+            self._evaluate_mean(0, self._initial)
+        for server_round in range(first, self._rounds + 1):
+            self._round(server_round)
             if self._all_stopped():
                 break
-        result.arrays = self._deliver() or ArrayRecord()
-        return result
+        return self._deliver()
 
     def _begin(self, grid: Grid, arrays: ArrayRecord, rounds: int, timeout: float) -> None:
         """Find the peers, and build their graph."""
@@ -313,31 +307,24 @@ class PushSum(Strategy):
 
     # A round.
 
-    def _round(
-        self,
-        server_round: int,
-        train_config: ConfigRecord,
-        evaluate_config: ConfigRecord,
-        evaluate_fn: EvaluateMean | None,
-        result: Result,
-    ) -> None:
+    def _round(self, server_round: int) -> None:
         network, arrays = self.network, self._initial
         network.update_members(network.timeout)
         network.join(arrays, founding=False)
         network.greet()
-        trained = network.ask(self.configure_train(server_round, arrays, train_config, network.grid))
+        trained = network.ask(self.configure_train(server_round, arrays, self._train_config, network.grid))
         mean, metrics = self.aggregate_train(server_round, trained.values())
         if metrics:
-            result.train_metrics_clientapp[server_round] = metrics
-        self._evaluate_peers(server_round, evaluate_config, result)
-        self._evaluate_mean(server_round, mean, evaluate_fn, result)
+            self._result.train_metrics_clientapp[server_round] = metrics
+        self._evaluate_peers(server_round)
+        self._evaluate_mean(server_round, mean)
 
-    def _evaluate_peers(self, server_round: int, config: ConfigRecord, result: Result) -> None:
+    def _evaluate_peers(self, server_round: int) -> None:
         """Let some peers evaluate their own models."""
-        network = self.network
+        network, config = self.network, self._evaluate_config
         evaluated = network.ask(self.configure_evaluate(server_round, self._initial, config, network.grid))
         if metrics := self.aggregate_evaluate(server_round, evaluated.values()):
-            result.evaluate_metrics_clientapp[server_round] = metrics
+            self._result.evaluate_metrics_clientapp[server_round] = metrics
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -418,16 +405,15 @@ class PushSum(Strategy):
         alike = comparable(replies, self.weighted_by_key)
         return aggregate(alike, self.weighted_by_key) if alike else None
 
-    def _evaluate_mean(
-        self, server_round: int, mean: ArrayRecord | None, evaluate_fn: EvaluateMean | None, result: Result
-    ) -> None:
+    def _evaluate_mean(self, server_round: int, mean: ArrayRecord | None) -> None:
+        evaluate_fn = self._evaluate_fn
         metrics = None if mean is None or evaluate_fn is None else evaluate_fn(server_round, mean)
         if metrics is not None and not isinstance(metrics, MetricRecord):
             raise RunError(f"evaluate_fn returned a {type(metrics).__name__}: it must be a MetricRecord, or None")
         if metrics is not None:
             line = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items() if not isinstance(value, list))
             log.info("[ROUND %s/%s] the peers' mean: %s", server_round, self._rounds, line)
-            result.evaluate_metrics_serverapp[server_round] = metrics
+            self._result.evaluate_metrics_serverapp[server_round] = metrics
 
     def _all_stopped(self) -> bool:
         """Return whether no peer trains any more, for what its budget allows is spent, and log it."""
