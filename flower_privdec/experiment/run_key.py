@@ -1,8 +1,8 @@
 """The key of a run: a hash of all that determines its numbers, from which its noise and batches are drawn.
 
 Two runs that differ in anything (algorithm, budget, seed, one pixel of a peer's data, a line of the model's code,
-device, versions) have different keys and share no draw, so that no noise cancels between them; the same
-run, in any runtime, has the same keys and gives the same bits.
+device, versions, how sums are rounded) have different keys and share no draw, so that no noise cancels between them;
+the same run has the same keys and gives the same bits.
 
 That includes the code of users' models, functions and objects. An object whose content cannot be hashed is refused.
 """

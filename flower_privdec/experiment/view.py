@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flower_privdec.common.formatting import memory
-from flower_privdec.common.machine import HEADROOM, available_bytes, check_room
+from flower_privdec.common.machine import HEADROOM, available_bytes, check_room, cpu_model
 from flower_privdec.core import Reply, State
 from flower_privdec.core.cohort import Cohort, LearningRate, Validation
 from flower_privdec.data import Examples, PeerData, Sampler, read_examples
@@ -31,6 +31,9 @@ from flower_privdec.privacy.noise import STATE_PREFIX, PairSecrets, build_deploy
 from flower_privdec.rows.sparse_rows import Features, SparseRows
 from flower_privdec.scenario import Scenario, numbers_hash, own_parts
 from flower_privdec.scenario.sections import placed, steps_per_round
+
+ENGINE = "engine"  # the runtime in which one process hosts all peers
+COMPARABLE = "comparable"  # the generator whose keys are the same in every runtime
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,11 @@ class OwnParts:
     @staticmethod
     @placed
     def of(
-        agreement: Agreement, peers: np.ndarray | None = None, secret: bytes | None = None, root: str | None = None
+        agreement: Agreement,
+        peers: np.ndarray | None = None,
+        secret: bytes | None = None,
+        root: str | None = None,
+        runtime: str = ENGINE,
     ) -> OwnParts:
         """Read, name and protect what is some peers' own.
 
@@ -74,6 +81,7 @@ class OwnParts:
                 noise come from the operating system. None is a simulation, whose numbers can be drawn again unless the
                 scenario has `compute.generator: system`.
             root: where their data lie, in place of the scenario's `data.root`.
+            runtime: which processes of a simulation host which peers: it decides how sums are rounded, see `rounding`.
 
         Raises:
             ScenarioError: when their data cannot be had or do not fit, or a budget cannot be kept.
@@ -88,7 +96,7 @@ class OwnParts:
             examples = replace(examples, x=apply_features(examples.x, scenario.features))
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)
         from_system = secret is not None or scenario.compute.generator == "system"
-        keys, run = _name_run(agreement, examples, peers, secret, from_system)
+        keys, run = _name_run(agreement, examples, peers, secret, from_system, runtime)
         batch, seeds = scenario.data.batch, dict.fromkeys(peers.tolist(), scenario.seed_of("run"))
         sampler = Sampler(  # keyed by the run where there is privacy; else by the seed, whatever is run with it
             batch.sampling,
@@ -125,7 +133,7 @@ class OwnParts:
 
 
 def _name_run(
-    agreement: Agreement, examples: Examples, peers: np.ndarray, secret: bytes | None, from_system: bool
+    agreement: Agreement, examples: Examples, peers: np.ndarray, secret: bytes | None, from_system: bool, runtime: str
 ) -> tuple[dict[int, bytes], RunName]:
     """Return every peer's key, and what ledgers call the run; without privacy there is nothing to keep apart."""
     private = agreement.scenario.private
@@ -133,6 +141,8 @@ def _name_run(
     name = public_name(agreement, noise_source(from_system, hardened))
     if private is None:
         return {}, name
+    if not from_system and agreement.scenario.compute.generator != COMPARABLE:
+        name = replace(name, environment=f"{name.environment}, {rounding(agreement.scenario, runtime)}")
     shared = shared_secret(
         name.scenario,
         name.environment,
@@ -143,6 +153,16 @@ def _name_run(
     )
     keys = own_keys(shared + (secret or b""), examples, peers)
     return keys, replace(name, id=run_id(keys))
+
+
+def rounding(scenario: Scenario, runtime: str) -> str:
+    """Return what decides how a simulation rounds its sums, beside scenario, device and versions.
+
+    Privacy: two runs that round differently under one noise show their data in the last digits of the difference. Into
+    how many blocks an engine's peers fall follows from the scenario, and the number of workers rounds nothing.
+    """
+    compute = scenario.compute
+    return f"{cpu_model()}, {runtime}, threads {compute.threads}, memory {compute.memory_mib} MiB"
 
 
 def noise_source(from_system: bool, hardened: bool) -> str:
@@ -282,7 +302,7 @@ class Experiment(Agreement):
 
     @classmethod
     def build(cls, scenario: Scenario, peers: np.ndarray | None = None) -> Experiment:
-        """Build all parts of a simulated scenario.
+        """Build all parts of a simulated scenario, for the engine.
 
         Args:
             peers: global ids of those hosted here; by default all.

@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -271,15 +271,16 @@ class HostSettings:
         paths = {"test": self.data_test} if data.each_its_own else {"test": self.data_test, "root": self.data_root}
         return scenario.model_copy(update={"data": data.model_copy(update=paths)})
 
-    def parts(self, agreement: Agreement, peers: Sequence[int]) -> OwnParts:
-        """Read the private parts of its peers, with this node's keys and data; see `OwnParts.of`."""
+    def parts(self, agreement: Agreement, request: WorkRequest) -> OwnParts:
+        """Read the private parts of a request's peers, with this node's keys and data; see `OwnParts.of`."""
         secret, path = None, self.folder / "secret"
         if not self.simulated:  # the secret key of this node's run names, which never leaves
             self.folder.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 write_atomically(path, secrets.token_bytes(SECRET_BYTES), private=True)
             secret = path.read_bytes()
-        return OwnParts.of(agreement, np.asarray(peers), secret, root=self.data_root)
+        runtime = f"{request.shards} shards" if request.shards else f"relay over {request.nodes} nodes"
+        return OwnParts.of(agreement, np.asarray(request.peers), secret, self.data_root, runtime)
 
     def run_folder(self, experiment: Experiment, request: WorkRequest) -> Path:
         """Return the folder of a run's checkpoints; in a simulation its ledger too, which is then this run's alone."""

@@ -9,8 +9,8 @@ A frame is a fixed header, a line for each row, and the rows as they lie in memo
     hello       72 bytes  the counters
     acknowledgement  8 bytes  the boot that froze the share
     progress     0 bytes  the number alone
-    ledger report  32 bytes  challenge, answer, the boot before the sender's and its lines; the number: its own lines
-                  16 bytes  for each boot of the receiver: the boot and its lines
+    ledger report  16 bytes  challenge, answer; the number: of boots of the sender that follow
+                  16 bytes  for each of them, and then for each boot of the receiver: the boot and its lines
 
 All numbers are little-endian. Names are not sent: the run defines which rows come in which order. A frame has one
 encoding: whatever decodes is encoded to the same bytes again, so zeros must be zeros and nothing may follow. Decoded
@@ -41,14 +41,14 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.witness import MANY, LedgerReport
 
-MAGIC, VERSION = b"prvd", 2
+MAGIC, VERSION = b"prvd", 3
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
 HELLO = struct.Struct("<9Q")
 ACKNOWLEDGEMENT = struct.Struct("<Q")
-LEDGER_REPORT, LINES = struct.Struct("<4Q"), struct.Struct("<2Q")
+LEDGER_REPORT, LINES = struct.Struct("<2Q"), struct.Struct("<2Q")
 LINE = struct.Struct("<BB6x4Q")  # type, number of axes, their lengths
 SMALL = 256  # bytes that a frame without rows has at most, but for a report
-REPORT = 256 + MANY * LINES.size  # that a report has at most
+REPORT = 256 + 2 * MANY * LINES.size  # that a report has at most
 AXES = 4
 DATA_AT, ROW_AT = 64, 8  # the rows begin at a multiple of the first, each at one of the second
 CHUNK = 2**18  # numbers checked at a time
@@ -270,8 +270,8 @@ class FrameCodec:
         elif isinstance(message, Acknowledgement):
             body, kind = ACKNOWLEDGEMENT.pack(message.share_boot), FrameKind.ACKNOWLEDGEMENT
         elif isinstance(message, LedgerReport):
-            body = LEDGER_REPORT.pack(message.challenge, message.answers, *message.previous)
-            body += b"".join(LINES.pack(*counted) for counted in message.seen)
+            body = LEDGER_REPORT.pack(message.challenge, message.answers)
+            body += b"".join(LINES.pack(*counted) for counted in (*message.own, *message.seen))
             kind = FrameKind.LEDGER_REPORT
             if self._seal is not None:
                 header = self._header(message, kind, HEADER.size + len(body) + self._overhead, flags=SEALED)
@@ -283,7 +283,7 @@ class FrameCodec:
     def _header(self, message: Message, kind: FrameKind, length: int, rows: int = 0, flags: int = 0) -> bytes:
         """Return the header of a message; what its kind does not have is 0."""
         if isinstance(message, LedgerReport):
-            number = message.own
+            number = len(message.own)
         else:
             number = message.exchanges if isinstance(message, Progress) else getattr(message, "number", 0)
         ends = (message.sender, message.receiver, getattr(message, "round_index", 0), getattr(message, "at", 0), rows)
@@ -365,12 +365,12 @@ class FrameCodec:
                 body = self._seal.decrypt(header.sender, head, body)
             if len(body) < LEDGER_REPORT.size or (len(body) - LEDGER_REPORT.size) % LINES.size:
                 raise RefusedError(f"a report of peer {header.sender} has {header.length} bytes, which none has")
-            challenge, answers, *before = LEDGER_REPORT.unpack_from(body)
-            seen = tuple(LINES.iter_unpack(body[LEDGER_REPORT.size :]))
-            if any(boot <= last for (last, _), (boot, _) in pairwise(seen)):
+            challenge, answers = LEDGER_REPORT.unpack_from(body)
+            counted = tuple(LINES.iter_unpack(body[LEDGER_REPORT.size :]))
+            own, seen = counted[: header.number], counted[header.number :]
+            if any(boot <= last for part in (own, seen) for (last, _), (boot, _) in pairwise(part)):
                 raise RefusedError(f"a report of peer {header.sender} has boots that are not in ascending order")
-            previous = before[0], before[1]
-            message = LedgerReport(*ends, header.boot, challenge, answers, header.number, previous, seen)
+            message = LedgerReport(*ends, header.boot, challenge, answers, own, seen)
             if self._seal is not None:  # what is encoded again has another salt
                 if self._header(message, FrameKind.LEDGER_REPORT, header.length, flags=SEALED) != head:
                     raise _unused(header)

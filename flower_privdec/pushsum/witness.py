@@ -3,8 +3,9 @@
 A ledger proves what it holds, and not what it lacks: one that was restored from a backup, or begun in an empty folder,
 is whole and too short, and its ε too small. So each call and each answer between neighbours carries a `LedgerReport`.
 Each process of a peer draws a random number, its *boot*, which every line that it writes into the ledger names. A
-report counts the lines of the sender's boot, and of the last boot before it; a neighbour keeps the counts of all boots
-on its disk, and reports them back. From it follow three rules, without clock or socket:
+report counts the sender's lines of each boot, as far as the receiver has not; a neighbour keeps the counts of all boots
+on its disk, and reports them back. So what one neighbour alone had counted is known to the others once it is charged.
+From it follow three rules, without clock or socket:
 
 1. A peer whose ledger lacks lines that a neighbour has counted, of whichever boot, stops before another step. So the
    lines of an old copy, of a lost ledger, and of a copy that ran beside it are each missed, and can be charged, once.
@@ -13,7 +14,7 @@ on its disk, and reports them back. From it follow three rules, without clock or
    present challenge, which is drawn again for each new boot. Where a boot does so that another one has replaced, both
    are alive; a message that was late in the network cannot. Even what a refused report counts is kept.
 
-What this cannot see: releases to neighbours that have all lost their folders, or that all lie. A neighbour that lies
+What this cannot see: releases to neighbours that have all lost their folders since, or that all lie. One that lies
 about more lines can stop a peer, which then names it.
 """
 
@@ -36,12 +37,10 @@ class WitnessedLedger(Protocol):
     """What neighbours see of a ledger; see `privacy.ledger.ledger.Ledger`.
 
     Attributes:
-        lines: how many there are of each boot.
-        previous: the last boot before this one that wrote a line, and how many it wrote.
+        lines: how many there are of each boot, charged ones included.
     """
 
     lines: dict[int, int]
-    previous: tuple[int, int]
 
     def check_witnessed(self, witnessed: Mapping[int, int]) -> None:
         """Raise BudgetError unless the ledger holds as many lines of each boot."""
@@ -56,8 +55,7 @@ class LedgerReport:
         boot: of the sender's process.
         challenge: what a later report to this peer has to answer.
         answers: the receiver's challenge that this answers; 0 in the first report.
-        own: how many lines of its boot the sender's ledger has.
-        previous: the last boot before it that wrote a line, and how many it wrote; zeros where none did.
+        own: boots of the sender in ascending order, each with its lines, as far as the receiver has not counted them.
         seen: boots of the receiver in ascending order, each with the most lines that the sender has counted.
     """
 
@@ -66,8 +64,7 @@ class LedgerReport:
     boot: int
     challenge: int
     answers: int
-    own: int
-    previous: tuple[int, int]
+    own: tuple[tuple[int, int], ...]
     seen: tuple[tuple[int, int], ...]
 
 
@@ -117,9 +114,10 @@ class LedgerWitness:
         with self._lock:
             answers = 0 if self.problem else self._received.get(neighbor, 0)  # who is to stop has nothing to add
             challenge, seen = self._challenges[neighbor], tuple(sorted(self.seen[neighbor].items()))
-        own = 0 if self._ledger is None else self._ledger.lines.get(self.boot, 0)
-        previous = (0, 0) if self._ledger is None else self._ledger.previous
-        return LedgerReport(self.peer, neighbor, self.boot, challenge, answers, own, previous, seen)
+            counted = self._reported.get(neighbor, {})
+        lines = {} if self._ledger is None else dict(self._ledger.lines)
+        own = tuple(sorted(item for item in lines.items() if item[1] > counted.get(item[0], 0)))
+        return LedgerReport(self.peer, neighbor, self.boot, challenge, answers, own[:MANY], seen)
 
     def receive(self, report: LedgerReport) -> None:
         """Record a neighbour's report.
@@ -157,7 +155,7 @@ class LedgerWitness:
     def _count(self, neighbor: int, report: LedgerReport) -> None:
         """Keep how many lines there are of a neighbour's boots."""
         counted = self.seen[neighbor]
-        for boot, lines in ((report.boot, report.own), report.previous):
+        for boot, lines in report.own:
             if lines <= counted.get(boot, 0):
                 continue
             if len(counted) >= MANY and boot not in counted:

@@ -1208,10 +1208,11 @@ class ComputeSection(Section):
     Attributes:
         device: auto is the GPU where torch has one.
         dtype: of parameters and gradients.
-        threads: of torch in each product; they change no number.
+        threads: of torch in each product; they change how sums are rounded.
         workers: processes that share the peers of a run on a CPU; they change no number. auto takes the cores that
             this process may use, and as many as pay: small models stay in one process.
-        memory_mib: about how much temporary memory gradients may take; it changes no number.
+        memory_mib: about how much temporary memory gradients may take; it may change how sums
+            are rounded.
         generator: where a simulation draws noise and batches from. Left out: from keys, so that the run can be repeated
             and its models must not be published under its ε. system: from the operating system, as deployed peers do;
             its models may be published under their ε, no other run repeats it, and a resumed run is charged again for

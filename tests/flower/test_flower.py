@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flower_runs import HOSTS, assert_same_run, run_under_flower
+from flower_runs import HOSTS, assert_same_run, final_rows, run_under_flower
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from raising import raises
@@ -61,6 +61,16 @@ def test_engine_and_flower_follow_one_trajectory(
     assert ("about 1e-6 in float32" in summary.get("numbers", "")) == (host != "cohort")
     assert (summary["runtime"], summary["privacy"]) == ("flower", expected["privacy"])
     assert summary.get("coalition_share_of_wall_time", 1) > 0
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_another_runtime_shares_no_noise_with_the_engine_unless_they_are_to_be_compared(
+    tiny: Tiny, tmp_path: Path, engine_runs: Callable[[Scenario], Path], host: str
+) -> None:
+    scenario = tiny("compute.generator=null", "rounds=2")
+    rows = [final_rows(out)["x"] for out in (run_under_flower(scenario, tmp_path / "f", host), engine_runs(scenario))]
+    assert torch.equal(*rows) == (host == "cohort")
+    assert torch.allclose(*rows) == (host == "cohort")
 
 
 @pytest.mark.parametrize("n_nodes", [3, 6])

@@ -91,6 +91,11 @@ def test_all_comes_through_in_order_and_each_side_may_end(proxy: FaultProxy, ech
     until(lambda: proxy.counts(LINK) == {"connections": 1, "cuts": 0, "bytes": 2 * len(said)})
 
 
+def test_a_copy_of_a_peer_uses_its_links(proxy: FaultProxy) -> None:
+    addresses = ["127.0.0.1:1", "127.0.0.1:2"]
+    assert proxy.through(0, addresses) == proxy.through(0, addresses)
+
+
 def test_what_is_delayed_comes_later_and_much_of_it_together(proxy: FaultProxy, echo: str) -> None:
     address = proxy.link(LINK, echo)
     proxy.set(LINK, Faults(delay=0.1, jitter=0.05))

@@ -137,7 +137,7 @@ def test_a_hostile_neighbour_changes_nothing(tiny: Tiny, tmp_path: Path) -> None
     right = RowMessage(3, 0, 0, 1, {"x": before["x"][0], "w": before["w"][0]})
 
     def call(message: Any, codec: FrameCodec = frames) -> bytes:
-        return b"".join(bytes(codec.encode(part)) for part in (LedgerReport(3, 0, 1, 1, 0, 0, (0, 0), ()), message))
+        return b"".join(bytes(codec.encode(part)) for part in (LedgerReport(3, 0, 1, 1, 0, (), ()), message))
 
     try:
         for content, said in {

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from tasks import TASKS
-from tiny_scenario import Build
+from tiny_scenario import Build, Tiny
 from torch import Tensor
 from variants import VARIANTS, settings_for
 
@@ -346,12 +346,23 @@ def test_runs_that_differ_in_anything_share_no_draw(build: Build) -> None:
     assert len({experiment.own.run.id for experiment in experiments}) == len(experiments)
 
 
+def test_runs_that_round_differently_share_no_draw(tiny: Tiny) -> None:
+    runtimes, float64 = ["engine", "network", "2 shards", "relay over 2 nodes"], "compute={dtype: float64"
+    owns = [OwnParts.of(Agreement.of(tiny("compute.generator=null")), runtime=runtime) for runtime in runtimes]
+    owns += [OwnParts.of(Agreement.of(tiny(f"{float64}, {key}}}"))) for key in ("threads: 2", "memory_mib: 64")]
+    assert len({own.keys[0] for own in owns}) == len({own.run.id for own in owns}) == 6
+    assert OwnParts.of(Agreement.of(tiny(f"{float64}, workers: 2}}"))).keys == owns[0].keys
+    comparable = [OwnParts.of(Agreement.of(tiny()), runtime=runtime) for runtime in runtimes]
+    comparable += [OwnParts.of(Agreement.of(tiny("compute.threads=2")))]
+    assert len({own.keys[0] for own in comparable}) == 1
+
+
 def test_the_same_run_draws_the_same_whatever_it_is_called_and_however_it_is_looked_at(build: Build) -> None:
     same = [
         [],
         ["name=other"],
         ["evaluation.every=3"],
-        ["compute.memory_mib=64"],
+        ["compute.workers=2"],
         ["privacy.ledger=/tmp/elsewhere"],
         ["data.root=nowhere"],
     ]

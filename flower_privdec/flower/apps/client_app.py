@@ -72,7 +72,9 @@ class Node:
     def of(cls, settings: HostSettings, request: WorkRequest) -> Node:
         """Build the peers of a request, once a process."""
         with _building:
-            experiment = _build(settings, request.scenario, tuple(request.peers), request.base, request.shards)
+            experiment = _build(
+                settings, request.scenario, tuple(request.peers), request.base, request.shards, request.nodes
+            )
         torch.set_num_threads(experiment.scenario.compute.threads)
         return cls(settings, experiment, settings.run_folder(experiment, request))
 
@@ -148,13 +150,14 @@ _building = Lock()  # models are drawn by torch's one generator
 
 
 @lru_cache(maxsize=128)
-def _build(settings: HostSettings, text: str, peers: tuple[int, ...], base: str, shards: int) -> Experiment:
+def _build(settings: HostSettings, text: str, peers: tuple[int, ...], base: str, shards: int, nodes: int) -> Experiment:
     """Build a node's experiment once a process, as far as the node permits the scenario."""
+    request = WorkRequest(text, 0, list(peers), base=base, shards=shards, nodes=nodes)
     with settings.allowing():
-        scenario = settings.scenario(WorkRequest(text, 0, list(peers), base=base, shards=shards))
+        scenario = settings.scenario(request)
         # Shards compute at the same time, in threads where all are in one process, and share no model.
         agreement = Agreement.of(scenario) if shards else _agreement(to_yaml(scenario))
-        return Experiment.joined(agreement, settings.parts(agreement, peers))
+        return Experiment.joined(agreement, settings.parts(agreement, request))
 
 
 @lru_cache(maxsize=2)

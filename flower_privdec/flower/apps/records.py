@@ -40,6 +40,7 @@ class WorkRequest:
         begin: continue from the node's own checkpoint of this round; 0 to start over, -1 to continue from the state
             of the last message (relay mode).
         shards: the number of shards (sharded mode); 0 in the other modes.
+        nodes: the number of nodes (relay mode).
         token: of the rendezvous of the shards for this message (sharded mode).
     """
 
@@ -51,6 +52,7 @@ class WorkRequest:
     resume: bool = False
     begin: int = -1
     shards: int = 0
+    nodes: int = 0
     token: str = ""
 
     def record(self) -> ConfigRecord:

@@ -345,7 +345,7 @@ class Relay(ScenarioStrategy):
             raise RunError(f"the nodes wait at place {self._at} of the program, where nothing is exchanged")
         messages = []
         for node, peers in self.nodes:
-            message = self._message(node, "train.relay", peers, until=until, begin=begin)
+            message = self._message(node, "train.relay", peers, until=until, begin=begin, nodes=len(self.nodes))
             if self._waiting and mixing is not None and isinstance(exchange, Exchange):
                 links = [(a, b) for a, b in exchange.awaited(State(peers, self._round), mixing) if a not in peers]
                 keys = dict.fromkeys(message_key(exchange, link) for link in links)

@@ -300,13 +300,16 @@ class FaultProxy:
     def through(self, peer: int, addresses: Sequence[str]) -> tuple[str, ...]:
         """Return the addresses at which a peer reaches all others through links (peer, other), and its own as it is.
 
+        Links that are there already stay as they are.
+
         Args:
             peer: whose links they are.
             addresses: HOST:PORT of every peer.
         """
         proxied = list(addresses)
         for other in sorted({*range(len(proxied))} - {peer}):
-            proxied[other] = self.link((peer, other), proxied[other])
+            made = self._links.get((peer, other))
+            proxied[other] = made.address if made is not None else self.link((peer, other), proxied[other])
         return tuple(proxied)
 
     @property

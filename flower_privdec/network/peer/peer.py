@@ -589,7 +589,9 @@ class ScenarioTrainer:
                 code="peer.insecure-system",
             )
         secret = None if insecure_seeds else _secret(folder)
-        self.experiment = Experiment.joined(agreement, OwnParts.of(agreement, np.array([peer]), secret, root=data))
+        self.experiment = Experiment.joined(
+            agreement, OwnParts.of(agreement, np.array([peer]), secret, data, "network")
+        )
         self.run, self.device = self.experiment.own.run, self.experiment.device
         self.ledger_folder = ledger_folder(scenario, folder)
         self._loss: float | None = None

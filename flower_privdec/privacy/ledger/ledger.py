@@ -180,12 +180,10 @@ class Ledger:
         path: the file.
         entries: every entry that is safe on disk, oldest first.
         boot: of the process, which its lines then name; 0 where no neighbours witness the ledger.
-        previous: the last boot before it that wrote a line, and how many it wrote; zeros where none did.
         lines: of each boot, those of processes whose ledger was lost included once they are charged.
     """
 
     boot = 0
-    previous = (0, 0)
 
     def __init__(self, directory: Path | str, source: str) -> None:
         """Open DIRECTORY/SOURCE.jsonl, created if missing.
@@ -258,8 +256,6 @@ class Ledger:
     def name_lines(self, boot: int) -> None:
         """Name a boot in each line that is written from now on, which neighbours witness."""
         self.boot = boot
-        before = next((entry.boot for entry in reversed(self.entries) if entry.boot not in (0, boot)), 0)
-        self.previous = before, self.lines.get(before, 0)
 
     def lacks(self, witnessed: Mapping[int, int]) -> int:
         """Return how many lines of those that neighbours have seen are not in the ledger.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -175,38 +175,57 @@ def add_exactly(sums: Tensor, scales: Tensor, normals: SystemNormals) -> Tensor:
         normals: of the noise.
     """
     grid = grid_steps(scales)
-    ratio = (scales / grid).expand_as(sums)
-    steps = sums / grid
-    over = torch.where(steps.abs() < 2.0**53, steps.frac(), 0.0)  # a larger sum is on the grid
-    rounded_sums = torch.addcmul(over, ratio, normals.draw(sums.numel()).view_as(sums)).reshape(-1).numpy()
-    rounded = np.floor(rounded_sums + 0.5)
-    doubtful = _doubtful(rounded_sums, rounded, normals.words)
+    ratio, over = scales / grid, (sums / grid).frac_()
+    if not all_finite(over):  # a sum of infinitely many steps, which is on the grid
+        over.nan_to_num_(0.0)
+    noised = torch.addcmul(over, ratio, normals.draw(sums.numel()).view_as(sums))
+    rounded = (noised + 0.5).floor_()
+    doubtful = _doubtful(noised.sub_(rounded).reshape(-1), normals.words)
     if len(doubtful):
-        facts = (over.reshape(-1)[doubtful].tolist(), ratio.reshape(-1)[doubtful].tolist())
-        rounded[doubtful] = _resolved(doubtful, *facts, normals)
-    return (sums - over * grid).add_(torch.from_numpy(rounded).view_as(sums).mul_(grid))
+        facts = (over.reshape(-1)[doubtful].tolist(), ratio.expand_as(sums).reshape(-1)[doubtful].tolist())
+        rounded.view(-1)[doubtful] = torch.tensor(_resolved(doubtful, *facts, normals), dtype=torch.float64)
+    return torch.addcmul(sums, over, grid, value=-1).addcmul_(rounded, grid)
 
 
-def _doubtful(values: np.ndarray, rounded: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Return the indices of numbers whose rounding more bits of their normals may change, int64 [doubtful]."""
-    pairs, shares = len(words) // 2, words[: len(words) // 2] >> np.uint64(1)
-    unsure = np.abs(np.abs(values - rounded) - 0.5) < DOUBT
-    for pair in np.flatnonzero((shares < LEAST_SHARE) | (shares > MOST_SHARE)):
-        unsure[pair::pairs] = True
-    return np.flatnonzero(unsure)
+def _doubtful(rests: Tensor, words: np.ndarray) -> Tensor:
+    """Return the indices of numbers whose rounding more bits of their normals may change, int64 [doubtful].
+
+    Args:
+        rests: what rounding took away, float64 [n]; overwritten.
+        words: see `SystemNormals`.
+    """
+    pairs, unsure = len(words) // 2, rests.abs_() > 0.5 - DOUBT
+    first = words[:pairs]  # twice the share of U
+    if first.min() < 2 * LEAST_SHARE or first.max() > 2 * MOST_SHARE + 1:
+        for pair in np.flatnonzero((first < 2 * LEAST_SHARE) | (first > 2 * MOST_SHARE + 1)):
+            unsure[pair::pairs] = True
+    return unsure.nonzero().view(-1)
 
 
-def _resolved(doubtful: np.ndarray, over: list[float], ratio: list[float], normals: SystemNormals) -> list[float]:
+def _resolved(doubtful: Tensor, over: list[float], ratio: list[float], normals: SystemNormals) -> list[float]:
     """Return the rounded values of some numbers; two normals of one pair share their bits."""
-    words, drawn_pairs, values = normals.words.tolist(), dict[int, _Pair](), []
+    words, drawn_pairs, values = normals.words, dict[int, _Pair](), []
     pairs = len(words) // 2
     for number, offset, scale in zip(doubtful.tolist(), over, ratio, strict=True):
         half, pair = divmod(number, pairs)
         if pair not in drawn_pairs:
-            angle = words[pairs + pair]
-            drawn_pairs[pair] = _Pair(words[pair] >> 1, angle - (angle >> 63 << 64), normals)
+            angle = int(words[pairs + pair])
+            drawn_pairs[pair] = _Pair(int(words[pair]) >> 1, angle - (angle >> 63 << 64), normals)
         values.append(float(drawn_pairs[pair].rounded(half, offset, scale)))
     return values
+
+
+@cache
+def _intervals() -> Any:
+    from mpmath.ctx_iv import MPIntervalContext
+
+    return MPIntervalContext()
+
+
+def _floor(end: Any) -> int:
+    from mpmath.libmp import round_floor, to_int
+
+    return int(to_int(end, round_floor))
 
 
 class _Pair:
@@ -217,24 +236,20 @@ class _Pair:
     """
 
     def __init__(self, share: int, angle: int, normals: SystemNormals) -> None:
-        from mpmath.ctx_iv import MPIntervalContext
-        from mpmath.libmp import round_floor, to_int
-
         self._share, self._share_bits, self._angle, self._angle_bits = share, 63, angle, 63
-        self._normals, self._intervals = normals, MPIntervalContext()
-        self._floor: Callable[[Any], int] = lambda end: int(to_int(end, round_floor))
+        self._normals = normals
 
     def rounded(self, half: int, offset: float, scale: float) -> int:
         """Return floor(offset + scale Z + 1/2), Z being the first (cos) or the second (sin) of the pair."""
         while True:
             if self._share > 0:  # else U may be 0, so far, and Z infinite
-                low, high = (self._normal(half) * scale + offset + 0.5)._mpi_
-                if self._floor(low) == self._floor(high):
-                    return self._floor(low)
+                low, high = map(_floor, (self._normal(half) * scale + offset + 0.5)._mpi_)
+                if low == high:
+                    return low
             self._extend()
 
     def _normal(self, half: int) -> Any:
-        iv = self._intervals
+        iv = _intervals()  # valid at any precision: threads may share it
         iv.prec = self._share_bits + 64
         share = iv.mpf([self._share, self._share + 1]) / 2**self._share_bits
         angle = iv.pi * iv.mpf([self._angle, self._angle + 1]) / 2**self._angle_bits
