@@ -610,17 +610,13 @@ def returned_arrays(content: RecordDict, key: str, layout: Layout) -> ArrayRecor
             f"return RecordDict({{{key!r}: ArrayRecord(...)}})",
         )
     returned = records[key] if key in records else next(iter(records.values()))
-    if difference := _misfit(returned, layout):
+    try:
+        difference = layout.misfit(numpy_arrays(returned))
+    except (TypeError, ValueError) as error:  # what Flower says of arrays of another framework
+        difference = f"they cannot be read as NumPy's: {one_line(error)}"
+    if difference:
         raise UnfitAnswerError("returned other arrays than it was given", difference)
     return returned
-
-
-def _misfit(returned: ArrayRecord, layout: Layout) -> str:
-    """Return in words how arrays that an app returned are not the model's; empty where they are."""
-    try:
-        return layout.misfit(numpy_arrays(returned))
-    except (TypeError, ValueError) as error:  # what Flower says of arrays of another framework
-        return f"they cannot be read as NumPy's: {one_line(error)}"
 
 
 def norm(vector: np.ndarray) -> float:
@@ -856,24 +852,6 @@ class Identity:
         both = b"".join(sorted((self.public, public)))
         return HKDF(SHA256(), KEY, salt, b"flower-privdec 1 " + purpose + both).derive(secret)
 
-    def seal(self, public: bytes, header: bytes, body: bytes) -> bytes:
-        """Return a body that only the owner of a public key can read, bound to its header."""
-        salt = os.urandom(SALT)
-        key = self.key_for(public, salt, b"share")
-        return salt + ChaCha20Poly1305(key).encrypt(_NONCE, body, header)
-
-    def unseal(self, public: bytes, header: bytes, sealed: bytes) -> bytes:
-        """Return what the owner of a public key sealed for this peer.
-
-        Raises:
-            RefusedError: it was not sealed by that one for this one with that header, or was changed since.
-        """
-        key = self.key_for(public, sealed[:SALT], b"share")
-        try:
-            return ChaCha20Poly1305(key).decrypt(_NONCE, sealed[SALT:], header)
-        except InvalidTag as error:
-            raise RefusedError("its seal is broken: it was changed, or sealed with another key") from error
-
 
 def public_key(folder: Path | str) -> str:
     """Return the public key of the peer whose folder this is, in hexadecimal; made if it has none.
@@ -959,11 +937,21 @@ class PeerSeal:
 
     def encrypt(self, receiver: int, header: bytes, body: bytes) -> bytes:
         """See Seal."""
-        return self.identity.seal(self.known.key(receiver), header, body)
+        salt = os.urandom(SALT)
+        key = self.identity.key_for(self.known.key(receiver), salt, b"share")
+        return salt + ChaCha20Poly1305(key).encrypt(_NONCE, body, header)
 
     def decrypt(self, sender: int, header: bytes, body: bytes) -> bytes:
-        """See Seal."""
-        return self.identity.unseal(self.known.key(sender), header, body)
+        """See Seal.
+
+        Raises:
+            RefusedError: it was not sealed by that peer for this one with that header, or was changed since.
+        """
+        key = self.identity.key_for(self.known.key(sender), body[:SALT], b"share")
+        try:
+            return ChaCha20Poly1305(key).decrypt(_NONCE, body[SALT:], header)
+        except InvalidTag as error:
+            raise RefusedError("its seal is broken: it was changed, or sealed with another key") from error
 
 
 def _read_keys(path: Path) -> dict[int, bytes]:
