@@ -247,7 +247,7 @@ class ProcessGroup:
                 )
 
     def part(self) -> None:
-        """Wait until all shards have come to the end.
+        """Wait until all shards have reached the end.
 
         Raises:
             LostShardError: one did not.

@@ -272,11 +272,11 @@ class RequestHandler:
             self._save(self.state)
 
     def _save(self, state: PeerState) -> None:
-        """Keep a state, so that nothing short of a simulated peer's machine stopping can lose it."""
+        """Save a state: of a deployed peer also against a stop of its machine."""
         save_state(self.path, state, durable=not self.place.simulated)
 
-    def take_mail(self, content: RecordDict) -> PeerState:
-        """Hear reports of ledgers, forget shares that were acknowledged, absorb those that came, and return the state.
+    def absorb_inbox(self, content: RecordDict) -> PeerState:
+        """Take in reports of ledgers, drop acknowledged shares, absorb those that arrived, and return the state.
 
         A state that is an old copy begins again without mass.
 
@@ -290,7 +290,7 @@ class RequestHandler:
         introduced = dict(zip(request.neighbors, request.keys, strict=True))
         self.known.meet({peer: key for peer, key in introduced.items() if 0 <= peer < self.place.n_peers})
         frames, inbox = run_frames(state.run, state.layout, self._seal), unpack_bytes(content.array_records.get(INBOX))
-        self._hear(state, frames, [(name, frame) for name, frame in inbox if name.startswith(LEDGER)])
+        self._witness_ledger(state, frames, [(name, frame) for name, frame in inbox if name.startswith(LEDGER)])
         self._introduce(state)
         shares = [(name, frame) for name, frame in inbox if not name.startswith(LEDGER)]
         try:
@@ -309,7 +309,7 @@ class RequestHandler:
                 with self._refusing(f"peer {neighbor}"):
                     state.shares.introduce(neighbor, incarnation)
 
-    def _hear(self, state: PeerState, frames: FrameCodec, reports: Iterable[tuple[str, bytes]]) -> None:
+    def _witness_ledger(self, state: PeerState, frames: FrameCodec, reports: Iterable[tuple[str, bytes]]) -> None:
         """Take in what neighbours report, and check or charge what they and the state have seen of the ledger."""
         place, request = self.place, self.request
         if (privacy := self.privacy) is not None:
@@ -458,7 +458,7 @@ class RequestHandler:
         """Save the state and return what to answer, once it is on disk."""
         state = self.state
         if state is None:
-            return {SAYS: self._tell(None, []).record()}
+            return {SAYS: self._report(None, []).record()}
         frames, shares = run_frames(state.run, state.layout, self._seal), state.shares
         if self.request.kind == INTRODUCE:
             for neighbor, edge in shares.edges.items():
@@ -470,7 +470,7 @@ class RequestHandler:
             self.records[OUTBOX] = self._packed(frames, due)
             self._counts.sync()
         acknowledgements = [bytes(frames.encode(ack)) for ack in shares.acknowledgements()]
-        return {SAYS: self._tell(state, acknowledgements).record(), **self.records}
+        return {SAYS: self._report(state, acknowledgements).record(), **self.records}
 
     def _packed(self, frames: FrameCodec, shares: Iterable[FrozenShare[Tensor]]) -> ArrayRecord:
         """Return the frames of shares and ledger reports, but of those whose receiver's key cannot be trusted."""
@@ -487,7 +487,7 @@ class RequestHandler:
                     packed[f"{LEDGER}{neighbor}"] = bytes(frames.encode(witness.report(neighbor)))
         return pack_bytes(packed)
 
-    def _tell(self, state: PeerState | None, acknowledgements: list[bytes]) -> PeerReport:
+    def _report(self, state: PeerState | None, acknowledgements: list[bytes]) -> PeerReport:
         spent = self._spent
         if spent is None and self.privacy is not None:
             spent = spent_so_far(self.place.folder, self.privacy.delta)
@@ -609,7 +609,7 @@ class PeerMod:
         if kind == MESH:
             self._mesh(peer, message, context, app)
             return {}
-        state = peer.take_mail(content)
+        state = peer.absorb_inbox(content)
 
         def call(arrays: ArrayRecord) -> RecordDict:
             theirs.update(self._call(peer, arrays, message, context, app))
@@ -627,7 +627,7 @@ class PeerMod:
         return self._leaving(peer, theirs)
 
     def _mesh(self, peer: RequestHandler, message: Message, context: Context, app: App) -> None:
-        """Run all rounds with the other peers directly, and keep what they come to, unless that was done before.
+        """Run all rounds with the other peers directly, and keep the resulting state, unless that was done before.
 
         Raises:
             RunError: the message has no initial arrays, or the rounds cannot be run.

@@ -103,7 +103,7 @@ class Mesh(PushSum):
             f" ({troubles})" if (troubles := network.troubles()) else "",
         )
         if missing := sorted(set(peers) - done.keys()):
-            raise RunError(f"peers {missing} did not come to their end; start the run of the same name again")
+            raise RunError(f"peers {missing} did not finish; start the run of the same name again")
         self._evaluate_peers(self._rounds)
         mean = self._deliver()
         self._evaluate_mean(self._rounds, mean)

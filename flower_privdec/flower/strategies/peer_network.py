@@ -329,7 +329,7 @@ class PeerNetwork:
         return [peer for peer in self.members() if peer not in self.silent and peer not in self.train_errors]
 
     def message(self, peer: int, category: str, kind: str, content: RecordDict, **more: Any) -> Message:
-        """Return a message to a peer, with its mail and what it has to know of the others."""
+        """Return a message to a peer, with the shares for it and the facts about its neighbours."""
         known = sorted(self.relay_store.incarnations)
         request = PeerRequest(
             kind,
@@ -347,7 +347,7 @@ class PeerNetwork:
         return Message(content, self.node_of[peer], category, ttl=max(self.timeout, LEAST_TTL))
 
     def ask(self, messages: Iterable[Message]) -> dict[int, Message]:
-        """Send messages, and return the good answers that came in time, by peer; late ones are heard all the same.
+        """Send messages, and return the good answers that came in time, by peer; late ones count too.
 
         A peer without an answer is silent until its answer comes, however late. The call does not wait for silent peers
         while others are asked too; the message to them also serves as a liveness probe.
@@ -360,12 +360,12 @@ class PeerNetwork:
         self.silent |= set(peers)
         for peer, reply in answers(self.grid, self.unanswered, wanted, self.timeout):
             self.silent.discard(peer)
-            self._hear(peer, reply)
+            self._take_answer(peer, reply)
             if reply.metadata.reply_to_message_id in waiting and not reply.has_error():
                 replies[peer] = reply
         return replies
 
-    def _hear(self, peer: int, reply: Message) -> None:
+    def _take_answer(self, peer: int, reply: Message) -> None:
         """Take in an answer, whenever it comes."""
         if reply.has_error():
             failed = self.eval_errors if reply.metadata.message_type == "evaluate" else self.train_errors
