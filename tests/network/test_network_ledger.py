@@ -5,6 +5,7 @@ The observer stands at the one door from examples to messages, and at every rele
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from flower_privdec.core.cohort import Cohort, PrivateStep
 from flower_privdec.errors import BudgetError
 from flower_privdec.network.peer.foreground import running_peer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, rows_path
-from flower_privdec.privacy.ledger.ledger import EMPTY_HASH, FORMAT, Entry, chained, read_chain
+from flower_privdec.privacy.ledger.ledger import EMPTY_HASH, Entry, chained, read_chain
 from flower_privdec.scenario import Scenario
 from tools.mass_on_disk import mass_on_disk
 
@@ -190,7 +191,8 @@ def forked(lines: list[bytes], path: Path) -> bytes:
     """Return a chain of the same length that holds together, whose last payment was another."""
     bodies = [payment.to_json() for payment in read_chain(path)[1]]
     bodies[-1]["charges"] = bodies[-1]["charges"][:0]
-    header = {"format": FORMAT, "source": read_chain(path)[0]["source"]}
+    header = json.loads(lines[0])
+    del header["hash"]
     said, _ = chained([header, *bodies], (0, EMPTY_HASH))
     assert said.count(b"\n") == len(lines)
     return said

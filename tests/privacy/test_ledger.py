@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,19 +21,24 @@ from flower_privdec.privacy.accountant.accounting import epsilon, epsilon_of_run
 from flower_privdec.privacy.ledger import ledger as ledger_module
 from flower_privdec.privacy.ledger.ledger import (
     EMPTY_HASH,
-    FORMAT,
     Account,
     Charge,
     CohortLedger,
+    Entry,
     Ledger,
     RunName,
     chained,
+    charged_by_peer,
     charged_until,
-    hash_of,
     ledger_path,
     read_chain,
+    read_entries,
+    releases_in,
     runs_in,
+    sealed_path,
+    sealed_segments,
     spending_of,
+    verified,
 )
 from flower_privdec.privacy.mechanism.events import Release, Spend, canonical, plan_spends
 
@@ -153,14 +160,11 @@ def swap(lines: list[bytes]) -> list[bytes]:
     ("change", "line", "what"),
     [
         (
-            lambda ls: [
-                *ls[:2],
-                ls[2].replace(b'"noise_multiplier":20.0', b'"noise_multiplier":90.0'),
-                *ls[3:],
-            ],
-            3,
+            lambda ls: [ls[0], ls[1].replace(b'"noise_multiplier":20.0', b'"noise_multiplier":90.0'), *ls[2:]],
+            2,
             "edited",
         ),
+        (lambda ls: [*ls[:2], ls[2].replace(b'"from_step":1', b'"from_step":0'), *ls[3:]], 3, "edited"),
         (lambda ls: [*ls[:2], *ls[3:]], 3, "does not follow"),
         (swap, 2, "does not follow"),
         (lambda ls: [*ls, ls[-1]], 6, "does not follow"),
@@ -196,10 +200,7 @@ def test_a_ledger_that_keeps_nothing_or_never_ends_is_refused(tmp_path):
 
 def test_a_rehashed_line_breaks_the_chain_after_it(written):
     lines = written.read_bytes().splitlines(keepends=True)
-    body = json.loads(lines[2])
-    body["charges"][0]["releases"][0]["release"]["noise_multiplier"] = 90.0
-    del body["hash"]
-    lines[2] = json.dumps(body | {"hash": hash_of(body)[1]}).encode() + b"\n"
+    lines[2], _ = chained([{"from_step": 7}], (2, json.loads(lines[1])["hash"]))
     written.write_bytes(b"".join(lines))
     with raises(BudgetError, "ledger.damaged", "line 4"):
         reopen(written)
@@ -233,10 +234,10 @@ def test_another_sources_file_is_refused(tmp_path, written):
     ],
 )
 def test_a_payment_of_an_unknown_kind_is_refused(tmp_path, written, change):
-    odd = json.loads(written.read_bytes().splitlines()[1])
+    header, odd = map(json.loads, written.read_bytes().splitlines()[:2])
     change(odd)
-    body = {key: value for key, value in odd.items() if key not in ("hash", "index", "previous")}
-    written.write_bytes(chained([{"format": FORMAT, "source": DATA}, body], (0, EMPTY_HASH))[0])
+    del header["hash"], odd["hash"]
+    written.write_bytes(chained([header, odd], (0, EMPTY_HASH))[0])
     with raises(BudgetError, "ledger.damaged", "line 2"):
         reopen(written)
 
@@ -278,18 +279,40 @@ def test_a_checkpoints_head_shows_lines_cut_from_the_end(written):
 def test_reading_needs_no_lock_and_shows_every_payment(written):
     with Ledger(written.parent, DATA):
         first, paid = read_chain(written)
-    assert first["source"] == DATA
+    assert first == DATA
     assert [(p.run, p.from_step, p.to_step) for p in paid] == [(run_name("a"), k, k + 1) for k in range(4)]
     with raises(BudgetError, "ledger.unreadable"):
         read_chain(written.with_name("nothing"))
 
 
 def test_a_payment_says_this_and_no_more(written):
-    line = json.loads(written.read_text().splitlines()[1])
-    assert set(line) == {
-        *("index", "run", "scenario", "environment", "from_step", "to_step", "charges", "previous", "hash"),
-    }
-    assert set(line["charges"][0]) == {"peers", "releases"}
+    header, line, again, *_ = map(json.loads, written.read_text().splitlines())
+    assert header.keys() == {"index", "format", "source", "segment", "previous", "lines", "charged", "hash"}
+    assert line.keys() == {"index", "run", "scenario", "environment", "from_step", "to_step", "charges", "hash"}
+    assert line["charges"][0].keys() == {"peers", "releases"}
+    assert again.keys() == {"index", "from_step", "hash"}  # it has all else of the line before
+
+
+def test_a_line_leaves_out_what_it_repeats_and_nothing_else(tmp_path):
+    lengths = []
+    with Ledger(tmp_path, DATA) as file:
+        for boot, run, peers, noise, count in [
+            *((7, "a", (0,), 20.0, 1), (7, "a", (0,), 20.0, 1), (9, "a", (0,), 20.0, 1), (9, "b", (0,), 20.0, 1)),
+            *((9, "b", (0, 2), 20.0, 1), (9, "b", (0, 2), 30.0, 1), (9, "b", (0, 2), 30.0, 2)),
+        ]:
+            file.name_lines(boot)
+            release = replace(STEP, noise_multiplier=noise).times(count)
+            for start in (3, 5):
+                pay(file, run, Spend(start, start + count, release), peers)
+            lengths += [len(line) for line in file.path.read_bytes().splitlines()[-2:]]
+    entries = read_chain(file.path)[1]
+    assert [entry.boot for entry in entries] == [7] * 4 + [9] * 10
+    assert [entry.run.id for entry in entries] == ["a"] * 6 + ["b"] * 8
+    assert [entry.charges[0].peers for entry in entries] == [(0,)] * 8 + [(0, 2)] * 6
+    assert [entry.charges[0].releases[0].noise_multiplier for entry in entries] == [20.0] * 10 + [30.0] * 4
+    assert [(entry.from_step, entry.to_step) for entry in entries[-2:]] == [(3, 5), (5, 7)]
+    assert [length < 120 for length in lengths] == [False, True, True, True] + [False, True] * 5
+    assert_adds_up(file.path, entries)
 
 
 # --- whose ledger: the source's, and each example is charged what any peer paid ---
@@ -576,6 +599,22 @@ def test_an_interrupted_payment_counts_and_the_chain_goes_on(tmp_path, monkeypat
     assert spent(tmp_path) == epsilon([STEP.times(3)], DELTA)
 
 
+def test_an_interrupt_before_a_payment_is_written_closes_the_ledger(tmp_path, monkeypatch):
+    def interrupt(fd: int, content: bytes) -> int:
+        raise Killed
+
+    with Ledger(tmp_path, DATA) as file:
+        pay(file, "a", Spend(0, 1, STEP))
+        with monkeypatch.context() as patch:
+            patch.setattr(ledger_module.os, "write", interrupt)
+            with pytest.raises(Killed):
+                pay(file, "b", Spend(0, 1, STEP))
+        with raises(BudgetError, "ledger.closed"):
+            pay(file, "b", Spend(1, 2, STEP))
+    with Ledger(tmp_path, DATA) as file:
+        assert charged_until(file.entries, "b") == 0
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with raises(BudgetError, "ledger.folder"):
@@ -616,3 +655,282 @@ def test_no_sequence_of_runs_exceeds_a_budget_or_runs_uncounted(tmp_path_factory
 @pytest.mark.parametrize("source", ["../../evil", "a/b", "digits"])
 def test_a_ledger_lies_in_its_folder_whatever_the_source_is_called(tmp_path, source):
     assert ledger_path(tmp_path, source).parent == tmp_path
+
+
+# --- segments ---
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Seal a segment after about three of the first entries."""
+    monkeypatch.setattr(ledger_module, "SEGMENT", 800)
+
+
+@pytest.fixture
+def segmented(tmp_path, short):
+    """Write a ledger of 12 payments of two processes and two mechanisms in several segments; return its path."""
+    for boot in (7, 9):
+        with Ledger(tmp_path, DATA) as file:
+            file.name_lines(boot)
+            for k in range(6):
+                pay(file, f"{boot}", Spend(k, k + 1, replace(STEP, noise_multiplier=20.0 + k % 2)))
+    assert len(sealed_segments(file.path)) >= 3
+    return file.path
+
+
+def assert_adds_up(path, entries: list, heads=()) -> None:
+    """Check that a ledger holds what its entries add up to, and has its heads."""
+    charges = [charge for entry in entries for charge in entry.charges]
+    lines: dict[int, int] = {}
+    for entry in entries:
+        lines |= {entry.boot: lines.get(entry.boot, 0) + 1} if entry.boot else entry.witnessed
+    if path.stat().st_size:
+        assert read_chain(path) == (DATA, entries)
+    with Ledger(path.parent, DATA) as file:
+        assert releases_in(file.entries) == canonical(r for charge in charges for r in charge.releases)
+        assert runs_in(file.entries) == runs_in(entries) == runs_in(read_entries(path.parent, DATA))
+        for run in {entry.run.id for entry in entries}:
+            assert charged_until(file.entries, run) == max(e.to_step for e in entries if e.run.id == run)
+            assert charged_by_peer(file.entries, run) == charged_by_peer(entries, run)
+        assert (file.lines, file.n_entries) == (lines, len(entries))
+        for length, digest in heads:
+            file.check_head((length, digest))
+            with raises(BudgetError, "ledger.stale"):
+                file.check_head((length, "0" * 64))
+        with raises(BudgetError, "ledger.stale"):
+            file.check_head((file.head[0] + 1, "0" * 64))
+
+
+def test_segments_add_up_to_what_one_file_does(segmented, tmp_path, monkeypatch):
+    entries = read_chain(segmented)[1]
+    assert_adds_up(segmented, entries)
+    monkeypatch.undo()
+    with Ledger(tmp_path / "whole", DATA) as file:
+        for entry in entries:
+            file.name_lines(entry.boot)
+            file.append(entry.run, entry.from_step, entry.to_step, entry.charges)
+    assert not sealed_segments(file.path)
+    assert read_chain(file.path)[1] == entries
+    assert runs_in(read_entries(segmented.parent, DATA)) == runs_in(entries)
+
+
+def test_opening_reads_the_last_segment_alone(segmented, monkeypatch):
+    read = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (read.append(path), real(path))[1])
+    with Ledger(segmented.parent, DATA) as file:
+        assert len(file.entries) < 12
+        assert read == []
+        file.check_head(file.head)
+    read_entries(segmented.parent, DATA)
+    assert read == [segmented]
+
+
+def test_a_header_is_at_most_half_of_its_segment(tmp_path, short):
+    with Ledger(tmp_path, DATA) as file:
+        for k in range(60):  # of as many mechanisms
+            pay(file, "a", Spend(k, k + 1, replace(STEP, noise_multiplier=20.0 + k)))
+    sealed = [sealed_path(file.path, number) for number in sorted(sealed_segments(file.path))]
+    for path in sealed[1:]:
+        header = path.read_bytes().splitlines(keepends=True)[0]
+        assert len(header) < path.stat().st_size / 2
+    assert len(sealed) < 8
+    assert_adds_up(file.path, read_chain(file.path)[1])
+
+
+def edit(path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+
+
+def rehashed(path) -> None:
+    """Recompute the hashes of a segment whose content was edited."""
+    first, *rest = [json.loads(line) for line in path.read_bytes().splitlines()]
+    for body in (first, *rest):
+        del body["hash"]
+    path.write_bytes(chained([first, *rest], (first["index"], first["previous"]))[0])
+
+
+OPENING = {  # what opening refuses
+    "a segment is missing": (lambda path: sealed_path(path, 1).unlink(), "ledger.segment"),
+    "the last segment is missing": (lambda path: path.unlink(), "ledger.stale"),
+    "the last segment is empty": (lambda path: path.write_bytes(b""), "ledger.stale"),
+    "an old copy of the last segment": (lambda path: shutil.copy(sealed_path(path, 1), path), "ledger.stale"),
+    "the summary was edited": (
+        lambda path: edit(path, b'"noise_multiplier":20.0', b'"noise_multiplier":90.0'),
+        "ledger.damaged",
+    ),
+    "the counts were edited": (lambda path: edit(path, b'"lines":[[7,6]', b'"lines":[[7,9]'), "ledger.damaged"),
+    "a line was edited": (lambda path: edit(path, b'"from_step":5', b'"from_step":4'), "ledger.damaged"),
+    "a cut copy of the last sealed one": (
+        lambda path: path.write_bytes(sealed_path(path, 2).read_bytes()[:-90]),
+        "ledger.stale",
+    ),
+    "another format": (lambda path: edit(path, b"ledger-4", b"ledger-3"), "ledger.format"),
+}
+VERIFYING = {  # what only reading all of it shows, for it changes no ε
+    "a sealed line was edited": (lambda path: edit(sealed_path(path, 1), b'"from_step":', b'"from_step":1')),
+    "a sealed segment was rewritten": (
+        lambda path: (edit(sealed_path(path, 1), b'"to_step":', b'"to_step":1'), rehashed(sealed_path(path, 1)))
+    ),
+    "a sealed line was cut": (lambda path: sealed_path(path, 1).write_bytes(sealed_path(path, 1).read_bytes()[:-90])),
+    "a segment took another's place": (lambda path: shutil.copy(sealed_path(path, 0), sealed_path(path, 1))),
+    "the summary was forged with the lines after it": (
+        lambda path: (edit(path, b'"noise_multiplier":20.0', b'"noise_multiplier":90.0'), rehashed(path))
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", OPENING)
+def test_a_ledger_whose_segments_were_changed_is_not_opened(segmented, damage):
+    change, code = OPENING[damage]
+    change(segmented)
+    with raises(BudgetError, code):
+        reopen(segmented)
+    with raises(BudgetError, code):
+        read_entries(segmented.parent, DATA)
+
+
+@pytest.mark.parametrize("damage", VERIFYING)
+def test_a_sealed_segment_that_was_changed_does_not_verify(segmented, damage):
+    VERIFYING[damage](segmented)
+    with raises(BudgetError, "ledger.damaged"):
+        list(verified(segmented))
+    if "forged" not in damage:
+        with Ledger(segmented.parent, DATA) as file, raises(BudgetError, "ledger.damaged"):
+            file.check_head((1, "0" * 64))
+
+
+def test_a_fork_of_segments_does_not_verify(segmented, tmp_path):
+    copy = Path(shutil.copytree(tmp_path, tmp_path / "copy")) / segmented.name
+    for path, run in ((segmented, "b"), (copy, "c")):
+        with Ledger(path.parent, DATA) as file:
+            before = len(sealed_segments(path))
+            while len(sealed_segments(path)) < before + 2:
+                pay(file, run, Spend(file.n_entries, file.n_entries + 1, STEP))
+            head = file.head
+    shutil.copy(copy, segmented)  # and not the sealed ones
+    with raises(BudgetError, "ledger.damaged"):
+        read_chain(segmented)
+    with Ledger(tmp_path, DATA) as file:
+        file.check_head(head)
+        with raises(BudgetError, "ledger.damaged"):
+            file.check_head((2, "0" * 64))
+
+
+def test_an_opening_that_waited_for_the_lock_of_a_sealed_file_is_refused(written, monkeypatch):
+    """Another process replaces the file between opening and locking, and holds the new one."""
+    real = ledger_module.fcntl.flock
+
+    def seal_first(fd: int, operation: int) -> None:
+        copy = written.with_name("next")
+        shutil.copy(written, copy)
+        copy.replace(written)
+        real(fd, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_module.fcntl, "flock", seal_first)
+        with raises(BudgetError, "ledger.in-use"):
+            reopen(written)
+    reopen(written)
+
+
+class FaultyDisk(Disk):
+    """A disk that dies, or is full from, the n-th write, flush or rename on."""
+
+    def __init__(self, monkeypatch, folder, die_at: int, full: bool) -> None:
+        self.full, self._replace, self._write_bytes = full, os.replace, Path.write_bytes
+        super().__init__(monkeypatch, die_at)
+        self.synced = {path.stat().st_ino: path.stat().st_size for path in folder.iterdir()}
+        monkeypatch.setattr(os, "replace", self.replace)
+        monkeypatch.setattr(Path, "write_bytes", lambda path, content: self.write_bytes(path, content))
+
+    def _step(self) -> None:
+        self.calls += 1
+        if self.calls == self.die_at or (self.full and self.calls > self.die_at):
+            raise OSError(28, "No space left on device") if self.full else Killed
+
+    def write_bytes(self, path: Path, content: bytes) -> int:
+        self._write_bytes(path, content[: len(content) // 2])
+        self._step()
+        return self._write_bytes(path, content)
+
+    def replace(self, old, new) -> None:
+        self._step()
+        self._replace(old, new)
+
+    def lose_power(self, folder, part: float) -> None:
+        super().lose_power(folder, part)
+        assert all(path.stat().st_size for path in folder.glob("*.sealed"))
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(["charge", "charge", "charge", "reopen", "kill", "full", "tear", "witnessed"]),
+        st.sampled_from(["a", "b"]),  # the run
+        st.sampled_from([(0,), (0, 1), (1,)]),  # the peers
+        st.sampled_from([20.0, 40.0]),  # noise
+        st.integers(1, 3),  # steps
+        st.integers(1, 12),  # where the disk fails
+        st.sampled_from([0.0, 0.5, 1.0]),  # how much of what was not flushed is left
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=60)
+@given(actions, st.sampled_from([1, 900, 1500, 1 << 19]))
+def test_no_sequence_of_charges_crashes_and_segments_changes_what_a_ledger_adds_up_to(
+    tmp_path_factory, sequence, segment
+):
+    folder = tmp_path_factory.mktemp("ledger")
+    path, entries, heads, step = ledger_path(folder, DATA), [], [], 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ledger_module, "SEGMENT", segment)
+        patch.setattr(ledger_module, "MERGED", 3)
+        file, boot = Ledger(folder, DATA), 1
+        for action, run, peers, noise, steps, failing, part in sequence:
+            release = Release("full", 1.0, 50, 50, noise)
+            file.name_lines(boot)
+            wanted = Entry(
+                run_name(run),
+                step,
+                step + steps,
+                (Charge.of(peers, [Spend(step, step + steps, release.times(steps))]),),
+                boot,
+            )
+            more = {}
+            if action == "witnessed":
+                more = {"witnessed": {boot: file.lines.get(boot, 0) + 2, 999: 3}}
+                lacking = {b: n for b, n in more["witnessed"].items() if n > file.lines.get(b, 0)}
+                wanted = replace(wanted, boot=0, witnessed=lacking)
+            failed = False
+            with pytest.MonkeyPatch.context() as broken:
+                disk = FaultyDisk(broken, folder, failing, action == "full") if action in ("kill", "full") else None
+                try:
+                    file.append(wanted.run, step, step + steps, wanted.charges, **more)
+                except (Killed, BudgetError):
+                    failed = True
+                if disk is not None:
+                    file.close()
+                    if action == "kill":
+                        disk.lose_power(folder, part)
+            step += steps
+            if action in ("kill", "full", "reopen", "tear"):
+                file.close()
+                if action == "tear" and not failed:
+                    path.write_bytes(path.read_bytes()[: -1 - failing])
+                file = Ledger(folder, DATA)
+                boot += action == "reopen"
+            if failed or action == "tear":  # it counts, or not, and never in part
+                assert file.n_entries in (len(entries), len(entries) + 1)
+                failed = file.n_entries == len(entries)
+            if not failed:
+                entries.append(wanted)
+            assert file.n_entries == len(entries)
+            heads.append(file.head)
+        file.close()
+        heads = [head for head in heads if head[0]]
+        assert_adds_up(path, entries, heads[:: max(1, len(heads) // 4)])

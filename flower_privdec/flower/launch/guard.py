@@ -264,7 +264,7 @@ class Guard:
         assert held is not None
         budget = held.epsilon or math.inf
         with PeerLedger(place.folder, "guard", 0, place.peer, held.delta, budget) as ledger:
-            index = len(ledger.entries) + 1
+            index = ledger.n_entries + 1
             if not ledger.charge(index, self.policy.noise):
                 raise BudgetError(
                     f"the budget of this SuperNode's owner is spent: {ledger.spent}, of {budget:g}",

@@ -502,7 +502,7 @@ class PeerLedger(Ledger):
         """
         missing = self.lacks(witnessed)
         if missing:
-            run = replace(self._run, id=f"{self._run.id}-witnessed-{len(self.entries)}")
+            run = replace(self._run, id=f"{self._run.id}-witnessed-{self.n_entries}")
             charge = Charge((self.peer,), ((((0, missing),), update_release(noise).times(missing)),))
             self.append(run, 0, missing, [charge], witnessed=witnessed)
         return missing

@@ -1,4 +1,4 @@
-"""The ledger of one data source: everything charged to it, in one locked, hash-chained file.
+"""The ledger of one data source: everything charged to it, in locked, hash-chained files.
 
 Every front end charges here: a cohort's plan (`CohortLedger`), a torch training loop, a Flower app's peer. The ledger
 belongs to the data source, before subsets and partition: another part of it, another order or number of peers, or a
@@ -8,14 +8,24 @@ An entry names the run and the steps that it covers. A run's name is a hash of e
 (scenario, seed, data, generator, device and versions), so taking those steps again gives the same releases bit for bit
 and costs nothing more. Anything else over the same data adds up; a run that draws fresh noise has a new name.
 
-The file has one JSON object a line. `hash` is the SHA-256 of a line's object without it (keys sorted, no spaces);
-`previous` is the hash of the line before. Line 1 names the data source. Each later line is one entry of a run, for all
-peers that one process hosts:
+A ledger is a sequence of segments: SOURCE.000000.sealed, SOURCE.000001.sealed, ..., and SOURCE.jsonl, the last one, to
+which lines are appended. Each is one JSON object a line. `hash` ends a line; it is the SHA-256 of the hash before it
+and of the line's object without it. Line 1 of a segment is its header, which sums up all segments before it:
+    {"index", "format", "source", "segment", "previous", "lines", "charged": [ENTRY, ...], "hash"}
+`charged` has one entry for each run, in which costs are added up by peers and mechanism: integers, so nothing is
+rounded. So the last segment alone gives every ε, and opening a ledger reads and verifies that one; `read_chain` and
+`verify` go through all. Each later line is one entry of a run, for all peers that one process hosts:
     {"index", "run", "scenario", "environment", "from_step", "to_step",
-     "charges": [{"peers": [[a, b], ...], "releases": [{"steps": [[a, b], ...], "release": {...}}, ...]}, ...],
-     "previous", "hash"}
-The chain detects a line that was edited, removed, inserted, or written by two processes at once. It does not detect
-whole lines cut from the end: a checkpoint names the head it saw, and resuming compares.
+     "charges": [{"peers": [[a, b], ...], "releases": [{"steps": [[a, b], ...], "release": {...}}, ...]}, ...], "hash"}
+or, where it has the run, the boot and the cost of the last such line before it in the segment, and other steps:
+    {"index", "from_step", "hash"}
+The chain detects a line that was edited, removed, inserted, or written by two processes at once, and the header a
+missing segment. It does not detect whole lines cut from the end: a checkpoint names the head it saw, and resuming
+compares.
+
+A segment that is long enough is sealed before the next entry: its copy is put on disk under its own name, and a file
+with the next header then replaces SOURCE.jsonl. A crash between the two leaves both, which are equal; the copy is then
+removed and made again.
 
 Privacy: a charge is on disk before the step that it covers draws its batch or its noise. A charge may cover steps
 ahead: after a crash that is never resumed, at most those are charged without having been run; no step is run without
@@ -34,7 +44,7 @@ import re
 import stat
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -43,13 +53,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from flower_privdec.common.files import sync
+from flower_privdec.common.files import replacing, sync
 from flower_privdec.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon, epsilon_of_runs, last_that_fits
-from flower_privdec.privacy.mechanism.events import Release, Spend, canonical
+from flower_privdec.privacy.mechanism.events import Mechanism, Release, Spend, canonical
 
-FORMAT = "flower-privdec-ledger-3"
+FORMAT = "flower-privdec-ledger-4"
+MERGED = 64  # further entries in memory until those of a run become one
+SEGMENT = 1 << 19  # bytes after which a segment is sealed; more where its header is long
 EMPTY_HASH = "0" * 64
+LINE = re.compile(rb'(\{.*),"hash":"([0-9a-f]{64})"\}\n?')
 RESTORE = "restore it from a backup, or give a new ledger folder and count what was spent here as unknown"
 
 Body = dict[str, Any]
@@ -160,6 +173,15 @@ class Entry:
             **({"witnessed": {str(boot): lines for boot, lines in self.witnessed.items()}} if self.witnessed else {}),
         }
 
+    def at(self, step: int) -> Entry:
+        """Return the entry for as many steps from another one on."""
+        by = step - self.from_step
+        charges = tuple(
+            Charge(charge.peers, tuple((tuple((a + by, b + by) for a, b in steps), r) for steps, r in charge.parts))
+            for charge in self.charges
+        )
+        return replace(self, from_step=step, to_step=self.to_step + by, charges=charges)
+
     @classmethod
     def from_json(cls, body: Body) -> Entry:
         """Return the entry of a JSON object.
@@ -173,14 +195,89 @@ class Entry:
         return cls(run, int(body["from_step"]), int(body["to_step"]), charges, int(body.get("boot", 0)), witnessed)
 
 
-class Ledger:
-    """The ledger of one data source, open, verified and locked; a context manager.
+class Totals:
+    """What entries add up to: every cost, and how many lines each process wrote.
 
     Attributes:
-        path: the file.
-        entries: every entry that is safe on disk, oldest first.
-        boot: of the process, which its lines then name; 0 where no neighbours witness the ledger.
+        entries: oldest first; those of one run may be one, see `merged`.
         lines: of each boot, those of processes whose ledger was lost included once they are charged.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.entries: list[Entry] = []
+        self.lines: dict[int, int] = {}
+        self._most = MERGED
+
+    def count(self, entries: Sequence[Entry]) -> None:
+        """Add entries."""
+        for entry in entries:
+            if entry.boot:
+                self.lines[entry.boot] = self.lines.get(entry.boot, 0) + 1
+            self.lines |= entry.witnessed
+        self.entries += entries
+        if len(self.entries) > self._most:
+            self.entries = merged(self.entries)
+            self._most = 2 * len(self.entries) + MERGED
+
+    def to_json(self) -> Body:
+        """Return the totals as a JSON object."""
+        charged = [entry.to_json() for entry in merged(self.entries)]
+        return {"lines": [list(pair) for pair in self.lines.items()], "charged": charged}
+
+    @classmethod
+    def from_json(cls, body: Body) -> Totals:
+        """Return the totals of a JSON object; raises as `Entry.from_json`."""
+        totals = Totals()
+        totals.count([Entry.from_json(entry) for entry in body["charged"]])
+        totals.lines = {int(boot): int(lines) for boot, lines in body["lines"]}
+        return totals
+
+
+@dataclass
+class Segment:
+    """The lines of one file of a ledger.
+
+    Attributes:
+        number: how many segments come before it.
+        first: how many lines they have.
+        previous: the hash of the last of them.
+        before: what they add up to.
+        header_size, size: bytes of the header, and of all lines.
+        hashes: of the lines.
+        source: the data's.
+        model: the last entry whose line has it whole.
+    """
+
+    number: int = 0
+    first: int = 0
+    previous: str = EMPTY_HASH
+    before: Totals = field(default_factory=Totals)
+    header_size: int = 0
+    size: int = 0
+    hashes: list[str] = field(default_factory=list)
+    source: str = ""
+    model: Entry | None = None
+
+    @property
+    def start(self) -> tuple[int, int, str]:
+        """Return its number, its first line's, and the hash before that."""
+        return self.number, self.first, self.previous
+
+    @property
+    def end(self) -> tuple[int, int, str]:
+        """Return the start of the segment after it."""
+        return self.number + 1, self.first + len(self.hashes), self.hashes[-1] if self.hashes else self.previous
+
+
+class Ledger(Totals):
+    """The ledger of one data source, open, verified and locked; a context manager.
+
+    Its `entries` are those that are safe on disk.
+
+    Attributes:
+        path: the file of the last segment.
+        boot: of the process, which its lines then name; 0 where no neighbours witness the ledger.
     """
 
     boot = 0
@@ -189,42 +286,33 @@ class Ledger:
         """Open DIRECTORY/SOURCE.jsonl, created if missing.
 
         Raises:
-            BudgetError: the file is in use, was edited, or belongs to another source.
+            BudgetError: the file is in use, was edited, lacks a segment, or belongs to another source.
         """
-        self.path = ledger_path(directory, source)
-        self._header: Body = {"format": FORMAT, "source": source}
-        self._unsynced: tuple[list[Entry], list[str]] = ([], [])
+        super().__init__()
+        self.path, self._source = ledger_path(directory, source), source
+        self._unsynced: tuple[list[Entry], list[str], int, Entry | None] = ([], [], 0, None)
         self._fd: int | None = _open_locked(self.path)
         try:
             content = b"".join(iter(lambda: os.read(self._descriptor, 1 << 20), b""))
-            bodies, size = parse(content, self.path)
-            for name, value in self._header.items():
-                if bodies and bodies[0].get(name) != value:
-                    raise BudgetError(
-                        f"{self.path} line 1: {name} is {bodies[0].get(name)!r} and must be {value!r}; give another "
-                        "ledger folder",
-                        code="ledger.format" if name == "format" else "ledger.source",
-                    )
-            if size < len(content):
+            segment, entries = parse(content, self.path, source)
+            sealed = sealed_segments(self.path)
+            copy = sealed_path(self.path, segment.number)
+            if segment.number in sealed and segment.size and copy.read_bytes() == content:
+                copy.unlink()  # a crash came before the next segment
+                sealed.remove(segment.number)
+            _check_segments(self.path, segment, sealed, sealed)
+            if segment.size < len(content):
                 _log.warning("%s: dropped an incomplete last line; no step had begun on it", self.path)
-                os.ftruncate(self._descriptor, size)
+                os.ftruncate(self._descriptor, segment.size)
             elif content and not content.endswith(b"\n"):
-                os.write(self._descriptor, b"\n")
-            self.entries = entries_of(bodies, self.path)
+                segment.size += os.write(self._descriptor, b"\n")
             sync(self.path.parent)
         except BaseException:
             self.close()
             raise
-        self._hashes: list[str] = []
-        self.lines: dict[int, int] = {}
-        self._extend([str(body["hash"]) for body in bodies], self.entries)
-
-    def _extend(self, hashes: Sequence[str], entries: Sequence[Entry]) -> None:
-        self._hashes += hashes
-        for entry in entries:
-            if entry.boot:
-                self.lines[entry.boot] = self.lines.get(entry.boot, 0) + 1
-            self.lines |= entry.witnessed
+        self._segment, before = segment, segment.before
+        self.entries, self.lines = before.entries, before.lines
+        self.count(entries)
 
     @property
     def _descriptor(self) -> int:
@@ -236,7 +324,13 @@ class Ledger:
     @property
     def head(self) -> Head:
         """Return the number of lines and the last line's hash, which a checkpoint names."""
-        return len(self._hashes), self._hashes[-1] if self._hashes else EMPTY_HASH
+        hashes = self._segment.hashes
+        return self._segment.first + len(hashes), hashes[-1] if hashes else EMPTY_HASH
+
+    @property
+    def n_entries(self) -> int:
+        """Return how many entries were appended."""
+        return max(0, self.head[0] - self._segment.number - 1)
 
     def check_head(self, head: Sequence[int | str] | None) -> None:
         """Check that the ledger still holds all lines that a checkpoint saw; it may have grown since.
@@ -245,11 +339,14 @@ class Ledger:
             BudgetError: it is shorter, or differs there.
         """
         length, digest = head or (0, EMPTY_HASH)
-        length = int(length)
-        if length > len(self._hashes):
-            message = f"{self.path} has {len(self._hashes)} lines where the checkpoint saw {length}; {RESTORE}"
+        length, segment = int(length), self._segment
+        if length > self.head[0]:
+            message = f"{self.path} has {self.head[0]} lines where the checkpoint saw {length}; {RESTORE}"
             raise BudgetError(message, code="ledger.stale")
-        if length > 0 and self._hashes[length - 1] != digest:
+        while segment.first >= length > 0:
+            after, (segment, _) = segment, _read_sealed(self.path, segment.number - 1)
+            _check_follows(self.path, segment.end, after)
+        if length > 0 and segment.hashes[length - 1 - segment.first] != digest:
             message = f"{self.path} line {length}: not the line that the checkpoint saw; {RESTORE}"
             raise BudgetError(message, code="ledger.stale")
 
@@ -315,36 +412,73 @@ class Ledger:
         else:
             lacking = {boot: lines for boot, lines in witnessed.items() if lines > self.lines.get(boot, 0)}
             entry = Entry(run, from_step, to_step, tuple(charges), witnessed=lacking)
-        if self._unsynced[1]:
-            self._sync()  # an interrupt came between write and sync
-        bodies = [entry.to_json()] if self._hashes else [self._header, entry.to_json()]
+        segment = self._segment
+        if self._unsynced[1]:  # an interrupt came before the sync
+            if os.fstat(self._descriptor).st_size != segment.size + self._unsynced[2]:
+                self.close()  # and before the end of the write
+            self._sync()
+        if segment.size >= max(SEGMENT, 2 * segment.header_size):
+            self._seal()
+            segment = self._segment
+        repeats = segment.model is not None and segment.model.at(from_step) == entry
+        bodies = [{"from_step": from_step} if repeats else entry.to_json()]
+        if not segment.size:
+            bodies.insert(0, self._header(0))
         content, hashes = chained(bodies, self.head)
-        self._unsynced = ([entry], hashes)
-
-        def write(fd: int) -> None:
-            rest = content
-            while rest:
-                rest = rest[os.write(fd, rest) :]
-
-        self._guarded(write)
+        self._unsynced = ([entry], hashes, len(content), segment.model if repeats else entry)
+        self._guarded(partial(_write, content=content))
         self._sync()
+
+    def _header(self, number: int) -> Body:
+        """Return the header of a segment that follows what there is."""
+        places = {"format": FORMAT, "source": self._source, "segment": number, "previous": self.head[1]}
+        return places | self.to_json()
+
+    def _seal(self) -> None:
+        """Seal the segment, and begin the next; each is on disk, under its name, before the other.
+
+        An interrupt closes the ledger, for it may not know which file is the last segment.
+        """
+        segment, fd, done = self._segment, -1, False
+        content, hashes = chained([self._header(segment.number + 1)], self.head)
+        try:
+            with replacing(sealed_path(self.path, segment.number), private=True) as part:
+                part.write_bytes(os.pread(self._descriptor, segment.size, 0))
+            with replacing(self.path, private=True) as part:
+                fd = _open_locked(part)
+                _write(fd, content)
+            size = len(content)
+            self._segment = Segment(*segment.end, Totals(), size, size, hashes, self._source)
+            sealed, self._fd, done = self._descriptor, fd, True
+            os.close(sealed)
+        except OSError as error:
+            raise self._disk_error(error) from error
+        finally:
+            if not done:
+                self.close()
+                if fd >= 0:
+                    os.close(fd)
 
     def _sync(self) -> None:
         self._guarded(os.fsync)
-        entries, hashes = self._unsynced
-        self.entries += entries
-        self._extend(hashes, entries)
-        self._unsynced = ([], [])
+        entries, hashes, size, self._segment.model = self._unsynced
+        self._segment.hashes += hashes
+        self._segment.size += size
+        self.count(entries)
+        self._unsynced = ([], [], 0, None)
 
     def _guarded(self, action: Callable[[int], None]) -> None:
         try:
             action(self._descriptor)
         except OSError as error:
             self.close()
-            raise BudgetError(
-                f"{self.path} could not be written ({error.strerror}), no step was taken; make room, resume",
-                code="ledger.disk",
-            ) from error
+            raise self._disk_error(error) from error
+
+    def _disk_error(self, error: OSError) -> BudgetError:
+        return BudgetError(
+            f"{self.path} could not be written ({error.strerror}), no step was taken; make room, resume",
+            code="ledger.disk",
+        )
 
     def close(self, *, unlock: bool = True) -> None:
         """Close the file and release its lock, unless this process was forked from its holder, which keeps it."""
@@ -359,6 +493,51 @@ class Ledger:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def merged(entries: Iterable[Entry]) -> list[Entry]:
+    """Return one entry for each run: its costs, added up by peers and mechanism, and the steps that they cover.
+
+    Every ε, charged step and plan can be computed from them as from the entries themselves, exactly. Their lines are
+    not in them: no boot, nothing witnessed.
+    """
+    runs: dict[RunName, list[Entry]] = {}
+    for entry in entries:
+        runs.setdefault(entry.run, []).append(entry)
+    return [
+        Entry(run, min(e.from_step for e in group), max(e.to_step for e in group), _added_up(group))
+        for run, group in runs.items()
+    ]
+
+
+def _added_up(entries: Iterable[Entry]) -> tuple[Charge, ...]:
+    groups: dict[tuple[int, ...], dict[Mechanism, list[tuple[tuple[Interval, ...], Release]]]] = {}
+    for charge in chain.from_iterable(entry.charges for entry in entries):
+        for part in charge.parts:
+            groups.setdefault(charge.peers, {}).setdefault(part[1].mechanism, []).append(part)
+    return tuple(
+        Charge(
+            peers,
+            tuple(
+                (
+                    _united(chain.from_iterable(steps for steps, _ in parts)),
+                    parts[-1][1].times(sum(r.steps for _, r in parts)),
+                )
+                for parts in mechanisms.values()
+            ),
+        )
+        for peers, mechanisms in groups.items()
+    )
+
+
+def _united(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
+    """Return the union of intervals [a, b), ascending and apart."""
+    union: list[Interval] = []
+    for a, b in sorted(intervals):
+        if union and a <= union[-1][1]:
+            a, b = union[-1][0], max(b, union.pop()[1])
+        union.append((a, b))
+    return tuple(union)
 
 
 def releases_in(entries: Iterable[Entry], *more: Charge) -> tuple[Release, ...]:
@@ -397,13 +576,16 @@ def runs_in(entries: Iterable[Entry]) -> dict[str, Alternatives]:
 
 
 def read_entries(directory: Path | str, source: str) -> list[Entry]:
-    """Return the entries of a source's ledger without locking it; none where there is no ledger yet.
+    """Return the entries of a source's ledger, those of one run perhaps as one, without locking it.
+
+    Returns:
+        None where there is no ledger yet.
 
     Raises:
         BudgetError: it cannot be read or fails verification.
     """
-    path = ledger_path(directory, source)
-    return read_chain(path)[1] if path.exists() and path.stat().st_size else []
+    segment, entries = _read_last(ledger_path(directory, source))
+    return [*segment.before.entries, *entries]
 
 
 def ledger_path(directory: Path | str, source: str) -> Path:
@@ -428,15 +610,93 @@ def _open_locked(path: Path) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
-        message = f"{path} is in use by another run; wait for its end or give another ledger folder"
-        raise BudgetError(message, code="ledger.in-use") from None
+        raise _in_use(path) from None
+    if not (path.exists() and os.path.samestat(path.stat(), os.fstat(fd))):  # another process sealed it meanwhile
+        os.close(fd)
+        raise _in_use(path)
     return fd
 
 
-def hash_of(body: Body) -> tuple[str, str]:
-    """Return a line's object without its `hash` as text, and the hash."""
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    return text, hashlib.sha256(text.encode()).hexdigest()
+def _in_use(path: Path) -> BudgetError:
+    message = f"{path} is in use by another run; wait for its end or give another ledger folder"
+    return BudgetError(message, code="ledger.in-use")
+
+
+def _write(fd: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(fd, content) :]
+
+
+def sealed_path(path: Path, number: int) -> Path:
+    """Return the path of a sealed segment of the ledger whose last one is at a path."""
+    return path.with_name(f"{path.name.removesuffix('.jsonl')}.{number:06d}.sealed")
+
+
+def sealed_segments(path: Path) -> set[int]:
+    """Return the numbers of a ledger's sealed segments that are on disk."""
+    name = re.compile(re.escape(path.name.removesuffix(".jsonl")) + r"\.(\d{6,})\.sealed")
+    names = os.listdir(path.parent) if path.parent.is_dir() else []
+    return {int(match[1]) for match in map(name.fullmatch, names) if match}
+
+
+def _check_segments(path: Path, segment: Segment, before: set[int], after: set[int]) -> None:
+    """Refuse a ledger that lacks a segment, or whose last one is older than another.
+
+    Args:
+        segment: the last one.
+        before, after: the sealed ones on disk before and after it was read: another process may seal one meanwhile.
+    """
+    if missing := set(range(segment.number)) - after:
+        message = f"{sealed_path(path, min(missing))} is missing, and {path.name} continues from it; {RESTORE}"
+        raise BudgetError(message, code="ledger.segment")
+    if later := {number for number in before if number >= segment.number}:
+        raise BudgetError(
+            f"{path} is an old copy, cut short or empty: {sealed_path(path, max(later)).name} has later lines; "
+            f"{RESTORE}",
+            code="ledger.stale",
+        )
+
+
+def _check_follows(path: Path, end: tuple[int, int, str], segment: Segment, before: Totals | None = None) -> None:
+    """Refuse a segment that does not start where the one before it ends, or sums up other lines than come before."""
+    if segment.start != end or (before is not None and segment.before.to_json() != before.to_json()):
+        raise BudgetError(
+            f"{path}: segment {segment.number} does not follow the lines before it, which were edited or belong to "
+            f"another copy; {RESTORE}",
+            code="ledger.damaged",
+        )
+
+
+def _read_sealed(path: Path, number: int) -> tuple[Segment, list[Entry]]:
+    """Read and verify a sealed segment of the ledger whose last one is at a path."""
+    place = sealed_path(path, number)
+    return parse(_read(place), place)
+
+
+def _read_last(path: Path) -> tuple[Segment, list[Entry]]:
+    """Read and verify the last segment without locking it."""
+    before = sealed_segments(path)
+    segment, entries = parse(_read(path) if path.exists() else b"", path)
+    _check_segments(path, segment, before - {segment.number} if segment.size else before, sealed_segments(path))
+    return segment, entries
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        message = f"{path} cannot be read ({error.strerror}); give a ledger file"
+        raise BudgetError(message, code="ledger.unreadable") from error
+
+
+def hash_of(previous: str, text: str) -> str:
+    """Return the hash of a line.
+
+    Args:
+        previous: the hash of the line before.
+        text: the line's object without its hash.
+    """
+    return hashlib.sha256((previous + text).encode()).hexdigest()
 
 
 def chained(bodies: Iterable[Body], head: Head) -> tuple[bytes, list[str]]:
@@ -444,89 +704,123 @@ def chained(bodies: Iterable[Body], head: Head) -> tuple[bytes, list[str]]:
     index, previous = head
     lines, hashes = [], []
     for body in bodies:
-        text, previous = hash_of(body | {"index": index, "previous": previous})
+        text = json.dumps({"index": index} | body, separators=(",", ":"))
+        previous = hash_of(previous, text)
         lines.append(f'{text[:-1]},"hash":"{previous}"}}\n')
         hashes.append(previous)
         index += 1
     return "".join(lines).encode(), hashes
 
 
-def parse(content: bytes, path: Path) -> tuple[list[Body], int]:
-    """Verify the bytes of a ledger.
+def parse(content: bytes, path: Path, source: str | None = None) -> tuple[Segment, list[Entry]]:
+    """Verify the bytes of a segment.
 
     A last line without its newline is a write that a crash interrupted. Its write was never acknowledged, so no step
     began on it; it still counts when it is complete, and is dropped only when it is not.
 
     Args:
         path: for messages.
+        source: what its header must name; None for any.
 
     Returns:
-        The lines' objects, and how many of the bytes hold them.
+        The segment, whose size counts no dropped line, and its entries.
 
     Raises:
-        BudgetError: a line is not a record, was edited, or does not follow the line before it.
+        BudgetError: a line is not a record, was edited, or does not follow the line before it; or the first is not a
+            header of this format and source.
     """
-    bodies: list[Body] = []
-    size, previous = 0, EMPTY_HASH
-    for line in content.splitlines(keepends=True):
-        torn = not line.endswith(b"\n") and size + len(line) == len(content)
+    segment, entries = Segment(), list[Entry]()
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        match = LINE.fullmatch(line)
+        text, digest = (match[1].decode(errors="replace") + "}", match[2].decode()) if match else ("", "")
         try:
-            body = json.loads(line)
+            body = json.loads(text)
         except (ValueError, RecursionError):
             body = None
+        if number == 1 and isinstance(body, dict) and "format" in body:
+            _check_header(body, path, source)
+            segment = _begun(body, path, len(line))
+        _, index, previous = segment.end
         defect = ""
-        if not isinstance(body, dict) or "hash" not in body:
+        if not isinstance(body, dict):
             defect = "not a record"
-        elif body["hash"] != hash_of({name: value for name, value in body.items() if name != "hash"})[1]:
-            defect = "its hash does not match its content (edited)"
-        elif body.get("index") != len(bodies) or body.get("previous") != previous:
+        elif body.get("index") != index or ("format" in body) != (number == 1):
             defect = "does not follow the line before it (lines lost, inserted, or written twice)"
-        if defect and torn:
-            break
+        elif hash_of(previous, text) != digest:
+            defect = "its hash does not match its content (edited)"
+        if defect and not line.endswith(b"\n") and segment.size + len(line) == len(content):
+            return (segment, entries) if number > 1 else (Segment(), entries)
         if defect:
-            raise BudgetError(f"{path} line {len(bodies) + 1}: {defect}; {RESTORE}", code="ledger.damaged")
-        bodies.append(body)
-        previous, size = body["hash"], size + len(line)
-    return bodies, size
+            raise _damaged(path, number, defect)
+        segment.hashes.append(digest)
+        segment.size += len(line)
+        if number > 1:
+            try:
+                entries.append(_entry(body, segment.model))
+            except (KeyError, TypeError, ValueError, ScenarioError) as error:
+                raise _damaged(path, number, f"not an entry ({error})") from error
+            segment.model = entries[-1] if "run" in body else segment.model
+    return segment, entries
 
 
-def entries_of(bodies: Sequence[Body], path: Path) -> list[Entry]:
-    """Return the entries of verified lines.
-
-    Raises:
-        BudgetError: the first line is not of this format, or a later one is not an entry.
-    """
-    if bodies and bodies[0].get("format") != FORMAT:
-        message = f"{path} line 1: not a ledger of format {FORMAT}; read it with the version that wrote it"
-        raise BudgetError(message, code="ledger.format")
-    entries = []
-    for number, body in enumerate(bodies[1:], start=2):
-        try:
-            entries.append(Entry.from_json(body))
-        except (KeyError, TypeError, ValueError, ScenarioError) as error:
-            message = f"{path} line {number}: not an entry ({error}); {RESTORE}"
-            raise BudgetError(message, code="ledger.damaged") from error
-    return entries
+def _damaged(path: Path, line: int, defect: str) -> BudgetError:
+    return BudgetError(f"{path} line {line}: {defect}; {RESTORE}", code="ledger.damaged")
 
 
-def read_chain(path: Path) -> tuple[Body, list[Entry]]:
-    """Read and verify a ledger without locking it.
+def _check_header(body: Body, path: Path, source: str | None) -> None:
+    for name, value in {"format": FORMAT, "source": body.get("source") if source is None else source}.items():
+        if body.get(name) != value:
+            raise BudgetError(
+                f"{path} line 1: {name} is {body.get(name)!r} and must be {value!r}; give another ledger folder, or "
+                "read it with the version that wrote it",
+                code=f"ledger.{name}",
+            )
 
-    Returns:
-        Its first line (the data source) and its entries.
+
+def _begun(header: Body, path: Path, size: int) -> Segment:
+    """Return the segment that a header begins."""
+    try:
+        place = int(header["segment"]), int(header["index"]), str(header["previous"])
+        return Segment(*place, Totals.from_json(header), size, source=str(header["source"]))
+    except (KeyError, TypeError, ValueError, ScenarioError) as error:
+        raise _damaged(path, 1, f"not a header ({error})") from error
+
+
+def _entry(body: Body, model: Entry | None) -> Entry:
+    """Return the entry of a line, raises as `Entry.from_json`; `model` is the last one whose line has it whole."""
+    if model is not None and body.keys() == {"index", "from_step"}:
+        return model.at(int(body["from_step"]))
+    return Entry.from_json(body)
+
+
+def verified(path: Path) -> Iterator[tuple[Segment, list[Entry]]]:
+    """Read and verify a whole ledger, a segment at a time, without locking it.
+
+    Beside every line this checks what opening a ledger relies on: that each header sums up exactly the lines before it.
+
+    Yields:
+        Each segment, with its entries.
 
     Raises:
         BudgetError: it cannot be read, is empty, or fails verification.
     """
-    try:
-        bodies, _ = parse(path.read_bytes(), path)
-    except OSError as error:
-        message = f"{path} cannot be read ({error.strerror}); give a ledger file"
-        raise BudgetError(message, code="ledger.unreadable") from error
-    if not bodies:
-        message = f"{path} is empty: nothing was spent; give a ledger that was written to"
-        raise BudgetError(message, code="ledger.empty")
-    return bodies[0], entries_of(bodies, path)
+    last = _read_last(path)
+    if not last[0].size:
+        message = f"{path} is missing or empty: nothing was spent; give a ledger that was written to"
+        raise BudgetError(message, code="ledger.empty" if path.exists() else "ledger.unreadable")
+    end, totals = Segment().start, Totals()
+    for number in range(last[0].number + 1):
+        segment, entries = last if number == last[0].number else _read_sealed(path, number)
+        _check_follows(path, end, segment, totals)
+        yield segment, entries
+        totals.count(entries)
+        end = segment.end
+
+
+def read_chain(path: Path) -> tuple[str, list[Entry]]:
+    """Return a ledger's data source, and all its entries, each as it was appended; see `verified`."""
+    segments = list(verified(path))
+    return segments[0][0].source, [entry for _, entries in segments for entry in entries]
 
 
 WRITE_FRACTION = 0.005  # of the wall time, the target for writing adaptive blocks
@@ -731,7 +1025,7 @@ class CohortLedger(Ledger):
         """
         missing, plan = self.lacks(witnessed), self._steps
         if missing:
-            run = replace(self._run, id=f"{self._run.id}-witnessed-{len(self.entries)}")
+            run = replace(self._run, id=f"{self._run.id}-witnessed-{self.n_entries}")
             charges = []
             for account in self.spending.accounts:
                 releases = {spend.release.mechanism: spend.release for spend in account.spends}
@@ -753,7 +1047,12 @@ class CohortLedger(Ledger):
 
         def same(peer: int, a: int, b: int, release: Release) -> bool:
             plan, at = plans[peer], bisect_right(starts[peer], a) - 1
-            return at >= 0 and b <= plan[at].to_step and plan[at].release.mechanism == release.mechanism
+            while at >= 0 and a < b:  # equal epochs, one after the other, may be one interval
+                follows = at < len(plan) and plan[at].from_step <= a < plan[at].to_step
+                if not follows or plan[at].release.mechanism != release.mechanism:
+                    return False
+                a, at = plan[at].to_step, at + 1
+            return at >= 0
 
         for entry in self.entries:
             for charge in entry.charges if entry.run.id == run.id else ():
