@@ -1,14 +1,20 @@
 """Small scenarios that several tests share, and how all tests are run."""
 
+import gc
 import os
+import resource
+import sys
 
 # One thread for each process: tests' tensors are tiny, and threads that wait for each other take three times the CPU.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +23,10 @@ from tiny_scenario import TINY
 
 from flower_privdec.experiment import Experiment
 from flower_privdec.scenario import Scenario, parse_scenario
+
+# Compiled modules are reused: compiling takes 7 CPU seconds where tests are collected, and 0.5 in a process of theirs.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The core runs without Flower; so do all tests of the core.
 collect_ignore_glob = [] if find_spec("flwr") else ["flower/*"]
@@ -31,6 +41,60 @@ settings.load_profile("same")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="a sample for the inner loop: see `sample` in conftest.py")
+    parser.addoption("--cpu", type=int, metavar="N", help="print CPU seconds by room, file, and the N dearest tests")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there when tests begin to no later garbage collection: half a second of CPU for each full one."""
+    gc.collect()
+    gc.freeze()
+    _cpu_mark[0] = _cpu_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With --cpu, give each report of a phase (setup, call, teardown) the CPU seconds since the one before."""
+    report = yield
+    if item.config.getoption("--cpu"):
+        before, _cpu_mark[0] = _cpu_mark[0], _cpu_seconds()
+        report.cpu = _cpu_mark[0] - before
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With --cpu, print the CPU seconds of all tests, of each room and file, and of the tests that took most."""
+    if not config.getoption("--cpu"):
+        return
+    test, file, room = Counter[str](), Counter[str](), Counter[str]()
+    reports = (report for some in terminalreporter.stats.values() for report in some if hasattr(report, "cpu"))
+    for report in reports:
+        path = report.nodeid.partition("::")[0]
+        for total, name in ((test, report.nodeid), (file, path), (room, path.rpartition("/")[0])):
+            total[name] += report.cpu
+    terminalreporter.section(f"CPU seconds: {test.total():.1f} in tests, {_cpu_seconds():.1f} in all")
+    for total, most in ((room, None), (file, None), (test, config.getoption("--cpu"))):
+        for name, seconds in total.most_common(most):
+            terminalreporter.write_line(f"{seconds:8.2f}  {name}")
+
+
+_cpu_mark = [0.0]  # at the end of the last phase
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU seconds, user and system, of this process and of all below it that are waited for or still run."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    running = sum(_ticks_below(os.getpid())) / os.sysconf("SC_CLK_TCK")
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + running
+
+
+def _ticks_below(process: int) -> Iterator[int]:
+    """Yield the clock ticks of the processes that a process started and that still run, where the system tells."""
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):  # it ended just now
+            for child in map(int, children.read_text().split()):
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                yield sum(map(int, fields[11:15]))  # its own, and those of its children that it has waited for
+                yield from _ticks_below(child)
 
 
 def sample(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -96,7 +96,9 @@ class FolderLock:
             file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
         except OSError as error:
             folder = self._path.parent
-            raise ScenarioError(f"{folder}: cannot be written to ({error.strerror}); give another --out") from error
+            raise ScenarioError(
+                f"{folder}: cannot be written to ({error.strerror}); give another --out", code="run.unwritable"
+            ) from error
         try:
             self._lock(file)
             file.truncate(0)
@@ -120,5 +122,6 @@ class FolderLock:
             holder = file.read(20).decode(errors="replace")
             raise ScenarioError(
                 f"{self._path.parent}: another run writes to it (process {holder or 'unknown'}); wait for its end, or "
-                "give another --out"
+                "give another --out",
+                code="run.in-use",
             ) from error

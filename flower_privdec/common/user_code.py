@@ -162,7 +162,9 @@ def require(module: str, purpose: str, remedy: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         missing = error.name or module
-        raise ScenarioError(f"{purpose} needs {missing}, which is not installed: {remedy}") from error
+        raise ScenarioError(
+            f"{purpose} needs {missing}, which is not installed: {remedy}", code="code.not-installed"
+        ) from error
 
 
 class RaisedElsewhere(Exception):  # noqa: N818 (an error of another process)

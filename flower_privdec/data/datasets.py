@@ -430,5 +430,6 @@ def _check_labels(labels: np.ndarray, n_classes: int, what: str) -> None:
     if labels.ndim == 1 and labels.max() >= n_classes:
         raise ScenarioError(
             f"{what} has label {labels.max()}, and there are {n_classes} classes, 0 to {n_classes - 1}: "
-            "mend the data, or data.classes"
+            "mend the data, or data.classes",
+            code="data.labels",
         )

@@ -179,7 +179,8 @@ def apply_features(x: Features, section: FeaturesSection) -> Tensor:
     if isinstance(x, SparseRows) or len(shape) != 3:
         raise ScenarioError(
             f"features.kind={section.kind} needs images [channels, height, width] and this dataset has examples "
-            f"of shape {list(shape)}: remove the section features"
+            f"of shape {list(shape)}: remove the section features",
+            code="features.no-images",
         )
     channels, side, reach = shape[0], min(shape[1:]), 2**section.scales
     if reach >= side:

@@ -105,15 +105,20 @@ class Sampler:
     def _sizes(self) -> np.ndarray:
         kind, size, rate, counts = self.kind, self.size, self.rate, self.partition_sizes
         if rate is not None and kind != "poisson":
-            raise ScenarioError(f"data.batch.rate={rate} is for sampling poisson; give {kind} a size, or use poisson")
+            raise ScenarioError(
+                f"data.batch.rate={rate} is for sampling poisson; give {kind} a size, or use poisson",
+                code="batch.rate-kind",
+            )
         if rate is not None and (
             not isinstance(rate, int | float | np.floating) or isinstance(rate, bool) or not LEAST_RATE <= rate <= 1
         ):
-            raise ScenarioError(f"data.batch.rate={rate} must be a number from {LEAST_RATE:g} to 1")
+            raise ScenarioError(f"data.batch.rate={rate} must be a number from {LEAST_RATE:g} to 1", code="batch.rate")
         if kind == "full" or rate is not None:
             return np.zeros_like(counts)
         if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-            raise ScenarioError(f"data.batch.size={size} must be a whole number >= 1 for sampling {kind}")
+            raise ScenarioError(
+                f"data.batch.size={size} must be a whole number >= 1 for sampling {kind}", code="batch.size"
+            )
         short = int((counts < size).sum())
         if short and self.small_peers != "full":
             row = int(counts.argmin())
@@ -122,7 +127,8 @@ class Sampler:
             raise ScenarioError(
                 f"data.batch.size={size} must be at most {counts[row]}, {holds} ({short} of {len(counts)} hold fewer "
                 f"than {size}): lower it, use {or_rate}"
-                "data.batch.small_peers: full, data.partition.min_size, fewer peers or more data"
+                "data.batch.small_peers: full, data.partition.min_size, fewer peers or more data",
+                code="batch.too-large",
             )
         return np.minimum(size, counts)
 

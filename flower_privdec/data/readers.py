@@ -335,12 +335,19 @@ def class_labels(labels: np.ndarray, name: str, minimum: int = 0) -> np.ndarray:
     """Return labels as int64 [N], refusing what is not a whole number of at least `minimum`."""
     right = labels.ndim == 1 and len(labels) > 0 and labels.dtype.kind in "buif"
     if not right or (labels.dtype.kind == "f" and not bool((labels == np.rint(labels)).all())):
-        raise ScenarioError(f"{name} is {labels.dtype} {list(labels.shape)}: it must be whole numbers of shape [N]")
+        raise ScenarioError(
+            f"{name} is {labels.dtype} {list(labels.shape)}: it must be whole numbers of shape [N]", code="data.labels"
+        )
     if bool((np.abs(labels.astype(np.float64)) > MOST_CLASSES).any()):  # infinity, too
-        raise ScenarioError(f"{name} holds {labels.max()}: a label must be less than {MOST_CLASSES:,}; renumber them")
+        raise ScenarioError(
+            f"{name} holds {labels.max()}: a label must be less than {MOST_CLASSES:,}; renumber them",
+            code="data.labels",
+        )
     whole = labels.astype(np.int64)
     if whole.min() < minimum:
-        raise ScenarioError(f"{name} holds {whole.min()}: labels are 0..C-1, or -1 and +1 for two classes")
+        raise ScenarioError(
+            f"{name} holds {whole.min()}: labels are 0..C-1, or -1 and +1 for two classes", code="data.labels"
+        )
     return whole
 
 
@@ -354,7 +361,8 @@ def binary_labels(labels: np.ndarray, where: str) -> np.ndarray:
         return labels
     if not np.isin(labels, (-1, 1)).all():
         raise ScenarioError(
-            f"{where}: it has labels {some(np.unique(labels))}: with -1 the only other label is +1; renumber"
+            f"{where}: it has labels {some(np.unique(labels))}: with -1 the only other label is +1; renumber",
+            code="data.labels",
         )
     return (labels > 0).astype(np.int64)
 
@@ -400,7 +408,8 @@ def read_npz(root: str | None, wanted: Wanted) -> Source:
     if root is None or not Path(root).is_file():
         raise ScenarioError(
             f"{wanted.key}={root} is no file: dataset npz needs the path of an .npz with x_train, y_train, x_test and "
-            "y_test"
+            "y_test",
+            code="data.no-file",
         )
     train, test = (partial(_read_half, root, part, wanted) for part in ("train", "test"))
     return Source(train, test, targets=wanted.targets, n_tokens=wanted.n_tokens)
@@ -598,7 +607,10 @@ class Lines:
         while line := self.file.readline(LONGEST_LINE):
             self.number, self.size = self.number + 1, self.size + len(line)
             if len(line) == LONGEST_LINE:
-                raise ScenarioError(f"{self.where}:{self.number}: has more than {LONGEST_LINE:,} bytes; mend the file")
+                raise ScenarioError(
+                    f"{self.where}:{self.number}: has more than {LONGEST_LINE:,} bytes; mend the file",
+                    code="data.long-line",
+                )
             if self.size - checked > LOOK_EVERY:
                 checked = self.size
                 rest = f"{self.where}: what follows line {self.number:,}"
@@ -609,7 +621,9 @@ class Lines:
 def read_svmlight(root: str | None, wanted: Wanted) -> Source:
     """Read one svmlight file: the training set at `data.root`, or the test set at `data.test`; indices count from 1."""
     if root is None or not Path(root).is_file():
-        raise ScenarioError(f"{wanted.key}={root} is no file: dataset svmlight needs the path of one; give it")
+        raise ScenarioError(
+            f"{wanted.key}={root} is no file: dataset svmlight needs the path of one; give it", code="data.no-file"
+        )
     where, features = f"{wanted.key}={root}", wanted.n_features
 
     def half() -> Split:
@@ -641,12 +655,15 @@ def _parsed(root: str, where: str, features: int) -> tuple[scipy.sparse.csr_matr
     except (ValueError, OverflowError, UnicodeError) as error:
         number = "" if lines is None else f":{lines.number}"
         raise ScenarioError(
-            f"{where}{number}: is no example `label index:value ...` ({one_line(error)}); mend the line"
+            f"{where}{number}: is no example `label index:value ...` ({one_line(error)}); mend the line",
+            code="data.line",
         ) from error
     except _UNREADABLE as error:
-        raise ScenarioError(f"{where} cannot be read ({one_line(error)}); give it whole") from error
+        raise ScenarioError(
+            f"{where} cannot be read ({one_line(error)}); give it whole", code="data.unreadable"
+        ) from error
     if not matrix.shape[0]:
-        raise ScenarioError(f"{where} holds no example; give another file")
+        raise ScenarioError(f"{where} holds no example; give another file", code="data.empty")
     wrong = (matrix.indices < 1) | (matrix.indices > features) | ~np.isfinite(matrix.data)
     if wrong.any():
         place = int(np.argmax(wrong))
@@ -654,7 +671,8 @@ def _parsed(root: str, where: str, features: int) -> tuple[scipy.sparse.csr_matr
         entry = f"{matrix.indices[place]}:{matrix.data[place]:g}"
         raise ScenarioError(
             f"{where}:{_line_of(root, row)}: has {entry}: indices are 1 to data.n_features={features:,} and values "
-            "finite in float32; mend the line"
+            "finite in float32; mend the line",
+            code="data.entry",
         )
     shape = (matrix.shape[0], features)
     return scipy.sparse.csr_matrix((matrix.data, matrix.indices - 1, matrix.indptr), shape=shape), labels

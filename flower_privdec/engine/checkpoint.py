@@ -100,18 +100,21 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
     if facts.scenario != scenario:
         raise ScenarioError(
             f"{path}: is a checkpoint of another scenario; resume with the scenario.yaml beside it, "
-            "or start again with another --out"
+            "or start again with another --out",
+            code="checkpoint.other-scenario",
         )
     made = facts.run
     if made.environment != run.environment:
         raise ScenarioError(
             f"{path}: was made with {made.environment}, and here is {run.environment}, which draws other numbers; "
-            "resume where it was made, or start again with another --out"
+            "resume where it was made, or start again with another --out",
+            code="checkpoint.other-environment",
         )
     if made.id != run.id:
         raise ScenarioError(
             f"{path}: was made with other data, another version of the model's code or in another runtime; restore "
-            "them, or start again with another --out"
+            "them, or start again with another --out",
+            code="checkpoint.other-data",
         )
     return _checkpoint(facts, rows)
 
@@ -129,16 +132,21 @@ def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: 
         ScenarioError: naming what is wrong.
     """
     if missing := [name for name in rows if name not in state.rows]:
-        raise ScenarioError(f"{path}: lacks {missing}; restore it from a copy, or start again with another --out")
+        raise ScenarioError(
+            f"{path}: lacks {missing}; restore it from a copy, or start again with another --out",
+            code="checkpoint.incomplete",
+        )
     if not np.array_equal(state.peers, peers):
         raise ScenarioError(
             f"{path}: holds the peers {peer_ranges(state.peers.tolist())}, and here are {peer_ranges(peers.tolist())}; "
-            "resume where it was made, or start again with another --out"
+            "resume where it was made, or start again with another --out",
+            code="checkpoint.other-peers",
         )
     if state.round_index > rounds:
         raise ScenarioError(
             f"{path}: is of round {state.round_index} of rounds={rounds}; restore it from a copy, or start again with "
-            "another --out"
+            "another --out",
+            code="checkpoint.round",
         )
 
 
@@ -183,7 +191,8 @@ def _read(path: Path, device: torch.device) -> tuple[_Facts, dict[str, Tensor]]:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ScenarioError(
             f"{path}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or start again with "
-            "another --out"
+            "another --out",
+            code="checkpoint.unreadable",
         ) from error
     return facts, rows
 

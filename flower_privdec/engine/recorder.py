@@ -61,7 +61,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
                 break
             raise ScenarioError(
                 f"{path}:{number}: is no record of an evaluation ({one_line(error)}); the file is damaged: delete the "
-                "line, whose numbers are lost"
+                "line, whose numbers are lost",
+                code="run.metrics-damaged",
             ) from error
     return records
 
@@ -158,11 +159,13 @@ class Recorder:
         if (self.out / "scenario.yaml").exists():
             remedy = "give --resume to go on with it, or another --out" if path.exists() else "give another --out"
             kind = "a run without a checkpoint to resume from" if resume else "a run"
-            raise ScenarioError(f"{self.out} already holds {kind}; {remedy}")
+            raise ScenarioError(f"{self.out} already holds {kind}; {remedy}", code="run.folder-taken")
         if self.out.exists() and not self.out.is_dir():
-            raise ScenarioError(f"{self.out} is not a folder; give another --out")
+            raise ScenarioError(f"{self.out} is not a folder; give another --out", code="run.no-folder")
         if resume:
-            raise ScenarioError(f"{self.out} holds no checkpoint to resume from; leave --resume out")
+            raise ScenarioError(
+                f"{self.out} holds no checkpoint to resume from; leave --resume out", code="run.no-checkpoint"
+            )
         return None
 
     def start(self, initial: Callable[[], State], head: Head | None) -> State:
@@ -179,7 +182,10 @@ class Recorder:
         state = initial() if self.checkpoint is None else self.checkpoint.state
         self._lock.take()
         if _identity(self.out / CHECKPOINT) != self._read_from:
-            raise ScenarioError(f"{self.out}: another run has written to it just now; run the same command again")
+            raise ScenarioError(
+                f"{self.out}: another run has written to it just now; run the same command again",
+                code="run.folder-changed",
+            )
         with _writing(self.out):
             if self.checkpoint is not None:
                 keep_metrics_until(self.out, state.round_index)
@@ -350,7 +356,8 @@ def _writing(out: Path) -> Iterator[None]:
     except OSError as error:
         raise RunError(
             f"{error.filename or out} could not be written ({error.strerror or error}); nothing that was kept is lost: "
-            f"make room, then run the same command {again(out)}"
+            f"make room, then run the same command {again(out)}",
+            code="run.unwritable",
         ) from error
 
 

@@ -117,7 +117,7 @@ class Run:
             yield
         except GoneError as error:
             remedy = f"everything up to the last checkpoint is saved: run the same command {again(self.recorder.out)}"
-            raise RunError(f"round {self.round_index}: {error}; {remedy}") from error
+            raise RunError(f"round {self.round_index}: {error}; {remedy}", code="run.worker-ended") from error
         except PrivdecError:
             raise
         except RAISED_BY_USERS as error:
@@ -127,7 +127,8 @@ class Run:
             when = f"round {self.round_index}" if hasattr(self, "engine") else "before round 0"
             raise RunError(
                 f"{when}: {' or '.join(own)} raised {raised_at(error)}; its message is withheld, for it may tell of "
-                f"data: mend the code, then run the same command {again(self.recorder.out)}"
+                f"data: mend the code, then run the same command {again(self.recorder.out)}",
+                code="run.own-code",
             ) from error
 
     def finish(self) -> dict[str, Any]:

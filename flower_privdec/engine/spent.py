@@ -133,7 +133,8 @@ def check_budget(cohort: Cohort, ledger: Path) -> None:
         raise BudgetError(
             f"{ledger}: other runs over the same data have spent ε = {_already(spending)}, and privacy.epsilon="
             f"{spending.accounts[0].budget:g} allows this run no step; raise the budget, or, if these are other data, "
-            "give another privacy.ledger"
+            "give another privacy.ledger",
+            code="ledger.spent-elsewhere",
         )
     if short:
         _log.warning("%s: %s", ledger, budget_note(spending, cohort.steps_per_round))

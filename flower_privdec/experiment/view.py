@@ -243,7 +243,8 @@ def noise_inflation(algorithm: Declares, drawings: Iterable[Drawing], steps: int
             raise ScenarioError(
                 f"privacy.hardened: a sum of {size} examples in {str(dtype).removeprefix('torch.')} may be wrong by "
                 f"{more:.2g} times what one of them adds, which must be <= {MOST_INFLATION:g}; set "
-                "compute.dtype=float64"
+                "compute.dtype=float64",
+                code="privacy.hardened",
             )
         largest = max(largest, more)
     return largest + OTHER
@@ -283,7 +284,8 @@ def _check(what: str, values: np.ndarray) -> None:
         raise ScenarioError(
             f"{what} is {wrong.flat[0]:g} in some step and must be between {LEAST_FACTOR:g} and {MOST_FACTOR:g}, "
             "beyond which numbers overflow or vanish and noise covers nothing; change algorithm.learning_rate or "
-            "privacy.clip_norm"
+            "privacy.clip_norm",
+            code="experiment.range",
         )
 
 

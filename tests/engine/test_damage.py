@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from command_line import privdec
+from raising import raises
 from safetensors import safe_open
 from safetensors.torch import save
 from tiny_scenario import TINY, Build
@@ -118,12 +119,12 @@ def test_two_that_begin_together_do_not_both_write(tmp_path: Path, build: Build)
     one, other = (Run.__new__(Run) for _ in range(2))
     lock = FolderLock(tmp_path / "run")
     lock.take()
-    with pytest.raises(main.ScenarioError, match="another run writes to it"):
+    with raises(main.ScenarioError, "run.in-use"):
         other.__init__(build(*OPEN), tmp_path / "run")  # type: ignore[misc]
     lock.release()
     one.__init__(build(*OPEN), tmp_path / "run")  # type: ignore[misc]
     one.close()
-    with pytest.raises(main.ScenarioError, match="already holds a run"):
+    with raises(main.ScenarioError, "run.folder-taken"):
         Run(build(*OPEN), tmp_path / "run")
 
 
@@ -138,7 +139,7 @@ def test_a_folder_that_changes_between_look_and_lock_is_refused(
         taken(lock)
 
     monkeypatch.setattr(FolderLock, "take", late)
-    with pytest.raises(main.ScenarioError, match="another run has written to it just now"):
+    with raises(main.ScenarioError, "run.folder-changed"):
         run(build(*OPEN), tmp_path / "run")
 
 

@@ -16,6 +16,7 @@ from command_line import forked
 from hypothesis import given
 from hypothesis import strategies as st
 from ports import own_addresses
+from raising import raises
 from shards_together import engines_of, in_futures, in_shards
 from tiny_scenario import Tiny
 from torch import Tensor
@@ -277,7 +278,7 @@ def test_a_shard_that_is_killed_ends_the_others_at_once(tiny: Tiny, tmp_path: Pa
     try:
         wires = ProcessGroup.meet(FileStore(str(meeting), 2), 0, shards, THIS_MACHINE, 300)
         engine = make(wires)
-        with pytest.raises(LostShardError, match=r"lost touch with the shard of peers 2-3 in round [12]"):
+        with raises(LostShardError, "shards.lost", "peers 2-3 in round [12]"):
             [engine.round() for _ in range(50)]
     finally:
         child.kill()
@@ -333,7 +334,7 @@ def test_an_exchange_of_another_kind_passes_its_messages(tiny: Tiny, tmp_path: P
 def test_shards_that_do_not_come_are_named(tmp_path: Path) -> None:
     place, shards = MeetingPlace(path=tmp_path / "meeting"), Shards.deal(6, 3)
     with (
-        pytest.raises(LostShardError, match=r"the shard of peers 2-3, the shard of peers 4-5 did not come"),
+        raises(LostShardError, "shards.missing", "peers 2-3, the shard of peers 4-5"),
         place.store(0, shards, "token", patience=0.1),
     ):
         pass
@@ -365,7 +366,7 @@ def test_shards_meet_at_the_address_that_is_named_and_at_no_other(tmp_path: Path
 
 def test_the_first_shard_listens_where_it_is_and_nowhere_else() -> None:
     place = MeetingPlace.given("127.0.0.2", own_addresses(1)[0])
-    with pytest.raises(RunError, match=r"listens at 127\.0\.0\.2"), place.store(0, Shards.deal(2, 2), "token"):
+    with raises(RunError, "shards.elsewhere", r"127\.0\.0\.2"), place.store(0, Shards.deal(2, 2), "token"):
         pass
 
 
@@ -385,7 +386,7 @@ def test_the_first_shard_listens_where_it_is_and_nowhere_else() -> None:
     ],
 )
 def test_a_place_that_is_no_machines_address_is_refused(address: str, meeting: str) -> None:
-    with pytest.raises(RunError, match="must be an IP address of this machine"):
+    with raises(RunError, "shards.address"):
         MeetingPlace.given(address, meeting)
 
 

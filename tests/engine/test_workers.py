@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from paths import TESTS
+from command_line import forked, privdec, status_of
+from raising import raises
 from tiny_scenario import TINY
 from variants import VARIANTS, settings_for
 from worker_runs import children, is_alive, smallest_blocks, whole
@@ -49,17 +48,18 @@ def until(state: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("settings", VARIANTS, ids=" ".join)
-def test_the_bits_are_the_same_for_any_number_of_workers(settings, build, tmp_path):
-    experiment = build(*settings_for(*settings), "rounds=3")
+@pytest.mark.parametrize("number", range(len(VARIANTS)), ids=[" ".join(variant) for variant in VARIANTS])
+def test_the_bits_are_the_same_for_any_number_of_workers(number, build, tmp_path):
+    experiment = build(*settings_for(*VARIANTS[number]), "rounds=3")
     n_peers = experiment.scenario.n_peers
     rows, figures = whole(experiment, tmp_path / "1", 1)
-    for workers in (2, 3) if n_peers > 1 else ():
+    more = [2 + number % 2] if n_peers > 1 else []  # blocks of equal and of unequal size in turn
+    for workers in more:
         again, said = whole(experiment, tmp_path / str(workers), workers)
         assert same(rows, again)
         assert said == figures
     assert_close(rows, undivided(experiment))
-    models = [(tmp_path / str(w) / "model.safetensors").read_bytes() for w in ((1, 2, 3) if n_peers > 1 else (1,))]
+    models = [(tmp_path / str(w) / "model.safetensors").read_bytes() for w in (1, *more)]
     assert len(set(models)) == 1
 
 
@@ -144,7 +144,7 @@ def test_a_killed_worker_ends_the_run_with_its_reason_and_nothing_is_lost(build,
     os.kill(worker, signal.SIGINT)  # is the run's own affair, and changes nothing
     assert under_way.advance() == json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[1])
     os.kill(worker, signal.SIGKILL)
-    with pytest.raises(RunError, match=r"round \d+: the process of peers 2-3 was ended by SIGKILL.* with --resume"):
+    with raises(RunError, "run.worker-ended", r"round \d+: .*peers 2-3 .*SIGKILL.* --resume"):
         under_way.advance()
     under_way.close()
     assert not own_workers()
@@ -163,7 +163,7 @@ def test_a_worker_holds_no_lock_and_a_second_run_is_refused(build, tmp_path):
     for worker in own_workers():
         held = [os.readlink(f"/proc/{worker}/fd/{file}") for file in os.listdir(f"/proc/{worker}/fd")]
         assert not [name for name in held if name.startswith(str(tmp_path))]
-    with pytest.raises(ScenarioError, match="another run writes to it"):
+    with raises(ScenarioError, "run.in-use"):
         Run(experiment, tmp_path / "run", resume=True)
     files = len(os.listdir("/proc/self/fd"))
     under_way.close()
@@ -194,46 +194,39 @@ def test_what_a_users_part_raises_in_a_worker_is_told_and_what_it_says_is_not(bu
 
 
 def test_a_users_part_that_ends_its_process_ends_the_run(build, tmp_path):
-    with pytest.raises(RunError, match=r"round 1: the process of peers 2-3 ended itself with status 7"):
+    with raises(RunError, "run.worker-ended", r"round 1: .*peers 2-3 .*status 7"):
         whole(build(own("Leaving")), tmp_path / "run", 2)
     assert not own_workers()
 
 
-def command(tmp_path: Path, *more: str) -> subprocess.Popen:
-    """Start a run of many rounds by two processes in a group of their own, and wait for its first checkpoint."""
-    scenario, out = tmp_path / "tiny.yaml", tmp_path / "run"
-    scenario.write_text(TINY)
-    words = ["--set", "rounds=100000", "--set", "evaluation.every=20", "--set", "compute.workers=2"]
-    script, tests = TESTS / "support" / "worker_runs.py", str(TESTS / "support")
-    paths = os.pathsep.join([tests, *sys.path])
-    process = subprocess.Popen(
-        [sys.executable, script, "run", scenario, "--out", out, *words, *more],
-        env=os.environ | {"PYTHONPATH": paths},
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which may be ignored where the tests run
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    lines = out / "metrics.jsonl"  # of which the second comes after the first one's checkpoint
-    until(lambda: process.poll() is not None or (lines.exists() and lines.read_text().count("\n") > 1))
-    assert process.poll() is None
-    return process
+def run_in_a_group(*words: object) -> int:
+    """Run a command in a group of its own, in the smallest blocks; SIGINT may be ignored where the tests run."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with smallest_blocks():
+        return privdec(*words)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_lingers_when_the_run_is_ended(tmp_path, how):
-    process = command(tmp_path)
-    until(lambda: children(process.pid))
+    scenario, out = tmp_path / "tiny.yaml", tmp_path / "run"
+    scenario.write_text(TINY)
+    words = ["--set", "rounds=100000", "--set", "evaluation.every=20", "--set", "compute.workers=2"]
+    process = forked(run_in_a_group, "run", scenario, "--out", out, *words)
+    lines = out / "metrics.jsonl"  # of which the second comes after the first one's checkpoint
+    until(lambda: not process.is_alive() or (lines.exists() and lines.read_text().count("\n") > 1))
+    assert process.is_alive()
     workers = children(process.pid)
+    assert workers
     if how is signal.SIGINT:
         os.killpg(process.pid, how)  # as a terminal does
     else:
-        process.send_signal(how)
-    assert process.wait(LIMIT) == (130 if how is signal.SIGINT else -how)
+        process.kill()
+    assert status_of(process) == (130 if how is signal.SIGINT else -how)
     until(lambda: not any(map(is_alive, workers)))
-    experiment = Experiment.build(parse_scenario((tmp_path / "run" / "scenario.yaml").read_text()))
-    going_on = Run(experiment, tmp_path / "run", resume=True, workers=1)  # folder and ledger are free
+    experiment = Experiment.build(parse_scenario((out / "scenario.yaml").read_text()))
+    going_on = Run(experiment, out, resume=True, workers=1)  # folder and ledger are free
     assert going_on.round_index >= 20
     going_on.close()
 
@@ -303,7 +296,7 @@ def test_where_nothing_can_be_forked_one_process_takes_all_blocks(build, monkeyp
     experiment = build()
     with smallest_blocks():
         assert partitioning.deal(experiment) == partitioning.Partitioning((0, 1, 2, 3, 4), 1)
-        with pytest.raises(ScenarioError, match=r"compute.workers=2 needs Linux"):
+        with raises(ScenarioError, "workers.no-fork", r"compute.workers=2"):
             partitioning.deal(experiment, 2)
 
 
@@ -351,7 +344,7 @@ def test_a_block_takes_no_step_that_was_not_paid(build, tmp_path):
     paid = torch.zeros(1, dtype=torch.int64)
     part = PaidLedger(ledger, 2, 4, paid)
     assert part.allowed(0).tolist() == [True, True]
-    with pytest.raises(BudgetError, match="step 0 was not paid for"):
+    with raises(BudgetError, "ledger.not-paid", "step 0"):
         part.charge(0, np.arange(2))
     paid[0] = 1
     part.charge(0, np.arange(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import random
 import re
 import shutil
 from pathlib import Path
@@ -68,7 +69,8 @@ def accuracy(monkeypatch, tmp_path):
 
     def run(app: Path, rounds: int) -> float:
         torch.manual_seed(1)  # by which the apps' loaders shuffle
-        run_in_process(app, 8, config={"num-server-rounds": rounds})
+        random.seed(1)  # by which Flower draws the order of its nodes
+        run_in_process(app, 4, config={"num-server-rounds": rounds})
         measured = results[-1].evaluate_metrics_serverapp
         assert list(measured) == list(range(rounds + 1))
         return measured[rounds]["accuracy"]
@@ -95,7 +97,7 @@ def test_the_readme_shows_the_lines_that_change(folder, to, most):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rounds"), [("sklearn", 8), pytest.param("pytorch", 12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "rounds"), [("sklearn", 6), ("pytorch", 8)])
 def test_without_noise_a_quickstart_is_as_good_as_fedavg(name, rounds, accuracy, tmp_path):
     before = accuracy(QUICKSTARTS[name] / "before", rounds)
     after = accuracy(unprotected(QUICKSTARTS[name], tmp_path / "app"), rounds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -73,7 +72,11 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
 def test_launcher_runs_the_peers_of_a_scenario_by_relay(tiny: Tiny, tmp_path: Path, nothing_left: list[Path]) -> None:
     seen: list[int] = []
     summary = flower_run(
-        tiny(), tmp_path / "flower", mode="relay", on_metrics=lambda metrics: seen.append(metrics["round"])
+        tiny(),
+        tmp_path / "flower",
+        mode="relay",
+        cpus=os.cpu_count() or 1,  # one process for all nodes, one after the other
+        on_metrics=lambda metrics: seen.append(metrics["round"]),
     )
     run(Experiment.build(tiny()), tmp_path / "engine")
     assert_same_models(tmp_path / "flower", tmp_path / "engine")
@@ -86,7 +89,7 @@ def test_a_node_whose_process_dies_is_one_line(
 ) -> None:
     monkeypatch.setitem(launcher_modules(), "client_app.py", DYING_CLIENT)
     with pytest.raises(RunError, match=r"the SuperNode of peers . to . .*failed: its process has ended") as caught:
-        flower_run(tiny(), tmp_path / "flower", mode="relay", n_supernodes=2)
+        flower_run(tiny(), tmp_path / "flower", mode="relay", n_supernodes=2, cpus=os.cpu_count() or 1)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "flower" / "summary.json").exists()
     log = (tmp_path / "flower" / "flower.log").read_text()
@@ -141,25 +144,6 @@ def launcher_modules() -> dict[str, str]:
     from flower_privdec.flower.launch import launcher
 
     return launcher.MODULES
-
-
-def test_flwr_run_takes_the_repository_and_the_quickstart(tmp_path: Path, nothing_left: list[Path]) -> None:
-    apps = {
-        REPOSITORY: "mode='cohort'",
-        REPOSITORY / "simulations" / "quickstart": "mode='relay' scenario='digits.yaml'",
-    }
-    pyprojects = [(app / "pyproject.toml").read_bytes() for app in apps]
-    with LocalSuperLink() as superlink:
-        for i, (app, config) in enumerate(apps.items()):
-            config += f" out='{tmp_path / str(i)}' set='rounds=4;evaluation.every=2'"
-            log = tmp_path / f"{i}.log"
-            superlink.popen("flwr", "run", str(app), "--stream", "-c", config, output=log).wait(timeout=800)
-            assert (tmp_path / str(i) / "summary.json").exists(), log.read_text()
-        runs = json.loads(superlink.call("flwr", "list", "--format", "json"))["runs"]
-    assert [listed["status"] for listed in runs] == ["finished:completed"] * len(apps)
-    assert [(app / "pyproject.toml").read_bytes() for app in apps] == pyprojects
-    assert_same_models(tmp_path / "0", tmp_path / "1")
-    assert os.listdir(tmp_path / "0" / "ledger")
 
 
 def test_python_runs_by_flower_and_stops_there(tiny: Tiny, tmp_path: Path, nothing_left: list[Path]) -> None:
@@ -237,16 +221,28 @@ def user(tmp_path: Path) -> Iterator[User]:
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="the command's folder is looked up in /proc")
-def test_the_readmes_command_needs_no_variable_and_leaves_its_results_where_it_was_typed(
-    user: User, tmp_path: Path
-) -> None:
-    app, short = str(REPOSITORY / "simulations" / "quickstart"), "set='rounds=4;evaluation.every=2'"
-    for name in ("one", "two"):  # the second meets the first's SuperLink
-        told = user.types(tmp_path / name, "run", app, "--stream", "-c", short)
-        (out,) = (tmp_path / name / "runs").iterdir()
-        assert f"Done: {out / 'summary.json'}" in told
-        assert (out / "summary.json").exists()
-    told = user.types(tmp_path / "wrong", "run", app, "--stream", "-c", "mode='rely'")
-    assert "mode='rely' must be one of cohort, sharded, relay; did you mean 'relay'?" in told.rstrip().splitlines()[-1]
-    assert "Traceback" not in told
+def test_flwr_run_of_the_readme_leaves_its_results_where_it_was_typed(user: User, tmp_path: Path) -> None:
+    """The command needs no variable; the quickstart by relay and the repository by a cohort end with the same models.
+
+    The second run meets the SuperLink that the first has started.
+    """
+    settings = "set='rounds=4;evaluation.every=2'"
+    apps = {
+        REPOSITORY / "simulations" / "quickstart": settings,
+        REPOSITORY: f"mode='cohort' {settings}",
+    }
+    pyprojects = [(app / "pyproject.toml").read_bytes() for app in apps]
+    outs = []
+    for i, (app, config) in enumerate(apps.items()):
+        printed = user.types(tmp_path / str(i), "run", str(app), "--stream", "-c", config)
+        outs += (tmp_path / str(i) / "runs").iterdir()
+        assert f"Done: {outs[-1] / 'summary.json'}" in printed
+        assert (outs[-1] / "summary.json").exists()
+    assert [(app / "pyproject.toml").read_bytes() for app in apps] == pyprojects
+    assert_same_models(*outs)
+    assert os.listdir(outs[1] / "ledger")
+    printed = user.types(tmp_path / "wrong", "run", str(REPOSITORY), "--stream", "-c", "mode='rely'")
+    last = printed.rstrip().splitlines()[-1]
+    assert "mode='rely' must be one of cohort, sharded, relay; did you mean 'relay'?" in last
+    assert "Traceback" not in printed
     assert not (tmp_path / "wrong" / "runs").exists()

@@ -47,7 +47,7 @@ def test_a_peer_that_dies_and_goes_on_changes_no_mass_and_pays_for_every_step(
     monkeypatch.setattr(Cohort, "release_rows_", counting)
     graph = "topology.name=ring" if moment == 2 else "topology.name=directed-exponential"
     scenario = tiny(graph, "rounds=6", QUICK, "algorithm.learning_rate=1.0e-12", "evaluation.every=2")
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=moment > 1)
     peers = [running_peer(scenario, device) for device in theirs]
     mortal(peers[1], POINTS[point], 1 if point == "at the end" else moment)
     with running(peers) as futures:
@@ -112,7 +112,7 @@ def test_who_joins_late_adopts_a_neighbours_model_in_gossip_too(tiny: Tiny, tmp_
         "evaluation.every=100000",
         QUICK,
     )
-    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path)]
+    peers = [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=True)]
     start = peers[0].state.rows["x"].clone()
     peers[3].state.rows["x"] += 5.0
     join_late(peers)
@@ -162,7 +162,7 @@ def test_a_ledger_that_was_put_back_with_its_checkpoint_is_found_out(
     scenario = tiny(
         f"algorithm.name={name}", *graph, "rounds=50000", "evaluation.every=50000", network
     )  # until stopped
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=(name, every) != ("d-psgd", 1))
     peers = [running_peer(scenario, device) for device in theirs]
     mortal(peers[1], POINTS["after a commit"], 4)
     with running(peers) as futures:

@@ -97,7 +97,7 @@ def test_whoever_dies_wherever_goes_on(
         "rounds=4",
         QUICK.replace("}", f", commit_every: {every}}}"),
     )
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=moment > 1)
     peers = [running_peer(scenario, device) for device in theirs]
     mortal(peers[1], POINTS[point], 1 if point in ("before it hands in", "in the last commit") else moment)
     with running(peers) as futures:
@@ -205,7 +205,7 @@ def test_who_dies_as_it_joins_late_joins_again(when: str, tiny: Tiny, tmp_path: 
     from its disk, also where it hears others first.
     """
     scenario = tiny(STILL, "topology.name=complete", "rounds=100000", QUICK, "evaluation.every=100000")
-    theirs = devices(scenario, tmp_path)
+    theirs = devices(scenario, tmp_path, memory=when.startswith("after"))
     peers = [running_peer(scenario, device) for device in theirs]
     begin_without(peers[:3], 3)
     cut_off(peers[3], {1, 2})
@@ -244,7 +244,7 @@ def test_who_joins_late_pays_for_its_own_steps_alone(name: str, tiny: Tiny, tmp_
         "evaluation.every=3000",
         QUICK,
     )
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=True)
     peers = [running_peer(scenario, device) for device in theirs]
     join_late(peers, 20)
     assert bool(peers[3].state.rows["x"].isfinite().all())
@@ -270,7 +270,10 @@ def test_a_neighbour_that_does_not_come_is_found_out_and_left_behind_whichever_w
 ) -> None:
     """It is held up until the others have found it out, and gone on; how fast they do is `test_punctuality`'s."""
     scenario = tiny(STILL, f"topology.name={graph}", "rounds=100000", QUICK, "evaluation.every=100000")
-    peers, go_on = [running_peer(scenario, device) for device in devices(scenario, tmp_path)], Event()
+    peers, go_on = (
+        [running_peer(scenario, device) for device in devices(scenario, tmp_path, memory=graph == "ring")],
+        Event(),
+    )
     before = peers[2]._before
     peers[2]._before = lambda k: (k == 0 or go_on.wait(LONG), before(k))[1]  # type: ignore[method-assign, func-returns-value]
     with running(peers) as futures:

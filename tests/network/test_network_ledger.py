@@ -144,7 +144,7 @@ def test_nothing_leaves_before_it_is_paid_for_whoever_dies(
     All come to their ends with finite models, the others with the ε that was planned, and no weight is lost.
     """
     scenario = tiny(*settings_for(*TOGETHER[number]), "rounds=3", "evaluation.every=2", quick(mode))
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=number % 4 > 0)
     died, peers = run_with_a_death(scenario, theirs, POINTS[number % len(POINTS)], 1)
     assert died
     check_ends(peers, theirs)
@@ -162,7 +162,7 @@ def test_no_moment_to_die_leaves_a_step_unpaid(
     point: tuple[str, str], moment: int, mode: str, tiny: Tiny, tmp_path: Path, observer: Observer
 ) -> None:
     scenario = tiny("rounds=4", "evaluation.every=2", quick(mode))
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=(mode, moment) != ("synchronous", 1))
     assert run_with_a_death(scenario, theirs, point, moment)[0] == (point[0] != "_leave" or moment == 1)
     for peer in range(4):
         assert len(payments_of(theirs[peer].folder)) >= len(observer.steps[peer]) >= 3
@@ -253,7 +253,7 @@ def test_at_the_end_of_a_budget_gradients_stop_and_relaying_goes_on(
     """Peer 1 may take two steps of six; the others take all, and its model goes on moving with theirs."""
     given = "privacy={epsilon: [9.0, 2.0, 9.0, 9.0], noise_multiplier: 1.0, delta: 1.0e-3}"
     scenario = tiny(given, "rounds=6", "evaluation.every=1", quick(mode))
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=True)
     peers = [running_peer(scenario, device) for device in theirs]
     with ThreadPoolExecutor(len(peers)) as pool:
         list(pool.map(finish, peers))

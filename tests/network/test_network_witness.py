@@ -97,7 +97,7 @@ def test_a_backup_or_an_empty_folder_takes_no_step(
     backup: str, algorithm: str, mode: str, tiny: Tiny, tmp_path: Path, releases: Releases
 ) -> None:
     scenario = scenario_of(tiny, algorithm, mode)
-    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    theirs = devices(scenario, tmp_path, insecure_seeds=False, memory=mode == "synchronous")
     folder, copy = theirs[1].folder, tmp_path / "backup"
     releases.before[1, 2] = lambda: shutil.copytree(folder, copy)  # its checkpoint has two steps, its ledger three
 

@@ -64,7 +64,7 @@ def test_what_a_crash_left_beside_a_checkpoint_goes_with_the_next_one(tmp_path: 
 )
 def test_whoever_dies_goes_on_and_no_mass_is_lost(graph: str, point: str, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(STILL, QUICK, f"topology.name={graph}", "rounds=6", "privacy=none")
-    theirs = devices(scenario, tmp_path)
+    theirs = devices(scenario, tmp_path, memory=True)
     peers = [running_peer(scenario, device) for device in theirs]
     mortal(peers[1], POINTS[point], 3)
     with running(peers) as futures:
@@ -99,7 +99,7 @@ def test_half_of_a_mass_is_its_share_which_is_written_once(
 @pytest.mark.parametrize("spoiled", ["missing", "cut", "elsewhere"])
 def test_a_checkpoint_whose_shares_are_not_there_is_refused(spoiled: str, tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(STILL, QUICK, "topology.name=directed-ring", "rounds=50", "privacy=none")
-    theirs = devices(scenario, tmp_path)
+    theirs = devices(scenario, tmp_path, memory=True)
     peers, folder = [running_peer(scenario, device) for device in theirs], tmp_path / FOLDERS[1]
     commits = peers[1]._commit  # type: ignore[attr-defined]
 

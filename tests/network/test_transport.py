@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -72,6 +74,35 @@ def test_what_rounding_takes_away_stays_with_a_synchronous_sender(codec: str, ti
     rows = run_all(in_memory(scenario, tmp_path))
     torch.testing.assert_close(rows["x"].sum(0), 4 * initial(scenario), rtol=0, atol=1e-9)
     assert float(rows["w"].sum()) == pytest.approx(4, abs=1e-12)
+
+
+def test_a_transport_in_memory_is_closed_when_nothing_is_being_answered() -> None:
+    """An answer after the peer has closed its files, or was started again, would be one of no peer."""
+    network, entered, leave, order = MemoryNetwork(), Event(), Event(), list[str]()
+    transport, connection = network.transport(0), network.transport(1).connect(0, 10)
+
+    def answer(caller: int, content: memoryview) -> bytes:
+        entered.set()
+        leave.wait(LONG)
+        order.append("answered")
+        return b"yes"
+
+    def close() -> None:
+        transport.close()
+        order.append("closed")
+
+    transport.serve(answer, 10, 1)
+    with ThreadPoolExecutor(2) as pool:
+        call = pool.submit(connection.call, b"?", LONG)
+        assert entered.wait(LONG)
+        closing = pool.submit(close)
+        wait_until(lambda: 0 not in network.answers)
+        with pytest.raises(UnreachableError):
+            connection.call(b"?", LONG)
+        leave.set()
+        assert bytes(call.result(LONG)) == b"yes"
+        closing.result(LONG)
+    assert order == ["answered", "closed"]
 
 
 def test_a_codec_that_rounds_is_refused_where_no_mass_takes_the_rounding_back(tiny: Tiny, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from raising import raises
 from scipy import stats
 
 from flower_privdec.errors import ScenarioError
@@ -167,7 +168,7 @@ def test_noise_for_a_gpu_is_that_for_the_cpu(asked: list[int]) -> None:
 
 def test_without_cryptography_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
-    with pytest.raises(ScenarioError, match="needs cryptography, which is not installed: pip install cryptography"):
+    with raises(ScenarioError, "noise.cryptography", "pip install cryptography"):
         SystemNoise()
 
 

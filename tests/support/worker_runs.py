@@ -1,9 +1,8 @@
-"""Runs in the smallest blocks, for tests: `python worker_runs.py ARGUMENTS` is `privdec ARGUMENTS` with them."""
+"""Runs in the smallest blocks, for tests."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ from unittest.mock import patch
 from torch import Tensor
 
 from flower_privdec.algorithms.sgp import SGP
-from flower_privdec.cli import main
 from flower_privdec.core import Algorithm
 from flower_privdec.core.cohort import Cohort
 from flower_privdec.core.exchange import State
@@ -110,7 +108,3 @@ class Growing(SGP):
 
 
 assert issubclass(Growing, Algorithm)
-
-if __name__ == "__main__":
-    with smallest_blocks():
-        main.main(sys.argv[1:])

@@ -150,7 +150,7 @@ class Pending:
 
     def _check(self, shard: int, right: bool, wrong: str) -> None:
         if not right:
-            raise RunError(f"{self.here}: rows of {self.shards.name(shard)} {wrong}")
+            raise RunError(f"{self.here}: rows of {self.shards.name(shard)} {wrong}", code="shards.rows")
 
     def _wait(self, ways: list[tuple[int, Work]]) -> None:
         for shard, work in ways:
@@ -169,7 +169,7 @@ class Pending:
 def lost(shard: str, here: str, error: RuntimeError) -> LostShardError:
     """Return the error of a shard that is gone."""
     message = one_line(error).partition("] ")[2] or one_line(error)
-    return LostShardError(f"{LOST} {shard} in {here} ({message.split('. This is')[0][:160]})")
+    return LostShardError(f"{LOST} {shard} in {here} ({message.split('. This is')[0][:160]})", code="shards.lost")
 
 
 class ProcessGroup:
@@ -217,7 +217,7 @@ class ProcessGroup:
             RunError: the connections are closed.
         """
         if self._group is None:
-            raise RunError("the connections of this shard are closed")
+            raise RunError("the connections of this shard are closed", code="shards.closed")
         return self._group
 
     def close(self) -> None:
@@ -243,7 +243,8 @@ class ProcessGroup:
             if not torch.equal(theirs, mine):
                 raise RunError(
                     f"{self.shards.name(shard)} is about to run something else than {self.shards.name(self.shard)}: "
-                    "install the same versions of flower-privdec and torch, and give the same public data, everywhere"
+                    "install the same versions of flower-privdec and torch, and give the same public data, everywhere",
+                    code="shards.other-run",
                 )
 
     def part(self) -> None:
@@ -270,7 +271,7 @@ class ProcessGroup:
         except RuntimeError as error:
             raise lost("another shard", here, error) from error
         if not all_finite(summed):
-            raise RunError(f"{here}: what the shards add up is not finite; a peer diverged")
+            raise RunError(f"{here}: what the shards add up is not finite; a peer diverged", code="shards.not-finite")
         return summed.to(values.device)
 
     def begin(self, rows: Sequence[Tensor], traffic: Traffic, foreign: Sequence[Tensor], here: str) -> Pending:

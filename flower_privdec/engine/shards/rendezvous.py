@@ -55,7 +55,8 @@ class MeetingPlace:
         if not colon or not port.isdecimal() or not 0 < int(port) < 2**16 or None in hosts:
             raise RunError(
                 f"shard-address={address!r} and shard-meeting={meeting!r} must be {BESIDE}: start the SuperNode with "
-                f"{GIVE}"
+                f"{GIVE}",
+                code="shards.address",
             )
         return cls(address, (host.strip("[]"), int(port)))
 
@@ -83,7 +84,9 @@ class MeetingPlace:
         except LostShardError:
             raise
         except (RuntimeError, OSError) as error:
-            raise LostShardError(f"the shards cannot meet at {self._where} ({one_line(error)[:200]})") from error
+            raise LostShardError(
+                f"the shards cannot meet at {self._where} ({one_line(error)[:200]})", code="shards.no-meeting"
+            ) from error
         try:
             yield store
         finally:
@@ -104,7 +107,10 @@ class MeetingPlace:
         if shard:
             return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
         if host != self.address:
-            raise RunError(f"the first shard listens at {self.address}, and shard-meeting={self._where} is elsewhere")
+            raise RunError(
+                f"the first shard listens at {self.address}, and shard-meeting={self._where} is elsewhere",
+                code="shards.elsewhere",
+            )
         listening = _listen(host, port, deadline)
         return TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listening.detach()
@@ -118,7 +124,8 @@ class MeetingPlace:
                 names = ", ".join(shards.name(shard) for shard in sorted(missing))
                 raise LostShardError(
                     f"{names} did not come to {self._where} within {patience:.0f} s: all shards run at the same time, "
-                    "in a simulation each on CPUs of its own (num-supernodes times client-resources-num-cpus)"
+                    "in a simulation each on CPUs of its own (num-supernodes times client-resources-num-cpus)",
+                    code="shards.missing",
                 )
             time.sleep(0.02)
 

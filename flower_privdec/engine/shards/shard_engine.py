@@ -72,7 +72,10 @@ class ShardEngine(Engine):
         if isinstance(matrix, AverageMatrix):
             return Changed({name: self._average(matrix, name) for name in exchange.names}, {})
         if not isinstance(matrix, SparseMatrix):
-            raise RunError(f"{type(matrix).__name__} is no mixing matrix that shards know: run it in the engine")
+            raise RunError(
+                f"{type(matrix).__name__} is no mixing matrix that shards know: run it in the engine",
+                code="shards.matrix",
+            )
         wires, rows = self.wires, [self.state.rows[name] for name in exchange.names]
         plan = self._plan(matrix)
         tables = [self._tables.of(name, self.state.rows[name], plan.traffic.foreign) for name in exchange.names]
@@ -93,7 +96,9 @@ class ShardEngine(Engine):
         flat = rows.reshape(len(rows), -1)
         total = sum_rows(flat, members) if len(members) else torch.zeros_like(flat[0])
         if not all_finite(total):
-            raise RunError(f"{self._here}: rows of peers hosted here are not finite; a peer diverged")
+            raise RunError(
+                f"{self._here}: rows of peers hosted here are not finite; a peer diverged", code="shards.not-finite"
+            )
         mean = (self.wires.total(total, self._here) / len(matrix.members)).view(rows.shape[1:])
         spare, self._spares[name] = self._spares.get(name), rows
         out = empty_rows(rows, *rows.shape) if spare is None else spare

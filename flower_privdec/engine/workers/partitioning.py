@@ -68,7 +68,10 @@ def deal(experiment: Experiment, workers: int | None = None) -> Partitioning:
     if wanted == "auto":
         return Partitioning(_cuts(experiment, blocks), min(blocks, affordable(experiment)))
     if wanted > 1 and not can_fork():
-        raise ScenarioError(f"compute.workers={wanted} needs Linux, where a process can be forked safely; use auto")
+        raise ScenarioError(
+            f"compute.workers={wanted} needs Linux, where a process can be forked safely; use auto",
+            code="workers.no-fork",
+        )
     if wanted > blocks:
         _log.warning(
             "compute.workers=%d: a round of this run is worth %d, by its estimate, and so many take part; use auto",

@@ -55,7 +55,10 @@ class PaidLedger(CohortLedger):
             BudgetError: it was not, or is not within a peer's plan and budget.
         """
         if step >= int(self._until) or not self.allowed(step)[rows].all():
-            raise BudgetError(f"step {step} was not paid for before it began: mend the algorithm that takes it")
+            raise BudgetError(
+                f"step {step} was not paid for before it began: mend the algorithm that takes it",
+                code="ledger.not-paid",
+            )
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from threading import Condition
 from typing import Protocol
 
 from flower_privdec.errors import RunError
@@ -82,6 +84,7 @@ class MemoryNetwork:
 
     def __init__(self) -> None:
         self.answers: dict[int, tuple[Answer, int]] = {}
+        self.running, self.changed = Counter[int](), Condition()  # calls that a peer answers now
 
     def transport(self, peer: int) -> MemoryTransport:
         """Return the transport of a peer."""
@@ -104,8 +107,11 @@ class MemoryTransport:
         return MemoryConnection(self, peer, cap)
 
     def close(self) -> None:
-        """See Transport."""
-        self.network.answers.pop(self.peer, None)
+        """See Transport; returns when none is being answered."""
+        network = self.network
+        with network.changed:
+            network.answers.pop(self.peer, None)
+            network.changed.wait_for(lambda: not network.running[self.peer])
 
 
 class MemoryConnection:
@@ -116,11 +122,18 @@ class MemoryConnection:
 
     def call(self, content: Content, seconds: float) -> memoryview:
         """See Connection; the call runs in the caller's thread, and `seconds` is ignored."""
-        answer, cap = self._transport.network.answers.get(self._peer, (None, 0))
-        if answer is None:
-            raise UnreachableError(self.diagnosis())
-        caller = self._transport.peer
-        return _checked_copy(answer(caller, _checked_copy(content, cap, caller)), self._cap, self._peer)
+        caller, network = self._transport.peer, self._transport.network
+        with network.changed:
+            answer, cap = network.answers.get(self._peer, (None, 0))
+            if answer is None:
+                raise UnreachableError(self.diagnosis())
+            network.running[self._peer] += 1
+        try:
+            return _checked_copy(answer(caller, _checked_copy(content, cap, caller)), self._cap, self._peer)
+        finally:
+            with network.changed:
+                network.running[self._peer] -= 1
+                network.changed.notify_all()
 
     def diagnosis(self) -> str:
         """See Connection."""

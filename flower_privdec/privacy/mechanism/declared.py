@@ -69,14 +69,18 @@ class ReleasedSum:
         if not (math.isfinite(self.drawn) and 0 <= self.idle <= self.drawn and self.drawn > 0):
             raise ScenarioError(
                 f"sum {self.name!r} declares idle={self.idle} and drawn={self.drawn}: they must be finite with "
-                "0 <= idle <= drawn and drawn > 0"
+                "0 <= idle <= drawn and drawn > 0",
+                code="release.declared",
             )
         if not (math.isfinite(self.noise) and self.noise > 0):
-            raise ScenarioError(f"sum {self.name!r} declares noise={self.noise}: it must be > 0")
+            raise ScenarioError(
+                f"sum {self.name!r} declares noise={self.noise}: it must be > 0", code="release.declared"
+            )
         if self.receivers < 0 or (self.receivers != 1 and self.to != "neighbour"):
             raise ScenarioError(
                 f"sum {self.name!r} to {self.to} declares receivers={self.receivers}: it must be 1, or >= 0 "
-                "of a sum to each neighbour"
+                "of a sum to each neighbour",
+                code="release.declared",
             )
 
     @property
@@ -141,18 +145,22 @@ def joint_release(sums: Declaration, drawing: Drawing) -> Release | None:
     if sums is None:
         return Release("full", 1.0, drawing.size, drawing.size, 0.0)
     if len({part.name for part in sums}) < len(sums):
-        raise ScenarioError(f"sums {[part.name for part in sums]} of one step must have a name each")
+        raise ScenarioError(
+            f"sums {[part.name for part in sums]} of one step must have a name each", code="release.names"
+        )
     visible = [part for part in sums if part.seen]
     if not visible:
         return None
     if len({part.over for part in visible}) > 1:
         raise ScenarioError(
-            f"sums {[part.name for part in visible]} of one step must all be over the batch, or over all"
+            f"sums {[part.name for part in visible]} of one step must all be over the batch, or over all",
+            code="release.mixed",
         )
     if drawing.sampling == "shuffle" and any(part.idle for part in visible):
         raise ScenarioError(
             "data.batch.sampling='shuffle' has no proved privacy where a step shows examples that it does not draw, as "
-            "variance reduction's table does; use poisson (or uniform)"
+            "variance reduction's table does; use poisson (or uniform)",
+            code="release.shuffle-table",
         )
     drawn = _together(visible, [part.drawn for part in visible])
     idle = _together(visible, [part.idle for part in visible])

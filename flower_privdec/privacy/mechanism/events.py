@@ -69,14 +69,16 @@ class Release:
         if self.idle > 0 and self.sampling in ("full", "shuffle"):
             reason = "draws everybody" if self.sampling == "full" else "has no proved bound for it"
             raise ScenarioError(
-                f"idle={self.idle} must be 0 with sampling={self.sampling}, which {reason}; use poisson"
+                f"idle={self.idle} must be 0 with sampling={self.sampling}, which {reason}; use poisson",
+                code="release.idle",
             )
         if self.sampling == "uniform" and not math.isclose(
             self.sampling_rate, min(1.0, self.batch_size / self.dataset_size), rel_tol=1e-9
         ):
             raise ScenarioError(
                 f"sampling_rate={self.sampling_rate} of uniform sampling must be batch_size / dataset_size "
-                f"= {self.batch_size}/{self.dataset_size}; drop one of the three"
+                f"= {self.batch_size}/{self.dataset_size}; drop one of the three",
+                code="release.rate",
             )
 
     def times(self, steps: int) -> Release:
@@ -109,11 +111,13 @@ class Release:
             ScenarioError: when a key is missing or unknown, or a value breaks a rule.
         """
         if not isinstance(data, dict) or data.keys() != _KINDS.keys():
-            raise ScenarioError(f"a release must be an object with the keys {', '.join(_KINDS)}")
+            raise ScenarioError(f"a release must be an object with the keys {', '.join(_KINDS)}", code="release.keys")
         for name, kind in _KINDS.items():
             accepted = (int, float) if kind is float else kind
             if not isinstance(data[name], accepted) or isinstance(data[name], bool):
-                raise ScenarioError(f"{name}={data[name]!r} of a release must be a {kind.__name__}")
+                raise ScenarioError(
+                    f"{name}={data[name]!r} of a release must be a {kind.__name__}", code="release.kind"
+                )
         return cls(**data)
 
     def event(self) -> dp_accounting.DpEvent:
@@ -157,7 +161,7 @@ _KINDS: dict[str, type] = {f.name: {"str": str, "int": int, "float": float}[str(
 
 def _check(name: str, value: float, holds: bool, rule: str) -> None:
     if not holds:
-        raise ScenarioError(f"{name}={value} must be {rule}")
+        raise ScenarioError(f"{name}={value} must be {rule}", code="release.range")
 
 
 def event(releases: Iterable[Release]) -> dp_accounting.DpEvent:
@@ -201,7 +205,8 @@ class Spend:
         if self.from_step < 0 or count < 1 or (self.release.steps != count and not self.whole):
             raise ScenarioError(
                 f"steps {self.from_step} to {self.to_step} cannot be paid by a release of {self.release.steps}; "
-                "give it as many, or one epoch of shuffle"
+                "give it as many, or one epoch of shuffle",
+                code="release.paid-steps",
             )
 
     @property

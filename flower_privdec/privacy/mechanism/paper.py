@@ -106,7 +106,8 @@ def proposition_4(mu_total: float, rate: float, noise_shape: np.ndarray) -> floa
     if largest > 1:
         raise ScenarioError(
             f"privacy.calibration=paper: Proposition 4 needs every μ_k <= 1 and the largest here is {largest:.4g}; "
-            "lower privacy.epsilon, take more rounds, or use calibration rigorous"
+            "lower privacy.epsilon, take more rounds, or use calibration rigorous",
+            code="paper.proposition-4",
         )
     return scale
 
