@@ -27,7 +27,8 @@ from flower_privdec.cli.typer_parts import (
     saying_when_interrupted,
     starting,
 )
-from flower_privdec.common.formatting import printable, shown
+from flower_privdec.common.files import disk_error
+from flower_privdec.common.formatting import printable
 from flower_privdec.common.user_code import require
 from flower_privdec.errors import PrivdecError, RunError, ScenarioError, StoppedError
 
@@ -315,10 +316,8 @@ def main(arguments: list[str] | None = None) -> None:
         _exit("error", str(error), 1 if isinstance(error, RunError) else 2)
     except typer.Exit as leaving:
         sys.exit(leaving.exit_code)
-    except OSError as error:  # without a file name it is about the output
-        path = "the output" if error.filename is None else shown(str(error.filename))[1:-1]
-        status = 2 if error.errno == errno.ENAMETOOLONG else 1
-        _exit("error", f"{path}: {error.strerror or error}; mend that, then try again", status)
+    except OSError as error:
+        _exit("error", str(disk_error(error)), 2 if error.errno == errno.ENAMETOOLONG else 1)
     except Exception as error:
         usage = getattr(error, "format_message", None)  # of a usage error of click's, typer's own copy of it included
         if usage is not None:

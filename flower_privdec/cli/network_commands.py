@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+import flower_privdec.network  # noqa: F401 (it silences gRPC, before Flower imports that)
 from flower_privdec.cli.typer_parts import (
     Json,
     ScenarioFile,
@@ -49,7 +50,7 @@ def peer(
     number: Annotated[int, typer.Option("--id", min=0, metavar="I", help="Which peer this is.")],
     out: Annotated[Path | None, typer.Option(help="This peer's folder.", show_default="peers/NAME-I")] = None,
     certificates: Annotated[Path, typer.Option("--certs", help="Folder of `privdec certs`.")] = Path("certs"),
-    data: Annotated[str | None, typer.Option(help="Where this peer's data lie.", show_default="data.root")] = None,
+    data: Annotated[str | None, typer.Option(help="This peer's own data, whole.", show_default="data.root")] = None,
     app: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A Flower app whose unmodified ClientApp trains.")
     ] = None,
@@ -60,7 +61,6 @@ def peer(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="With --app: of this device. Repeatable.")
     ] = None,
     settings: Settings = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the folder's checkpoint.")] = False,
     insecure_seeds: InsecureSeeds = False,
     charge_witnessed: Annotated[
         bool,
@@ -70,7 +70,10 @@ def peer(
     ] = False,
     with_parent: Annotated[bool, typer.Option("--with-parent", hidden=True)] = False,
 ) -> None:
-    """Run one peer of a scenario on this device, which trains with the other peers and no server."""
+    """Run one peer of a scenario on this device, with the other peers and no server.
+
+    It begins, or goes on where its folder holds the run.
+    """
     from flower_privdec.scenario import Scenario, load_scenario
     from flower_privdec.scenario.loading import load_app_scenario
     from flower_privdec.scenario.sections import AppScenario
@@ -92,8 +95,8 @@ def peer(
             loaded = load_scenario(scenario, settings or ())
         run = partial(network.run_peer, data=data, insecure_seeds=insecure_seeds)
     folder = out or Path("peers") / f"{loaded.name}-{number}"
-    options = {"resume": resume, "with_parent": with_parent, "charge_witnessed": charge_witnessed}
-    with saying_when_interrupted(f"the same command with --resume continues from {folder}"):
+    options = {"with_parent": with_parent, "charge_witnessed": charge_witnessed}
+    with saying_when_interrupted(f"the same command continues from {folder}"):
         run(loaded, number, folder, certificates, **options)
 
 

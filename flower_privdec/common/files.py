@@ -2,14 +2,69 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from flower_privdec.errors import ScenarioError
+from flower_privdec.common.formatting import shown
+from flower_privdec.errors import RunError, ScenarioError
+
+DESCRIPTOR_SECONDS = 20.0  # until a descriptor must be free: a server closes what strangers took of them by then
+
+
+def open_file(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file as `os.open` does; wait for a descriptor where the process, or the machine, has none left.
+
+    Raises:
+        OSError: as `os.open`; for want of a descriptor only after DESCRIPTOR_SECONDS.
+    """
+    until = time.monotonic() + DESCRIPTOR_SECONDS
+    while True:
+        try:
+            return os.open(path, flags | os.O_CLOEXEC, mode)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() > until:
+                raise
+        time.sleep(0.02)
+
+
+AGAIN = "then run the same command again"
+DISK = {
+    errno.ENOSPC: ("disk.full", f"free some space on its disk, {AGAIN}"),
+    errno.EDQUOT: (
+        "disk.quota",
+        f"this user's quota on its disk is used up: free some space, or have it raised, {AGAIN}",
+    ),
+    errno.EROFS: ("disk.read-only", f"its disk may only be read, often after an error: check and remount it, {AGAIN}"),
+    errno.EACCES: ("disk.forbidden", f"this user may not write there: change its owner or mode, {AGAIN}"),
+    errno.EPERM: ("disk.forbidden", f"this user may not write there: change its owner or mode, {AGAIN}"),
+    errno.EIO: ("disk.failed", f"its disk fails: read `dmesg`, {AGAIN} from a disk that works"),
+    errno.EMFILE: ("disk.few-descriptors", f"raise the limit of open files (ulimit -n), {AGAIN}"),
+    errno.ENFILE: ("disk.few-descriptors", f"the machine has too many files open: end other processes, {AGAIN}"),
+}
+
+
+def disk_error(error: OSError) -> RunError:
+    """Return an error of a file in a line: the file, the cause, and the remedy."""
+    code, remedy = DISK.get(error.errno or 0, ("disk.other", "mend that, then try again"))
+    path = "the output" if error.filename is None else shown(str(error.filename), 300)[1:-1]
+    return RunError(f"{path}: {error.strerror or error}; {remedy}", code=code)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name a file in an OSError that does not, as those of writing and of flushing."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -24,9 +79,10 @@ def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Ite
         durable: whether that holds when the machine stops too, and not only the process; it takes a few milliseconds.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666))
+    os.close(open_file(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if private else 0o666))
     try:
-        yield part
+        with naming(path):
+            yield part
         if private:
             part.chmod(0o600)  # its writer may have recreated it
         if durable:
@@ -42,15 +98,19 @@ def replacing(path: Path, *, private: bool = False, durable: bool = True) -> Ite
 
 def write_atomically(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
     """Write a file atomically; see `replacing`."""
-    with replacing(path, private=private, durable=durable) as part:
-        part.write_bytes(content)
+    with (
+        replacing(path, private=private, durable=durable) as part,
+        os.fdopen(open_file(part, os.O_WRONLY), "wb") as file,
+    ):
+        file.write(content)
 
 
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to disk."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = open_file(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -93,7 +153,7 @@ class FolderLock:
         """
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+            file = os.fdopen(open_file(self._path, os.O_RDWR | os.O_CREAT), "r+b")
         except OSError as error:
             folder = self._path.parent
             raise ScenarioError(

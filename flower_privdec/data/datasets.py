@@ -211,6 +211,7 @@ _READERS: dict[str, Callable[[str | None, Wanted], Source]] = DATASETS.bind(
         "svmlight": read_svmlight,
     }
 )
+EMBEDDED = ("digits", "breast-cancer", "diabetes", "synthetic-labels", "synthetic-words", "synthetic-sparse")
 OWN = "own"  # the ledger's name of all data of users' functions: a renamed function must not start at ε = 0
 
 
@@ -358,22 +359,31 @@ def read_examples(
     peers: Sequence[int] | np.ndarray,
     root: str | None = None,
     targets: Targets = "classes",
+    *,
+    whole: bool = False,
 ) -> Examples:
     """Read the training examples of some peers.
 
     Where `data.root` contains {peer}, only these peers' own files are read. Otherwise one dataset is partitioned by its
-    labels, and only these peers' features are read.
+    labels, and only these peers' features are read; with `whole` it is one peer's own, and nothing is partitioned.
 
     Args:
         section: the scenario's; `samples` and the partition are drawn by generators keyed by `seed`.
         peers: global ids, ascending.
         root: where to read in place of the scenario's root.
+        whole: whether all examples at `root` are the one peer's.
 
     Raises:
         ScenarioError: the name, a path or a number is wrong; the message has the remedy.
     """
+    if whole and root is not None and section.dataset in EMBEDDED:
+        raise ScenarioError(
+            f"data.dataset={section.dataset} reads no file, and {root} is given as this peer's own data: leave "
+            "--data out, or take a dataset that reads files, such as npz",
+            code="data.embedded",
+        )
     root = section.root if root is None else root
-    if section.each_its_own:
+    if section.each_its_own or whole:
         return _own_files(section, root or "", peers, targets)
     split = open_dataset(section, root, targets).train()
     chosen = _chosen(len(split.labels), section.samples, seed, "samples", name_of(section))

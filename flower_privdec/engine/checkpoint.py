@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from flower_privdec.common.files import replacing
+from flower_privdec.common.files import open_file, replacing
 from flower_privdec.common.formatting import one_line, peer_ranges, shown
 from flower_privdec.core import Edges, State
 from flower_privdec.errors import ScenarioError
@@ -265,7 +266,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
     rows = (
         tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for tensor in ordered.values()
     )
-    with replacing(path) as part, part.open("wb", buffering=0) as file:
+    with replacing(path) as part, os.fdopen(open_file(part, os.O_WRONLY), "wb", buffering=0) as file:
         for remaining in (memoryview(len(header).to_bytes(8, "little") + header), *rows):
             while remaining:
                 remaining = remaining[file.write(remaining) :]

@@ -72,6 +72,8 @@ class OwnParts:
         secret: bytes | None = None,
         root: str | None = None,
         runtime: str = ENGINE,
+        *,
+        whole: bool = False,
     ) -> OwnParts:
         """Read, name and protect what is some peers' own.
 
@@ -82,6 +84,7 @@ class OwnParts:
                 scenario has `compute.generator: system`.
             root: where their data lie, in place of the scenario's `data.root`.
             runtime: which processes of a simulation host which peers: it decides how sums are rounded, see `rounding`.
+            whole: whether all data there are the one peer's own, so that nothing is partitioned.
 
         Raises:
             ScenarioError: when their data cannot be had or do not fit, or a budget cannot be kept.
@@ -89,9 +92,8 @@ class OwnParts:
         scenario = agreement.scenario
         peers = np.arange(scenario.n_peers) if peers is None else np.sort(np.asarray(peers, dtype=np.int64))
         check_steps(scenario, len(peers))
-        examples = read_examples(
-            scenario.data, scenario.seed_of("data"), scenario.n_peers, peers, root, agreement.loss.targets
-        )
+        seed, targets = scenario.seed_of("data"), agreement.loss.targets
+        examples = read_examples(scenario.data, seed, scenario.n_peers, peers, root, targets, whole=whole)
         if scenario.features is not None:
             examples = replace(examples, x=apply_features(examples.x, scenario.features))
         check_fit(examples, agreement.public, scenario.data.root if root is None else root)

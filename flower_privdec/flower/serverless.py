@@ -277,7 +277,7 @@ class ClientAppRunner:
             log.exception("peer %s: the app's train function failed", self._peer)
             raise RunError(
                 f"the app of peer {self._peer} raised {type(error).__name__} in round {server_round}, see above; mend "
-                "it, and run the same command with --resume",
+                "it, and run the same command again",
                 code="app.failed",
             ) from error
         if reply.has_error():
@@ -556,7 +556,6 @@ def app_peer(
     evaluate: EvaluateApp | None = None,
     *,
     private: AppPrivacySection | None = None,
-    resume: bool = False,
 ) -> RunningPeer:
     """Return a peer of an app that runs in the mode of the scenario's network; see RunningPeer and AppTrainer.
 
@@ -584,7 +583,7 @@ def app_peer(
         )
     named = scenario.model_copy(update={"initial": digest})
     private = private or scenario.private
-    return peer_of(AppTrainer(named, device.peer, device.folder, initial, train, evaluate, private), device, resume)
+    return peer_of(AppTrainer(named, device.peer, device.folder, initial, train, evaluate, private), device)
 
 
 def run_app_peer(
@@ -596,7 +595,6 @@ def run_app_peer(
     *,
     initial: Path | None = None,
     node_config: Sequence[str] = (),
-    resume: bool = False,
     with_parent: bool = False,
     charge_witnessed: bool = False,
 ) -> None:
@@ -618,7 +616,7 @@ def run_app_peer(
     device, config = device_of(scenario, peer, folder, certificates), node_config_of(node_config)
     with opened_app(app, scenario.run_config) as opened:
         path = folder / INITIAL
-        if initial is None and resume and path.exists():
+        if initial is None and path.exists():
             initial = path
         if initial is not None:
             arrays, source = load_initial(initial), f"read from {initial}"
@@ -627,7 +625,7 @@ def run_app_peer(
             source = f"of the app's ServerApp, drawn with seed {scenario.seed}; saved in {path}"
         print(f"initial arrays {arrays.digest[:16]}: {source}", file=sys.stderr)
         runner = ClientAppRunner(opened.client, scenario, arrays, peer, folder, config, opened.run_config)
-        running = app_peer(scenario, device, arrays, runner.train, runner.evaluate, resume=resume)
+        running = app_peer(scenario, device, arrays, runner.train, runner.evaluate)
         run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
         print(f"privacy of peer {peer}: {running.status()['privacy']}", file=sys.stderr)
 
@@ -686,9 +684,8 @@ def run_mesh(
     credentials = credentials_of(agreed, settings.certificates, settings.peer)
     addresses = tuple(peer.address for peer in agreed.network.peers)
     device = PeerDevice(settings.peer, folder, credentials, addresses, witnessed=settings.folder / WITNESSED)
-    resume = any(folder.glob("checkpoint-?"))
     for charges in [True, False] if settings.charge_witnessed else [False]:
-        running = app_peer(agreed, device, initial, train, private=private, resume=resume)
+        running = app_peer(agreed, device, initial, train, private=private)
         try:
             running.open(begin=not charges)
             if charges:

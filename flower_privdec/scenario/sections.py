@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -236,7 +237,8 @@ class DataSection(Section):
             y_train, x_test and y_test. A function of your own is called with "train" or "test", its arguments, and root
             where that is given; it returns x and y.
         root: the folder in which the data lie, or the .npz file, from where the command runs; nothing is downloaded.
-            With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out.
+            With `{peer}` in it, for the peer's number, each peer has a file of its own and nothing is dealt out; so
+            has a device that names its own by `privdec peer --data`.
         test: where the public test set lies, in place of root; needed where root has `{peer}`, and for svmlight.
         source: of data that are given in Python, the name under which a ledger counts them.
         n_features: of svmlight, which needs it: how many features there are; indices are 1 to n_features.
@@ -1123,7 +1125,9 @@ class NetworkSection(Section):
         peers: one for each peer, in the order of their numbers; left out, all are on this machine.
         codec: how rows look on the wire: exact, as they are; float32 or bfloat16, where push-sum shares are sent, whose
             rounding stays in the sender's mass; or a class of your own, `package.module:Name`. All peers use one.
-        start: seconds that a peer waits for its first neighbours, which may have to be started yet.
+        start: seconds that a peer that begins waits for all of its neighbours; then it begins with those that are
+            there, where mode is asynchronous.
+        give_up: seconds after which a peer ends that has met no neighbour (synchronous: not all); left out, it waits.
         deadline: seconds that it waits for them later where it has to (synchronous: in each exchange; asynchronous:
             after its last round); what takes half as long to send is given up and sent again.
         retry: seconds until what was not answered is sent again.
@@ -1137,10 +1141,16 @@ class NetworkSection(Section):
     codec: CodecName = "exact"
     peers: list[NetworkPeer] | None = None
     start: Positive = 60.0
+    give_up: Positive | None = None
     deadline: Positive = 10.0
     retry: Positive = 1.0
     commit_every: Annotated[int, Field(ge=1)] = 1
     hand_in: bool | None = None
+
+    @property
+    def give_up_seconds(self) -> float:
+        """Return how long a peer waits for its first neighbours; infinite where it never gives up."""
+        return math.inf if self.give_up is None else self.give_up
 
     @property
     def hands_in(self) -> bool:

@@ -148,7 +148,8 @@ def test_a_closed_or_full_output_is_no_traceback(
         assert privdec("list") == 0
     monkeypatch.setattr("flower_privdec.reporting.console.print_parts", _full)
     assert privdec("list") == 1
-    assert capsys.readouterr().err == "error: the output: No space left on device; mend that, then try again\n"
+    remedy = "free some space on its disk, then run the same command again"
+    assert capsys.readouterr().err == f"error: the output: No space left on device; {remedy}\n"
 
 
 def _full(*_: object) -> None:

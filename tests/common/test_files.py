@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flower_privdec.common.files import cache_folder, replacing, write_atomically
+from flower_privdec.common.files import cache_folder, open_file, replacing, write_atomically
 
 WRITER = """
 import os, signal, sys
 from pathlib import Path
+from typing import Any
 from flower_privdec.common.files import replacing
 with replacing(Path(sys.argv[1])) as part:
     part.write_bytes(b"half")
@@ -77,3 +80,23 @@ def test_the_cache_lies_where_the_environment_says(tmp_path: Path, monkeypatch: 
         monkeypatch.setenv("XDG_CACHE_HOME", relative)
         monkeypatch.setenv("HOME", str(tmp_path))
         assert cache_folder() == tmp_path / ".cache" / "flower_privdec"
+
+
+def test_a_file_is_opened_once_a_descriptor_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where strangers have taken all of them, a commit waits until the server has closed some, and does not fail."""
+    refusals, opened = [errno.EMFILE, errno.ENFILE, errno.EMFILE], os.open
+
+    def without_descriptors(*arguments: Any, **options: Any) -> int:
+        if refusals:
+            raise OSError(refusals.pop(), "Too many open files")
+        return opened(*arguments, **options)
+
+    monkeypatch.setattr(os, "open", without_descriptors)
+    write_atomically(tmp_path / "a", b"content")
+    assert not refusals
+    assert (tmp_path / "a").read_bytes() == b"content"
+
+
+def test_other_errors_of_opening_a_file_are_raised_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        open_file(tmp_path / "missing" / "a", os.O_RDONLY)

@@ -92,10 +92,10 @@ def peer_of(scenario, place, app, initial, **options) -> RunningPeer:
     return app_peer(scenario, place, initial, runner.train, runner.evaluate, **options)
 
 
-def peers_of(scenario, places, step, initial=None, resume=False) -> list[RunningPeer]:
+def peers_of(scenario, places, step, initial=None) -> list[RunningPeer]:
     initial = initial or zeros()
     app = client(step)
-    return [peer_of(scenario, place, app, initial, resume=resume) for place in places]
+    return [peer_of(scenario, place, app, initial) for place in places]
 
 
 def run_all(peers: list[RunningPeer]) -> None:
@@ -144,14 +144,11 @@ def run_through_deaths(scenario, places, step, initial=None) -> list[RunningPeer
     app = client(step)
 
     def live(place) -> RunningPeer:
-        resume = False
         while True:
-            peer = peer_of(scenario, place, app, initial or zeros(), resume=resume)
-            try:
+            peer = peer_of(scenario, place, app, initial or zeros())
+            with suppress(Killed):
                 finish(peer)
                 return peer
-            except Killed:
-                resume = (place.folder / "checkpoint-0").exists()
 
     with ThreadPoolExecutor(len(places)) as pool:
         return list(pool.map(live, places))
@@ -238,7 +235,7 @@ def test_updates_without_protection_are_reported_when_their_run_continues_with_i
     places = devices(scenario, tmp_path, insecure_seeds=False)
     run_all(peers_of(scenario, places, sets_its_values_once))
     private = AppPrivacySection(clip_norm=1.0, noise_multiplier=1.0, delta=1e-3)
-    peer = peer_of(scenario, places[0], client(sets_its_values_once), zeros(), private=private, resume=True)
+    peer = peer_of(scenario, places[0], client(sets_its_values_once), zeros(), private=private)
     status = peer.status()
     peer.close()
     assert "epsilon = inf" in status["privacy"]
@@ -290,9 +287,9 @@ def test_counters_stay_with_their_peer_and_survive_a_kill(tmp_path):
         return Message(RecordDict({"arrays": trained}), reply_to=message)
 
     def live(place) -> None:
-        for resume in (False, True):
+        for _ in range(2):
             with suppress(Killed):
-                finish(peer_of(scenario, place, app, initial, resume=resume))
+                finish(peer_of(scenario, place, app, initial))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(live, places))
@@ -409,7 +406,7 @@ def test_a_file_that_holds_no_initial_arrays_is_named(content, tmp_path):
 
 
 def test_peers_that_begin_differently_refuse_each_other(tmp_path):
-    scenario = scenario_of("n_peers=2", "network.start=0.2")
+    scenario = scenario_of("n_peers=2", "network.give_up=0.2")
     places = devices(scenario, tmp_path, insecure_seeds=False)
     one, other = InitialArrays({"0": np.zeros(3)}), InitialArrays({"0": np.ones(3)})
     peers = peers_of(scenario, places[:1], lambda *given: given[0], one)
@@ -459,10 +456,10 @@ def test_an_app_that_fails_ends_its_peer_with_a_word_and_can_go_on(tmp_path):
     peers = peers_of(scenario, places, step)
     with ThreadPoolExecutor(2) as pool:
         first, second = (pool.submit(finish, peer) for peer in peers)
-        with raises(RunError, "app.failed", names="peer 0.*ValueError.*round 2.*--resume"):
+        with raises(RunError, "app.failed", names="peer 0.*ValueError.*round 2"):
             first.result()
         broken.clear()
-        (again,) = peers_of(scenario, places[:1], step, resume=True)
+        (again,) = peers_of(scenario, places[:1], step)
         finish(again)
         second.result()
     assert float(mass_on_disk([place.folder for place in places])["w"]) == pytest.approx(2, abs=1e-12)
@@ -509,7 +506,7 @@ def test_a_ledger_that_was_cut_is_refused(tmp_path):
     path = ledger_path(places[0].folder / "ledger", SOURCE)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     with raises(BudgetError, "ledger.stale"):
-        peers_of(scenario, places[:1], sets_its_values_once, resume=True)
+        peers_of(scenario, places[:1], sets_its_values_once)
 
 
 def test_a_run_that_its_ledger_allows_no_update_is_refused(tmp_path):

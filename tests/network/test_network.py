@@ -94,7 +94,7 @@ def test_a_peer_that_dies_goes_on_from_its_disk(name: str, point: str, moment: i
         running = [pool.submit(finish, peer) for peer in peers]
         with pytest.raises(Killed):
             running[1].result(LONG)
-        again = running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists())
+        again = running_peer(scenario, theirs[1])
         rows = [finish(again), *(running[peer].result(LONG) for peer in (0, 2, 3))]
     found = torch.cat([rows[place]["x"] for place in (1, 0, 2, 3)])
     torch.testing.assert_close(found, wanted)
@@ -202,7 +202,7 @@ def test_every_step_that_was_ever_taken_is_paid_for(
         running = [pool.submit(finish, peer) for peer in peers]
         with pytest.raises(Killed):
             running[1].result(LONG)
-        finish(running_peer(scenario, theirs[1], resume=(tmp_path / "peer-1" / "checkpoint-0").exists()))
+        finish(running_peer(scenario, theirs[1]))
         for peer in (0, 2, 3):
             running[peer].result(LONG)
     for peer in range(4):
@@ -233,25 +233,23 @@ def test_a_ledger_is_ahead_of_what_left_and_is_missed_when_it_is_gone(tiny: Tiny
     assert len(lines) > 4  # one a step: no more is reserved than is taken
     ledger.write_bytes(b"".join(lines[:-1]))
     with raises(BudgetError, "ledger.stale", names=f"{len(lines) - 1} .* {len(lines)}"):
-        running_peer(scenario, theirs[0], resume=True)
+        running_peer(scenario, theirs[0])
     ledger.unlink()
     with raises(BudgetError, "ledger.stale", names=f"0 .* {len(lines)}"):
-        running_peer(scenario, theirs[0], resume=True)
+        running_peer(scenario, theirs[0])
 
 
 def test_a_folder_is_one_runs_and_one_processes(tiny: Tiny, tmp_path: Path) -> None:
     scenario = tiny(QUICK, "rounds=2")
     device = devices(scenario, tmp_path)[0]
-    with raises(ScenarioError, "network.no-checkpoint", names="peer-0"):
-        running_peer(scenario, device, resume=True)
     peer = running_peer(scenario, device)
     with pytest.raises(ScenarioError, match="another run writes to it"):
         running_peer(scenario, device)
     peer._save(0, peer.state, {})
     peer.close()
-    with raises(ScenarioError, "network.folder-in-use", names="peer-0"):
-        running_peer(scenario, device)
-    running_peer(scenario, device, resume=True).close()
+    with pytest.raises(ScenarioError, match="another scenario"):
+        running_peer(tiny(QUICK, "rounds=3"), device)
+    running_peer(scenario, device).close()
 
 
 @pytest.mark.parametrize("moment", ["before it begins", "in its second round"])
@@ -267,10 +265,10 @@ def test_a_peer_that_is_asked_to_stop_goes_on_later(moment: str, tiny: Tiny, tmp
         peers[1]._exchange = lambda item: (peers[1].stop() if peers[1].state.round_index else None, exchange(item))  # type: ignore[method-assign]
     with ThreadPoolExecutor(len(peers)) as pool:
         running = [pool.submit(finish, peer) for peer in peers]
-        with pytest.raises(StoppedError, match="with --resume continues from"):
+        with pytest.raises(StoppedError, match="the same command continues from"):
             running[1].result(LONG)
         rows = [
-            finish(running_peer(scenario, theirs[1], resume=True)),
+            finish(running_peer(scenario, theirs[1])),
             *(running[peer].result(LONG) for peer in (0, 2, 3)),
         ]
     torch.testing.assert_close(torch.cat([rows[place]["x"] for place in (1, 0, 2, 3)]), wanted)
@@ -284,7 +282,7 @@ def outcome_code(peer: RunningPeer) -> str:
 
 
 def test_who_is_not_heard_is_named_with_the_cause(tiny: Tiny, tmp_path: Path) -> None:
-    scenario = tiny("network={mode: synchronous, retry: 0.1, start: 0.5, deadline: 0.5}", "rounds=2")
+    scenario = tiny("network={mode: synchronous, retry: 0.1, give_up: 0.5, deadline: 0.5}", "rounds=2")
     peer = running_peer(scenario, devices(scenario, tmp_path)[0])
     assert outcome_code(peer) == "network.no-witness"  # before it takes a step
     peer = running_peer(scenario, devices(scenario, tmp_path / "again")[0])

@@ -42,7 +42,7 @@ def served(
     credentials: Credentials, cap: int = 1 << 22, clock: Callable[[], datetime] = lambda: datetime.now(UTC)
 ) -> Iterator[GrpcServer]:
     """Serve an echo that says who called."""
-    server = GrpcServer("127.0.0.1:0", credentials, MEMBERS, lambda who, said: b"%d:" % who + said, cap, 4, clock)
+    server = GrpcServer("127.0.0.1:0", credentials, MEMBERS, lambda who, said: b"%d:" % who + said, cap, clock)
     try:
         yield server
     finally:
@@ -95,12 +95,12 @@ def test_a_stranger_is_not_answered(authority: Authority, stranger: str) -> None
 @pytest.mark.parametrize("stranger", ["another authority", "expired", "not yet valid"])
 def test_who_is_called_has_to_show_a_certificate_too(authority: Authority, stranger: str) -> None:
     shown = replace(STRANGERS[stranger](authority), authority=authority.pem)
-    causes = {"another authority": "signed|issuer", "expired": "expired", "not yet valid": "not yet valid"}
+    causes = {"another authority": "signed", "expired": "expired", "not yet valid": "is valid from"}
     with served(shown) as server, linked(server, authority.issue("peer-0.tiny"), "peer-1.tiny") as link:
         with pytest.raises(UnreachableError):
             link.call(b"hello", 2)
         assert "its certificate is refused here" in link.diagnosis(LONG)
-        assert any(cause in link.diagnosis(LONG) for cause in causes[stranger].split("|"))
+        assert causes[stranger] in link.diagnosis(LONG)
 
 
 def test_an_address_with_another_peer_behind_it_is_not_talked_to(authority: Authority) -> None:
@@ -140,13 +140,13 @@ def test_nobody_is_there(authority: Authority) -> None:
     link = GrpcConnection(f"127.0.0.1:{port}", "peer-0.tiny", authority.issue("peer-1.tiny"), 1000)
     with pytest.raises(UnreachableError, match=r"peer-0\.tiny at 127.0.0.1"):
         link.call(b"hello", 0.5)
-    assert link.diagnosis(LONG).endswith("Connection refused")
+    assert "Connection refused" in link.diagnosis(LONG)
     link.close()
 
 
 def test_an_address_is_listened_on_once(authority: Authority) -> None:
     with served(authority.issue("peer-0.tiny")) as server, pytest.raises(RunError, match="cannot be listened on"):
-        GrpcServer(f"127.0.0.1:{server.port}", authority.issue("peer-1.tiny"), MEMBERS, lambda *_: b"", 10, 1)
+        GrpcServer(f"127.0.0.1:{server.port}", authority.issue("peer-1.tiny"), MEMBERS, lambda *_: b"", 10)
 
 
 def test_files_are_read_and_checked(authority: Authority, tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_what_is_wrong_with_a_certificate_is_named(authority: Authority, strange
     shown = STRANGERS[stranger](authority)
     problem = certificate_problem(shown.certificate, authority.pem, "peer-1.tiny")
     assert problem is not None
-    assert cause in problem
+    assert cause in str(problem)
     assert certificate_problem(authority.issue("peer-1.tiny").certificate, authority.pem, "peer-1.tiny") is None
 
 

@@ -107,8 +107,7 @@ def run_with_a_death(
     with running(peers) as futures:
         died = isinstance(futures[1].exception(LONG), Killed)
         if died:
-            resume = any(theirs[1].folder.glob("checkpoint-*"))
-            peers[1] = running_peer(scenario, theirs[1], resume=resume)
+            peers[1] = running_peer(scenario, theirs[1])
             go_on(peers[1], futures[:1] + futures[2:])
         for each in futures[:1] + futures[2:]:
             each.result(LONG)
@@ -223,13 +222,13 @@ def test_a_ledger_that_lost_something_is_named_and_its_peer_does_not_start(
     else:
         path.write_bytes(content)
     with pytest.raises(BudgetError) as refused:
-        running_peer(scenario, device, resume=True)
+        running_peer(scenario, device)
     assert str(path) in str(refused.value)
     assert said.format(less=len(lines) - 1, all=len(lines)) in str(refused.value)
     if content is None:
         path.unlink(missing_ok=True)  # what was opened anew
     path.write_bytes(b"".join(lines))
-    running_peer(scenario, device, resume=True).close()  # the true one is taken again
+    running_peer(scenario, device).close()  # the true one is taken again
 
 
 def test_a_ledger_is_one_processes_at_a_time(finished: Any, tmp_path: Path) -> None:
@@ -266,7 +265,7 @@ def test_at_the_end_of_a_budget_gradients_stop_and_relaying_goes_on(
     assert len(payments_of(theirs[1].folder)) == taken[1]
     models = [load_file(rows_path(theirs[1].folder, each))["x"] for each in range(taken[1] + 1, 7)]
     assert not all(torch.equal(one, other) for one, other in pairwise(models))
-    peers_of_one = running_peer(scenario, theirs[1], resume=True)  # and it may be started again, and takes no step
+    peers_of_one = running_peer(scenario, theirs[1])  # and it may be started again, and takes no step
     assert not peers_of_one.trainer.is_active(5)
     peers_of_one.close()
 

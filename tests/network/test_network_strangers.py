@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import socket
+import ssl
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import privdec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -20,8 +26,12 @@ pytest.importorskip("grpc")
 
 import grpc
 from networked import LONG, wait_until
+from ports import own_addresses
+from raising import raises
 
-from flower_privdec.network.transport import grpc_transport
+from flower_privdec.errors import RunError
+from flower_privdec.network.local.peer_processes import PRIVDEC
+from flower_privdec.network.transport import admission, grpc_transport
 from flower_privdec.network.transport.grpc_transport import (
     CALLING,
     METHOD,
@@ -30,7 +40,7 @@ from flower_privdec.network.transport.grpc_transport import (
     RefusedError,
     UnreachableError,
 )
-from flower_privdec.network.transport.tls import NO_USAGE, Authority, Credentials, certificate_problem
+from flower_privdec.network.transport.tls import NO_USAGE, Authority, Credentials, certificate_problem, context_of
 
 NOW = datetime.now(UTC)
 MEMBERS = {f"peer-{peer}.tiny": peer for peer in range(4)}
@@ -42,11 +52,9 @@ def authority() -> Authority:
 
 
 @contextmanager
-def served(credentials: Credentials, cap: int = 1 << 22, threads: int = 4, **more: Any) -> Iterator[GrpcServer]:
+def served(credentials: Credentials, cap: int = 1 << 22, **more: Any) -> Iterator[GrpcServer]:
     """Serve an echo that says who called."""
-    server = GrpcServer(
-        "127.0.0.1:0", credentials, MEMBERS, lambda who, said: b"%d:" % who + said, cap, threads, **more
-    )
+    server = GrpcServer("127.0.0.1:0", credentials, MEMBERS, lambda who, said: b"%d:" % who + said, cap, **more)
     try:
         yield server
     finally:
@@ -158,12 +166,16 @@ def test_nothing_is_said_in_plain_text(authority: Authority) -> None:
 # --- a member that takes what it can get
 
 
+def channel(server: GrpcServer, credentials: Credentials) -> Any:
+    """Return a connection of one's own."""
+    shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
+    options = [*CALLING, ("grpc.ssl_target_name_override", "peer-0.tiny"), ("grpc.use_local_subchannel_pool", 1)]
+    return grpc.secure_channel(f"127.0.0.1:{server.port}", shown, options=options)
+
+
 def stream(server: GrpcServer, credentials: Credentials, parts: Iterator[bytes], stack: ExitStack) -> Any:
     """Begin a call and leave it open."""
-    shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
-    options = [*CALLING, ("grpc.ssl_target_name_override", "peer-0.tiny")]
-    made = stack.enter_context(grpc.secure_channel(f"127.0.0.1:{server.port}", shown, options=options))
-    return made.stream_stream(METHOD)(parts, timeout=LONG)
+    return stack.enter_context(channel(server, credentials)).stream_stream(METHOD)(parts, timeout=LONG)
 
 
 def trickle(over: threading.Event, pause: float) -> Iterator[bytes]:
@@ -183,17 +195,24 @@ def test_a_stream_that_trickles_is_ended(authority: Authority) -> None:
 
 
 def test_a_member_has_few_streams_and_the_others_are_answered(authority: Authority) -> None:
-    """Peer 1 opens many streams and never ends them; those beyond its share are refused, and peer 2 is answered."""
-    with served(authority.issue("peer-0.tiny"), threads=2) as server, ExitStack() as stack:
+    """Peer 1 opens 60 streams over 20 connections and never ends them, again and again; peer 2 is always answered."""
+    with served(authority.issue("peer-0.tiny")) as server, ExitStack() as stack:
         over = threading.Event()
         stack.callback(over.set)
-        hostile = authority.issue("peer-1.tiny")
-        calls = [stream(server, hostile, trickle(over, 0.2), stack) for _ in range(3 * grpc_transport.CALLS_EACH)]
-        wait_until(lambda: sum(call.done() for call in calls) == 2 * grpc_transport.CALLS_EACH)
-        said = {call.details() for call in calls if call.done()}
-        assert said == {f"peer 1 has {grpc_transport.CALLS_EACH} calls under way, which is the most; end one"}
+        hostile, calls, refusals = authority.issue("peer-1.tiny"), list[Any](), set[str]()
         with linked(server, authority.issue("peer-2.tiny")) as link:
-            assert link.call(b"hello", LONG) == b"2:hello"
+            for _ in range(3):
+                with ExitStack() as flood:
+                    channels = [flood.enter_context(channel(server, hostile)) for _ in range(20)]
+                    calls = [
+                        channels[number % 20].stream_stream(METHOD)(trickle(over, 0.2), timeout=LONG)
+                        for number in range(60)
+                    ]
+                    wait_until(lambda: any(call.done() for call in calls))  # noqa: B023
+                    for _ in range(20):
+                        assert link.call(b"hello", LONG) == b"2:hello"
+                    refusals |= {call.details() for call in calls if call.done()}
+        assert f"peer 1 has {grpc_transport.CALLS_EACH} calls under way, which is the most; end one" in refusals
 
 
 def resident() -> int:
@@ -222,3 +241,179 @@ def test_oversize_streams_take_no_more_memory_than_a_model_each(authority: Autho
         over.set()
         watching.join()
     assert most[0] < grpc_transport.CALLS_EACH * (cap + (16 << 20)) * 2  # this process is both sides of each stream
+
+
+# --- strangers that take connections
+
+
+def nothing(_: socket.socket) -> None:
+    """Send nothing."""
+
+
+def half_a_greeting(plain: socket.socket) -> None:
+    """Begin a TLS handshake, and do not go on."""
+    plain.sendall(bytes.fromhex("160301020001000200"))
+
+
+def handshake_alone(authority: Authority) -> Callable[[socket.socket], object]:
+    """Return what finishes a handshake with a member's certificate, and makes no call."""
+    context = context_of(authority.issue("peer-1.tiny"))
+    return lambda plain: context.wrap_socket(plain, server_hostname="peer-0.tiny")
+
+
+def is_hung_up(connection: socket.socket) -> bool:
+    """Return whether the other side has closed a connection."""
+    try:
+        connection.setblocking(False)
+        while connection.recv(1 << 16):
+            pass
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return False
+    except OSError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("attack", ["nothing", "half a greeting", "a handshake alone"])
+def test_connections_that_make_no_call_are_few_and_soon_closed(authority: Authority, attack: str) -> None:
+    """150 of them at a server that holds 60; peer 2 is answered over its connection, peer 3 over a new one."""
+    attacks = {"nothing": nothing, "half a greeting": half_a_greeting, "a handshake alone": handshake_alone(authority)}
+    own = authority.issue("peer-0.tiny")
+    with served(own, connections=60, handshake=2.0) as server, linked(server, authority.issue("peer-2.tiny")) as old:
+        assert old.call(b"hello", LONG) == b"2:hello"
+        with ExitStack() as stack:
+            held: list[socket.socket] = []
+            for _ in range(150):
+                with suppress(OSError):  # closed at once
+                    held.append(stack.enter_context(socket.create_connection(("127.0.0.1", server.port))))
+                    held[-1] = stack.enter_context(attacks[attack](held[-1]) or held[-1])  # type: ignore[arg-type]
+            assert old.call(b"hello", LONG) == b"2:hello"
+            with linked(server, authority.issue("peer-3.tiny")) as new:
+                wait_until(lambda: answers(new, b"3:hello"))
+                wait_until(lambda: all(map(is_hung_up, held)))
+                for link, answer in ((old, b"2:hello"), (new, b"3:hello")):
+                    assert link.call(b"hello", LONG) == answer
+
+
+def answers(link: GrpcConnection, answer: bytes) -> bool:
+    try:
+        return link.call(b"hello", LONG) == answer
+    except UnreachableError:
+        return False
+
+
+def test_a_flood_of_one_address_leaves_room_for_the_others(authority: Authority) -> None:
+    """A stranger that connects all the time has PENDING_EACH connections; which are closed is known to the second."""
+    with served(authority.issue("peer-0.tiny")) as server, ExitStack() as stack:
+        watch = server._admission
+        watch.close()  # looked at by this test alone
+        for _ in range(admission.PENDING_EACH + 8):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), source_address=("127.0.0.2", 0)))
+        other = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        wait_until(lambda: len(watch._handles()) == admission.PENDING_EACH + 9)
+        watch.look(0.0)
+        wait_until(lambda: len(watch._handles()) == admission.PENDING_EACH + 1)
+        watch.look(admission.HANDSHAKE_SECONDS - 0.1)
+        assert not is_hung_up(other)
+        watch.look(admission.HANDSHAKE_SECONDS)
+        wait_until(lambda: not watch._handles())
+
+
+@pytest.mark.slow
+def test_a_flood_at_a_low_limit_of_open_files_ends_no_peer(tiny_text: str, tmp_path: Path) -> None:
+    """More silent connections than peer 0 may have files open; peer 1 joins it during the flood, and both finish."""
+    addresses, scenario = own_addresses(2), tmp_path / "tiny.yaml"
+    scenario.write_text(tiny_text)
+    settings = ["n_peers=2", "rounds=20", "network.start=300", "network.deadline=60"]
+    settings += [f"network.peers=[{', '.join(f'{{address: {address!r}}}' for address in addresses)}]"]
+    options = [argument for setting in settings for argument in ("--set", setting)]
+    assert privdec("certs", scenario, "--out", tmp_path / "certs", *options) == 0
+
+    def started(peer: int) -> subprocess.Popen[bytes]:
+        command = [*PRIVDEC, "peer", scenario, "--id", peer, "--out", tmp_path / f"peer-{peer}"]
+        command += ["--certs", tmp_path / "certs", *options]
+        with (tmp_path / f"{peer}.log").open("wb") as log:
+            limited = "ulimit -n 256 && exec " + shlex.join(map(str, command))
+            return subprocess.Popen(["bash", "-c", limited], stdout=log, stderr=log)
+
+    host, _, port = addresses[0].partition(":")
+    with ExitStack() as stack:
+        peers = [started(0)]
+        stack.callback(lambda: [peer.kill() for peer in peers])
+        over, held = threading.Event(), list[socket.socket]()
+        stack.callback(over.set)
+        wait_until(lambda: can_connect(host, int(port)))
+
+        def flood() -> None:
+            """Hold 300 connections, in place of those that are closed new ones."""
+            while not over.wait(0.01):
+                for connection in [one for one in held if is_hung_up(one)]:
+                    held.remove(connection)
+                    connection.close()
+                with suppress(OSError):
+                    held.extend(
+                        socket.create_connection((host, int(port)), timeout=LONG) for _ in range(300 - len(held))
+                    )
+
+        attack = threading.Thread(target=flood)
+        attack.start()
+        wait_until(lambda: len(held) > 100)
+        peers.append(started(1))
+        statuses = [peer.wait(3 * LONG) for peer in peers]
+        over.set()
+        attack.join()
+        assert statuses == [0, 0], [(tmp_path / f"{peer}.log").read_text() for peer in range(2)]
+    assert "connections were closed that made no call" in (tmp_path / "0.log").read_text()
+
+
+SERVER = """
+import logging, sys, time
+from flower_privdec.network.transport.grpc_transport import GrpcServer
+from flower_privdec.network.transport.tls import Authority
+
+logging.basicConfig(level=logging.INFO)
+own = Authority.create("tiny").issue("peer-0.tiny")
+server = GrpcServer("127.0.0.1:0", own, {"peer-0.tiny": 0}, lambda peer, content: content, 1 << 20)
+print(server.port, flush=True)
+sys.stdin.read()
+server._admission.look(time.monotonic())
+server.close()
+"""
+
+
+@pytest.mark.slow
+def test_strangers_fill_no_log() -> None:
+    """Neither by lines of gRPC, which says what it says from its import on, nor by the peer's: one a minute."""
+    command, pipe = [sys.executable, "-c", SERVER], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as server:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
+        for _ in range(40):
+            with socket.create_connection(("127.0.0.1", port)) as plain:
+                plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                wait_until(lambda: is_hung_up(plain))
+        with socket.create_connection(("127.0.0.1", port)) as silent:
+            wait_until(lambda: is_hung_up(silent))
+        _, log = server.communicate(timeout=LONG)
+    assert "connections were closed that made no call" in log
+    assert len(log.splitlines()) == 1, log
+
+
+def can_connect(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port)):
+        return True
+    return False
+
+
+def test_too_low_a_limit_of_open_files_is_refused_before_anything_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission.resource, "getrlimit", lambda _: (64, 64))
+    with raises(RunError, code="network.few-descriptors"):
+        admission.most_connections(4)
+
+
+def test_a_soft_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = list[tuple[int, int]]()
+    monkeypatch.setattr(admission.resource, "getrlimit", lambda _: (64, 100_000))
+    monkeypatch.setattr(admission.resource, "setrlimit", lambda _, both: limits.append(both))
+    assert admission.most_connections(4) == admission.MOST_CONNECTIONS
+    assert limits == [(admission.MOST_DESCRIPTORS, 100_000)]

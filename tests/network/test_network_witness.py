@@ -58,8 +58,8 @@ def releases(monkeypatch: pytest.MonkeyPatch) -> Iterator[Releases]:
     return seen
 
 
-def scenario_of(tiny: Tiny, algorithm: str, mode: str, start: float = LONG) -> Scenario:
-    network = f"network={{mode: {mode}, retry: 0.1, start: {start}, deadline: {LONG}}}"
+def scenario_of(tiny: Tiny, algorithm: str, mode: str, give_up: float = LONG) -> Scenario:
+    network = f"network={{mode: {mode}, retry: 0.1, start: {LONG}, give_up: {give_up}, deadline: {LONG}}}"
     return tiny(*settings_for(algorithm), f"rounds={ROUNDS}", "evaluation.every=3", network)
 
 
@@ -106,7 +106,7 @@ def test_a_backup_or_an_empty_folder_takes_no_step(
         if backup == "a payment ahead":
             shutil.copytree(copy, folder)
         before = releases.count[1]
-        error = outcome(running_peer(scenario, theirs[1], resume=backup != "lost"))
+        error = outcome(running_peer(scenario, theirs[1]))
         assert releases.count[1] == before
         return error
 
@@ -137,7 +137,7 @@ def test_what_was_lost_can_be_charged_and_the_peer_goes_on(
         finally:
             recovering.close()
         assert payments(folder) >= taken
-        again = running_peer(scenario, theirs[1], resume=any(folder.glob("checkpoint-*")))
+        again = running_peer(scenario, theirs[1])
         with running([again]) as (future,):
             wait_until(lambda: releases.count[1] > taken + 2 or future.done())
             for peer in [again, *peers]:
@@ -163,7 +163,7 @@ def test_a_copied_folder_that_runs_at_once_ends_both(
     with running(peers) as futures:
         assert copied.wait(LONG)
         elsewhere = tuple("127.0.0.1:0" if peer == 1 else address for peer, address in enumerate(theirs[1].addresses))
-        twin = running_peer(scenario, replace(theirs[1], folder=copy, addresses=elsewhere), resume=True)
+        twin = running_peer(scenario, replace(theirs[1], folder=copy, addresses=elsewhere))
         error = outcome(twin)
         assert error.code in ("ledger.witnessed", "network.runs-twice")
         for peer in peers:
@@ -174,7 +174,7 @@ def test_a_copied_folder_that_runs_at_once_ends_both(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_peer_with_no_neighbour_up_takes_no_step(mode: str, tiny: Tiny, tmp_path: Path, releases: Releases) -> None:
-    scenario = scenario_of(tiny, ALGORITHMS[0], mode, start=0.5)
+    scenario = scenario_of(tiny, ALGORITHMS[0], mode, give_up=0.5)
     device = devices(scenario, tmp_path, insecure_seeds=False)[1]
     peer = running_peer(scenario, device)
     assert isinstance(outcome(peer), RunError)

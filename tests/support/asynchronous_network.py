@@ -52,7 +52,7 @@ POINTS = {  # before and after everything that is put on disk, sent or used
 
 
 def again(scenario: Scenario, device: PeerDevice) -> RunningPeer:
-    return running_peer(scenario, device, resume=(device.folder / "checkpoint-0").exists())
+    return running_peer(scenario, device)
 
 
 def join_late(peers: list[RunningPeer], rounds: int = 3) -> None:

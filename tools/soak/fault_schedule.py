@@ -18,7 +18,7 @@ ON_LINKS = {
     "black-hole": "nothing comes through",
 }
 ON_PEERS = {
-    "kill": "a peer is ended by SIGKILL and started again with --resume",
+    "kill": "a peer is ended by SIGKILL and started again",
     "pause": "a peer is stopped by SIGSTOP and goes on by SIGCONT",
     "isolate": "nothing comes through from or to a peer",
 }

@@ -110,8 +110,8 @@ def record_into(path: Path, taken: Callable[[], int]) -> None:
                     if isinstance(message, FrozenShare | RowMessage):
                         note("received", digest(message.values))
 
-    def resumed(peer: Any, resume: bool) -> Any:
-        restored = checkpoints(peer, resume)
+    def resumed(peer: Any) -> Any:
+        restored = checkpoints(peer)
         for checkpoint in restored[-1:]:
             note("resumed", digest(checkpoint.state.rows))
         return restored

@@ -2,7 +2,7 @@
 
 Every peer is a process of this machine that reaches the others through a proxy. It checks throughout that
 
-- a peer runs, unless the soak killed it and restarts it with --resume;
+- a peer runs, unless the soak killed it and restarts it;
 - it never made more releases that its neighbours received, in whichever of its processes, folders and copies, than its
   ledger pays for. One whose folder was restored, lost, copied or deleted is given back to the run as its owner would:
   it is started again, with --charge-witnessed where it asks for that, and from then on its ledger has to hold them all;
@@ -198,7 +198,7 @@ class SoakedRun:
 
     def _start(self, peer: int, *, charge: bool = False) -> None:
         self._lives[peer] += 1
-        self.processes.start(peer, resume=True, charge_witnessed=charge)
+        self.processes.start(peer, charge_witnessed=charge)
         self._gone.discard(peer)
 
     # --- faults ---
@@ -282,7 +282,7 @@ class SoakedRun:
             str(self._copy),
             "--with-parent",
         ]
-        command += ["--certs", str(self.processes.certificates), "--resume"]
+        command += ["--certs", str(self.processes.certificates)]
         with (self.out / "copy.log").open("ab") as log:
             self._twin = start_process(f"privdec copy {peer}", command, log)
 

@@ -139,17 +139,15 @@ class PeerProcesses:
         there = [one.model_copy(update={"address": at}) for one, at in zip(network.peers, seen, strict=True)]
         return self.scenario.model_copy(update={"network": network.model_copy(update={"peers": there})})
 
-    def start(self, peer: int, *, resume: bool = False, charge_witnessed: bool = False) -> None:
+    def start(self, peer: int, *, charge_witnessed: bool = False) -> None:
         """Start a peer.
 
         Args:
             peer: which.
-            resume: continue from its checkpoint, where there is one.
             charge_witnessed: charge what its ledger lost, and stop.
         """
         command = [*self._program(peer), "peer", str(self._file(peer)), "--id", str(peer)]
         command += ["--out", str(self.folder(peer)), "--certs", str(self.certificates), "--with-parent"]
-        command += ["--resume"] * (resume and any(self.folder(peer).glob("checkpoint-?")))
         command += ["--insecure-seeds"] * self._insecure + ["--charge-witnessed"] * charge_witnessed
         with self.log(peer).open("ab") as log:
             # A process group of its own gets no Ctrl-C; a peer that is paused when this process is killed ends with it.

@@ -89,7 +89,7 @@ class Up:
                 "network.mode=synchronous ends with a peer that is gone, for the others wait for it: use asynchronous, "
                 "or --restart"
             )
-        self._resume, self._insecure = resume, insecure_seeds
+        self._insecure = insecure_seeds
         if not scenario.network.hands_in:
             raise ScenarioError(
                 "network.hand_in=false: the peers hand in no models, which this command compares; set it to true, or "
@@ -137,7 +137,7 @@ class Up:
         with ExitStack() as stack:
             stack.enter_context(self._processes)
             for peer in self._processes.peers:
-                self._processes.start(peer, resume=self._resume)
+                self._processes.start(peer)
             if on_status is not None:
                 stack.enter_context(Watch(self._processes, on_status))
             yield
@@ -169,7 +169,7 @@ class Up:
         for kill in due:
             self._processes.kill(kill.peer)
             if kill.comes_back:
-                self._processes.start(kill.peer, resume=True)
+                self._processes.start(kill.peer)
 
     def _gone_peers(self) -> dict[str, str]:
         """Return which peers are gone, and from which round the model is that stands for each."""
@@ -187,6 +187,10 @@ class Up:
         rows, self._spent = self._rows(round_index), self._reported(round_index)
         metrics = self.recorder.record(rows, round_index, self._spent.epsilons)
         self.recorder.save(State(np.arange(self.scenario.n_peers), round_index, rows=rows), None)
+        every = evaluation_rounds(self.scenario.rounds, self.scenario.evaluation.every)
+        for before in [number for number in every if number < round_index][-1:]:  # recorded, and not read again
+            for peer in self._alive():
+                self._path(peer, before).unlink(missing_ok=True)
         return metrics
 
     def _path(self, peer: int, round_index: int) -> Path:

@@ -511,15 +511,17 @@ class AsynchronousPeer(RunningPeer):
         """Greet the neighbours; a peer that finds them under way, and has nothing of the run, joins as they are.
 
         Raises:
-            RunError: none of them can be reached.
+            RunError: none of them could be reached within network.give_up.
         """
         since = time.monotonic()
         while True:
             self._wait(lambda: self._has_greeted(since), POLL)
             if self._has_greeted(since):
                 break
-            if time.monotonic() - since > self.network.start:
-                raise RunError(self._unreachable(self.network.start))
+            if time.monotonic() - since > self.network.give_up_seconds and not any(
+                map(self.protocol.is_open, self._neighbors)
+            ):
+                raise RunError(self._unreachable(self.network.give_up_seconds), code="network.unreachable")
         self.session.is_new = False
         self._joining = self.session.joins and not self.protocol.mass
         self.policy.start(time.monotonic(), filter(self.protocol.is_open, self._neighbors))
@@ -535,7 +537,7 @@ class AsynchronousPeer(RunningPeer):
         why = "; ".join(self.connections.why(peer) for peer in self._neighbors)
         return (
             f"none of the peers {self._neighbors} could be greeted for {seconds:g} s ({why}); mend that, then run the "
-            "same command again, with --resume where it was used before, or raise network.start"
+            "same command again, or raise network.give_up, or leave it out"
         )
 
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
@@ -561,7 +563,7 @@ class AsynchronousPeer(RunningPeer):
             RunError: no neighbour sent one.
         """
         self._partly.use_senders(None)
-        since, start = time.monotonic(), self.network.start
+        since, start = time.monotonic(), self.network.give_up_seconds
         mixes = [at for at, exchange in self.timetable.exchanges.items() if isinstance(exchange, Mix)]
         while not self._has_model(round_index, mixes):
             self._wait(lambda: bool(self.protocol.waiting_rounds()) or any(map(self.session.senders, mixes)), POLL)

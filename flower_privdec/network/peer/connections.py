@@ -233,7 +233,10 @@ class Connections:
         """Return in words why nothing came from a neighbour."""
         if (refused := self.refused.get(peer)) is not None:
             return refused
-        return self._connections[peer].diagnosis() if peer in self.trouble else f"peer {peer} is slow, or waits itself"
+        if peer in self.trouble:
+            return self._connections[peer].diagnosis()
+        is_heard = self.session.witness.has_heard(peer)
+        return f"peer {peer} is slow, or waits itself" if is_heard else f"peer {peer} has not answered yet"
 
     # --- calls of others ---
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from threading import Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from flower_privdec.common.files import write_atomically
@@ -26,20 +26,22 @@ from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
+WAITING_SECONDS = 3.0  # until a peer that has taken rounds says what it waits for
+AGAIN_SECONDS = 60.0  # until it says so again, where there is no terminal
 REQUEST_SECONDS = 5.0
 PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG
 MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}
 
 
-def peer_of(trainer: Trainer, device: PeerDevice, resume: bool = False) -> RunningPeer:
+def peer_of(trainer: Trainer, device: PeerDevice) -> RunningPeer:
     """Return a peer that trains, in the mode of its scenario's network; see RunningPeer."""
-    return MODES[trainer.scenario.network.mode](trainer, device, resume)
+    return MODES[trainer.scenario.network.mode](trainer, device)
 
 
-def running_peer(scenario: Scenario, device: PeerDevice, resume: bool = False) -> RunningPeer:
+def running_peer(scenario: Scenario, device: PeerDevice) -> RunningPeer:
     """Return a peer of a scenario; see ScenarioTrainer and RunningPeer."""
     trainer = ScenarioTrainer(scenario, device.peer, device.folder, device.data, device.insecure_seeds)
-    return peer_of(trainer, device, resume)
+    return peer_of(trainer, device)
 
 
 def run_peer(
@@ -49,17 +51,16 @@ def run_peer(
     certificates: Path,
     *,
     data: str | None = None,
-    resume: bool = False,
     insecure_seeds: bool = False,
     with_parent: bool = False,
     charge_witnessed: bool = False,
 ) -> None:
-    """Run one peer until its rounds are done, SIGTERM or Ctrl-C.
+    """Run one peer until its rounds are done, SIGTERM or Ctrl-C; it begins, or goes on where its folder holds the run.
 
     Args:
         folder: its own.
         certificates: a folder with its certificate, its key and the authority's certificate.
-        data: where its data lie, in place of the scenario's.
+        data: its own data, taken whole, in place of its part of the scenario's `data.root`.
         insecure_seeds: draw noise and batches from the scenario's seed.
         with_parent: stop when stdin ends, as it does when the parent process ends.
         charge_witnessed: charge what the ledger lacks and neighbours have seen, and stop.
@@ -70,7 +71,7 @@ def run_peer(
         StoppedError: it received SIGTERM or Ctrl-C.
     """
     device = device_of(scenario, peer, folder, certificates, data, insecure_seeds)
-    running = running_peer(scenario, device, resume)
+    running = running_peer(scenario, device)
     run_in_foreground(running, scenario.evaluation.every, with_parent, charge_witnessed)
 
 
@@ -99,17 +100,14 @@ def run_in_foreground(running: RunningPeer, every: int, with_parent: bool, charg
     if with_parent:
         _wake_at_parents_end()
         Thread(target=_stop_at_end, args=(running,), daemon=True).start()
-    line = _StatusLine(every)
+    line = _StatusLine(running, every)
     try:
         running.open(begin=not charge_witnessed)
+        line.begin()
         if charge_witnessed:
             charged = running.charge_witnessed()
-            print(f"{folder}: charged {charged} lines that the ledger lacked; start the peer again with --resume")
+            print(f"{folder}: charged {charged} lines that the ledger lacked; start the peer again")
             return
-        waits_for = ", ".join(map(str, running.status()["unheard"]))
-        print(
-            f"peer {running.device.peer} waits for its neighbours: {waits_for or 'none'}", file=sys.stderr, flush=True
-        )
         running.run(line)
         write_atomically(folder / "summary.json", (json.dumps(running.status(), indent=2) + "\n").encode())
     finally:
@@ -145,24 +143,57 @@ def _stop_at_end(running: RunningPeer) -> None:
 
 
 class _StatusLine:
-    """Shows how a peer does: over the same line on a terminal, else a line an evaluation."""
+    """Shows how a peer does, and what it waits for: over the same line on a terminal.
 
-    def __init__(self, every: int) -> None:
-        self._terminal, self._every, self._last = sys.stderr.isatty(), every, 0.0
+    Elsewhere it is a line an evaluation, and one while the peer waits: at once before its first round, later where no
+    round ended for WAITING_SECONDS; again where that changed, but not within WAITING_SECONDS; and every AGAIN_SECONDS.
+    """
+
+    def __init__(self, running: RunningPeer, every: int) -> None:
+        self._running, self._every, self._terminal = running, every, sys.stderr.isatty()
+        self._guard, self._over, self._is_shown = Lock(), Event(), False
+        self._round_at = self._waiting_at = float("-inf")  # when a round ended, and when a wait was shown last
+        self._waiting = ""
+        self._thread = Thread(target=self._watch, daemon=True)
+
+    def begin(self) -> None:
+        """Begin to look at what the peer waits for."""
+        self._thread.start()
 
     def __call__(self, running: RunningPeer) -> None:
         """Show a peer's status, unless one was shown just now."""
-        round_index, over = running.state.round_index, running.state.round_index == running.rounds
-        if self._terminal and (over or time.monotonic() - self._last >= LINE_SECONDS):
-            print(f"\r\x1b[K{status_line(running.status())}", end="", file=sys.stderr, flush=True)
-            self._last = time.monotonic()
-        elif not self._terminal and (over or round_index % self._every == 0):
-            print(status_line(running.status()), file=sys.stderr, flush=True)
+        round_index, before = running.state.round_index, self._round_at
+        self._round_at, self._waiting = time.monotonic(), ""
+        is_due = self._round_at - before >= LINE_SECONDS if self._terminal else round_index % self._every == 0
+        if is_due or round_index == running.rounds:
+            self._print(status_line(running.status()))
+
+    def _watch(self) -> None:
+        while not self._over.is_set():
+            now = time.monotonic()
+            if now - self._round_at >= WAITING_SECONDS and (waiting := self._running.waiting()):
+                pause = AGAIN_SECONDS if waiting == self._waiting else WAITING_SECONDS
+                if self._terminal or now - self._waiting_at >= pause:
+                    self._print(waiting)
+                    self._waiting, self._waiting_at = waiting, now
+            self._over.wait(LINE_SECONDS)
+
+    def _print(self, text: str) -> None:
+        with self._guard:
+            if self._over.is_set():
+                return
+            self._is_shown = True
+            if self._terminal:
+                print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            else:
+                print(text, file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Leave the line."""
-        if self._terminal and self._last:
-            print(file=sys.stderr)
+        with self._guard:
+            self._over.set()
+            if self._terminal and self._is_shown:
+                print(file=sys.stderr)
 
 
 def status_of(address: str, certificates: Path, peer: int, as_json: bool) -> str:

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from flower_privdec.common.files import FolderLock, write_atomically
+from flower_privdec.common.files import FolderLock, naming, open_file, write_atomically
 from flower_privdec.core import Algorithm, Exchange, State, advance
 from flower_privdec.engine.checkpoint import (
     BESIDE,
@@ -67,7 +67,7 @@ class PeerDevice:
         folder: where its checkpoints, its ledger and its secret lie.
         credentials: by which others know it.
         addresses: HOST:PORT of every peer.
-        data: where its data lie, in place of the scenario's `data.root`; None where the scenario is right.
+        data: its own data, taken whole, in place of its part of the scenario's `data.root`; None where there are none.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
         transport: in place of gRPC over TLS, which needs credentials and addresses.
         witnessed: the file of what it has counted of its neighbours' ledgers; `witnessed` in its folder when None.
@@ -84,7 +84,7 @@ class PeerDevice:
 
 
 class RunningPeer(ABC):
-    """One peer of a run, from its beginning or its last checkpoint to the end of the rounds.
+    """One peer of a run, from the last checkpoint of its folder, or its beginning, to the end of the rounds.
 
     Before it sends anything, all that it needs to send it again is on its disk; however its process ends, it
     continues from there, and its neighbours with it.
@@ -92,21 +92,22 @@ class RunningPeer(ABC):
     Args:
         trainer: what it trains.
         device: where it runs.
-        resume: continue from the folder's checkpoints.
 
     Attributes:
         generations: how many checkpoints stay on disk.
+        waits_for: what it waits for before its next step; empty where it waits for nothing.
 
     Raises:
-        ScenarioError: the folder holds another run, or nothing to resume, or the network cannot carry the algorithm.
+        ScenarioError: the folder holds another run, or the network cannot carry the algorithm.
         BudgetError: the ledger cannot be trusted, is in use, or allows no step.
 
     Privacy: that of its trainer; what it sends beside are counters.
     """
 
     generations: ClassVar[int]
+    waits_for = ""
 
-    def __init__(self, trainer: Trainer, device: PeerDevice, resume: bool = False) -> None:
+    def __init__(self, trainer: Trainer, device: PeerDevice) -> None:
         self.trainer, self.device, scenario = trainer, device, trainer.scenario
         self.rounds, self.network, self.mixing = scenario.rounds, scenario.network, trainer.mixing
         self.timetable = Timetable(trainer.algorithm, trainer.mixing, scenario.rounds)
@@ -125,15 +126,15 @@ class RunningPeer(ABC):
         self._lock = FolderLock(device.folder)
         self._lock.take()
         try:
-            self._open(resume)
+            self._open()
         except BaseException:
             self._lock.release()
             raise
 
-    def _open(self, resume: bool) -> None:
+    def _open(self) -> None:
         trainer, folder = self.trainer, self.device.folder
         self._share_files = ShareFiles(folder)
-        checkpoints = self._checkpoints(resume)
+        checkpoints = self._checkpoints()
         last = checkpoints[-1] if checkpoints else None
         state = (None, 0, None) if last is None else (last.state, last.transport["paid"], last.head)
         self.state = trainer.open(*state)
@@ -160,19 +161,10 @@ class RunningPeer(ABC):
 
     # --- what is on disk ---
 
-    def _checkpoints(self, resume: bool) -> list[Checkpoint]:
+    def _checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints to continue from, the older first; none at the beginning of a run."""
-        folder, trainer = self.device.folder, self.trainer
+        trainer = self.trainer
         paths = [path for path in self._paths if path.exists()]
-        if paths and not resume:
-            raise ScenarioError(
-                f"{folder} already holds a run; give --resume to continue it, or another --out",
-                code="network.folder-in-use",
-            )
-        if resume and not paths:
-            raise ScenarioError(
-                f"{folder} holds no checkpoint to resume from; leave --resume out", code="network.no-checkpoint"
-            )
         checkpoints = [load_checkpoint(path, self._digest, trainer.run, trainer.device) for path in paths]
         for path, checkpoint in zip(paths, checkpoints, strict=True):
             check_state(path, checkpoint.state, np.array([self.device.peer]), self.rounds)
@@ -209,6 +201,7 @@ class RunningPeer(ABC):
             assert device.credentials is not None
             names = identities(self.trainer.scenario)
             transport = GrpcTransport(device.peer, device.addresses, names, device.credentials)
+        self.waits_for = "its neighbours"
         if begin:
             self._begin()
         else:
@@ -227,6 +220,7 @@ class RunningPeer(ABC):
         """
         evaluated = set(evaluation_rounds(self.rounds, self.trainer.scenario.evaluation.every))
         self._meet()
+        self.waits_for = ""
         if self.state.round_index < self.rounds:
             self._await_witness()
         while self.state.round_index < self.rounds:
@@ -246,45 +240,52 @@ class RunningPeer(ABC):
     def _await_witness(self) -> None:
         """Wait until neighbours have reported what they have seen of the ledger, before a step is taken.
 
-        After REPORT_SECONDS one is enough.
+        After REPORT_SECONDS one is enough. Where none reports it waits, without a bound unless the scenario has one.
 
         Raises:
             BudgetError: the ledger is an old copy.
-            RunError: no neighbour reports.
+            RunError: no neighbour reports within network.give_up.
         """
         since, witness = time.monotonic(), self.witness
+        self.waits_for = "a neighbour's report on its ledger"
         while not self.connections.wait(lambda: all(map(witness.has_heard, witness.neighbors)), POLL):
             self._check_stopped()
             waited = time.monotonic() - since
             if witness.is_witnessed and waited > min(REPORT_SECONDS, self.network.start):
-                return
-            if waited > self.network.start:
+                break
+            if waited > self.network.give_up_seconds and not witness.is_witnessed:
                 raise self._no_witness()
+        self.waits_for = ""
 
     def _no_witness(self) -> RunError:
         why = "; ".join(self.connections.why(peer) for peer in sorted(self.witness.neighbors))
         return RunError(
-            f"no neighbour reported for {self.network.start:g} s what it has seen of this peer's ledger ({why}), and "
-            "no step is taken before; start one of them, or raise network.start",
+            f"no neighbour reported for {self.network.give_up:g} s what it has seen of this peer's ledger ({why}), and "
+            "no step is taken before; start one of them, or raise network.give_up, or leave it out",
             code="network.no-witness",
         )
 
     def charge_witnessed(self) -> int:
         """Charge the lines that the ledger lacks and neighbours have seen, in place of `run`; return how many.
 
-        Waits until all neighbours have reported, for network.start seconds at most.
+        Waits until all neighbours have reported; after network.start seconds one is enough.
 
         Raises:
-            RunError: no neighbour reports.
+            RunError: no neighbour reports within network.give_up.
             StoppedError: `stop` was called.
         """
-        until = time.monotonic() + self.network.start
-        while time.monotonic() < until and not all(map(self.witness.has_heard, self.witness.neighbors)):
+        since = time.monotonic()
+        self.waits_for = "its neighbours' reports on its ledger"
+        while not all(map(self.witness.has_heard, self.witness.neighbors)):
             self._check_stopped()
+            waited = time.monotonic() - since
+            if self.witness.is_witnessed and waited > self.network.start:
+                break
+            if waited > self.network.give_up_seconds and not self.witness.is_witnessed:
+                raise self._no_witness()
             with self.connections.changed:
                 self.connections.changed.wait(POLL)
-        if not self.witness.is_witnessed:
-            raise self._no_witness()
+        self.waits_for = ""
         return self.trainer.charge_witnessed(self.witness.reported)
 
     @abstractmethod
@@ -311,7 +312,7 @@ class RunningPeer(ABC):
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
-            raise StoppedError(f"the same command with --resume continues from {self.device.folder}")
+            raise StoppedError(f"the same command continues from {self.device.folder}")
 
     def stop(self) -> None:
         """End the run at the next wait, with its state on disk."""
@@ -340,6 +341,20 @@ class RunningPeer(ABC):
 
     # --- what others and its owner see ---
 
+    def waiting(self) -> str:
+        """Return in words what this peer waits for, and why it lacks which neighbours; empty where for nothing."""
+        if not self.waits_for:
+            return ""
+        unheard, trouble = self.status_of_neighbors()
+        missing = [self.connections.why(peer) for peer in sorted({*unheard, *trouble})]
+        return f"peer {self.device.peer} waits for {self.waits_for}" + f" ({'; '.join(missing)})" * bool(missing)
+
+    def status_of_neighbors(self) -> tuple[list[int], dict[int, str]]:
+        """Return which neighbours have not reported since this start, and why others cannot be reached."""
+        neighbors = [one for one in self.timetable.neighbours(self.device.peer) if not self._is_over(one)]
+        trouble = {one: why for one, why in sorted(self.connections.trouble.items()) if one in neighbors}
+        return [one for one in neighbors if not self.witness.has_heard(one)], trouble
+
     def status(self) -> dict[str, Any]:
         """Return the status: round, loss, ε, neighbours, which of them are down and why or not yet heard, bytes.
 
@@ -347,16 +362,15 @@ class RunningPeer(ABC):
         finite.
         """
         scenario, connections = self.trainer.scenario, self.connections
-        neighbors = self.timetable.neighbours(self.device.peer)
-        down = {str(peer): why for peer, why in sorted(connections.trouble.items()) if not self._is_over(peer)}
+        unheard, trouble = self.status_of_neighbors()
         return {
             "name": scenario.name,
             "peer": self.device.peer,
             "round": self.state.round_index,
             "rounds": self.rounds,
-            "neighbours": neighbors,
-            "down": down,
-            "unheard": [one for one in neighbors if not (self.witness.has_heard(one) or self._is_over(one))],
+            "neighbours": self.timetable.neighbours(self.device.peer),
+            "down": {str(peer): why for peer, why in trouble.items()},
+            "unheard": unheard,
             "bytes_sent": connections.bytes_sent,
             "bytes_received": connections.bytes_received,
             **self.trainer.status(self.state),
@@ -397,11 +411,13 @@ class WitnessFile:
             OSError: the disk is full.
         """
         if self._file < 0:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = open_file(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
         slot = self._slots.setdefault((neighbor, boot), len(self._slots))
         record = SLOT.pack(neighbor, boot, lines, 0)[:-4]
         record += crc32(record).to_bytes(4, "little")
-        if os.pwrite(self._file, record, slot * SLOT.size) < SLOT.size:
+        with naming(self._path):
+            written = os.pwrite(self._file, record, slot * SLOT.size)
+        if written < SLOT.size:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         self._unsynced = True
 
@@ -409,7 +425,8 @@ class WitnessFile:
         """Flush it to disk."""
         if self._unsynced:
             self._unsynced = False
-            os.fdatasync(self._file)
+            with naming(self._path):
+                os.fdatasync(self._file)
 
     def close(self) -> None:
         """Close it."""
@@ -566,7 +583,7 @@ class ScenarioTrainer:
         scenario: the run's.
         peer: its number.
         folder: the peer's own.
-        data: where its data lie, in place of the scenario's `data.root`.
+        data: its own data, taken whole, in place of its part of the scenario's `data.root`.
         insecure_seeds: whether noise and batches are drawn from the scenario's seed, as in a simulation, for tests.
 
     Raises:
@@ -589,9 +606,8 @@ class ScenarioTrainer:
                 code="peer.insecure-system",
             )
         secret = None if insecure_seeds else _secret(folder)
-        self.experiment = Experiment.joined(
-            agreement, OwnParts.of(agreement, np.array([peer]), secret, data, "network")
-        )
+        own = OwnParts.of(agreement, np.array([peer]), secret, data, "network", whole=data is not None)
+        self.experiment = Experiment.joined(agreement, own)
         self.run, self.device = self.experiment.own.run, self.experiment.device
         self.ledger_folder = ledger_folder(scenario, folder)
         self._loss: float | None = None

@@ -179,21 +179,26 @@ class SynchronousPeer(RunningPeer):
             self.connections.notify()
 
     def _await(self, ready: Callable[[], bool]) -> None:
-        """Wait for the neighbours; the first time as long as it takes them to start."""
-        patience = self.network.deadline if self._met else max(self.network.deadline, self.network.start)
+        """Wait for the neighbours; the first time as long as it takes them to start.
+
+        Raises:
+            RunError: nothing came from one of them for network.deadline seconds; the first time, network.give_up.
+        """
+        patience = self.network.deadline if self._met else max(self.network.deadline, self.network.give_up_seconds)
         until = time.monotonic() + patience
+        self.waits_for = "" if self._met else "its neighbours"
         while not self._stopped.is_set() and not self.connections.wait(ready, POLL):
             if time.monotonic() > until:
                 raise RunError(self._silence(patience))
         self._check_stopped()
-        self._met = True
+        self.waits_for, self._met = "", True
 
     def _silence(self, seconds: float) -> str:
         silent = sorted(self.machine.missing() | self.machine.behind(self.machine.place - 1))
         why = "; ".join(self.connections.why(peer) for peer in silent)
         return (
             f"round {self.state.round_index}: nothing came from peers {silent} for {seconds:g} s ({why}); all is on "
-            f"disk: mend that, then run the same command with --resume, or raise network.deadline"
+            f"disk: mend that, then run the same command again, or raise network.deadline"
         )
 
     def _is_over(self, neighbor: int) -> bool:

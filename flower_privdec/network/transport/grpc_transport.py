@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import socket
 import ssl
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,15 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import count
-from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
 import grpc
 import numpy as np
 
+from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import RunError
-from flower_privdec.network.transport.tls import Credentials, identities_of, time_problem, validity_of
+from flower_privdec.network.transport.admission import HANDSHAKE_SECONDS, Admission, most_connections
+from flower_privdec.network.transport.failures import address_of, calling_error, listening_error
+from flower_privdec.network.transport.tls import Credentials, context_of, identities_of, time_problem, validity_of
 from flower_privdec.network.transport.transport import Answer, Content, UnreachableError
 from flower_privdec.pushsum.exactly_once import RefusedError
 from flower_privdec.pushsum.frames import BufferList
@@ -35,9 +36,10 @@ PIECE = 1 << 20
 ROOM = 1 << 16  # of a message beside its piece
 _log = logging.getLogger(__name__)
 
-SPARE_THREADS = 4  # of the server, beside those for callers
+SPARE_THREADS, MOST_THREADS = 4, 1024  # of the server, created as calls come
 METHOD = "/flower_privdec.Peer/Call"
 CALLS_EACH = 4  # of one caller at a time; an honest peer has one, and one that it gave up
+STREAMS_EACH = 8  # of one connection; the others wait at the caller
 CALL_SECONDS = 120.0  # until all of a call must have come
 LOOKS = 8  # checks of the clock while a limit lasts
 REFUSALS = 100  # different ones that are logged
@@ -57,6 +59,8 @@ SERVING = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_connection_age_ms", CONNECTION_SECONDS * 1_000),
     ("grpc.max_connection_age_grace_ms", 60_000),
+    ("grpc.max_concurrent_streams", STREAMS_EACH),
+    ("grpc.server_handshake_timeout_ms", int(1_000 * HANDSHAKE_SECONDS)),
 ]
 CALLING = [
     *ALIVE,
@@ -121,9 +125,7 @@ class GrpcTransport:
             RunError: the address cannot be listened on.
         """
         members = {identity: peer for peer, identity in enumerate(self._identities)}
-        self._server = GrpcServer(
-            self._addresses[self._peer], self._credentials, members, answer, cap, callers + SPARE_THREADS
-        )
+        self._server = GrpcServer(self._addresses[self._peer], self._credentials, members, answer, cap)
         return self._server.port
 
     def connect(self, peer: int, cap: int) -> GrpcConnection:
@@ -145,9 +147,10 @@ class GrpcServer:
         members: the number of every peer by its identity.
         answer: called in a thread of its own with the caller's number; the caller gets its `RefusedError`.
         cap: bytes of a call at most.
-        threads: callers at a time.
         clock: returns the time, by which certificates expire.
         patience: seconds until all of a call must have arrived; a slower stream is cancelled.
+        connections: that it holds at most; by default as many as leave descriptors for files.
+        handshake: seconds until a connection must have made a member's call.
 
     Raises:
         RunError: the address cannot be had.
@@ -160,17 +163,20 @@ class GrpcServer:
         members: Mapping[str, int],
         answer: Answer,
         cap: int,
-        threads: int,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         patience: float = CALL_SECONDS,
+        connections: int | None = None,
+        handshake: float = HANDSHAKE_SECONDS,
     ) -> None:
         self._members, self._answer, self._cap, self._clock = members, answer, cap, clock
         self._limit, self._guard = TimeLimit(patience), Lock()
         self._under_way: Counter[int] = Counter()
         self._refusals: set[str] = set()
-        most = CALLS_EACH * threads
-        pool = ThreadPoolExecutor(most, "peer-call")
-        self._server = grpc.server(pool, options=SERVING, maximum_concurrent_rpcs=2 * most)
+        most = most_connections(len(members)) if connections is None else connections
+        options = [*SERVING, ("grpc.max_allowed_incoming_connections", most)]
+        # a thread for each call that may be under way: what one member takes of them is lost to no other
+        pool = ThreadPoolExecutor(min(MOST_THREADS, CALLS_EACH * len(members) + SPARE_THREADS), "peer-call")
+        self._server = grpc.server(pool, options=options)
         handler = grpc.stream_stream_rpc_method_handler(self._call)
         service, _, method = METHOD.strip("/").partition("/")
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
@@ -179,12 +185,15 @@ class GrpcServer:
         try:
             self.port = int(self._server.add_secure_port(address, shown))
         except RuntimeError as error:
-            raise RunError(f"{address} cannot be listened on; is another peer running there?") from error
+            self._limit.close()
+            raise listening_error(address) from error
+        self._admission = Admission(self.port, most, handshake)
         self._server.start()
 
     def _call(self, parts: Iterator[bytes], context: Any) -> Iterator[bytes]:
         try:
             caller = self._caller(context)
+            self._admission.admit(context.peer(), caller)
             with self._counted(caller):
                 reply = self._answer(caller, self._received(parts, caller, context))
         except RefusedError as error:
@@ -244,6 +253,7 @@ class GrpcServer:
     def close(self, grace: float = 0.2) -> None:
         """Accept no more calls; cancel those under way after `grace` seconds."""
         self._server.stop(grace).wait()
+        self._admission.close()
         self._limit.close()
 
 
@@ -304,28 +314,8 @@ class GrpcConnection:
 
     def diagnosis(self, seconds: float = 1.0) -> str:
         """Return why a connection cannot be made, by trying a TLS handshake, whose errors are exact."""
-        host, _, port = self.address.rpartition(":")
-        try:
-            with (
-                socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as plain,
-                _context(self._credentials).wrap_socket(plain, server_hostname=self.identity) as secured,
-            ):
-                secured.settimeout(seconds)
-                taken = secured.recv(1)  # in TLS 1.3 it is now that one's own certificate is looked at
-        except ssl.SSLCertVerificationError as error:
-            return f"{self.identity} at {self.address}: its certificate is refused here: {error.verify_message}"
-        except (ssl.SSLError, ConnectionResetError):
-            taken = b""
-        except TimeoutError:
-            return f"{self.identity} at {self.address} does not answer"
-        except OSError as error:
-            return f"{self.identity} at {self.address}: {error.strerror or error}"
-        if not taken:
-            return (
-                f"{self.identity} at {self.address} refuses this peer's certificate; it has to be of an authority that "
-                "is trusted there, for clients and servers, and valid by the clock there"
-            )
-        return f"{self.identity} at {self.address} can be reached"
+        error = calling_error(self.address, self.identity, self._credentials, seconds)
+        return f"{self.identity} at {self.address} can be reached" if error is None else str(error)
 
     def close(self) -> None:
         """Close the connection."""
@@ -381,29 +371,21 @@ def identity_at(address: str, credentials: Credentials, seconds: float = 5.0) ->
     Raises:
         RunError: no peer listens there, or one of another authority.
     """
-    host, _, port = address.rpartition(":")
-    context = _context(credentials)
+    context = context_of(credentials)
     context.check_hostname = False
     try:
         with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as plain,
+            socket.create_connection(address_of(address), timeout=seconds) as plain,
             context.wrap_socket(plain) as secured,
         ):
             shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
-    except (OSError, ValueError) as error:
-        raise RunError(f"{address}: {' '.join(str(error).split())}; is a peer running there?") from error
+    except ValueError as error:
+        raise RunError(f"{address}: must be HOST:PORT ({one_line(error)})", code="call.address") from error
+    except OSError as error:
+        raise calling_error(address, None, credentials, seconds) or RunError(
+            f"{address}: {one_line(error)}; is a peer running there?", code="call.failed"
+        ) from error
     names = identities_of(shown.encode())
     if not names:
         raise RunError(f"{address}: its certificate is for no DNS name, so it is no peer")
     return names[0]
-
-
-def _context(credentials: Credentials) -> ssl.SSLContext:
-    context = ssl.create_default_context(cadata=credentials.authority.decode())
-    context.set_alpn_protocols(["h2"])
-    with tempfile.TemporaryDirectory() as folder:  # mode 0700; ssl.load_cert_chain reads files alone
-        certificate, key = Path(folder) / "certificate", Path(folder) / "key"
-        certificate.write_bytes(credentials.certificate)
-        key.write_bytes(credentials.key)
-        context.load_cert_chain(certificate, key)
-    return context

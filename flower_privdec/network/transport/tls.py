@@ -7,6 +7,8 @@ certificate of the same authority with any other identity is a stranger's.
 
 from __future__ import annotations
 
+import ssl
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -71,7 +73,7 @@ class Credentials:
         credentials = cls(_content(certificate), _content(key), _content(authority))
         problem = certificate_problem(credentials.certificate, credentials.authority, identity)
         if problem is not None:
-            raise ScenarioError(f"{certificate}: {problem}; `privdec certs` makes a new one")
+            raise ScenarioError(f"{certificate}: {problem}", code=problem.code) from problem
         if _private(credentials.key, key).public_key() != _certificates(credentials.certificate)[0].public_key():
             raise ScenarioError(f"{key}: is not the key of {certificate}; give the two that were made together")
         return credentials
@@ -195,17 +197,28 @@ def identities_of(certificate: bytes) -> tuple[str, ...]:
     return tuple(names.get_values_for_type(x509.DNSName))
 
 
-def time_problem(certificate: bytes, now: datetime | None = None) -> str | None:
+def time_problem(certificate: bytes, now: datetime | None = None) -> ScenarioError | None:
     """Return why a certificate is not valid yet, or no longer; None where it is."""
     leaf, now = _read(certificate), now or datetime.now(UTC)
+    clock = f"the clock of the device that checks it says {now:%Y-%m-%d %H:%M} UTC"
     if now > leaf.not_valid_after_utc:
-        return f"the certificate expired on {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        return ScenarioError(
+            f"the certificate expired on {leaf.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and {clock}: `privdec certs` "
+            "makes a new one; where that clock is wrong, set it",
+            code="certificate.expired",
+        )
     if now < leaf.not_valid_before_utc:
-        return f"the certificate is valid from {leaf.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, and it is earlier"
+        return ScenarioError(
+            f"the certificate is valid from {leaf.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, and {clock}: set that "
+            "clock",
+            code="certificate.early",
+        )
     return None
 
 
-def certificate_problem(certificate: bytes, authority: bytes, identity: str, now: datetime | None = None) -> str | None:
+def certificate_problem(
+    certificate: bytes, authority: bytes, identity: str, now: datetime | None = None
+) -> ScenarioError | None:
     """Return why a certificate is not valid for a peer; None where it is.
 
     Args:
@@ -217,30 +230,41 @@ def certificate_problem(certificate: bytes, authority: bytes, identity: str, now
     try:
         chain, trusted = _certificates(certificate), _certificates(authority)
     except ScenarioError as error:
-        return str(error)
+        return error
     names = identities_of(certificate)
     if identity not in names:
-        return f"it is for {', '.join(names) or 'no DNS name'}, not for {identity}"
+        return ScenarioError(
+            f"it is for {', '.join(names) or 'no DNS name'}, not for {identity}: take the files of that peer, or "
+            "correct network.peers",
+            code="certificate.identity",
+        )
     problem = time_problem(certificate, now) or usage_problem(chain[0])
     if problem is None and not _signed(chain, trusted):
         issuer = chain[-1].issuer.rfc4514_string()
-        problem = f"{issuer} signed it, which is not one of the authorities that are trusted here"
+        problem = ScenarioError(
+            f"{issuer} signed it, which is not one of the authorities that are trusted where it is checked: give all "
+            "devices files of one `privdec certs`",
+            code="certificate.authority",
+        )
     return problem
 
 
-def usage_problem(leaf: x509.Certificate) -> str | None:
+def usage_problem(leaf: x509.Certificate) -> ScenarioError | None:
     """Return why a certificate may not be used by a peer; None where it may."""
     basic, key_usage, extended = (
         _extension(leaf, kind) for kind in (x509.BasicConstraints, x509.KeyUsage, x509.ExtendedKeyUsage)
     )
     if basic is not None and basic.ca:
-        return "it is an authority's, which signs for peers and is none"
+        why = "it is an authority's, which signs for peers and is none"
+        return ScenarioError(f"{why}; `privdec certs` makes a peer's", code="certificate.usage")
     if key_usage is not None and not key_usage.digital_signature:
-        return "its key may not sign (key usage digitalSignature), as a peer's has to in the handshake"
+        why = "its key may not sign (key usage digitalSignature), as a peer's has to in the handshake"
+        return ScenarioError(f"{why}; `privdec certs` makes a peer's", code="certificate.usage")
     usages = {*USAGES} if extended is None else set(extended)
     if set(USAGES) <= usages or ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE in usages:
         return None
-    return "it is not for both clients and servers (extended key usage clientAuth, serverAuth), and a peer is both"
+    why = "it is not for both clients and servers (extended key usage clientAuth, serverAuth), and a peer is both"
+    return ScenarioError(f"{why}; `privdec certs` makes a peer's", code="certificate.usage")
 
 
 def _extension(leaf: x509.Certificate, kind: type[x509.ExtensionType]) -> Any:
@@ -251,7 +275,7 @@ def _extension(leaf: x509.Certificate, kind: type[x509.ExtensionType]) -> Any:
 
 
 @lru_cache(KNOWN_CERTIFICATES)
-def validity_of(certificate: bytes) -> tuple[datetime, datetime, str | None]:
+def validity_of(certificate: bytes) -> tuple[datetime, datetime, ScenarioError | None]:
     """Return when a certificate begins and ends, and why a peer may not use it; None where it may."""
     leaf = _read(certificate)
     return leaf.not_valid_before_utc, leaf.not_valid_after_utc, usage_problem(leaf)
@@ -271,18 +295,35 @@ def _issued(certificate: x509.Certificate, by: x509.Certificate) -> bool:
     return True
 
 
+def context_of(credentials: Credentials) -> ssl.SSLContext:
+    """Return a context by which a peer calls others."""
+    context = ssl.create_default_context(cadata=credentials.authority.decode())
+    context.set_alpn_protocols(["h2"])
+    with tempfile.TemporaryDirectory() as folder:  # mode 0700; ssl.load_cert_chain reads files alone
+        certificate, key = Path(folder) / "certificate", Path(folder) / "key"
+        certificate.write_bytes(credentials.certificate)
+        key.write_bytes(credentials.key)
+        context.load_cert_chain(certificate, key)
+    return context
+
+
 def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ScenarioError(f"{path}: cannot be read ({error.strerror}); `privdec certs` makes it") from error
+        raise ScenarioError(
+            f"{path}: cannot be read ({error.strerror}); `privdec certs` makes it", code="certificate.missing"
+        ) from error
 
 
 def _certificates(pem: bytes, where: str = "the certificate") -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
-        raise ScenarioError(f"{where} cannot be read as PEM ({one_line(error)})") from error
+        raise ScenarioError(
+            f"{where} cannot be read as PEM ({one_line(error)}); `privdec certs` makes a new one",
+            code="certificate.unreadable",
+        ) from error
 
 
 def _private(pem: bytes, path: Path) -> CertificateIssuerPrivateKeyTypes:

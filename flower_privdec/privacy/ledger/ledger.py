@@ -53,7 +53,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from flower_privdec.common.files import replacing, sync
+from flower_privdec.common.files import disk_error, open_file, replacing, sync
 from flower_privdec.errors import BudgetError, ScenarioError
 from flower_privdec.privacy.accountant.accounting import Alternatives, epsilon, epsilon_of_runs, last_that_fits
 from flower_privdec.privacy.mechanism.events import Mechanism, Release, Spend, canonical
@@ -475,10 +475,8 @@ class Ledger(Totals):
             raise self._disk_error(error) from error
 
     def _disk_error(self, error: OSError) -> BudgetError:
-        return BudgetError(
-            f"{self.path} could not be written ({error.strerror}), no step was taken; make room, resume",
-            code="ledger.disk",
-        )
+        error.filename = error.filename or str(self.path)
+        return BudgetError(f"{disk_error(error)}; no step was taken", code="ledger.disk")
 
     def close(self, *, unlock: bool = True) -> None:
         """Close the file and release its lock, unless this process was forked from its holder, which keeps it."""
@@ -598,7 +596,7 @@ def _open_locked(path: Path) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         sync(path.parent.parent)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:
         message = f"{error.filename or path} cannot be created ({error.strerror}); give another ledger folder"
         raise BudgetError(message, code="ledger.folder") from error

@@ -1,0 +1,118 @@
+"""Why an address cannot be listened on or called: each cause by its name, with what the device's owner can do."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import ssl
+from contextlib import closing
+
+from flower_privdec.errors import PrivdecError, RunError
+from flower_privdec.network.transport.tls import Credentials, certificate_problem, context_of, identities_of
+from flower_privdec.network.transport.transport import UnreachableError
+
+LISTENING = {
+    errno.EADDRINUSE: ("in-use", "another process listens there: stop it, or give this peer another port"),
+    errno.EADDRNOTAVAIL: (
+        "not-here",
+        "no interface of this device has that address: correct it in network.peers, or wait until the network is up",
+    ),
+    errno.EACCES: ("forbidden", "this user may not use that port: take one above 1023 in network.peers"),
+}
+CALLING = {
+    errno.ECONNREFUSED: ("refused", "no peer listens on that port: start it, or correct network.peers"),
+    errno.EHOSTUNREACH: ("no-route", "its device is off, or in another network: check both, and network.peers"),
+    errno.ENETUNREACH: ("no-route", "this device has no route there: is its network up?"),
+    errno.ETIMEDOUT: ("silent", "its device is off, or a firewall drops what is sent to it"),
+    errno.ECONNRESET: ("hung-up", "what listens there hung up: is it a peer of this scenario?"),
+    errno.EMFILE: ("few-descriptors", "this process has no descriptor left: raise the limit of open files (ulimit -n)"),
+}
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def listening_error(address: str) -> RunError:
+    """Return why an address could not be listened on, by trying it again."""
+    code, why = "failed", "it was free when it was tried again: start this peer again"
+    try:
+        host, port = address_of(address)
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with closing(socket.socket(family, kind, protocol)) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(where)
+            trial.listen()
+    except socket.gaierror as error:
+        code, why = "unknown", f"{error.strerror}: its host name has no address here; correct it in network.peers"
+    except OSError as error:
+        code, remedy = LISTENING.get(error.errno or 0, ("failed", "mend that, then start this peer again"))
+        why = f"{error.strerror}: {remedy}"
+    return RunError(f"{address} cannot be listened on ({why})", code=f"listen.{code}")
+
+
+def calling_error(
+    address: str, identity: str | None, credentials: Credentials, seconds: float
+) -> UnreachableError | None:
+    """Return why a peer cannot be called, by trying a TLS handshake, whose errors are exact; None where it can be.
+
+    Args:
+        address: HOST:PORT.
+        identity: that its certificate has to be for; None for any peer's.
+        credentials: one's own.
+        seconds: to wait at most.
+    """
+    peer, context = f"{identity or 'the peer'} at {address}", context_of(credentials)
+    context.check_hostname = identity is not None
+    try:
+        with (
+            socket.create_connection(address_of(address), timeout=seconds) as plain,
+            context.wrap_socket(plain, server_hostname=identity) as secured,
+        ):
+            secured.settimeout(seconds)
+            answer = secured.recv(1)  # in TLS 1.3 it is now that one's own certificate is looked at
+    except ssl.SSLCertVerificationError as error:
+        problem = _problem_of(address, identity, credentials, seconds)
+        why = error.verify_message if problem is None else str(problem)
+        code = "certificate.refused" if problem is None else problem.code
+        return UnreachableError(f"{peer}: its certificate is refused here: {why}", code=code)
+    except ssl.SSLError as error:
+        if not (error.reason or "").startswith(("TLSV1_ALERT", "SSLV3_ALERT", "TLSV13_ALERT")):
+            why = f"what listens there speaks no TLS that a peer speaks ({error.reason}): is it a peer?"
+            return UnreachableError(f"{peer}: {why}", code="call.no-tls")
+        answer = b""
+    except ConnectionResetError:
+        answer = b""
+    except TimeoutError:
+        return UnreachableError(f"{peer} does not answer: {CALLING[errno.ETIMEDOUT][1]}", code="call.silent")
+    except socket.gaierror as error:
+        why = f"{error.strerror}: its host name has no address here; correct it in network.peers, or mend the DNS"
+        return UnreachableError(f"{peer}: {why}", code="call.unknown")
+    except OSError as error:
+        code, remedy = CALLING.get(error.errno or 0, ("failed", "mend that"))
+        return UnreachableError(f"{peer}: {error.strerror or error}: {remedy}", code=f"call.{code}")
+    if answer:
+        return None
+    return UnreachableError(
+        f"{peer} refuses this peer's certificate; it has to be of an authority that is trusted there, for clients and "
+        "servers, and valid by the clock there",
+        code="call.certificate",
+    )
+
+
+def _problem_of(address: str, identity: str | None, credentials: Credentials, seconds: float) -> PrivdecError | None:
+    """Return what is wrong with the certificate that a peer shows."""
+    context = context_of(credentials)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with (
+            socket.create_connection(address_of(address), timeout=seconds) as plain,
+            context.wrap_socket(plain, server_hostname=identity) as secured,
+        ):
+            shown = ssl.DER_cert_to_PEM_cert(secured.getpeercert(binary_form=True) or b"")
+    except OSError:
+        return None
+    names = identities_of(shown.encode())
+    return certificate_problem(shown.encode(), credentials.authority, identity or next(iter(names), ""))

@@ -1,0 +1,117 @@
+"""`privdec peer` as the one command of a service: it begins or goes on, waits for its neighbours, and says for whom."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("grpc")
+
+from command_line import privdec
+from networked import LONG, devices, finish, running, wait_until
+from ports import own_addresses
+from raising import raises
+from tiny_scenario import Tiny
+
+from flower_privdec.errors import ScenarioError, StoppedError
+from flower_privdec.network.peer import asynchronous, foreground, synchronous
+from flower_privdec.network.peer import peer as peer_module
+from flower_privdec.network.peer.foreground import run_in_foreground, running_peer
+from flower_privdec.network.peer.peer import ScenarioTrainer
+
+MODES = ["asynchronous", "synchronous"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_peer_waits_for_its_neighbours_without_a_bound_and_takes_no_step(
+    mode: str, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that runs a thousand times as fast shows that no time ends the wait; then a neighbour comes."""
+    scenario = tiny("n_peers=2", f"network={{mode: {mode}, retry: 0.1, deadline: {LONG}}}", "rounds=2")
+    theirs = devices(scenario, tmp_path, insecure_seeds=False)
+    peer = running_peer(scenario, theirs[0])
+    with running([peer]) as (future,):
+        for module in (peer_module, asynchronous, synchronous):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000 * time.monotonic()))
+        wait_until(lambda: "1" in peer.status()["down"])
+        time.sleep(0.5)
+        monkeypatch.undo()
+        assert not future.done()
+        assert peer.state.round_index == 0
+        assert not peer.trainer.paid
+        assert "refused" in peer.waiting()
+        finish(running_peer(scenario, theirs[1]))
+        future.result(LONG)
+    assert peer.waiting() == ""
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_command_begins_and_goes_on(mode: str, tiny_text: str, tmp_path: Path) -> None:
+    """A peer that meets nobody gives up where it is told to, and the command runs again; so after an interruption."""
+    scenario = tmp_path / "tiny.yaml"
+    scenario.write_text(tiny_text)
+    where = ", ".join(f"{{address: {address!r}}}" for address in own_addresses(2))
+    network = f"network={{mode: {mode}, retry: 0.1, give_up: 0.3, deadline: {LONG}, peers: [{where}]}}"
+    options = ["--set", network, "--set", "n_peers=2"]
+    assert privdec("certs", scenario, "--out", tmp_path / "certs", *options) == 0
+    command = ["peer", scenario, "--id", 0, "--out", tmp_path / "0", "--certs", tmp_path / "certs", *options]
+    for _ in range(2):
+        assert privdec(*command) == 1
+    assert privdec(*command, "--resume") == 2
+    assert privdec(*command, "--set", "algorithm.learning_rate=0.1") == (2 if mode == "asynchronous" else 1)
+
+
+def test_it_says_from_the_first_second_what_it_waits_for_and_why(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, again when the cause is known, and not every second after that."""
+    monkeypatch.setattr(foreground, "LINE_SECONDS", 0.02)
+    monkeypatch.setattr(foreground, "WAITING_SECONDS", 0.3)
+    monkeypatch.setattr(foreground.signal, "signal", lambda *_: None)  # pytest's threads may not
+    scenario = tiny("n_peers=2", "network.retry=0.1", "rounds=2")
+    peer = running_peer(scenario, devices(scenario, tmp_path)[0])
+    lines = list[str]()
+
+    def stop() -> None:
+        since = time.monotonic()
+        while "refused" not in "".join(lines) or time.monotonic() - since < 2:
+            lines.extend(capsys.readouterr().err.splitlines())
+            time.sleep(0.05)
+            assert time.monotonic() - since < LONG
+        peer.stop()
+
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(stop)
+        with pytest.raises(StoppedError):
+            run_in_foreground(peer, 1, with_parent=False)
+        stopping.result(LONG)
+    assert lines[0].startswith("peer 0 waits for its neighbours")
+    assert "peer-1.tiny at 127.0.0.1:" in lines[-1]
+    assert len(lines) <= 2
+
+
+# --- its own data
+
+
+def archive(path: Path, examples: int) -> Path:
+    x, y = np.random.default_rng(3).normal(size=(examples, 4)).astype(np.float32), np.arange(examples) % 3
+    np.savez(path, x_train=x, y_train=y, x_test=x[:30], y_test=y[:30])
+    return path
+
+
+def test_a_devices_own_file_is_taken_whole(tiny: Tiny, tmp_path: Path) -> None:
+    """Where the scenario's root is one dataset for all peers too, of which each has a part."""
+    shared, own = archive(tmp_path / "shared.npz", 400), archive(tmp_path / "own.npz", 90)
+    scenario = tiny(f"data={{dataset: npz, root: {shared}, batch: {{size: 12}}}}")
+    trainers = [ScenarioTrainer(scenario, 1, tmp_path / "1", data) for data in (None, str(own))]
+    assert [trainer.experiment.own.examples.sizes.tolist() for trainer in trainers] == [[100], [90]]
+
+
+def test_own_data_of_a_dataset_that_reads_no_file_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    with raises(ScenarioError, "data.embedded", names="digits"):
+        ScenarioTrainer(tiny(), 1, tmp_path, str(tmp_path / "own.npz"))
