@@ -322,6 +322,21 @@ MODELS = Choice(
         "text": "mean of the embeddings of tokens, of which 0 pads, fully connected",
     }
 )
+_CNN = {"channels": [16, 32], "kernel": 3, "hidden": [64], "activation": "relu", "pool": True}
+MODEL_OPTIONS: Mapping[str, Mapping[str, Any]] = MODELS.bind(
+    {
+        "linear": {"bias": True},
+        "softmax": {"bias": True},
+        "mlp": {"hidden": [100], "activation": "relu"},
+        "cnn": _CNN,
+        "cnn-small": _CNN,
+        "cnn-dyn-d2p": _CNN | {"channels": [10, 20], "kernel": 5, "hidden": [50]},
+        "cnn-pdsl": _CNN | {"hidden": []},
+        "cnn-feddeper": _CNN | {"channels": [32, 64], "hidden": [1024, 512]},
+        "resnet18-gn": {"groups": 32, "width": 64},
+        "text": {"width": 32, "hidden": [], "activation": "relu"},
+    }
+)
 ACTIVATIONS = Choice({"relu": "max(0, x)", "tanh": "the hyperbolic tangent"})
 INITS = Choice({"default": "torch's own, keyed by the seed", "zeros": "every parameter 0"})
 FLOWER_MODES = Choice(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from flower_privdec.catalogue import ACTIVATIONS, INITS, MODELS
+from flower_privdec.catalogue import ACTIVATIONS, INITS, MODEL_OPTIONS, MODELS
 from flower_privdec.common.formatting import one_line
 from flower_privdec.common.machine import check_room
 from flower_privdec.common.user_code import load_own
@@ -154,11 +153,11 @@ def unflatten(module: nn.Module, row: Tensor) -> nn.Module:
     return module
 
 
-def _linear(shape: Shape, n_classes: int, *, bias: bool = True) -> nn.Module:
+def _linear(shape: Shape, n_classes: int, *, bias: bool) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), n_classes, bias=bias))
 
 
-def _mlp(shape: Shape, n_classes: int, *, hidden: Sequence[int] = (100,), activation: str = "relu") -> nn.Module:
+def _mlp(shape: Shape, n_classes: int, *, hidden: Sequence[int], activation: str) -> nn.Module:
     return nn.Sequential(nn.Flatten(), *_dense(math.prod(shape), hidden, n_classes, activation))
 
 
@@ -166,11 +165,11 @@ def _cnn(
     shape: Shape,
     n_classes: int,
     *,
-    channels: Sequence[int] = (16, 32),
-    kernel: int = 3,
-    hidden: Sequence[int] = (64,),
-    activation: str = "relu",
-    pool: bool = True,
+    channels: Sequence[int],
+    kernel: int,
+    hidden: Sequence[int],
+    activation: str,
+    pool: bool,
 ) -> nn.Module:
     size, height, width = _image(shape)
     layers: list[nn.Module] = []
@@ -186,7 +185,7 @@ def _cnn(
     return nn.Sequential(*layers, nn.Flatten(), *_dense(size * height * width, hidden, n_classes, activation))
 
 
-def _resnet18_gn(shape: Shape, n_classes: int, *, groups: int = 32, width: int = 64) -> nn.Module:
+def _resnet18_gn(shape: Shape, n_classes: int, *, groups: int, width: int) -> nn.Module:
     channels = _image(shape)[0]
     if width % groups:
         raise ScenarioError(f"model.width={width} must be a multiple of model.groups={groups}: change one of them")
@@ -219,9 +218,9 @@ def _text(
     n_classes: int,
     n_tokens: int,
     *,
-    width: int = 32,
-    hidden: Sequence[int] = (),
-    activation: str = "relu",
+    width: int,
+    hidden: Sequence[int],
+    activation: str,
 ) -> nn.Module:
     return _Text(n_tokens, width, _dense(width, hidden, n_classes, activation))
 
@@ -277,22 +276,13 @@ _BUILDERS: dict[str, Callable[..., nn.Module]] = MODELS.bind(
         "mlp": _mlp,
         "cnn": _cnn,
         "cnn-small": _cnn,
-        "cnn-dyn-d2p": partial(_cnn, channels=(10, 20), kernel=5, hidden=(50,)),
-        "cnn-pdsl": partial(_cnn, hidden=()),
-        "cnn-feddeper": partial(_cnn, channels=(32, 64), hidden=(1024, 512)),
+        "cnn-dyn-d2p": _cnn,
+        "cnn-pdsl": _cnn,
+        "cnn-feddeper": _cnn,
         "resnet18-gn": _resnet18_gn,
         "text": _text,
     }
 )
-
-
-def model_options(name: str) -> dict[str, Any]:
-    """Return the options of a model by name, with their defaults."""
-    parameters = inspect.signature(_BUILDERS[name]).parameters.values()
-    options = {
-        parameter.name: parameter.default for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
-    }
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
 
 
 def _named(
@@ -303,12 +293,12 @@ def _named(
         raise ScenarioError("model.name='text' is for tokens: use linear or mlp for numbers, or give data.vocabulary")
     if n_tokens is not None and name != "text":
         raise ScenarioError(f"model.name={name!r} is for numbers and the data are tokens: use text, or your own module")
-    valid = model_options(name)
+    valid = MODEL_OPTIONS[name]
     for option in options:
         if option not in valid:
             raise ScenarioError(f"model.{option} is no option of {name}: its options are {', '.join(valid)}")
     tokens = () if n_tokens is None else (n_tokens,)
-    return partial(_BUILDERS[name], shape, n_classes, *tokens, **options)
+    return partial(_BUILDERS[name], shape, n_classes, *tokens, **{**valid, **options})
 
 
 def _own(target: str, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:

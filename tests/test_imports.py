@@ -18,10 +18,17 @@ HEAVY = {
     *("matplotlib", "pandas", "sklearn", "torchvision", "networkx", "dp_accounting", "jinja2", "PIL", "numba"),
     *("scipy.signal", "scipy.stats", "scipy.optimize", "torch._dynamo", "torch._inductor", *FLOWER),
 }
+COMMAND = "import runpy, sys; sys.argv[1:] = {}; runpy.run_module('flower_privdec', run_name='__main__')"
+NO_TORCH = {*HEAVY, "torch"}
 STARTS = {
-    "import flower_privdec": {*HEAVY, "torch", "numpy", "scipy", "pydantic"},
-    "import runpy, sys; sys.argv[1:] = ['--help']; runpy.run_module('flower_privdec')": {*HEAVY, "torch", "numpy"},
+    "import flower_privdec": {*NO_TORCH, "numpy", "scipy", "pydantic"},
+    COMMAND.format(["--help"]): {*NO_TORCH, "numpy"},
+    COMMAND.format(["list"]): NO_TORCH,
+    COMMAND.format(["show", "digits"]): NO_TORCH,
+    COMMAND.format(["certs", "digits", "--out", "{folder}"]): {*NO_TORCH, "numpy"},
+    "from flower_privdec.network.peer.status import status_of": NO_TORCH - {"grpc"},
     "import flower_privdec.engine.run, flower_privdec.reporting.console, flower_privdec.reporting.plots": HEAVY,
+    "import flower_privdec.network.peer.foreground, flower_privdec.network.local.up": HEAVY - {"grpc"},
 }
 
 
@@ -41,10 +48,13 @@ def test_every_room_is_on_a_floor() -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_a_start_imports_nothing_heavy_that_it_can_do_without(start: str) -> None:
-    told = "import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr))\n"
-    begun = subprocess.run([sys.executable, "-c", told + start], capture_output=True, text=True, check=True)
-    assert STARTS[start] & set(begun.stderr.split()) == set()
+def test_a_start_imports_nothing_heavy_that_it_can_do_without(start: str, tmp_path: Path) -> None:
+    listing = "import atexit, sys; atexit.register(lambda: print('LOADED', *sys.modules, file=sys.stderr))\n"
+    code = listing + start.replace("{folder}", str(tmp_path))
+    started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(started.stderr.partition("LOADED")[2].split())
+    assert "flower_privdec" in loaded
+    assert STARTS[start] & loaded == set()
 
 
 def test_no_two_modules_share_a_name() -> None:

@@ -146,8 +146,8 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the status of a running peer."""
-    network = require("flower_privdec.network.peer.foreground", "privdec status", "pip install grpcio")
-    typer.echo(network.status_of(address, certificates, number, as_json))
+    running = require("flower_privdec.network.peer.status", "privdec status", "pip install grpcio")
+    typer.echo(running.status_of(address, certificates, number, as_json))
 
 
 class ModelSize(StrEnum):

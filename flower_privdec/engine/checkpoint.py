@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -23,10 +22,6 @@ from flower_privdec.errors import ScenarioError
 from flower_privdec.privacy.ledger.ledger import RunName
 
 EDGE, CARRIED = "edge.", "carried."  # prefixes of the names of edges and of a transport's tensors, which are no rows
-BESIDE = "share-{}.safetensors"  # files beside a checkpoint that hold tensors of it
-_A_FILE_BESIDE = re.compile(re.escape(BESIDE).replace(r"\{\}", "[0-9a-f]{16}"))
-
-Place = tuple[str, str]  # a file beside a checkpoint, and the name of a tensor in it
 
 
 @dataclass(frozen=True)
@@ -52,16 +47,14 @@ class Checkpoint:
     carried: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def _nowhere(tensor: Tensor) -> Place | None:
-    return None
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint atomically."""
+    facts, tensors = described(checkpoint)
+    write_tensors(path, tensors, {"privdec": json.dumps(facts)})
 
 
-def save_checkpoint(path: Path, checkpoint: Checkpoint, beside: Callable[[Tensor], Place | None] = _nowhere) -> None:
-    """Write a checkpoint atomically.
-
-    Args:
-        beside: maps a tensor to where beside the path its numbers are on disk already; None where they are not.
-    """
+def described(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a checkpoint as facts, which JSON can hold, and tensors by name; `restored` is the inverse."""
     state = checkpoint.state
     tensors = dict(state.rows)
     tensors |= {EDGE + name: edges.values for name, edges in state.edges.items()}
@@ -77,10 +70,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint, beside: Callable[[Tensor
         "peers": state.peers.tolist(),
         "edges": {name: [edges.own.tolist(), edges.other.tolist()] for name, edges in state.edges.items()},
         "tensors": _layout(tensors),
-        "beside": {name: place for name, tensor in tensors.items() if (place := beside(tensor)) is not None},
     }
-    own = {name: tensor for name, tensor in tensors.items() if name not in facts["beside"]}
-    write_tensors(path, own, {"privdec": json.dumps(facts)})
+    return facts, tensors
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
@@ -97,14 +88,20 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
     Raises:
         ScenarioError: when the file is no whole checkpoint, or the run could not go on from it with the same numbers.
     """
-    facts, rows = _read(path, device)
-    if facts.scenario != scenario:
+    checkpoint = _read(path, device)
+    check_run(path, checkpoint, scenario, run)
+    return checkpoint
+
+
+def check_run(path: Path, checkpoint: Checkpoint, scenario: str, run: RunName) -> None:
+    """Refuse a checkpoint from which a run could not go on with the same numbers; see `load_checkpoint`."""
+    if checkpoint.scenario != scenario:
         raise ScenarioError(
             f"{path}: is a checkpoint of another scenario; resume with the scenario.yaml beside it, "
             "or start again with another --out",
             code="checkpoint.other-scenario",
         )
-    made = facts.run
+    made = checkpoint.run
     if made.environment != run.environment:
         raise ScenarioError(
             f"{path}: was made with {made.environment}, and here is {run.environment}, which draws other numbers; "
@@ -117,7 +114,6 @@ def load_checkpoint(path: Path, scenario: str, run: RunName, device: torch.devic
             "them, or start again with another --out",
             code="checkpoint.other-data",
         )
-    return _checkpoint(facts, rows)
 
 
 def check_state(path: Path, state: State, peers: np.ndarray, rounds: int, rows: Iterable[str] = ("x",)) -> None:
@@ -157,78 +153,86 @@ def read_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ScenarioError: when the file is no checkpoint.
     """
-    return _checkpoint(*_read(path, torch.device("cpu")))
+    return _read(path, torch.device("cpu"))
 
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-class _Facts(BaseModel):
-    """What a checkpoint has beside its tensors; see `save_checkpoint`."""
-
-    model_config = ConfigDict(strict=True)
-
-    scenario: str
-    run: RunName
-    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    head: tuple[Count, str] | None
-    transport: dict[str, Count | dict[str, Any]]
-    round_index: Count
-    at: Count
-    peers: list[Count]
-    edges: dict[str, tuple[list[Count], list[Count]]]
-    tensors: dict[str, list[Any]]
-    beside: dict[str, Place]
-
-
-def _read(path: Path, device: torch.device) -> tuple[_Facts, dict[str, Tensor]]:
+def _read(path: Path, device: torch.device) -> Checkpoint:
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            facts = _Facts.model_validate_json(file.metadata()["privdec"])
+            facts = json.loads(file.metadata()["privdec"])
             rows = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        for name, place in facts.beside.items():
-            rows[name] = _beside(path.parent, place, device).reshape(facts.tensors[name][1:])
-        _check_fit(facts, rows)
+        return restored(facts, rows)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ScenarioError(
             f"{path}: cannot be read as a checkpoint ({one_line(error)}); restore it from a copy, or start again with "
             "another --out",
             code="checkpoint.unreadable",
         ) from error
-    return facts, rows
 
 
-def _beside(folder: Path, place: Place, device: torch.device) -> Tensor:
-    """Return a tensor of its own from a file beside a checkpoint."""
-    file, name = place
-    if not _A_FILE_BESIDE.fullmatch(file):
-        raise ValueError(f"{shown(file, 40)} is no file of its own")
-    with safe_open(folder / file, framework="pt", device=str(device)) as opened:
-        tensor: Tensor = opened.get_tensor(name)
-        return tensor
+def _check_facts(facts: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse what `described` never returns.
 
-
-def _check_fit(facts: _Facts, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse facts that are not those of the tensors; raises ValueError."""
-    if facts.tensors != _layout(tensors):
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: saying what.
+    """
+    for name, rule in _RULES.items():
+        if not rule(facts[name]):
+            raise ValueError(f"its {name} is {shown(facts[name], 40)}")
+    RunName(**facts["run"])
+    if facts["tensors"] != _layout(tensors):
         raise ValueError("its tensors are not those that were written")
+    peers = facts["peers"]
     rows = [tensor for name, tensor in tensors.items() if not name.startswith((EDGE, CARRIED))]
-    if sorted(set(facts.peers)) != facts.peers or any(len(row) != len(facts.peers) for row in rows):
-        raise ValueError(f"its peers are {shown(facts.peers, 40)}, or have rows of another number")
-    if {EDGE + name for name in facts.edges} != {name for name in tensors if name.startswith(EDGE)}:
+    if sorted(set(peers)) != peers or any(len(row) != len(peers) for row in rows):
+        raise ValueError(f"its peers are {shown(peers, 40)}, or have rows of another number")
+    if {EDGE + name for name in facts["edges"]} != {name for name in tensors if name.startswith(EDGE)}:
         raise ValueError("its edges are not those of its tensors")
-    if any(not len(own) == len(other) == len(tensors[EDGE + name]) for name, (own, other) in facts.edges.items()):
+    if any(not len(own) == len(other) == len(tensors[EDGE + name]) for name, (own, other) in facts["edges"].items()):
         raise ValueError("its edges are not as many as their values")
 
 
-def _checkpoint(facts: _Facts, tensors: dict[str, Tensor]) -> Checkpoint:
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_count, value))
+
+
+_RULES: dict[str, Callable[[Any], bool]] = {
+    "scenario": lambda value: isinstance(value, str),
+    "run": lambda value: isinstance(value, dict) and all(isinstance(part, str) for part in value.values()),
+    "seconds": lambda value: isinstance(value, int | float) and 0 <= value < math.inf,
+    "head": lambda value: value is None or (len(value) == 2 and _count(value[0]) and isinstance(value[1], str)),
+    "transport": lambda value: all(_count(part) or isinstance(part, dict) for part in value.values()),
+    "round_index": _count,
+    "at": _count,
+    "peers": _counts,
+    "edges": lambda value: all(len(pair) == 2 and all(map(_counts, pair)) for pair in value.values()),
+    "tensors": lambda value: isinstance(value, dict),
+}
+
+
+def restored(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Checkpoint:
+    """Return the checkpoint that `described` took apart.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it never returned this.
+    """
+    _check_facts(facts, tensors)
     carried = {name.removeprefix(CARRIED): tensors.pop(name) for name in list(tensors) if name.startswith(CARRIED)}
+    run, head = RunName(**facts["run"]), facts["head"]
+    state = _state(facts, tensors)
+    return Checkpoint(state, facts["scenario"], run, facts["seconds"], head, facts["transport"], carried)
+
+
+def _state(facts: dict[str, Any], rows: dict[str, Tensor]) -> State:
     edges = {
-        name: Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), tensors.pop(EDGE + name))
-        for name, (own, other) in facts.edges.items()
+        name: Edges(np.asarray(own, dtype=np.int64), np.asarray(other, dtype=np.int64), rows.pop(EDGE + name))
+        for name, (own, other) in facts["edges"].items()
     }
-    state = State(np.asarray(facts.peers, dtype=np.int64), facts.round_index, facts.at, tensors, edges)
-    return Checkpoint(state, facts.scenario, facts.run, facts.seconds, facts.head, facts.transport, carried)
+    return State(np.asarray(facts["peers"], dtype=np.int64), facts["round_index"], facts["at"], rows, edges)
 
 
 NAMES = {
@@ -243,6 +247,7 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {str(dtype): dtype for dtype in NAMES}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> None:
@@ -263,10 +268,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str,
         described[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     header = json.dumps(described, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    rows = (
-        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for tensor in ordered.values()
-    )
+    rows = map(numbers_of, ordered.values())
     with replacing(path) as part, os.fdopen(open_file(part, os.O_WRONLY), "wb", buffering=0) as file:
         for remaining in (memoryview(len(header).to_bytes(8, "little") + header), *rows):
             while remaining:
                 remaining = remaining[file.write(remaining) :]
+
+
+def numbers_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, wherever and however it lies."""
+    numbers: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return numbers

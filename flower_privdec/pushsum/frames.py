@@ -38,8 +38,10 @@ from torch import Tensor
 from flower_privdec.common.user_code import load_own
 from flower_privdec.core import State
 from flower_privdec.errors import ScenarioError
+from flower_privdec.pushsum.buffers import Buffer, BufferList
 from flower_privdec.pushsum.exactly_once import LAST, Acknowledgement, Durable, Edge, FrozenShare, Hello, RefusedError
 from flower_privdec.pushsum.witness import MANY, LedgerReport
+from flower_privdec.rows.tensors import all_finite
 
 MAGIC, VERSION = b"prvd", 3
 HEADER = struct.Struct("<4sHBBIIQIIQQQQQ16s")
@@ -56,8 +58,6 @@ OPENED, SEALED = 1, 2  # flags
 WIRE_TYPES = {1: torch.float16, 2: torch.float32, 3: torch.float64, 4: torch.bfloat16, 5: torch.uint8}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes as a number
 CODES = {dtype: code for code, dtype in WIRE_TYPES.items()}
-
-Buffer = bytes | bytearray | memoryview
 
 
 class FrameKind(IntEnum):
@@ -171,33 +171,6 @@ def _offsets(formats: RowFormats) -> list[int]:
     for row in formats.values():
         offsets.append(-(-(offsets[-1] + row.nbytes) // ROW_AT) * ROW_AT)
     return offsets
-
-
-@dataclass(frozen=True)
-class BufferList:
-    """Bytes to send, in several buffers that are not joined before they leave and do not change until then."""
-
-    buffers: tuple[Buffer, ...]
-
-    def __len__(self) -> int:
-        return sum(memoryview(buffer).nbytes for buffer in self.buffers)
-
-    def __bytes__(self) -> bytes:
-        return b"".join(self.buffers)
-
-    def pieces(self, size: int) -> Iterator[bytes]:
-        """Yield all in pieces of some bytes, a shorter one at the end, and one at least."""
-        piece, room = list[memoryview](), size
-        for buffer in self.buffers:
-            left = memoryview(buffer).cast("B")
-            while left:
-                piece.append(left[:room])
-                left, room = left[room:], room - len(piece[-1])
-                if not room:
-                    yield b"".join(piece)
-                    piece, room = [], size
-        if piece or not len(self):
-            yield b"".join(piece)
 
 
 class Seal(Protocol):
@@ -490,6 +463,8 @@ def _read_rows(body: memoryview, formats: RowFormats, frame: str) -> dict[str, T
         flat = torch.from_numpy(native if native.flags.writeable else native.copy()).view(row.dtype)
         for start in range(0, len(flat) if row.dtype.is_floating_point else 0, CHUNK):
             part = flat[start : start + CHUNK]
+            if all_finite(part) and not row.nonnegative:
+                continue
             rules = {"finite": torch.isfinite(part)} | ({">= 0": part >= 0} if row.nonnegative else {})
             for rule, holds in rules.items():
                 if not bool(holds.all()):
@@ -648,7 +623,7 @@ class TensorArithmetic:
     def fits(self, value: Tensor, part: Tensor) -> bool:
         """See Arithmetic."""
         pairs = zip(value.reshape(-1).split(AT_ONCE), self.decode(part, value).reshape(-1).split(AT_ONCE), strict=True)
-        return all(bool(torch.isfinite(ours + theirs).all()) for ours, theirs in pairs)
+        return all(all_finite(ours + theirs) for ours, theirs in pairs)
 
 
 # --- what has to be on disk beside a peer's own rows, for a checkpoint ---

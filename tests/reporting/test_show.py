@@ -10,10 +10,9 @@ import yaml
 from run_folders import small_scenario
 from variants import VARIANTS, settings_for
 
-from flower_privdec.catalogue import MODELS, TOPOLOGIES
+from flower_privdec.catalogue import MODEL_OPTIONS, MODELS, TOPOLOGIES
 from flower_privdec.cli.main import main
 from flower_privdec.graph.topology import topology_options
-from flower_privdec.models import model_options
 from flower_privdec.reporting.console import complete_yaml
 from flower_privdec.scenario import Scenario, parse_scenario
 
@@ -41,7 +40,7 @@ def test_text_that_yaml_might_misread_is_quoted(name: str) -> None:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_every_option_of_a_model_is_shown_with_its_default(name: str) -> None:
     scenario = small_scenario(f"model.name={name}", *NEEDED.get(name, []))
-    assert {key: yaml.safe_load(said) for key, said in commented(model_part(scenario)).items()} == model_options(name)
+    assert {key: yaml.safe_load(said) for key, said in commented(model_part(scenario)).items()} == MODEL_OPTIONS[name]
 
 
 def model_part(scenario: Scenario) -> str:

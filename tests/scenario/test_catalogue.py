@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +15,10 @@ from flower_privdec import catalogue
 from flower_privdec.algorithms import ALGORITHMS
 from flower_privdec.errors import ScenarioError
 from flower_privdec.graph.topology import build_topology, topology_options
-from flower_privdec.models import build_model, model_options
+from flower_privdec.models import _BUILDERS, build_model
 from flower_privdec.reporting.console import parts
 from flower_privdec.scenario import Scenario, parse_scenario
-from flower_privdec.scenario.sections import MODEL_OPTIONS, REGULARIZER_KEYS, algorithm_options
+from flower_privdec.scenario.sections import REGULARIZER_KEYS, algorithm_options
 
 KEYS = {  # where a scenario names what is listed
     "algorithms": "algorithm.name",
@@ -151,18 +152,20 @@ def test_what_the_schema_accepts_is_listed() -> None:
     listed = parts()
     for group, key in KEYS.items():
         assert accepted.pop(key) == set(listed.pop(group)), key
-    assert accepted.pop("topology.supergraph") == set(catalogue.TOPOLOGIES)
+    for key in ("topology.supergraph", "privacy.noise.secrets.name", "privacy.noise.secrets.supergraph"):
+        assert accepted.pop(key) == set(catalogue.TOPOLOGIES)
     assert not listed
     choices = {"privacy", "privacy.calibration", "evaluation.private", "algorithm.weighting", "features.whitening"}
     choices |= {"task.loss.targets", "task.metrics.better", "data.batch.small_peers"}
-    choices |= {"algorithm.acceleration", "algorithm.shapley"}
+    choices |= {"privacy.noise.kind", "privacy.noise.strength", "algorithm.acceleration", "algorithm.shapley"}
     choices |= {"compute.device", "compute.dtype", "compute.generator", "compute.workers", "network.mode"}
     assert set(accepted) == choices
 
 
 @pytest.mark.parametrize("name", list(catalogue.MODELS))
-def test_the_options_of_a_model_in_the_schema_are_those_it_takes(name: str) -> None:
-    assert sorted(MODEL_OPTIONS.get(name, ())) == sorted(model_options(name))
+def test_the_options_of_a_model_are_those_that_its_builder_takes(name: str) -> None:
+    parameters = inspect.signature(_BUILDERS[name]).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.KEYWORD_ONLY] == list(catalogue.MODEL_OPTIONS[name])
 
 
 def test_a_cnn_of_ones_own_measures_is_built(build: Build) -> None:
@@ -190,7 +193,11 @@ def test_what_is_built_must_be_for_exactly_the_names_of_the_catalogue() -> None:
         catalogue.ACTIVATIONS.bind({"relu": 1, "tanh": 2, "gelu": 3})
 
 
-OPTIONS = {"algorithms": algorithm_options, "topologies": topology_options, "models": model_options}
+OPTIONS = {
+    "algorithms": algorithm_options,
+    "topologies": topology_options,
+    "models": catalogue.MODEL_OPTIONS.__getitem__,
+}
 
 
 @pytest.mark.parametrize("kind", OPTIONS)

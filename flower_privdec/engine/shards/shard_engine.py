@@ -68,7 +68,7 @@ class ShardEngine(Engine):
         return f"round {self.state.round_index}"
 
     def _mix(self, exchange: Mix, mixing: Mixing) -> Changed:
-        matrix = mixing.matrix(self.state.round_index)
+        matrix = mixing.matrix(exchange.place(self.state.round_index, mixing))
         if isinstance(matrix, AverageMatrix):
             return Changed({name: self._average(matrix, name) for name in exchange.names}, {})
         if not isinstance(matrix, SparseMatrix):

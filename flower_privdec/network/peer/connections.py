@@ -12,13 +12,14 @@ from typing import Any
 
 from flower_privdec.common.formatting import one_line
 from flower_privdec.errors import PrivdecError, RunError
+from flower_privdec.network.peer.status import STATUS_REQUEST
 from flower_privdec.network.transport.transport import Connection, Content, Transport, UnreachableError
+from flower_privdec.pushsum.buffers import BufferList
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.pushsum.frames import REPORT, BufferList, FrameCodec, Message
+from flower_privdec.pushsum.frames import REPORT, FrameCodec, Message
 from flower_privdec.pushsum.witness import TWICE, LedgerReport, LedgerWitness
 
 SOON = 0.05  # seconds until a call that failed is made again, doubled each time
-STATUS_REQUEST = b"privdec status"  # a call that any peer of the scenario may make
 Messages = list[Message]
 
 

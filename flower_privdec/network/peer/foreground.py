@@ -8,27 +8,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import Any
 
 from flower_privdec.common.files import write_atomically
-from flower_privdec.common.formatting import printable, shown
-from flower_privdec.errors import RunError, ScenarioError
+from flower_privdec.errors import ScenarioError
 from flower_privdec.network.peer.asynchronous import AsynchronousPeer
 from flower_privdec.network.peer.peer import PeerDevice, RunningPeer, ScenarioTrainer, Trainer
-from flower_privdec.network.peer.status import STATUS_CAP, request_status, status_line
+from flower_privdec.network.peer.status import status_line
 from flower_privdec.network.peer.synchronous import SynchronousPeer
-from flower_privdec.network.transport.grpc_transport import GrpcConnection, identity_at
-from flower_privdec.network.transport.tls import Credentials, credentials_of, files_of, identities_of
+from flower_privdec.network.transport.tls import Credentials, credentials_of
 from flower_privdec.scenario import Scenario
 from flower_privdec.scenario.sections import AppScenario
 
 LINE_SECONDS = 1.0  # between two status lines on a terminal; elsewhere there is one an evaluation
 WAITING_SECONDS = 3.0  # until a peer that has taken rounds says what it waits for
 AGAIN_SECONDS = 60.0  # until it says so again, where there is no terminal
-REQUEST_SECONDS = 5.0
 PARENTS_END_SIGNAL = 1  # PR_SET_PDEATHSIG
 MODES: dict[str, type[RunningPeer]] = {"asynchronous": AsynchronousPeer, "synchronous": SynchronousPeer}
 
@@ -194,37 +189,3 @@ class _StatusLine:
             self._over.set()
             if self._terminal and self._is_shown:
                 print(file=sys.stderr)
-
-
-def status_of(address: str, certificates: Path, peer: int, as_json: bool) -> str:
-    """Return the status of a running peer.
-
-    Args:
-        address: HOST:PORT where it listens.
-        certificates: a folder with certificates.
-        peer: whose certificate to show.
-
-    Returns:
-        In lines or as JSON.
-
-    Raises:
-        ScenarioError: the certificate cannot be read.
-        RunError: nothing answers there, or something that is no peer.
-    """
-    paths = files_of(certificates, peer)
-    names = identities_of(paths[0].read_bytes()) if paths[0].is_file() else []
-    credentials = Credentials.read(*paths, names[0] if names else f"peer-{peer}")
-    connection = GrpcConnection(address, identity_at(address, credentials), credentials, STATUS_CAP)
-    try:
-        status = request_status(connection, REQUEST_SECONDS)
-        return json.dumps(status, indent=2) if as_json else _status_text(status)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunError(f"{address} answers {shown(status, 60)}, which is no status; is it another version?") from error
-    finally:
-        connection.close()
-
-
-def _status_text(status: Mapping[str, Any]) -> str:
-    down = [f"down: {why}" for why in status["down"].values()]
-    lines = [f"{status['name']}: {status_line(status)}", *down, f"noise: {status['noise']}"]
-    return "\n".join(map(printable, lines))  # of another process

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from flower_privdec.common.formatting import epsilon_text, number, shown
+from flower_privdec.common.formatting import epsilon_text, number, printable, shown
 from flower_privdec.errors import RunError
-from flower_privdec.network.peer.connections import STATUS_REQUEST
+from flower_privdec.network.transport.grpc_transport import GrpcConnection, identity_at
+from flower_privdec.network.transport.tls import Credentials, files_of, identities_of
 from flower_privdec.network.transport.transport import Connection
 
+STATUS_REQUEST = b"privdec status"  # a call that any peer of the scenario may make
+REQUEST_SECONDS = 5.0
 STATUS_CAP = 1 << 20  # bytes of a status
 Status = Mapping[str, Any]
 
@@ -61,3 +65,37 @@ def neighbours_text(status: Status) -> str:
     return f"{up}/{len(neighbours)} neighbours up" + "".join(
         f"  {name}: {', '.join(peers)}" for name, peers in lists.items() if peers
     )
+
+
+def status_of(address: str, certificates: Path, peer: int, as_json: bool) -> str:
+    """Return the status of a running peer.
+
+    Args:
+        address: HOST:PORT where it listens.
+        certificates: a folder with certificates.
+        peer: whose certificate to show.
+
+    Returns:
+        In lines or as JSON.
+
+    Raises:
+        ScenarioError: the certificate cannot be read.
+        RunError: nothing answers there, or something that is no peer.
+    """
+    paths = files_of(certificates, peer)
+    names = identities_of(paths[0].read_bytes()) if paths[0].is_file() else []
+    credentials = Credentials.read(*paths, names[0] if names else f"peer-{peer}")
+    connection = GrpcConnection(address, identity_at(address, credentials), credentials, STATUS_CAP)
+    try:
+        status = request_status(connection, REQUEST_SECONDS)
+        return json.dumps(status, indent=2) if as_json else _status_text(status)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunError(f"{address} answers {shown(status, 60)}, which is no status; is it another version?") from error
+    finally:
+        connection.close()
+
+
+def _status_text(status: Mapping[str, Any]) -> str:
+    down = [f"down: {why}" for why in status["down"].values()]
+    lines = [f"{status['name']}: {status_line(status)}", *down, f"noise: {status['noise']}"]
+    return "\n".join(map(printable, lines))  # of another process

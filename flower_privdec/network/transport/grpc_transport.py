@@ -29,8 +29,8 @@ from flower_privdec.network.transport.admission import HANDSHAKE_SECONDS, Admiss
 from flower_privdec.network.transport.failures import address_of, calling_error, listening_error
 from flower_privdec.network.transport.tls import Credentials, context_of, identities_of, time_problem, validity_of
 from flower_privdec.network.transport.transport import Answer, Content, UnreachableError
+from flower_privdec.pushsum.buffers import BufferList
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.pushsum.frames import BufferList
 
 PIECE = 1 << 20
 ROOM = 1 << 16  # of a message beside its piece

@@ -8,8 +8,8 @@ from threading import Condition
 from typing import Protocol
 
 from flower_privdec.errors import RunError
+from flower_privdec.pushsum.buffers import Buffer, BufferList
 from flower_privdec.pushsum.exactly_once import RefusedError
-from flower_privdec.pushsum.frames import Buffer, BufferList
 
 Content = Buffer | BufferList
 Answer = Callable[[int, memoryview], Content]  # called with the caller's number and what it sent
