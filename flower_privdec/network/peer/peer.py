@@ -333,6 +333,10 @@ class RunningPeer(ABC):
 
     # --- what others and its owner see ---
 
+    def quarantined(self) -> Mapping[int, str]:
+        """Return why nothing is taken from some neighbours any more."""
+        return {}
+
     def waiting(self) -> str:
         """Return in words what this peer waits for, and why it lacks which neighbours; empty where for nothing."""
         if not self.waits_for:
@@ -363,6 +367,7 @@ class RunningPeer(ABC):
             "neighbours": self.timetable.neighbours(self.device.peer),
             "down": {str(peer): why for peer, why in trouble.items()},
             "unheard": unheard,
+            "quarantined": {str(peer): why for peer, why in self.quarantined().items()},
             "bytes_sent": connections.bytes_sent,
             "bytes_received": connections.bytes_received,
             **self.trainer.status(self.state),
