@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
